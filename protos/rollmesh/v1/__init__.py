@@ -1,0 +1,1 @@
+"""The generated contract: protobuf messages and gRPC stubs of rollmesh.v1."""

@@ -1,0 +1,252 @@
+"""The shape of an episode: segments, samples, rewards. The domain twin of `rollmesh/v1/types.proto`.
+
+An episode is a tree of segments; a sample is the path from a root to one leaf segment. A shared prefix is stored once.
+Token ids are never re-encoded from text: what is trained is what was sampled.
+Converted to and from protobuf in `rollmesh.shared.codec.trajectory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.shared.versions import PolicyVersion
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+MaskArray = NDArray[np.uint8]
+
+ROOT = -1
+WHOLE_SAMPLE = -1
+
+
+class Role(IntEnum):
+    """What a segment is to the policy. Numbers equal `rollmesh.v1.SegmentRole`."""
+
+    CONTEXT = 1
+    OBSERVATION = 2
+    ACTION = 3
+
+
+class Source(IntEnum):
+    """Who wrote the tokens. Numbers equal `rollmesh.v1.SegmentSource`."""
+
+    POLICY = 1
+    PROMPT = 2
+    TOOL = 3
+    HINT = 4
+    SUMMARY = 5
+    DATASET = 6
+    REPLAY = 7
+    REWRITTEN = 8
+    PEER = 9
+    HUMAN = 10
+
+
+class FinishReason(IntEnum):
+    """Why generation of a segment ended. Numbers equal `rollmesh.v1.FinishReason`."""
+
+    UNFINISHED = 0
+    """The sequence goes on in a child segment (weights changed in mid-sequence, or another node took over)."""
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+    ERROR = 4
+
+
+class Outcome(IntEnum):
+    """Whether a reward says something about the model. Numbers equal `rollmesh.v1.RewardOutcome`."""
+
+    OK = 1
+    INFRA_FAILURE = 2
+    NOT_APPLICABLE = 3
+
+
+class Purpose(IntEnum):
+    """What an episode is for. Numbers equal `rollmesh.v1.Purpose`."""
+
+    TRAIN = 1
+    EVAL = 2
+    EXPORT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn. Log-probs returned are under exactly this distribution.
+
+    Sampling is keyed by (seed, absolute position): a request resumed elsewhere from its received tokens draws the same.
+    """
+
+    temperature: float = 1.0
+    """0 means greedy (log-probs are then those of the plain model)."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means off."""
+    max_tokens: int = 256
+    """Most new tokens of this request."""
+    stop: tuple[str, ...] = ()
+    """Generation ends after the first of these strings appears in the new text; the string is kept."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends after the first of these ids; the id is kept. The tokenizer's eos is not implied."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A span of tokens with one author and, if sampled, one set of weights.
+
+    `logprobs` [n] are under the distribution sampled from, natural log, present exactly for sampled (POLICY, PEER) spans.
+    `logprobs_model` [n] are under the plain softmax of the model (temperature 1, no truncation), if the engine gives them.
+    `loss_mask` [n] is 1 where a token may be trained on; None means none of them.
+    `version` and `kv_step_oldest` are set by the engine only: the weights that sampled the span, and the oldest step
+    behind the key-value cache it attended to.
+    """
+
+    parent: int
+    role: Role
+    source: Source
+    token_ids: IntArray
+    logprobs: FloatArray | None = None
+    logprobs_model: FloatArray | None = None
+    loss_mask: MaskArray | None = None
+    version: PolicyVersion | None = None
+    kv_step_oldest: int | None = None
+    sampling: int = -1
+    """Index into `Episode.sampling_params`; -1 where nothing was sampled."""
+    finish: FinishReason = FinishReason.UNFINISHED
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_trainable(self) -> int:
+        return 0 if self.loss_mask is None else int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """One named number about a sample or one of its segments, with the evidence it rests on. Never aggregated here."""
+
+    name: str
+    value: float
+    segment: int = WHOLE_SAMPLE
+    scorer: str = ""
+    """Name and version of the scorer, e.g. `exact@1`."""
+    evidence: str = ""
+    outcome: Outcome = Outcome.OK
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One training item: the path from the root to `leaf`."""
+
+    sample_id: str
+    leaf: int
+    role: str = ""
+    """Role in a game or team; empty for a lone agent."""
+    policy: str = "main"
+    rewards: tuple[Reward, ...] = ()
+    weight: float = 1.0
+    trainable: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeKey:
+    """Where an episode belongs: run, task, group, episode, and which try this is (1, 2, ...)."""
+
+    run: str
+    task: str
+    group: str
+    episode: str
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Text view of a turn, for people and judges; never the source of trained tokens."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """One run of an agent on a task: what the sample stream carries."""
+
+    key: EpisodeKey
+    purpose: Purpose = Purpose.TRAIN
+    segments: tuple[Segment, ...] = ()
+    sampling_params: tuple[SamplingParams, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    messages: tuple[Message, ...] = ()
+    stage_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds spent per stage: init, run, generate, tool, score."""
+    traceparent: str = ""
+
+    def path(self, leaf: int) -> tuple[int, ...]:
+        """Indices of the segments from the root to `leaf`, in order."""
+        chain: list[int] = []
+        index = leaf
+        while index != ROOT:
+            chain.append(index)
+            index = self.segments[index].parent
+            if len(chain) > len(self.segments):
+                raise ValueError(f"segment {leaf} of episode {self.key.episode} has a cycle in its parents")
+        return tuple(reversed(chain))
+
+    def path_segments(self, sample: Sample) -> tuple[Segment, ...]:
+        return tuple(self.segments[i] for i in self.path(sample.leaf))
+
+    def oldest_step(self, sample: Sample) -> int | None:
+        """Oldest step among the sample's trained POLICY tokens of its own policy; None if it trains on none."""
+        return oldest_trained_step(self.path_segments(sample), policy=sample.policy)
+
+
+def oldest_trained_step(segments: Sequence[Segment], *, policy: str) -> int | None:
+    """The step that the staleness bound is about: oldest among trained POLICY tokens sampled by `policy`."""
+    steps = [
+        s.version.step
+        for s in segments
+        if s.source is Source.POLICY and s.version is not None and s.version.policy == policy and s.num_trainable
+    ]
+    return min(steps, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberOutcome:
+    """One scored member of a group, trained or not: dropping members before the advantage would bias the baseline."""
+
+    sample_id: str
+    rewards: tuple[Reward, ...]
+    end: str
+    """`ready`, or the typed reason it ended for, e.g. `stale`, `filtered`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupContext:
+    """Rewards and end reasons of every scored member of a group."""
+
+    group: str
+    task: str
+    members: tuple[MemberOutcome, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSample:
+    """What a learner trains on: a sample, the path of segments it covers, and its group.
+
+    `segments` is the path in order; `token_trainable` masks (policy `mask` of the bound) are already folded into each
+    segment's `loss_mask`.
+    """
+
+    sample: Sample
+    segments: tuple[Segment, ...]
+    group: str
+    task: str
+    staleness: int | None
+    """Staleness for the update it was leased for; None if it trains on no POLICY token."""
