@@ -1,0 +1,1 @@
+"""Learning without networking: packing, advantages, losses, optimiser, update, checkpoint, warm start, recipes."""

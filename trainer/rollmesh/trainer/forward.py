@@ -1,0 +1,81 @@
+"""Log-probs of wanted tokens under a model, packed or one sequence at a time.
+
+The output layer runs on wanted positions only: for a real vocabulary its logits would be the largest tensor of a step.
+Log-probs are taken at the temperature the token was sampled at, because the behaviour log-probs they are compared
+with are under the sampling distribution. Truncation (top-p, top-k) is NOT reproduced: for truncated samples the
+behaviour log-probs are renormalised over the kept tokens, the ones here are not, and the ratio is biased low;
+`metrics` reports the share of such tokens.
+Collaborators: `packing` (micro-batches), `update`, `sft`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollmesh.shared.trajectory import FloatArray, IntArray
+from rollmesh.trainer.packing import MicroBatch, PackingConfig, Sequence1D, num_targets, pack
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raise ValueError for models that change logits after the output layer, which this module would not reproduce."""
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(model.config, name, None) not in (None, 1, 1.0):
+            raise ValueError(f"{type(model).__name__} post-processes its logits ({name}), which is not supported")
+
+
+def target_logits(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """Logits [m, V] in float32 at the positions that predict the wanted tokens."""
+    hidden = model.base_model(
+        input_ids=batch.token_ids,
+        position_ids=batch.position_ids,
+        attention_mask=batch.attention_mask,
+        use_cache=False,
+    ).last_hidden_state
+    chosen = hidden[batch.target_row, batch.target_col]
+    logits: Tensor = model.get_output_embeddings()(chosen)
+    return logits.float()
+
+
+def target_logprobs(logits: Tensor, batch: MicroBatch, temperature: Tensor | None = None) -> Tensor:
+    """Log-probs [m] of the wanted tokens; `temperature` [m] of each, None for 1 throughout."""
+    wanted = batch.token_ids[batch.target_row, batch.target_col + 1]
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    chosen = logits.gather(-1, wanted[:, None]).squeeze(-1)
+    return chosen - logits.logsumexp(-1)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Entropy [m] in nats of each distribution; outside the graph."""
+    with torch.no_grad():
+        logprobs = logits.log_softmax(-1)
+        return -(logprobs.exp() * logprobs).sum(-1)
+
+
+@torch.no_grad()
+def logprobs_of(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence1D],
+    packing: PackingConfig,
+    temperature: Tensor | None = None,
+) -> Tensor:
+    """Log-probs [M] of all wanted tokens, sequence by sequence; `temperature` [M] in the same order."""
+    result = torch.zeros(num_targets(sequences), device=model.device)
+    for batch in pack(sequences, packing, device=model.device):
+        at = None if temperature is None else temperature[batch.target_index]
+        result[batch.target_index] = target_logprobs(target_logits(model, batch), batch, at)
+    return result
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, token_ids: IntArray) -> FloatArray:
+    """Log-prob [n] of each token given those before it, under the plain softmax; entry 0 is 0. As engines score probes."""
+    ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
+    chosen = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
+    padded: FloatArray = torch.cat([chosen.new_zeros(1), chosen]).cpu().numpy()
+    return padded

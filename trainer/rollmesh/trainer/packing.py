@@ -1,0 +1,164 @@
+"""Sequences of different lengths -> packed micro-batches with almost no padding.
+
+Several sequences share a row: position ids restart at each, and attention is causal within a sequence and absent
+between them (a block-diagonal mask), so a packed forward equals one forward per sequence.
+
+Rows are short on purpose. A row is opened by the longest sequence left and filled up to `row_tokens` (or to the
+opener's length, if longer) with shorter ones, longest first. A longer row packs a little tighter, but attention does
+work on the whole row squared: for the 0.36M model and sequences of 16-130 tokens on one core, rows of 128, 256, 512 and 1024
+tokens train 21, 19, 16 and 12 thousand tokens/s at 97-100 % fill, against 14 thousand for padding in arrival order (63 % fill).
+
+Invariants: every sequence is in exactly one row, whole; the plan is a pure function of the lengths.
+Collaborators: `forward` (runs a micro-batch), `update` and `sft` (turn samples into sequences).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmesh.shared.trajectory import IntArray, MaskArray
+
+
+class PackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many tokens go through the model at once."""
+
+    row_tokens: int = 128
+    """Row length aimed at, in tokens. Longer: less padding, more attention work on masked pairs."""
+    micro_batch_tokens: int = 2048
+    """Most tokens (padding included) per forward and backward; a longer sequence runs alone. Bounds activation memory."""
+
+    def __post_init__(self) -> None:
+        if self.row_tokens < 1:
+            raise ValueError(f"row_tokens = {self.row_tokens}: must be at least 1")
+        if self.micro_batch_tokens < self.row_tokens:
+            raise ValueError(
+                f"micro_batch_tokens = {self.micro_batch_tokens}: must be at least row_tokens = {self.row_tokens}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence1D:
+    """One sequence: `token_ids` [n] and `target_mask` [n], 1 where the token's log-prob is wanted; entry 0 must be 0."""
+
+    token_ids: IntArray
+    target_mask: MaskArray
+
+    def __post_init__(self) -> None:
+        if self.token_ids.shape != self.target_mask.shape or self.token_ids.size == 0:
+            raise ValueError(f"{self.token_ids.size} token ids but {self.target_mask.size} mask entries, or none at all")
+        if self.target_mask[0]:
+            raise ValueError("the first token of a sequence has nothing before it to be predicted from")
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward takes, [R, T] = rows x row length, and where its targets belong.
+
+    `source` [R, T] is the sequence number of each position within its row (-1 = padding). Targets are the flat positions
+    (`target_row`, `target_col`) [m] whose *next* token is wanted; `target_index` [m] places each in the order
+    "sequence by sequence, token by token" over all targets of the plan.
+    """
+
+    token_ids: Tensor
+    position_ids: Tensor
+    source: Tensor
+    target_row: Tensor
+    target_col: Tensor
+    target_index: Tensor
+    num_tokens: int
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """Boolean [R, 1, T, T], true where query may attend to key. Built per forward: it is the largest tensor here."""
+        length = self.source.shape[1]
+        same = self.source[:, None, :, None] == self.source[:, None, None, :]
+        return same & torch.ones(length, length, dtype=torch.bool, device=self.source.device).tril()
+
+
+def num_targets(sequences: Sequence[Sequence1D]) -> int:
+    return sum(int(s.target_mask.sum()) for s in sequences)
+
+
+def pack(sequences: Sequence[Sequence1D], config: PackingConfig, *, device: str | torch.device = "cpu") -> list[MicroBatch]:
+    """Micro-batches that cover every sequence once, longest rows first."""
+    lengths = [len(s.token_ids) for s in sequences]
+    offsets = np.concatenate([[0], np.cumsum([int(s.target_mask.sum()) for s in sequences])])
+    plan = plan_micro_batches(plan_rows(lengths, config.row_tokens), lengths, config.micro_batch_tokens)
+    return [_build(rows, sequences, offsets, device) for rows in plan]
+
+
+def plan_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Indices per row, by first-fit decreasing; rows come out in order of their opener, longest first."""
+    rows: list[list[int]] = []
+    free: list[int] = []
+    first_open = 0
+    shortest = min(lengths, default=0)
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        while first_open < len(rows) and free[first_open] < shortest:
+            first_open += 1  # full rows at the front are never looked at again: keeps the scan short for many rows
+        row = next((r for r in range(first_open, len(rows)) if free[r] >= length), None)
+        if row is None:
+            rows.append([index])
+            free.append(max(row_tokens, length) - length)
+        else:
+            rows[row].append(index)
+            free[row] -= length
+    return rows
+
+
+def plan_micro_batches(
+    rows: Sequence[Sequence[int]], lengths: Sequence[int], micro_batch_tokens: int
+) -> list[list[Sequence[int]]]:
+    """Group rows, longest first, so that rows x longest row stays within the budget (a single row may exceed it)."""
+    batches: list[list[Sequence[int]]] = []
+    width = 0
+    for row in sorted(rows, key=lambda r: -sum(lengths[i] for i in r)):
+        if not batches or (len(batches[-1]) + 1) * width > micro_batch_tokens:
+            batches.append([])
+            width = sum(lengths[i] for i in row)
+        batches[-1].append(row)
+    return batches
+
+
+def fill_ratio(batches: Sequence[MicroBatch]) -> float:
+    """Share of the positions computed that hold a real token; 1 - this is padding."""
+    slots = sum(b.token_ids.numel() for b in batches)
+    return sum(b.num_tokens for b in batches) / slots if slots else 1.0
+
+
+def _build(
+    rows: Sequence[Sequence[int]], sequences: Sequence[Sequence1D], offsets: IntArray, device: str | torch.device
+) -> MicroBatch:
+    width = max(sum(len(sequences[i].token_ids) for i in row) for row in rows)
+    ids = np.zeros((len(rows), width), dtype=np.int64)
+    positions, source = np.zeros_like(ids), np.full_like(ids, -1)
+    targets: list[IntArray] = []
+    for r, row in enumerate(rows):
+        start = 0
+        for number, index in enumerate(row):
+            sequence = sequences[index]
+            stop = start + len(sequence.token_ids)
+            ids[r, start:stop] = sequence.token_ids
+            positions[r, start:stop] = np.arange(stop - start)
+            source[r, start:stop] = number
+            wanted = np.flatnonzero(sequence.target_mask)
+            places = offsets[index] + np.arange(len(wanted))
+            targets.append(np.stack([np.full_like(wanted, r), start + wanted - 1, places]))
+            start = stop
+    row_col_index = torch.as_tensor(np.concatenate(targets, axis=1), device=device)
+    return MicroBatch(
+        token_ids=torch.as_tensor(ids, device=device),
+        position_ids=torch.as_tensor(positions, device=device),
+        source=torch.as_tensor(source, device=device),
+        target_row=row_col_index[0],
+        target_col=row_col_index[1],
+        target_index=row_col_index[2],
+        num_tokens=int((source >= 0).sum()),
+    )
