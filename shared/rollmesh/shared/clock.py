@@ -1,0 +1,107 @@
+"""Time as an argument: the port, the system's clock, and a manual twin for tests and the simulator.
+
+Durations and deadlines come from `monotonic_s` only. `wall_s` is for records that people read: wall clocks of two machines
+are never compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """A source of time."""
+
+    def monotonic_s(self) -> float:
+        """Seconds since an arbitrary start; never goes back."""
+        ...
+
+    def wall_s(self) -> float:
+        """Seconds since the Unix epoch, for records."""
+        ...
+
+    async def sleep(self, duration_s: float) -> None:
+        """Returns after `duration_s` seconds of this clock; at once, but not without yielding, if that is not positive."""
+        ...
+
+
+class SystemClock:
+    """The machine's own clocks."""
+
+    def monotonic_s(self) -> float:
+        return time.monotonic()
+
+    def wall_s(self) -> float:
+        return time.time()
+
+    async def sleep(self, duration_s: float) -> None:
+        await asyncio.sleep(max(0.0, duration_s))
+
+
+class ManualClock:
+    """A clock that stands still until it is advanced. Sleepers wake in order of their deadline, then of their call.
+
+    `advance` moves at once: a task that wakes and sleeps again counts from the new time. `run_for` goes from deadline to
+    deadline instead, so that periodic tasks run as often as they would have.
+    """
+
+    def __init__(self, *, monotonic_s: float = 0.0, wall_s: float = 1_700_000_000.0) -> None:
+        self._now_s = monotonic_s
+        self._wall_offset_s = wall_s - monotonic_s
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._order = itertools.count()
+
+    def monotonic_s(self) -> float:
+        return self._now_s
+
+    def wall_s(self) -> float:
+        return self._now_s + self._wall_offset_s
+
+    async def sleep(self, duration_s: float) -> None:
+        if duration_s <= 0:
+            await asyncio.sleep(0)
+            return
+        woken = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._now_s + duration_s, next(self._order), woken))
+        await woken
+
+    def next_deadline_s(self) -> float:
+        """The `monotonic_s` at which the next sleeper wakes; infinity if nobody sleeps."""
+        while self._sleepers and self._sleepers[0][2].done():
+            heapq.heappop(self._sleepers)  # cancelled while asleep
+        return self._sleepers[0][0] if self._sleepers else math.inf
+
+    def num_sleepers(self) -> int:
+        """How many tasks sleep now: a test waits for this before it advances."""
+        return sum(not woken.done() for _, _, woken in self._sleepers)
+
+    def advance(self, duration_s: float) -> None:
+        """Moves time forward and wakes who is due; they run when the caller next yields to the loop."""
+        if duration_s < 0:
+            raise ValueError(f"duration_s must not be negative, got {duration_s}")
+        self._now_s += duration_s
+        self._wake_due()
+
+    async def run_for(self, duration_s: float, *, turns: int = 20) -> None:
+        """Moves time forward deadline by deadline; after each lets the loop run `turns` times, so that the woken can sleep again."""
+        end_s = self._now_s + duration_s
+        await _yield_to_loop(turns)
+        while (deadline_s := self.next_deadline_s()) <= end_s:
+            self._now_s = deadline_s
+            self._wake_due()
+            await _yield_to_loop(turns)
+        self._now_s = end_s
+
+    def _wake_due(self) -> None:
+        while self.next_deadline_s() <= self._now_s:
+            heapq.heappop(self._sleepers)[2].set_result(None)
+
+
+async def _yield_to_loop(turns: int) -> None:
+    for _ in range(turns):
+        await asyncio.sleep(0)
