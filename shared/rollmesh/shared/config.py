@@ -1,0 +1,275 @@
+"""The one configuration loader: defaults < YAML file < `key=value` overrides, into a frozen tree of msgspec structs.
+
+Strict: an unknown key, a wrong type, a value out of range, a missing file or broken YAML is one `ConfigError` that names the
+key as a path (`rollout.turns_max`), what was expected, what was found, and the line or override it came from.
+
+YAML is read as YAML 1.1 with two repairs: `1e-4` is a number, and a key given twice is an error rather than a silent loss.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import yaml
+
+from rollmesh.shared.errors import ConfigError, FieldViolation
+
+T = TypeVar("T")
+
+_MSGSPEC_ERROR = re.compile(r"^(?P<what>.*?)(?: - at `\$?(?P<path>[^`]*)`)?$", re.DOTALL)
+_UNKNOWN_FIELD = re.compile(r"^Object contains unknown field `(?P<name>[^`]*)`$")
+_MISSING_FIELD = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
+
+
+def load_config(type_: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
+    """Builds a `type_` from its defaults, the YAML file `path` if one is given, and `key=value` overrides, in that order.
+
+    Keys of overrides are dotted (`learner.optimizer.lr=3e-4`; a number indexes a list), values are YAML.
+    Raises `ConfigError`.
+    """
+    file = Path(path) if path is not None else None
+    tree, lines = _read_file(file) if file is not None else ({}, {})
+    origins = _apply_overrides(tree, overrides)
+    return _convert(type_, tree, _Places(file, lines, origins))
+
+
+def config_from_dict(type_: type[T], values: dict[str, Any], overrides: Sequence[str] = ()) -> T:
+    """As `load_config`, from a plain dict (left as it is) instead of a file."""
+    tree = msgspec.to_builtins(values)
+    return _convert(type_, tree, _Places(None, {}, _apply_overrides(tree, overrides)))
+
+
+def to_yaml(config: object) -> str:
+    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2 floats and without duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen and key_node.value != "<<":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key `{key_node.value}` is given twice", key_node.start_mark
+                )
+            seen.add(str(key_node.value))
+        return super().construct_mapping(node, deep=deep)
+
+
+# PyYAML's own pattern wants a dot, so `lr: 1e-4` would be a string.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)
+
+
+def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        reason = err.strerror if isinstance(err, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"{file}: cannot read the configuration file: {reason}; check the path", file=file) from err
+    try:
+        tree = _parse_yaml(text)
+        lines = dict(_lines(yaml.compose(text, Loader=_Loader), ""))
+    except yaml.YAMLError as err:
+        raise ConfigError(f"{_yaml_place(file, err)}: not valid YAML: {_yaml_problem(err)}", file=file) from err
+    if tree is None:
+        return {}, {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{file}: expected a mapping of keys at the top, found {_kind(tree)}", file=file)
+    return tree, lines
+
+
+def _lines(node: yaml.Node | None, path: str) -> Iterable[tuple[str, int]]:
+    """(path, 1-based line) of every key and list item below `node`."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            below = f"{path}.{key.value}"
+            yield below, key.start_mark.line + 1
+            yield from _lines(value, below)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield f"{path}[{index}]", item.start_mark.line + 1
+            yield from _lines(item, f"{path}[{index}]")
+
+
+def _yaml_place(file: Path, err: yaml.YAMLError) -> str:
+    mark = getattr(err, "problem_mark", None)
+    return f"{file}:{mark.line + 1}" if mark is not None else str(file)
+
+
+def _yaml_problem(err: yaml.YAMLError) -> str:
+    return str(getattr(err, "problem", None) or err)
+
+
+# Overrides ------------------------------------------------------------------------------------------------------------
+
+
+def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, str]:
+    """Writes the overrides into `tree`; returns which override wrote each path."""
+    origins: dict[str, str] = {}
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"override `{override}`: expected key=value, as in rollout.turns_max=4")
+        try:
+            value = _parse_yaml(text)
+        except yaml.YAMLError as err:
+            raise ConfigError(f"override `{override}`: the value is not valid YAML: {_yaml_problem(err)}") from err
+        origins[_set_path(tree, key.strip().split("."), value, override)] = override
+    return origins
+
+
+def _set_path(tree: dict[str, Any], parts: list[str], value: object, override: str) -> str:
+    """Sets one dotted key, making mappings on the way; returns its path as msgspec would write it."""
+    node: Any = tree
+    path = ""
+    for index, part in enumerate(parts):
+        key = _key_in(node, part, override)
+        path += f"[{key}]" if isinstance(key, int) else f".{key}"
+        if index == len(parts) - 1:
+            node[key] = value
+        else:
+            if isinstance(node, dict) and node.get(key) is None:
+                node[key] = {}
+            node = node[key]
+    return path
+
+
+def _key_in(node: object, part: str, override: str) -> str | int:
+    if isinstance(node, dict) and part:
+        return part
+    if isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+        return int(part)
+    holder = f"a list of {len(node)} items" if isinstance(node, list) else _kind(node)
+    raise ConfigError(f"override `{override}`: there is no `{part}` in {holder}")
+
+
+# Converting -----------------------------------------------------------------------------------------------------------
+
+
+class _Places:
+    """Where each value came from: for messages."""
+
+    def __init__(self, file: Path | None, lines: dict[str, int], overrides: dict[str, str]) -> None:
+        self.file = file
+        self._lines = lines
+        self._overrides = overrides
+
+    def of(self, path: str) -> str:
+        for candidate, override in self._overrides.items():
+            if path == candidate or path.startswith((f"{candidate}.", f"{candidate}[")):
+                return f"override `{override}`"
+        if self.file is None:
+            return "configuration"
+        line = self._lines.get(path)
+        return f"{self.file}:{line}" if line is not None else str(self.file)
+
+
+def _convert(type_: type[T], tree: dict[str, Any], places: _Places) -> T:
+    try:
+        return msgspec.convert(tree, type_)
+    except msgspec.ValidationError as err:
+        raise _config_error(type_, tree, str(err), places) from err
+
+
+def _config_error(type_: type, tree: dict[str, Any], text: str, places: _Places) -> ConfigError:
+    match = _MSGSPEC_ERROR.match(text)
+    assert match is not None
+    what, path = match["what"], match["path"] or ""
+    names = _field_names(type_, path, tree)
+    if unknown := _UNKNOWN_FIELD.match(what):
+        path, what = f"{path}.{unknown['name']}", f"unknown key{_did_you_mean(unknown['name'], names)}"
+    elif missing := _MISSING_FIELD.match(what):
+        path, what = f"{path}.{missing['name']}", "required, but not given"
+    elif (word := what.split(maxsplit=1)[:1]) and word[0].strip("`") in names:
+        path = f"{path}.{word[0].strip('`')}"  # a range error of __post_init__ begins with the field it is about
+    else:
+        what = _with_value(what, tree, path)
+    key = path.lstrip(".") or "(top)"
+    where = places.of(path)
+    return ConfigError(
+        f"{where}: `{key}`: {what}", violations=[FieldViolation(key, what)], key=key, file=places.file or ""
+    )
+
+
+def _did_you_mean(name: str, names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean `{close[0]}`?"
+    return f"; known keys: {', '.join(names)}" if names else ""
+
+
+def _with_value(what: str, tree: object, path: str) -> str:
+    found, value = _look_up(tree, path)
+    if not found or isinstance(value, (dict, list)):
+        return what
+    return f"{what} (found {value!r})"
+
+
+def _steps(path: str) -> list[str | int]:
+    """`.a.b[2].c` as ["a", "b", 2, "c"]. `[...]`, msgspec's word for "some key of a mapping", stays as a string."""
+    steps: list[str | int] = []
+    for name, index in re.findall(r"\.([^.\[]+)|\[([^\]]*)\]", path):
+        steps.append(name or (int(index) if index.isdecimal() else index))
+    return steps
+
+
+def _look_up(tree: object, path: str) -> tuple[bool, Any]:
+    node: Any = tree
+    for step in _steps(path):
+        try:
+            node = node[step]
+        except (KeyError, IndexError, TypeError):
+            return False, None
+    return True, node
+
+
+def _field_names(type_: Any, path: str, tree: object) -> list[str]:
+    """The keys that may stand at `path`, for suggestions; empty if that is not a struct."""
+    nodes = [msgspec.inspect.type_info(type_)]
+    for step in _steps(path):
+        nodes = [below for node in nodes for below in _children(node, step)]
+    found, value = _look_up(tree, path)
+    tags = {str(v) for v in value.values() if isinstance(v, str)} if found and isinstance(value, dict) else set()
+    structs = [s for node in nodes for s in _structs(node)]
+    tagged = [s for s in structs if s.tag is not None and str(s.tag) in tags]
+    return [field.encode_name for struct in (tagged or structs) for field in struct.fields]
+
+
+def _structs(node: msgspec.inspect.Type) -> list[msgspec.inspect.StructType]:
+    if isinstance(node, msgspec.inspect.UnionType):
+        return [struct for option in node.types for struct in _structs(option)]
+    return [node] if isinstance(node, msgspec.inspect.StructType) else []
+
+
+def _children(node: msgspec.inspect.Type, step: str | int) -> list[msgspec.inspect.Type]:
+    if isinstance(node, msgspec.inspect.UnionType):
+        return [below for option in node.types for below in _children(option, step)]
+    if isinstance(node, msgspec.inspect.StructType):
+        return [field.type for field in node.fields if field.encode_name == step]
+    if isinstance(node, msgspec.inspect.DictType):
+        return [node.value_type]
+    if isinstance(node, (msgspec.inspect.ListType, msgspec.inspect.VarTupleType)):
+        return [node.item_type]
+    return []
+
+
+def _kind(value: object) -> str:
+    return {"NoneType": "nothing", "str": "text", "list": "a list", "dict": "a mapping"}.get(
+        type(value).__name__, f"a value of type {type(value).__name__}"
+    )

@@ -1,0 +1,142 @@
+"""The loader names the key, the place and the remedy, whatever is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.shared.config import config_from_dict, load_config, to_yaml
+from rollmesh.shared.config_schema import json_schema
+from rollmesh.shared.errors import ConfigError
+
+
+class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    lr: float = 1e-3
+    """Learning rate."""
+    betas: list[float] = msgspec.field(default_factory=lambda: [0.9, 0.95])
+
+
+class Local(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="local"):
+    threads: int = 1
+
+
+class Remote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="remote"):
+    url: str
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    turns_max: int = 4
+    """Turns of one episode."""
+    optimizer: Optimizer = Optimizer()
+    engines: dict[str, Local | Remote] = {}
+
+    def __post_init__(self) -> None:
+        if self.turns_max < 1:
+            raise ValueError(f"turns_max must be at least 1, got {self.turns_max}")
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    rollout: Rollout = Rollout()
+    seed: int = 0
+    name: str | None = None
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    return path
+
+
+def error_of(path: Path | None, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(Config, path, overrides)
+    return caught.value
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, "seed: 3\nrollout:\n  turns_max: 7\n")
+    config = load_config(Config, path, ["rollout.turns_max=9", "rollout.optimizer.lr=3e-4"])
+    assert (config.seed, config.rollout.turns_max, config.rollout.optimizer.lr) == (3, 9, 3e-4)
+    assert config.rollout.optimizer.betas == [0.9, 0.95]
+
+
+def test_an_override_can_index_a_list(tmp_path: Path) -> None:
+    path = write(tmp_path, "rollout: {optimizer: {betas: [0.5, 0.6]}}")
+    assert load_config(Config, path, ["rollout.optimizer.betas.1=0.99"]).rollout.optimizer.betas == [0.5, 0.99]
+    assert "a list of 2 items" in str(error_of(path, "rollout.optimizer.betas.2=0.99"))
+
+
+def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
+    assert load_config(Config, write(tmp_path, "rollout: {optimizer: {lr: 1e-4}}")).rollout.optimizer.lr == 1e-4
+
+
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    assert load_config(Config, write(tmp_path, "# nothing\n")) == Config()
+
+
+def test_an_unknown_key_is_named_with_its_line_and_the_nearest_known_one(tmp_path: Path) -> None:
+    err = error_of(write(tmp_path, "seed: 1\nrollout:\n  turn_max: 3\n"))
+    assert str(err) == f"{tmp_path}/x.yaml:3: `rollout.turn_max`: unknown key; did you mean `turns_max`?"
+    assert err.violations[0].field == "rollout.turn_max"
+
+
+def test_an_unknown_key_without_a_neighbour_lists_the_known_ones(tmp_path: Path) -> None:
+    assert "known keys: rollout, seed, name" in str(error_of(write(tmp_path, "zzzzz: 1\n")))
+
+
+def test_a_wrong_type_says_what_was_expected_and_found(tmp_path: Path) -> None:
+    err = error_of(write(tmp_path, "rollout:\n  turns_max: many\n"))
+    assert str(err).startswith(f"{tmp_path}/x.yaml:2: `rollout.turns_max`: Expected `int`, got `str`")
+    assert "'many'" in str(err)
+
+
+def test_a_range_error_names_the_field_it_is_about() -> None:
+    err = error_of(None, "rollout.turns_max=0")
+    assert str(err) == "override `rollout.turns_max=0`: `rollout.turns_max`: turns_max must be at least 1, got 0"
+
+
+def test_keys_inside_a_tagged_union_are_named(tmp_path: Path) -> None:
+    err = error_of(write(tmp_path, "rollout: {engines: {a: {kind: local, thread: 2}}}"))
+    assert "thread" in str(err)
+    assert "did you mean `threads`?" in str(err)
+
+
+def test_a_missing_required_key_is_named(tmp_path: Path) -> None:
+    err = error_of(write(tmp_path, "rollout: {engines: {a: {kind: remote}}}"))
+    assert "url`: required, but not given" in str(err)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [1, 2\n", ":2: not valid YAML"),
+        ("seed: 1\nseed: 2\n", ":2: not valid YAML: key `seed` is given twice"),
+        ("- 1\n- 2\n", "expected a mapping of keys at the top, found a list"),
+        ("rollout: 3\n", ":1: `rollout`: Expected `object`, got `int` (found 3)"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
+    assert expected in str(error_of(write(tmp_path, text)))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert str(error_of(tmp_path / "no.yaml")).startswith(f"{tmp_path}/no.yaml: cannot read the configuration file: No such")
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", "seed.x=1", "seed=[", "..=1"])
+def test_a_malformed_override_is_quoted(tmp_path: Path, override: str) -> None:
+    assert f"override `{override}`" in str(error_of(write(tmp_path, "seed: 1"), override))
+
+
+def test_the_resolved_config_reads_back_equal(tmp_path: Path) -> None:
+    config = config_from_dict(Config, {"rollout": {"engines": {"a": {"kind": "remote", "url": "http://ü"}}}}, ["name=x"])
+    assert load_config(Config, write(tmp_path, to_yaml(config))) == config
+
+
+def test_the_schema_carries_the_field_docstrings() -> None:
+    schema = json_schema(Config)
+    assert schema["$ref"] == "#/$defs/Config"
+    assert schema["$defs"]["Rollout"]["properties"]["turns_max"]["description"] == "Turns of one episode."
+    assert schema["$defs"]["Optimizer"]["additionalProperties"] is False

@@ -1,0 +1,43 @@
+"""Users' own classes load by name, or say why they do not."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+import pytest
+
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.objects import load_object
+
+
+def test_module_and_dotted_names_resolve() -> None:
+    assert load_object("collections:OrderedDict") is collections.OrderedDict
+    assert load_object("collections.OrderedDict") is collections.OrderedDict
+    assert load_object("collections:OrderedDict.fromkeys") == collections.OrderedDict.fromkeys
+
+
+def test_a_file_is_relative_to_its_config_and_runs_once(tmp_path: Path) -> None:
+    (tmp_path / "my_agent.py").write_text("import dataclasses\n@dataclasses.dataclass\nclass Agent:\n    x: int = 1\n")
+    agent = load_object("my_agent.py:Agent", tmp_path)
+    assert agent().x == 1
+    assert load_object(f"{tmp_path}/my_agent.py:Agent") is agent
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nonsense", "expected package.module:Name or file.py:Name"),
+        ("agent.py", "expected package.module:Name or file.py:Name"),
+        ("no_such_package.x:Y", "there is no module `no_such_package`"),
+        ("collections:Nope", "has no `Nope`"),
+        ("missing.py:Agent", "there is no file"),
+        ("good.py:Agnt", "it defines: Agent"),
+        ("bad.py:Agent", "ZeroDivisionError"),
+    ],
+)
+def test_what_does_not_load_says_why(tmp_path: Path, name: str, expected: str) -> None:
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    (tmp_path / "good.py").write_text("class Agent: ...\n")
+    with pytest.raises(ConfigError, match=expected):
+        load_object(name, tmp_path)
