@@ -1,0 +1,121 @@
+"""Tasks from a user's own JSONL file, with a mapping from its fields to a task's.
+
+The answer field is checked here, so that a malformed line stops the run before it starts, but its value is dropped at
+once: a task carries `jsonl:NAME@DIGEST#LINE`, which only the reward service resolves, from its own reading of the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.task import Split, Task, check_shares, split_of
+from rollmesh.shared.jsonl import Record, read_jsonl
+from rollmesh.shared.trajectory import Message
+
+NUM_LINES_MAX = 2_000_000
+
+
+class JsonlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="jsonl", tag_field="kind"):
+    """Settings of a JSONL source. Field names may reach into nested objects with dots."""
+
+    path: str
+    """The file, one JSON object per line, UTF-8."""
+    name: str = "tasks"
+    """Prefix of task ids and of oracle references; letters, digits, `_` and `-`."""
+    prompt: str = "question"
+    """Field with the prompt: a string, or a list of `{"role", "content"}` messages."""
+    answer: str = "answer"
+    """Field with the reference answer; empty = the tasks have none."""
+    answer_pattern: str = ""
+    """Regular expression that finds the answer in its field: the last match, group 1 if it has one. GSM8K: `#### (\\S+)`."""
+    labels: dict[str, str] = {}
+    """Label name -> field, e.g. `{level: difficulty}`."""
+    split: str = ""
+    """Field that says train, validation or test; empty = hash ranges of the prompt."""
+    system: str = ""
+    """System message in front of every prompt; empty = none."""
+    tools: tuple[str, ...] = ()
+    """Tools each task names."""
+    validation_share: float = 0.05
+    """Share of the hash range that is validation; ignored with `split`."""
+    test_share: float = 0.05
+    """Share of the hash range that is test; ignored with `split`."""
+    num_lines_max: int = NUM_LINES_MAX
+    """Longest accepted file; it is held in memory."""
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("path must name a file, got ''")
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
+            raise ValueError(f"name must be 1 to 64 letters, digits, `_` or `-`, got {self.name!r}")
+        if not self.prompt:
+            raise ValueError("prompt must name a field, got ''")
+        try:
+            re.compile(self.answer_pattern)
+        except re.error as error:
+            raise ValueError(f"answer_pattern is not a regular expression: {error}, got {self.answer_pattern!r}") from None
+        check_shares(self.validation_share, self.test_share)
+        if not 1 <= self.num_lines_max <= NUM_LINES_MAX:
+            raise ValueError(f"num_lines_max must be in [1, {NUM_LINES_MAX}], got {self.num_lines_max}")
+
+
+def jsonl_pools(config: JsonlConfig) -> dict[Split, MemoryPool]:
+    """The pools of all splits, tasks in file order.
+
+    Raises ConfigError if the file cannot be read, `rollmesh.shared.jsonl.RecordError` naming file, line and field.
+    """
+    tasks: dict[Split, list[Task]] = {split: [] for split in Split}
+    for task in _tasks(config):
+        tasks[task.split].append(task)
+    return {split: MemoryPool(found) for split, found in tasks.items()}
+
+
+def _tasks(config: JsonlConfig) -> Iterator[Task]:
+    file = read_jsonl(Path(config.path), num_lines_max=config.num_lines_max)
+    pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
+    for record in file.records:
+        if config.answer:
+            record.extract(config.answer, pattern)
+        prompt = _prompt(record, config.prompt)
+        system = (Message(role="system", content=config.system),) if config.system else ()
+        yield Task(
+            task_id=f"{config.name}-{record.line}",
+            messages=(*system, *prompt),
+            tools=config.tools,
+            oracle_ref=f"jsonl:{config.name}@{file.digest[:16]}#{record.line}" if config.answer else "",
+            labels={label: record.text(field) for label, field in config.labels.items()},
+            split=_split(record, config, prompt),
+        )
+
+
+def _prompt(record: Record, field: str) -> tuple[Message, ...]:
+    value = record.value(field)
+    if not isinstance(value, list):
+        return (Message(role="user", content=record.text(field)),)
+    if not value:
+        raise record.error("is an empty list of messages", field)
+    return tuple(_message(record, field, index, entry) for index, entry in enumerate(value))
+
+
+def _message(record: Record, field: str, index: int, entry: object) -> Message:
+    if not isinstance(entry, dict):
+        raise record.error(f"message {index} must be an object with role and content", field)
+    role, content = entry.get("role"), entry.get("content")
+    if not isinstance(role, str) or not isinstance(content, str) or not role:
+        raise record.error(f"message {index} must have the strings role and content", field)
+    return Message(role=role, content=content)
+
+
+def _split(record: Record, config: JsonlConfig, prompt: tuple[Message, ...]) -> Split:
+    if not config.split:
+        text = "\n".join(message.content for message in prompt)
+        return split_of(text, validation_share=config.validation_share, test_share=config.test_share)
+    named = record.text(config.split)
+    if named not in set(Split):
+        raise record.error(f"must be one of {', '.join(Split)}, got {named!r}", config.split)
+    return Split(named)

@@ -1,0 +1,48 @@
+"""The pool that holds its tasks in memory: what every source builds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import msgpack
+
+from rollmesh.services.data.task import Task
+
+
+class MemoryPool:
+    """An immutable sequence of tasks with unique ids."""
+
+    def __init__(self, tasks: Iterable[Task]) -> None:
+        self._tasks = tuple(tasks)
+        self._positions = {task.task_id: position for position, task in enumerate(self._tasks)}
+        if len(self._positions) != len(self._tasks):
+            raise ValueError("task ids of a pool must be unique")
+        self._digest = _digest(self._tasks)
+
+    @property
+    def digest(self) -> str:
+        return self._digest
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def task(self, position: int) -> Task:
+        if position < 0:
+            raise IndexError(f"position must be >= 0, got {position}")
+        return self._tasks[position]
+
+    def position(self, task_id: str) -> int | None:
+        return self._positions.get(task_id)
+
+    def label(self, position: int, name: str) -> str:
+        return self.task(position).labels.get(name, "")
+
+
+def _digest(tasks: Iterable[Task]) -> str:
+    """SHA-256 over ids, messages, labels and oracle references, each part packed with its length."""
+    digest = hashlib.sha256()
+    for task in tasks:
+        messages = [(message.role, message.content) for message in task.messages]
+        digest.update(msgpack.packb([task.task_id, messages, sorted(task.labels.items()), task.oracle_ref]))
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Which task is drawn next; one idea per file."""

@@ -1,0 +1,53 @@
+"""Uniform selection: every prompt exactly once per epoch, in an order that differs from epoch to epoch.
+
+Draw i of a pool of N tasks is entry i mod N of a permutation keyed by (seed, i div N). There is no state to keep, so a
+restart at any draw neither skips nor repeats a prompt. What is in flight does not matter: skipping it would break the epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.services.data.selector import GroupResult
+from rollmesh.services.data.task import TaskPool
+from rollmesh.shared.errors import CorruptSnapshot
+
+_STATE = b"uniform@1"
+
+
+class UniformOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The uniform selector has no settings but the seed."""
+
+
+class UniformSelector:
+    """See the module."""
+
+    Options: ClassVar[type[msgspec.Struct]] = UniformOptions
+
+    def __init__(self, *, pool: TaskPool, seed: int, options: UniformOptions) -> None:
+        self._num_tasks = len(pool)
+        self._seed = seed
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def draw(self, index: int, in_flight: AbstractSet[int]) -> int:
+        epoch, entry = divmod(index, self._num_tasks)
+        if epoch != self._epoch:
+            self._order = np.random.default_rng((self._seed, epoch)).permutation(self._num_tasks)
+            self._epoch = epoch
+        return int(self._order[entry])
+
+    def observe(self, result: GroupResult) -> None:
+        """Results do not change what is drawn."""
+
+    def snapshot(self) -> bytes:
+        return _STATE
+
+    def restore(self, state: bytes) -> None:
+        if state != _STATE:
+            raise CorruptSnapshot("not a snapshot of the uniform selector")

@@ -1,0 +1,141 @@
+"""Reading a user's JSONL file with errors that say where: file, line number and field.
+
+Data service (prompts) and reward service (answer keys) read the same file through this module. `digest` lets them notice that
+they were given different ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmesh.shared.errors import ConfigError, InvalidInput
+
+LINE_BYTES_MAX = 16 * 1024 * 1024
+"""Longest accepted line; a longer one is a file of another format."""
+
+
+class RecordError(InvalidInput):
+    """A line that cannot be used. The message is `FILE:LINE: [field "NAME":] CAUSE`."""
+
+    reason = "MALFORMED_RECORD"
+
+    def __init__(self, path: Path, line: int, cause: str, *, field: str = "") -> None:
+        where = f'field "{field}": ' if field else ""
+        super().__init__(f"{path}:{line}: {where}{cause}", path=path, line=line, field=field)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line: a JSON object. `line` counts from 1 and includes blank lines, as an editor shows it."""
+
+    path: Path
+    line: int
+    fields: Mapping[str, object]
+
+    def value(self, field: str) -> object:
+        """The value at `field`; dots reach into nested objects. RecordError if it is absent."""
+        node: object = self.fields
+        for name in field.split("."):
+            if not isinstance(node, dict) or name not in node:
+                raise self.error(f"is missing; the line has {', '.join(self.fields) or 'no fields'}", field)
+            node = node[name]
+        return node
+
+    def text(self, field: str) -> str:
+        """A non-empty string at `field`, or a number or boolean as JSON writes it. RecordError for anything else."""
+        value = self.value(field)
+        if isinstance(value, (bool, int, float)):
+            return json.dumps(value)
+        if not isinstance(value, str):
+            raise self.error(f"must be a string or a number, got {_kind(value)}", field)
+        if not value.strip():
+            raise self.error("is empty", field)
+        return value
+
+    def extract(self, field: str, pattern: re.Pattern[str] | None) -> str:
+        """Text at `field`; with `pattern` the last match in it: group 1, or the whole match if it has no group."""
+        text = self.text(field)
+        if pattern is None:
+            return text.strip()
+        found = last_match(pattern, text)
+        if found is None:
+            raise self.error(f"does not match {pattern.pattern!r}", field)
+        return found
+
+    def error(self, cause: str, field: str = "") -> RecordError:
+        return RecordError(self.path, self.line, cause, field=field)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonlFile:
+    """A file's records in order and the SHA-256 (hex) of its bytes."""
+
+    records: tuple[Record, ...]
+    digest: str
+
+
+def read_jsonl(path: Path, *, num_lines_max: int) -> JsonlFile:
+    """All records of a UTF-8 file with one JSON object per line; blank lines are skipped.
+
+    Raises ConfigError if the file cannot be read, RecordError for the first line that is not a JSON object or beyond a limit.
+    """
+    try:
+        return _read(path, num_lines_max)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a JSONL file", path=path) from error
+
+
+def last_match(pattern: re.Pattern[str], text: str) -> str | None:
+    """The last match of `pattern` in `text`: group 1, or the whole match if it has no group; None if there is none."""
+    matches = deque(pattern.finditer(text), maxlen=1)
+    if not matches:
+        return None
+    return (matches[0][1] or "") if pattern.groups else matches[0][0]
+
+
+def _read(path: Path, num_lines_max: int) -> JsonlFile:
+    digest = hashlib.sha256()
+    records: list[Record] = []
+    for line, raw in _lines(path, num_lines_max):
+        digest.update(raw)
+        if raw.strip():
+            records.append(Record(path=path, line=line, fields=_parse(path, line, raw)))
+    return JsonlFile(records=tuple(records), digest=digest.hexdigest())
+
+
+def _lines(path: Path, num_lines_max: int) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        line = 0
+        while raw := file.readline(LINE_BYTES_MAX + 1):
+            line += 1
+            if len(raw) > LINE_BYTES_MAX:
+                raise RecordError(path, line, f"is longer than {LINE_BYTES_MAX} bytes")
+            if line > num_lines_max:
+                raise RecordError(path, line, f"the file has more than {num_lines_max} lines")
+            yield line, raw
+
+
+def _parse(path: Path, line: int, raw: bytes) -> dict[str, object]:
+    try:
+        value = json.loads(raw)
+    except UnicodeDecodeError as error:
+        raise RecordError(path, line, f"is not UTF-8: {error.reason}") from None
+    except json.JSONDecodeError as error:
+        raise RecordError(path, line, f"is not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise RecordError(path, line, "is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise RecordError(path, line, f"must be a JSON object, got {_kind(value)}")
+    return value
+
+
+def _kind(value: object) -> str:
+    return {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}.get(
+        type(value), "a number"
+    )

@@ -1,0 +1,40 @@
+"""The uniform selector: epochs are permutations."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.selectors.uniform import UniformOptions, UniformSelector
+from rollmesh.services.data.task import Task
+from rollmesh.shared.errors import CorruptSnapshot
+
+
+def selector(num_tasks: int, seed: int = 0) -> UniformSelector:
+    pool = MemoryPool(Task(task_id=f"t{i}", messages=()) for i in range(num_tasks))
+    return UniformSelector(pool=pool, seed=seed, options=UniformOptions())
+
+
+def draws(chosen: UniformSelector, first: int, stop: int) -> list[int]:
+    return [chosen.draw(i, frozenset()) for i in range(first, stop)]
+
+
+def test_every_epoch_has_every_prompt_once_in_another_order() -> None:
+    chosen = selector(50)
+    epochs = [draws(chosen, e * 50, (e + 1) * 50) for e in range(3)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_draws_depend_on_seed_and_index_alone() -> None:
+    straight = draws(selector(20), 0, 60)
+    chosen = selector(20)
+    assert [chosen.draw(i, frozenset({0, 1})) for i in reversed(range(60))] == straight[::-1]
+    assert draws(selector(20, seed=1), 0, 60) != straight
+
+
+def test_restore_refuses_a_snapshot_of_another_selector() -> None:
+    chosen = selector(3)
+    chosen.restore(chosen.snapshot())
+    with pytest.raises(CorruptSnapshot):
+        chosen.restore(b"thompson@1")
