@@ -1,0 +1,147 @@
+"""Control groups, version 1 or 2 as found: the session's memory and process count as a whole, where they are writable.
+
+Runs on the host's side. One group per place in the pool, made once and used by one session after another, so that a session
+costs one write per controller: the service passes the open `cgroup.procs` descriptors, the session's pid 1 writes itself in.
+Absent controllers are no error here: what then falls away is said in `contain`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollmesh.sandbox_runtime.limits import Limits
+
+PREFIX = "rollmesh-sandbox-"
+"""Names of our groups begin so: what leftovers are known by."""
+
+_MEMORY, _PIDS = "memory", "pids"
+_FILES = {
+    1: {_MEMORY: ("memory.limit_in_bytes",), _PIDS: ("pids.max",)},
+    2: {_MEMORY: ("memory.max",), _PIDS: ("pids.max",)},
+}
+
+
+@dataclass(slots=True)
+class Group:
+    """One place's groups: a directory per controller, and the events file that tells of kills by memory."""
+
+    directories: Mapping[str, Path]
+    version: int
+    _limits: Limits | None = field(default=None, init=False)
+
+    def procs_fds(self) -> list[int]:
+        """Open `cgroup.procs` files to pass to a session; the caller closes them. In version 2 all controllers share one."""
+        distinct = dict.fromkeys(self.directories.values())
+        return [os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for path in distinct]
+
+    def limit(self, limits: Limits) -> None:
+        """Write the limits, unless they stand already."""
+        if limits == self._limits:
+            return
+        values = {_MEMORY: limits.memory_bytes + limits.disk_bytes, _PIDS: limits.processes_max}
+        for controller, path in self.directories.items():
+            for name in _FILES[self.version][controller]:
+                (path / name).write_text(str(values[controller]))
+        self._limits = limits
+
+    def num_oom_kills(self) -> int:
+        """Processes killed for memory in this group so far."""
+        path = self.directories.get(_MEMORY)
+        if path is None:
+            return 0
+        text = (path / ("memory.oom_control" if self.version == 1 else "memory.events")).read_text()
+        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+
+    def remove(self) -> None:
+        """Delete the directories; a group that still holds processes stays, for the reaper of the next start."""
+        for path in dict.fromkeys(self.directories.values()):
+            _remove(path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hierarchy:
+    """Where groups can be made: a writable directory per controller."""
+
+    version: int
+    parents: Mapping[str, Path]
+
+    def make(self, name: str) -> Group:
+        """A new group `PREFIX + name`. Raises OSError."""
+        paths = {controller: parent / (PREFIX + name) for controller, parent in self.parents.items()}
+        for path in dict.fromkeys(paths.values()):
+            path.mkdir(exist_ok=True)
+        return Group(directories=paths, version=self.version)
+
+    def leftovers(self, name_prefix: str) -> Iterator[Path]:
+        """Groups whose names begin with `PREFIX + name_prefix`."""
+        for parent in dict.fromkeys(self.parents.values()):
+            yield from parent.glob(f"{PREFIX}{name_prefix}*")
+
+
+def detect(mounts: str, memberships: str) -> Hierarchy | None:
+    """What can be used here, from the texts of /proc/self/mounts and /proc/self/cgroup; None if nothing is writable.
+
+    Version 2 wins only where its memory and pids controllers are delegated to children of our own group.
+    """
+    own = {}
+    for line in memberships.splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            own[controller] = path
+    return _detect_v2(mounts, own.get("")) or _detect_v1(mounts, own)
+
+
+def _detect_v2(mounts: str, path: str | None) -> Hierarchy | None:
+    for place in _mounted(mounts, "cgroup2", None):
+        group = _below(place, path)
+        enabled = _read(group / "cgroup.subtree_control").split()
+        usable = {name: group for name in (_MEMORY, _PIDS) if name in enabled}
+        if usable and os.access(group, os.W_OK):
+            return Hierarchy(version=2, parents=usable)
+    return None
+
+
+def _detect_v1(mounts: str, own: Mapping[str, str]) -> Hierarchy | None:
+    parents = {}
+    for controller in (_MEMORY, _PIDS):
+        for place in _mounted(mounts, "cgroup", controller):
+            group = _below(place, own.get(controller))
+            if os.access(group, os.W_OK):
+                parents[controller] = group
+    return Hierarchy(version=1, parents=parents) if parents else None
+
+
+def _mounted(mounts: str, kind: str, option: str | None) -> Iterator[Path]:
+    for line in mounts.splitlines():
+        _, place, found, options, *_ = line.split(" ")
+        if found == kind and (option is None or option in options.split(",")):
+            yield Path(place)
+
+
+def _below(place: Path, path: str | None) -> Path:
+    """Our own group; the mount itself where a container hides the rest of the tree."""
+    group = place / (path or "/").lstrip("/")
+    return group if group.is_dir() else place
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def remove_all(paths: Iterable[Path]) -> int:
+    """Delete leftover groups; how many went."""
+    return sum(_remove(path) for path in paths)
+
+
+def _remove(path: Path) -> bool:
+    try:
+        path.rmdir()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,126 @@
+"""The order in which a zygote and then a session are contained. Each step is one line; the first that fails aborts the jail.
+
+Covered, each attacked by tests/integration/test_sandbox_isolation.py:
+- Network: an empty network namespace, and socket() refused. No TCP, UDP, host's or other sessions' abstract sockets.
+- Host files: the root is a tmpfs with read-only /usr (with /bin, /lib, ...), the interpreter's prefix and the declared library
+  paths. /etc/shadow, homes, the repository, /proc, /sys and /run do not exist in it. Nothing in it can be written.
+- Other sessions: own pid, mount, network, ipc and uts namespaces, own tmpfs, own uid (root) or user namespace (ordinary user).
+- Privileges: a uid that is nobody's, empty capability sets, no_new_privs, a seccomp deny list.
+- Limits: address space, processes, file size, descriptors, CPU time, disk and inodes; the session's memory and process count
+  once more by cgroup where one is writable; wall time and output by the interpreter, and wall time again from outside.
+- End: killing the session's pid 1 kills all it started. A zygote is pid 1 too: its death ends all its sessions. It dies with
+  the launcher, and that with the service; both also end when their control socket closes.
+
+Not covered:
+- Kernel bugs behind calls that are allowed; side channels; sessions contend for CPU and memory bandwidth.
+- Without a writable memory cgroup a session's memory is bounded only by processes_max x memory_bytes + disk_bytes.
+- What /usr and the interpreter's prefix contain can be read: keep secrets out of them.
+- Forgery inside a session: code can write the session's replies itself. It fools only its own episode; verdicts that must
+  hold are made in another session.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rollmesh.sandbox_runtime import mounts, namespaces, privileges, rlimits, seccomp, syscalls
+from rollmesh.sandbox_runtime.limits import Limits
+
+_T = TypeVar("_T")
+
+NOBODY = 65534
+SOCKET_FD = 3
+"""Where a session finds its socket."""
+
+
+class ContainmentError(Exception):
+    """A step refused: the jail was not made and nothing ran. Names the step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ground:
+    """What a contained zygote holds for making sessions."""
+
+    user_namespace: bool
+    pid_namespace_fd: int
+    proc_fd: int
+    """A /proc directory for writing id maps; -1 without user namespaces. Never seen by a session's code."""
+    filter: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One session to be contained."""
+
+    limits: Limits
+    uid: int
+    socket_fd: int
+    cgroup_fds: Sequence[int] = ()
+    """Open `cgroup.procs` files."""
+
+
+def contain_zygote(*, user_namespace: bool, read_only: Sequence[str]) -> Ground:
+    """Lock up the zygote itself: it keeps the privileges to make jails and loses sight of everything else."""
+    with_proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if user_namespace else -1
+    ground = Ground(
+        user_namespace=user_namespace,
+        pid_namespace_fd=os.open("/proc/thread-self/ns/pid", os.O_RDONLY | os.O_CLOEXEC),
+        proc_fd=with_proc,
+        filter=_step("seccomp", lambda: seccomp.assemble(platform.machine())),
+    )
+    _step("root", lambda: mounts.build_root((*read_only, os.path.realpath(sys.base_prefix), sys.base_prefix)))
+    _step("bounding set", privileges.drop_bounding_set)
+    _step("no new privileges", privileges.no_new_privileges)
+    return ground
+
+
+def contain_session(ground: Ground, cell: Cell) -> None:
+    """Run by a session's pid 1 before any foreign code. Raises ContainmentError; the caller must then exit."""
+    inner = NOBODY if ground.user_namespace else cell.uid
+    limits = cell.limits
+    _step("cgroups", lambda: _join_cgroups(cell.cgroup_fds))
+    _step(
+        "namespaces", lambda: namespaces.isolate_session(user=ground.user_namespace, proc=ground.proc_fd, inner=inner)
+    )
+    _step(
+        "private directory",
+        lambda: mounts.mount_private_dir(
+            bytes_max=limits.disk_bytes, inodes_max=limits.inodes_max, uid=inner, gid=inner
+        ),
+    )
+    _step("descriptors", lambda: _arrange_descriptors(cell.socket_fd))
+    _step("rlimits", lambda: rlimits.apply(limits))
+    if ground.user_namespace:
+        _step("bounding set", privileges.drop_bounding_set)
+    else:
+        _step("uid", lambda: privileges.become(inner, inner))
+    _step("capabilities", privileges.drop_capabilities)
+    _step("no new privileges", privileges.no_new_privileges)
+    _step("seccomp", lambda: seccomp.install(ground.filter))
+
+
+def _step(name: str, action: Callable[[], _T]) -> _T:
+    try:
+        return action()
+    except (OSError, ValueError) as error:
+        raise ContainmentError(f"{name}: {error}") from error
+
+
+def _join_cgroups(procs_fds: Sequence[int]) -> None:
+    for fd in procs_fds:
+        os.write(fd, b"0")
+
+
+def _arrange_descriptors(socket_fd: int) -> None:
+    """stdin reads nothing, stdout and stderr are nameless files in the private directory, the socket is 3, no other is open."""
+    os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+    for target in (1, 2):
+        os.dup2(os.open(mounts.PRIVATE_DIR, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600), target)
+    os.dup2(socket_fd, SOCKET_FD)  # last: until here 3 may be any descriptor of the zygote
+    os.set_inheritable(SOCKET_FD, False)
+    syscalls.call("close_range", SOCKET_FD + 1, 0xFFFFFFFF, 0)

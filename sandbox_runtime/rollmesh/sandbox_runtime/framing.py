@@ -1,0 +1,59 @@
+"""Frames between the service and a session: 4 bytes little-endian length, then JSON in UTF-8.
+
+JSON on purpose: what comes out of a jail is hostile and must never be unpickled. The service bounds the length before it
+allocates. Control messages between service and zygote are single JSON packets with descriptors attached.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+LENGTH = struct.Struct("<I")
+PACKET_BYTES_MAX = 8192
+"""A control packet; they carry numbers and short names only."""
+FDS_MAX = 8
+
+Message = dict[str, Any]
+
+
+def encode(message: Message) -> bytes:
+    """One frame."""
+    body = json.dumps(message, separators=(",", ":")).encode()
+    return LENGTH.pack(len(body)) + body
+
+
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:
+    """Blocking read of a whole piece; None at the end of the stream."""
+    data = bytearray()
+    while len(data) < num_bytes:
+        piece = connection.recv(num_bytes - len(data))
+        if not piece:
+            return None
+        data += piece
+    return bytes(data)
+
+
+def receive(connection: socket.socket) -> Message | None:
+    """Blocking read of one frame, for the jail's side, which trusts the service; None when the service is gone."""
+    header = receive_exactly(connection, LENGTH.size)
+    body = header and receive_exactly(connection, LENGTH.unpack(header)[0])
+    return json.loads(body) if body else None
+
+
+def receive_packet(connection: socket.socket) -> tuple[Message | None, list[int]]:
+    """One control packet and its descriptors; (None, []) when the other side is gone."""
+    try:
+        data, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES_MAX, FDS_MAX)
+    except ConnectionResetError:  # closed with packets of ours unread
+        return None, []
+    return (json.loads(data) if data else None), list(fds)
+
+
+def send_packet(connection: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
+    """One control packet, descriptors attached."""
+    data = json.dumps(message, separators=(",", ":")).encode()
+    assert len(data) <= PACKET_BYTES_MAX
+    socket.send_fds(connection, [data], fds)

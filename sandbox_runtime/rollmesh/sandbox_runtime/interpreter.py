@@ -1,0 +1,173 @@
+"""The stateful Python of one session: runs code, calls functions, says how it ended. Runs inside the jail.
+
+Definitions survive between calls. The value of a trailing expression is returned as its repr. Tracebacks show the user's
+lines only. Soft limits on time interrupt the code with a BaseException and keep the session; code that resists is
+killed from outside.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+import linecache
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+from rollmesh.sandbox_runtime import output
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.output import BoundedText, OutputLimitError, clip
+
+OK, ERROR, TIME, MEMORY, PROCESSES, OUTPUT = "ok", "error", "time", "memory", "processes", "output"
+
+_FRAMES_MAX = 20
+_OWN_FILES = (__file__, output.__file__)
+"""Frames of the jail's own code are no news to the user."""
+
+Reply = dict[str, Any]
+_Block = Callable[[], str | None]
+
+
+class TimeLimitError(BaseException):
+    """Raised in the user's code when its time is up. A BaseException, so that `except Exception` won't eat it."""
+
+
+class Interpreter:
+    """One namespace and its bounded streams. `namespace` is what the profile preloaded."""
+
+    def __init__(self, namespace: Mapping[str, Any], limits: Limits) -> None:
+        self._namespace: dict[str, Any] = {**namespace, "__name__": "__main__", "__builtins__": __builtins__}
+        self._limits = limits
+        self._num_calls = 0
+        self._armed = False
+        self._stdout = BoundedText(1, keep=limits.output_bytes, flood=limits.flood_bytes)
+        self._stderr = BoundedText(2, keep=limits.output_bytes, flood=limits.flood_bytes)
+        sys.stdout, sys.stderr = self._stdout, self._stderr
+        signal.signal(signal.SIGALRM, self._on_timer)
+        signal.signal(signal.SIGPROF, self._on_timer)
+
+    def run(self, code: str, wall_s: float) -> Reply:
+        """Execute source text."""
+        self._num_calls += 1
+        name = f"<call {self._num_calls}>"
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        return self._guard(lambda: self._execute(code, name), wall_s)
+
+    def call(self, function: str, arguments: Sequence[Any], wall_s: float) -> Reply:
+        """Call a function of the namespace. Text is returned as it is, None as nothing, other values as JSON or else repr."""
+        return self._guard(lambda: _as_text(self._namespace[function](*arguments)), wall_s)
+
+    def has_function(self, name: str) -> bool:
+        """Whether `call` would find it."""
+        return callable(self._namespace.get(name))
+
+    def _execute(self, code: str, name: str) -> str | None:
+        body, last = _compile(code, name)
+        exec(body, self._namespace)  # noqa: S102 - what the jail around it is for
+        if last is None:
+            return None
+        value = eval(last, self._namespace)
+        return None if value is None else repr(value)
+
+    def _guard(self, block: _Block, wall_s: float) -> Reply:
+        """Run a block under the soft limits. The only place where anything raised becomes a record."""
+        pid, started = os.getpid(), time.monotonic()
+        outcome, result, error = OK, None, None
+        try:
+            try:
+                self._arm(wall_s)
+                result = block()
+            finally:
+                self._disarm()
+        except BaseException as raised:  # noqa: BLE001 - whatever foreign code raises is its result
+            outcome, error = _classify(raised), raised
+        if os.getpid() != pid:
+            os._exit(1)  # a child that the code forked and let return: it must not answer for the session
+        return self._reply(outcome, result, error, time.monotonic() - started)
+
+    def _arm(self, wall_s: float) -> None:
+        self._armed = True
+        signal.setitimer(signal.ITIMER_REAL, wall_s)
+        signal.setitimer(signal.ITIMER_PROF, self._limits.cpu_s)
+
+    def _disarm(self) -> None:
+        self._armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+    def _on_timer(self, number: int, _frame: FrameType | None) -> None:
+        if self._armed:
+            kind = "wall" if number == signal.SIGALRM else "CPU"
+            raise TimeLimitError(f"{kind} time limit reached")
+
+    def _reply(self, outcome: str, result: str | None, error: BaseException | None, wall_s: float) -> Reply:
+        keep = self._limits.output_bytes
+        stdout, cut_stdout = self._stdout.take()
+        stderr, cut_stderr = self._stderr.take()
+        text, cut_result = clip(result or "", keep)
+        reply: Reply = {
+            "outcome": outcome, "stdout": stdout, "stderr": stderr, "result": text, "wall_s": wall_s,
+            "truncated": cut_stdout or cut_stderr or cut_result,
+        }  # fmt: skip
+        if error is not None:
+            message, _ = clip(_message(error), keep)
+            reply |= {"error_type": type(error).__name__, "error_message": message}
+            reply["traceback"], _ = clip(_traceback(error), keep)
+        return reply
+
+
+def _compile(code: str, name: str) -> tuple[CodeType, CodeType | None]:
+    """The statements, and the trailing expression apart if there is one."""
+    tree = ast.parse(code, name)
+    last = None
+    if tree.body and isinstance(tail := tree.body[-1], ast.Expr):
+        del tree.body[-1]
+        last = compile(ast.Expression(tail.value), name, "eval")
+    return compile(tree, name, "exec"), last
+
+
+def _as_text(value: object) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError):
+        return repr(value)
+
+
+def _classify(raised: BaseException) -> str:
+    """Which limit an exception stands for. An uncaught EAGAIN or a refused thread is the process limit: the jail has no
+    sockets, and nothing else in it commonly answers so."""
+    if isinstance(raised, TimeLimitError):
+        return TIME
+    if isinstance(raised, OutputLimitError):
+        return OUTPUT
+    if isinstance(raised, MemoryError) or (isinstance(raised, OSError) and raised.errno == errno.ENOMEM):
+        return MEMORY
+    if isinstance(raised, BlockingIOError) and raised.errno == errno.EAGAIN:
+        return PROCESSES
+    if isinstance(raised, RuntimeError) and str(raised) == "can't start new thread":
+        return PROCESSES
+    return ERROR
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:  # noqa: BLE001 - a foreign __str__ may raise anything; its text is only for show
+        return "<no message>"
+
+
+def _traceback(error: BaseException) -> str:
+    try:
+        shown = traceback.TracebackException.from_exception(error, limit=-_FRAMES_MAX)
+        shown.stack = traceback.StackSummary.from_list([f for f in shown.stack if f.filename not in _OWN_FILES])
+        return "".join(shown.format())
+    except BaseException:  # noqa: BLE001 - foreign reprs and low memory
+        return f"{type(error).__name__}\n"

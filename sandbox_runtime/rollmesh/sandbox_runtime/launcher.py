@@ -1,0 +1,56 @@
+"""The program that a service executes to get a zygote: makes its namespaces, forks it as pid 1, waits for it.
+
+Executed fresh (`python -I -S`), never forked from the service: no thread, lock, descriptor or secret comes along. The
+launcher stays on the host's side, because a process can't enter a pid namespace itself; it dies with the service, and the
+zygote with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollmesh.sandbox_runtime import mounts, namespaces, privileges
+from rollmesh.sandbox_runtime.zygote import Profile, run_zygote
+
+_BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from rollmesh.sandbox_runtime.launcher import main; main()"
+ENVIRONMENT = {
+    "HOME": mounts.PRIVATE_DIR,
+    "TMPDIR": mounts.PRIVATE_DIR,
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+}
+"""The whole environment of zygote and sessions."""
+
+
+def command(python: str, control_fd: int, profile: Mapping[str, Any]) -> list[str]:
+    """What to execute, with `control_fd` passed on and `ENVIRONMENT` as environment. `profile`: the fields of `Profile`."""
+    root = str(Path(__file__).resolve().parents[2])
+    setup = json.dumps({"control_fd": control_fd, "parent": os.getpid(), "profile": dict(profile)})
+    return [python, "-I", "-S", "-X", "utf8", "-c", _BOOTSTRAP, root, setup]
+
+
+def main() -> None:
+    """Entry of the executed launcher."""
+    setup = json.loads(sys.argv[2])
+    privileges.die_with_parent()
+    if os.getppid() != setup["parent"]:
+        raise SystemExit("the service ended before its launcher began")
+    del sys.argv[1:]
+    control = socket.socket(fileno=setup["control_fd"])
+    user_namespace = os.geteuid() != 0
+    namespaces.isolate_children(user=user_namespace, outer_uid=os.geteuid(), outer_gid=os.getegid())
+    pid = os.fork()
+    if pid == 0:
+        run_zygote(control, Profile(**setup["profile"]), user_namespace=user_namespace)
+        os._exit(0)
+    control.close()
+    _, status = os.waitpid(pid, 0)
+    os._exit(abs(os.waitstatus_to_exitcode(status)))

@@ -1,0 +1,105 @@
+"""The jail's file system: a read-only root built once per zygote, and one private tmpfs per session.
+
+The root is a small tmpfs holding read-only binds of the system's programs and libraries, the interpreter's prefix and the
+declared library paths, five device nodes and a synthetic /etc. The host's root is detached from the namespace, so
+everything else (/etc/shadow, home directories, the repository, /proc, /sys, /run, other disks) is not forbidden but absent.
+A session's copy of the mount tree then costs only these few mounts, instead of the host's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable
+
+from rollmesh.sandbox_runtime import syscalls
+
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
+MNT_DETACH = 0x2
+_AT_FDCWD = -100
+_AT_RECURSIVE = 0x8000
+_ATTR_RDONLY = 0x1
+_ATTR_NOSUID = 0x2
+
+PRIVATE_DIR = "/session"
+"""The session's working, home and temporary directory."""
+
+_BASE = "/tmp"
+_OLD_ROOT = "/.host"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache")
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_PASSWD = "nobody:x:65534:65534:nobody:/session:/bin/sh\n"
+
+
+class _MountAttr(ctypes.Structure):
+    _fields_ = (
+        ("attr_set", ctypes.c_uint64),
+        ("attr_clr", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("userns_fd", ctypes.c_uint64),
+    )
+
+
+def build_root(read_only: Iterable[str]) -> None:
+    """Replace this mount namespace's root; afterwards only what the module docstring lists can be named.
+
+    The new root is mounted over /tmp and entered first; binds then come from the old root beneath it, where /tmp's own
+    content is visible again, so that a library path below /tmp works too.
+    """
+    syscalls.mount("none", "/", "", MS_REC | MS_PRIVATE)
+    syscalls.mount("tmpfs", _BASE, "tmpfs", MS_NOSUID, "size=1m,nr_inodes=1024,mode=0755")
+    os.mkdir(_BASE + _OLD_ROOT)
+    syscalls.call("pivot_root", _BASE.encode(), (_BASE + _OLD_ROOT).encode())
+    os.chdir("/")
+    _fill(read_only)
+    syscalls.umount(_OLD_ROOT, MNT_DETACH)
+    os.rmdir(_OLD_ROOT)
+    _freeze("/")
+
+
+def _fill(read_only: Iterable[str]) -> None:
+    for path in (*_SYSTEM, *(f"/dev/{name}" for name in _DEVICES)):
+        _bind(path)
+    for path in sorted(set(read_only)):
+        if not any(path == known or path.startswith(known + "/") for known in _SYSTEM):
+            _bind(path)
+    os.makedirs("/etc", exist_ok=True)
+    for name, text in (("passwd", _PASSWD), ("group", "nogroup:x:65534:\n"), ("hosts", "")):
+        with open(f"/etc/{name}", "w", encoding="ascii") as file:
+            file.write(text)
+    os.mkdir(PRIVATE_DIR)
+    os.symlink(PRIVATE_DIR, "/tmp")
+    os.symlink(PRIVATE_DIR, "/dev/shm")
+
+
+def _bind(path: str) -> None:
+    """Show the host's `path` at the same place; a missing one stays missing, a symlink is copied as such."""
+    source = _OLD_ROOT + path
+    if not os.path.lexists(source):
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    if os.path.islink(source):
+        os.symlink(os.readlink(source), path)
+        return
+    if os.path.isdir(source):
+        os.makedirs(path, exist_ok=True)
+    else:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    syscalls.mount(source, path, "", MS_BIND | MS_REC)
+
+
+def _freeze(path: str) -> None:
+    """Read-only and nosuid for the whole tree: mount_setattr only adds flags, so locked ones of a user namespace stay."""
+    attr = _MountAttr(attr_set=_ATTR_RDONLY | _ATTR_NOSUID)
+    syscalls.call("mount_setattr", _AT_FDCWD, path.encode(), _AT_RECURSIVE, ctypes.byref(attr), ctypes.sizeof(attr))
+
+
+def mount_private_dir(*, bytes_max: int, inodes_max: int, uid: int, gid: int) -> None:
+    """The session's own writable directory, bounded in bytes and files, gone with the last process of the namespace."""
+    data = f"size={bytes_max},nr_inodes={inodes_max},mode=0700,uid={uid},gid={gid}"
+    syscalls.mount("tmpfs", PRIVATE_DIR, "tmpfs", MS_NOSUID | MS_NODEV, data)
+    os.chdir(PRIVATE_DIR)

@@ -1,0 +1,81 @@
+"""Namespaces: which ones a zygote and a session get, and how a session becomes pid 1 of its own.
+
+Network isolation is the empty network namespace: not even loopback is up, and abstract Unix sockets of the host or of
+another session are not reachable. The pid namespace is also the kill switch: when its pid 1 dies the kernel kills
+every process in it, setsid'ed ones and nested namespaces too.
+"""
+
+from __future__ import annotations
+
+import os
+
+from rollmesh.sandbox_runtime import syscalls
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+APART = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
+"""What every session has for itself beside its pid namespace."""
+
+
+def isolate_children(*, user: bool, outer_uid: int, outer_gid: int) -> None:
+    """Give this process namespaces of its own and its next child a new pid namespace, as root of a user namespace if asked."""
+    syscalls.unshare(APART | CLONE_NEWPID | (CLONE_NEWUSER if user else 0))
+    if user:
+        proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        write_id_maps(proc, inner=0, outer_uid=outer_uid, outer_gid=outer_gid)
+        os.close(proc)
+
+
+def fork_as_init(own_pid_namespace: int) -> int:
+    """fork() whose child is pid 1 of a new pid namespace; returns the child's pid here, 0 in the child.
+
+    os.fork and not a raw clone: the interpreter's and libc's own fork handlers must run. A second unshare(NEWPID) is refused
+    while the children's namespace differs from our own, so the parent goes back through the descriptor of its own.
+    """
+    syscalls.unshare(CLONE_NEWPID)
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid != 0:
+            _return_to(own_pid_namespace)
+    return pid
+
+
+def _return_to(own_pid_namespace: int) -> None:
+    """Without this every later fork would land in the wrong namespace: a zygote that can't must end, with all sessions."""
+    try:
+        syscalls.setns(own_pid_namespace, CLONE_NEWPID)
+    except OSError as error:
+        raise SystemExit(f"cannot return to the zygote's pid namespace: {error}") from error
+
+
+def isolate_session(*, user: bool, proc: int, inner: int) -> None:
+    """Enter the session's own namespaces; in a user namespace become `inner` there, which is nobody outside.
+
+    `proc` is a descriptor of a /proc directory: the jail's root has none, and the maps are written through it.
+    """
+    syscalls.unshare(APART | (CLONE_NEWUSER if user else 0))
+    if user:
+        write_id_maps(proc, inner=inner, outer_uid=0, outer_gid=0)
+    syscalls.sethostname("sandbox")
+
+
+def write_id_maps(proc: int, *, inner: int, outer_uid: int, outer_gid: int) -> None:
+    """Map one uid and gid. An unprivileged writer may map only itself, and must give up setgroups first."""
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{inner} {outer_uid} 1"),
+        ("gid_map", f"{inner} {outer_gid} 1"),
+    ):
+        fd = os.open(f"self/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+        try:
+            os.write(fd, text.encode())
+        finally:
+            os.close(fd)

@@ -1,0 +1,26 @@
+"""Resource limits of every process in a session, hard and soft alike: what the jailed process can't raise again.
+
+RLIMIT_NPROC counts per uid and user namespace, so it bounds a session only because each has a uid or a user namespace of
+its own. RLIMIT_AS is per process: the whole session's memory is bounded by a cgroup where one is writable.
+"""
+
+from __future__ import annotations
+
+import resource
+
+from rollmesh.sandbox_runtime.limits import Limits
+
+
+def apply(limits: Limits) -> None:
+    """Set them all; raises OSError or ValueError if one is refused."""
+    for kind, value in (
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_CPU, limits.cpu_total_s),
+        (resource.RLIMIT_NPROC, limits.processes_max),
+        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_NOFILE, limits.open_files_max),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))

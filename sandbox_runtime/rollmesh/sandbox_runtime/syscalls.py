@@ -1,0 +1,84 @@
+"""System calls that Python 3.11 does not wrap, through ctypes.
+
+Every wrapper raises OSError naming the step, so that a jail that can't be made says which mechanism refused. The library
+is loaded as `PyDLL`: the interpreter lock stays held, since the callers are single-threaded and a release would cost more
+than the calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+_libc = ctypes.PyDLL(None, use_errno=True)
+
+PR_SET_PDEATHSIG = 1
+PR_CAPBSET_DROP = 24
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
+PR_CAP_AMBIENT_CLEAR_ALL = 4
+
+_NUMBERS = {
+    "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317, "close_range": 436, "mount_setattr": 442},
+    "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277, "close_range": 436, "mount_setattr": 442},
+}
+
+
+def number(name: str) -> int:
+    """The system call's number here; raises OSError on an architecture without a table."""
+    table = _NUMBERS.get(platform.machine())
+    if table is None:
+        raise OSError(f"no system call table for {platform.machine()}; known: {', '.join(_NUMBERS)}")
+    return table[name]
+
+
+def check(result: int, step: str) -> int:
+    """Turn a -1 into an OSError carrying errno and the step's name."""
+    if result == -1:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{step}: {os.strerror(code)}")
+    return result
+
+
+def call(name: str, *args: object, step: str = "") -> int:
+    """A raw system call by name."""
+    return check(_libc.syscall(ctypes.c_long(number(name)), *(_wide(arg) for arg in args)), step or name)
+
+
+def _wide(arg: object) -> object:
+    """syscall() is variadic: a bare int would fill half a register."""
+    return ctypes.c_long(arg) if isinstance(arg, int) else arg
+
+
+def prctl(option: int, value: int, step: str, extra: int = 0) -> None:
+    """prctl(option, value, extra) with the remaining arguments zero, as the kernel requires of several options."""
+    zero = ctypes.c_ulong(0)
+    check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(extra), zero, zero), step)
+
+
+def unshare(flags: int) -> None:
+    """Move this process (for CLONE_NEWPID: its future children) into new namespaces."""
+    check(_libc.unshare(flags), f"unshare({flags:#x})")
+
+
+def setns(fd: int, kind: int) -> None:
+    """Join the namespace behind `fd`."""
+    check(_libc.setns(fd, kind), f"setns({kind:#x})")
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    """mount(2)."""
+    result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
+    check(result, f"mount {kind or 'bind'} {source} on {target}")
+
+
+def umount(target: str, flags: int) -> None:
+    """umount2(2)."""
+    check(_libc.umount2(target.encode(), flags), f"umount {target}")
+
+
+def sethostname(name: str) -> None:
+    """Name this UTS namespace."""
+    raw = name.encode()
+    check(_libc.sethostname(raw, len(raw)), "sethostname")

@@ -1,0 +1,174 @@
+"""The zygote: a warm, contained, single-threaded interpreter that forks one session per request.
+
+It holds no secret, no environment and no descriptor but its control socket and the namespace handles, since a fork inherits
+everything. It is pid 1 of its own pid namespace, so that its death, however it comes, ends every session. It speaks packets
+with the service:
+
+  in   open {id, uid, limits} with descriptors [session socket, cgroup.procs ...]; kill {id}
+  out  ready; fatal {reason}; opened {id}; failed {id, reason}; ended {id, status, cpu_s, rss_bytes}
+
+`ended` is sent when the kernel has reaped the whole pid namespace: nothing of the session is left by then.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.session import serve_session
+
+_ALWAYS = ("base64", "encodings.idna", "inspect", "tempfile", "traceback")
+"""What sessions themselves need or nearly every program imports."""
+
+
+class Zygote:
+    """Sessions by id, and their pidfds."""
+
+    def __init__(self, control: socket.socket, ground: contain.Ground, namespace: Mapping[str, Any]) -> None:
+        self._control = control
+        self._ground = ground
+        self._namespace = namespace
+        self._poll = select.poll()
+        self._pids: dict[str, int] = {}
+        self._by_pidfd: dict[int, str] = {}
+
+    def serve(self) -> None:
+        """Until the service closes its end."""
+        self._poll.register(self._control, select.POLLIN)
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd != self._control.fileno():
+                    self._reap(fd)
+                elif not self._handle():
+                    return
+
+    def _handle(self) -> bool:
+        packet, fds = framing.receive_packet(self._control)
+        if packet is None:
+            return False
+        if packet["op"] == "open":
+            self._open(packet, fds)
+        elif (pid := self._pids.get(packet["id"])) is not None:
+            os.kill(pid, signal.SIGKILL)
+        return True
+
+    def _open(self, packet: framing.Message, fds: Sequence[int]) -> None:
+        cell = contain.Cell(
+            limits=Limits(**packet["limits"]), uid=packet["uid"], socket_fd=fds[0], cgroup_fds=tuple(fds[1:])
+        )
+        try:
+            pid = namespaces.fork_as_init(self._ground.pid_namespace_fd)
+        except OSError as error:
+            _close_all(fds)
+            self._send({"event": "failed", "id": packet["id"], "reason": f"fork: {error}"})
+            return
+        if pid == 0:
+            self._control.detach()  # its number is reused in the session; a late finaliser must not close that
+            serve_session(self._ground, cell, self._namespace)
+        _close_all(fds)
+        self._watch(packet["id"], pid)
+
+    def _watch(self, session_id: str, pid: int) -> None:
+        pidfd = os.pidfd_open(pid)
+        self._pids[session_id] = pid
+        self._by_pidfd[pidfd] = session_id
+        self._poll.register(pidfd, select.POLLIN)
+        self._send({"event": "opened", "id": session_id})
+
+    def _reap(self, pidfd: int) -> None:
+        session_id = self._by_pidfd.pop(pidfd)
+        _, status, usage = os.wait4(self._pids.pop(session_id), 0)
+        self._poll.unregister(pidfd)
+        os.close(pidfd)
+        self._send(
+            {
+                "event": "ended",
+                "id": session_id,
+                "status": os.waitstatus_to_exitcode(status),
+                "cpu_s": usage.ru_utime + usage.ru_stime,
+                "rss_bytes": usage.ru_maxrss * 1024,
+            }
+        )
+
+    def _send(self, packet: framing.Message) -> None:
+        try:
+            framing.send_packet(self._control, packet)
+        except OSError:
+            raise SystemExit("the service is gone") from None
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a zygote has ready. All of it is the operator's code: it runs before containment."""
+
+    preload: Sequence[str] = ()
+    """Modules imported ahead, so that sessions find them warm."""
+    library_paths: Sequence[str] = ()
+    """Directories put on sys.path and shown read-only in the jail, e.g. a site-packages."""
+    tools: Sequence[str] = ()
+    """Modules whose public functions every session finds in its namespace."""
+    prelude: str = ""
+    """Source executed once; every session starts with what it defines."""
+
+
+def run_zygote(control: socket.socket, profile: Profile, *, user_namespace: bool) -> None:
+    """Warm up, contain, serve. A failure before serving is sent as `fatal` and ends the process."""
+    privileges.die_with_parent()
+    try:
+        namespace = _warm_up(profile)
+        ground = contain.contain_zygote(user_namespace=user_namespace, read_only=profile.library_paths)
+    except Exception as error:  # the one place where a failed start is recorded
+        reason = f"{type(error).__name__}: {error}"
+        framing.send_packet(control, {"event": "fatal", "reason": reason[:1000]})
+        raise SystemExit(reason) from error
+    _raise_descriptor_limit()
+    gc.collect()
+    gc.freeze()
+    framing.send_packet(control, {"event": "ready"})
+    Zygote(control, ground, namespace).serve()
+
+
+def _warm_up(profile: Profile) -> dict[str, Any]:
+    """Import and execute what the profile declares; the namespace sessions begin with."""
+    sys.path.extend(profile.library_paths)
+    for name in (*_ALWAYS, *profile.preload):
+        importlib.import_module(name)
+    namespace: dict[str, Any] = {}
+    for name in profile.tools:
+        namespace |= _public_functions(importlib.import_module(name))
+    if profile.prelude:
+        exec(compile(profile.prelude, "<prelude>", "exec"), namespace)  # noqa: S102 - the operator's own code
+    if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
+        raise RuntimeError(f"the preloaded modules started {num_threads - 1} threads; a fork would lose them")
+    return namespace
+
+
+def _public_functions(module: ModuleType) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, FunctionType) and value.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+def _raise_descriptor_limit() -> None:
+    """Each session costs the zygote one pidfd; sessions get their own, lower limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
