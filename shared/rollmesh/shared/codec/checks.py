@@ -1,0 +1,173 @@
+"""What makes an episode well formed. One set of rules for both directions: what is refused on arrival is never sent either.
+
+Every refusal is an `InvalidInput` naming the field by its path in the proto (`episode.segments[3].logprobs`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollmesh.shared.codec.arrays import invalid
+from rollmesh.shared.trajectory import (
+    ROOT,
+    WHOLE_SAMPLE,
+    Episode,
+    EpisodeKey,
+    GroupContext,
+    Outcome,
+    Reward,
+    Sample,
+    SamplingParams,
+    Segment,
+    Source,
+)
+from rollmesh.shared.versions import PolicyVersion
+
+SAMPLED_SOURCES = frozenset({Source.POLICY, Source.PEER})
+"""Sources whose tokens were drawn from a distribution, so that they have log-probs."""
+
+TEMPERATURE_MAX = 10.0
+
+
+def check_episode(episode: Episode, field: str = "episode") -> None:
+    """Raises `InvalidInput` for the first thing that is wrong."""
+    _check_key(episode.key, f"{field}.key")
+    for index, params in enumerate(episode.sampling_params):
+        check_sampling_params(params, f"{field}.sampling_params[{index}]")
+    for index, segment in enumerate(episode.segments):
+        check_segment(segment, f"{field}.segments[{index}]", index=index, num_params=len(episode.sampling_params))
+    _check_samples(episode, field)
+    for stage, seconds in episode.stage_s.items():
+        _finite_at_least_0(seconds, f"{field}.stage_s[{stage}]")
+
+
+def check_segment(segment: Segment, field: str, *, index: int, num_params: int) -> None:
+    """`index` is the segment's own place in the episode, `num_params` how many sampling parameters the episode has."""
+    if not ROOT <= segment.parent < index:
+        invalid(f"{field}.parent", f"{segment.parent}, expected {ROOT} (root) or an earlier segment, below {index}")
+    if segment.token_ids.ndim != 1:
+        invalid(f"{field}.token_ids", f"expected one dimension, found {segment.token_ids.ndim}")
+    if segment.num_tokens and int(segment.token_ids.min()) < 0:
+        invalid(f"{field}.token_ids", f"token {int(segment.token_ids.min())} is negative")
+    _check_arrays(segment, field)
+    _check_origin(segment, field, num_params)
+
+
+def check_sampling_params(params: SamplingParams, field: str) -> None:
+    if not 0.0 <= params.temperature <= TEMPERATURE_MAX:  # a NaN fails every comparison
+        invalid(f"{field}.temperature", f"{params.temperature}, expected 0 to {TEMPERATURE_MAX:g}")
+    if not 0.0 < params.top_p <= 1.0:
+        invalid(f"{field}.top_p", f"{params.top_p}, expected above 0, at most 1")
+    if params.top_k < 0:
+        invalid(f"{field}.top_k", f"{params.top_k}, expected 0 (off) or more")
+    if params.max_tokens < 1:
+        invalid(f"{field}.max_tokens", f"{params.max_tokens}, expected at least 1")
+    if "" in params.stop:
+        invalid(f"{field}.stop", "an empty string would stop at once")
+    if not 0 <= params.seed < 2**64:
+        invalid(f"{field}.seed", f"{params.seed}, expected an unsigned 64-bit number")
+
+
+def check_version(version: PolicyVersion, field: str) -> None:
+    if version.step < 0:
+        invalid(f"{field}.step", f"{version.step} is negative")
+    if version.incarnation < 0:
+        invalid(f"{field}.incarnation", f"{version.incarnation} is negative")
+
+
+def check_sample(sample: Sample, field: str, *, num_segments: int) -> None:
+    if not sample.sample_id:
+        invalid(f"{field}.sample_id", "empty")
+    if not 0 <= sample.leaf < num_segments:
+        invalid(f"{field}.leaf", f"{sample.leaf}, but there are {num_segments} segments")
+    _finite_at_least_0(sample.weight, f"{field}.weight")
+    check_rewards(sample.rewards, f"{field}.rewards", num_segments=num_segments)
+
+
+def check_rewards(rewards: Sequence[Reward], field: str, *, num_segments: int | None = None) -> None:
+    """`num_segments` bounds the segment a reward may be about; None where the episode isn't at hand."""
+    for index, reward in enumerate(rewards):
+        _check_reward(reward, f"{field}[{index}]", num_segments)
+
+
+def check_group_context(group: GroupContext, field: str = "group") -> None:
+    if not group.group:
+        invalid(f"{field}.group", "empty")
+    for index, member in enumerate(group.members):
+        if not member.sample_id:
+            invalid(f"{field}.members[{index}].sample_id", "empty")
+        check_rewards(member.rewards, f"{field}.members[{index}].rewards")
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_key(key: EpisodeKey, field: str) -> None:
+    for name in ("run", "task", "group", "episode"):
+        if not getattr(key, name):
+            invalid(f"{field}.{name}", "empty")
+    if key.attempt < 1:
+        invalid(f"{field}.attempt", f"{key.attempt}, the first try is 1")
+
+
+def _check_arrays(segment: Segment, field: str) -> None:
+    per_token = {
+        "logprobs": segment.logprobs,
+        "logprobs_model": segment.logprobs_model,
+        "loss_mask": segment.loss_mask,
+    }
+    for name, values in per_token.items():
+        if values is not None and values.shape != segment.token_ids.shape:
+            invalid(f"{field}.{name}", f"{values.size} values for {segment.num_tokens} tokens")
+    for name in ("logprobs", "logprobs_model"):
+        floats = per_token[name]
+        if floats is not None and not np.isfinite(floats).all():
+            where = int(np.flatnonzero(~np.isfinite(floats))[0])
+            invalid(f"{field}.{name}", f"value {where} is {float(floats[where])}, expected finite numbers")
+    if segment.loss_mask is not None and bool((segment.loss_mask > 1).any()):
+        invalid(f"{field}.loss_mask", f"holds {int(segment.loss_mask.max())}, expected 0 or 1")
+
+
+def _check_origin(segment: Segment, field: str, num_params: int) -> None:
+    sampled = segment.source in SAMPLED_SOURCES
+    if sampled and segment.logprobs is None:
+        invalid(f"{field}.logprobs", f"missing, but {segment.source.name} tokens are sampled")
+    if not sampled and segment.logprobs is not None:
+        invalid(f"{field}.logprobs", f"present, but {segment.source.name} tokens are not sampled")
+    if segment.source is Source.POLICY and segment.version is None:
+        invalid(f"{field}.version", "missing, but POLICY tokens carry the weights that sampled them")
+    if segment.version is not None:
+        check_version(segment.version, f"{field}.version")
+    if (segment.version is None) != (segment.kv_step_oldest is None):
+        invalid(f"{field}.kv_step_oldest", "is set exactly where `version` is")
+    if segment.kv_step_oldest is not None and segment.kv_step_oldest < 0:
+        invalid(f"{field}.kv_step_oldest", f"{segment.kv_step_oldest} is negative")
+    if not -1 <= segment.sampling < num_params:
+        invalid(f"{field}.sampling", f"{segment.sampling}, but there are {num_params} sampling_params (-1: not sampled)")
+
+
+def _check_samples(episode: Episode, field: str) -> None:
+    seen: set[str] = set()
+    for index, sample in enumerate(episode.samples):
+        where = f"{field}.samples[{index}]"
+        check_sample(sample, where, num_segments=len(episode.segments))
+        if sample.sample_id in seen:
+            invalid(f"{where}.sample_id", f"{sample.sample_id!r} is given twice")
+        seen.add(sample.sample_id)
+
+
+def _check_reward(reward: Reward, field: str, num_segments: int | None) -> None:
+    if not reward.name:
+        invalid(f"{field}.name", "empty")
+    if reward.outcome is Outcome.OK and not math.isfinite(reward.value):
+        invalid(f"{field}.value", f"{reward.value}, expected a finite number")
+    if reward.segment < WHOLE_SAMPLE or (num_segments is not None and reward.segment >= num_segments):
+        invalid(f"{field}.segment", f"{reward.segment}, expected {WHOLE_SAMPLE} (whole sample) or a segment's index")
+
+
+def _finite_at_least_0(value: float, field: str) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        invalid(field, f"{value}, expected a finite number, 0 or more")

@@ -1,0 +1,338 @@
+"""Episodes, samples and groups: domain (`rollmesh.shared.trajectory`) to protobuf (`rollmesh/v1/types.proto`) and back.
+
+Both directions obey the rules of `codec.checks`; a refusal is an `InvalidInput` naming the field. Bytes are deterministic:
+the golden vectors of the tests hold for every release, so that a payload written by one is read by another.
+
+Absence: an empty array of a segment without tokens is the same as none, and decodes to the form its source requires.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from rollmesh.shared.codec import checks
+from rollmesh.shared.codec.arrays import (
+    decode_floats,
+    decode_ints,
+    decode_mask,
+    encode_floats,
+    encode_ints,
+    encode_mask,
+    invalid,
+)
+from rollmesh.shared.trajectory import (
+    Episode,
+    EpisodeKey,
+    FinishReason,
+    GroupContext,
+    MemberOutcome,
+    Message,
+    Outcome,
+    Purpose,
+    Reward,
+    Role,
+    Sample,
+    SamplingParams,
+    Segment,
+    Source,
+)
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.v1 import types_pb2
+
+DEFAULT_POLICY = "main"
+
+E = TypeVar("E", bound=IntEnum)
+
+
+# Episodes -------------------------------------------------------------------------------------------------------------
+
+
+def episode_to_bytes(episode: Episode) -> bytes:
+    """The payload in the sample stream. Raises `InvalidInput` for an episode nobody would accept."""
+    return encode_episode(episode).SerializeToString(deterministic=True)
+
+
+def episode_from_bytes(data: bytes) -> Episode:
+    """The episode in a payload. Raises `InvalidInput`."""
+    message = types_pb2.Episode()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as err:
+        invalid("episode", f"{len(data)} bytes that are no rollmesh.v1.Episode ({err})")
+    return decode_episode(message)
+
+
+def encode_episode(episode: Episode) -> types_pb2.Episode:
+    """Raises `InvalidInput`."""
+    checks.check_episode(episode)
+    return types_pb2.Episode(
+        key=encode_key(episode.key),
+        purpose=_wire(episode.purpose),
+        segments=[encode_segment(s) for s in episode.segments],
+        sampling_params=[encode_sampling_params(p) for p in episode.sampling_params],
+        samples=[encode_sample(s) for s in episode.samples],
+        messages=[types_pb2.Message(role=m.role, content=m.content) for m in episode.messages],
+        stage_s=dict(episode.stage_s),
+        traceparent=episode.traceparent,
+    )
+
+
+def decode_episode(message: types_pb2.Episode, field: str = "episode") -> Episode:
+    """Raises `InvalidInput`."""
+    episode = Episode(
+        key=decode_key(message.key, f"{field}.key"),
+        purpose=_known(Purpose, message.purpose, f"{field}.purpose"),
+        segments=tuple(decode_segment(s, f"{field}.segments[{i}]") for i, s in enumerate(message.segments)),
+        sampling_params=tuple(
+            decode_sampling_params(p, f"{field}.sampling_params[{i}]") for i, p in enumerate(message.sampling_params)
+        ),
+        samples=tuple(decode_sample(s, f"{field}.samples[{i}]") for i, s in enumerate(message.samples)),
+        messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
+        stage_s=dict(message.stage_s),
+        traceparent=message.traceparent,
+    )
+    checks.check_episode(episode, field)
+    return episode
+
+
+def encode_key(key: EpisodeKey) -> types_pb2.EpisodeKey:
+    return types_pb2.EpisodeKey(
+        run=key.run, task=key.task, group=key.group, episode=key.episode, attempt=key.attempt
+    )
+
+
+def decode_key(message: types_pb2.EpisodeKey, field: str = "key") -> EpisodeKey:
+    """Raises `InvalidInput` for an attempt below 1; names are checked with the episode."""
+    if message.attempt < 1:
+        invalid(f"{field}.attempt", f"{message.attempt}, the first try is 1")
+    return EpisodeKey(
+        run=message.run, task=message.task, group=message.group, episode=message.episode, attempt=message.attempt
+    )
+
+
+# Segments -------------------------------------------------------------------------------------------------------------
+
+
+def encode_segment(segment: Segment) -> types_pb2.Segment:
+    message = types_pb2.Segment(
+        parent=segment.parent,
+        role=_wire(segment.role),
+        source=_wire(segment.source),
+        token_ids=encode_ints(segment.token_ids),
+        sampling=segment.sampling,
+        finish=_wire(segment.finish),
+    )
+    if segment.logprobs is not None:
+        message.logprobs = encode_floats(segment.logprobs)
+    if segment.logprobs_model is not None:
+        message.logprobs_model = encode_floats(segment.logprobs_model)
+    if segment.loss_mask is not None:
+        message.loss_mask = encode_mask(segment.loss_mask)
+    if segment.version is not None:
+        message.version.CopyFrom(encode_version(segment.version))
+        message.kv_step_oldest = segment.kv_step_oldest or 0
+    return message
+
+
+def decode_segment(message: types_pb2.Segment, field: str = "segment") -> Segment:
+    """Shapes and enums only; `checks.check_segment` holds it against its episode. Raises `InvalidInput`."""
+    # Refused, not dropped: whoever sent them relies on them, and the domain type has no place for them yet.
+    if message.arrays or message.media:
+        invalid(f"{field}.{'arrays' if message.arrays else 'media'}", "not supported by this version; leave it empty")
+    source = _known(Source, message.source, f"{field}.source")
+    has_logprobs = bool(message.logprobs) or (source in checks.SAMPLED_SOURCES and not message.token_ids)
+    has_version = message.HasField("version")
+    if not has_version and message.kv_step_oldest:
+        invalid(f"{field}.kv_step_oldest", "is set exactly where `version` is")
+    return Segment(
+        parent=message.parent,
+        role=_known(Role, message.role, f"{field}.role"),
+        source=source,
+        token_ids=decode_ints(message.token_ids, f"{field}.token_ids"),
+        logprobs=decode_floats(message.logprobs, f"{field}.logprobs") if has_logprobs else None,
+        logprobs_model=(
+            decode_floats(message.logprobs_model, f"{field}.logprobs_model") if message.logprobs_model else None
+        ),
+        loss_mask=decode_mask(message.loss_mask) if message.loss_mask else None,
+        version=decode_version(message.version, f"{field}.version") if has_version else None,
+        kv_step_oldest=message.kv_step_oldest if has_version else None,
+        sampling=message.sampling,
+        finish=_known(FinishReason, message.finish, f"{field}.finish"),
+    )
+
+
+def encode_version(version: PolicyVersion) -> types_pb2.PolicyVersion:
+    return types_pb2.PolicyVersion(
+        policy=version.policy,
+        step=version.step,
+        incarnation=version.incarnation,
+        weights_digest=version.weights_digest,
+    )
+
+
+def decode_version(message: types_pb2.PolicyVersion, field: str = "version") -> PolicyVersion:
+    """Raises `InvalidInput` for a negative step or incarnation."""
+    version = PolicyVersion(
+        policy=message.policy or DEFAULT_POLICY,
+        step=message.step,
+        incarnation=message.incarnation,
+        weights_digest=message.weights_digest,
+    )
+    checks.check_version(version, field)
+    return version
+
+
+def encode_sampling_params(params: SamplingParams) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        max_tokens=params.max_tokens,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        seed=params.seed,
+    )
+
+
+def decode_sampling_params(message: types_pb2.SamplingParams, field: str = "params") -> SamplingParams:
+    """Raises `InvalidInput`. Temperature and top_p are float32 on the wire."""
+    params = SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        max_tokens=message.max_tokens,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        seed=message.seed,
+    )
+    checks.check_sampling_params(params, field)
+    return params
+
+
+# Samples, rewards, groups ---------------------------------------------------------------------------------------------
+
+
+def encode_sample(sample: Sample) -> types_pb2.Sample:
+    return types_pb2.Sample(
+        sample_id=sample.sample_id,
+        leaf=sample.leaf,
+        role=sample.role,
+        policy=sample.policy,
+        rewards=encode_rewards(sample.rewards),
+        weight=sample.weight,
+        trainable=sample.trainable,
+    )
+
+
+def decode_sample(message: types_pb2.Sample, field: str = "sample") -> Sample:
+    """Enums only; `checks.check_sample` holds it against its episode. Raises `InvalidInput`."""
+    return Sample(
+        sample_id=message.sample_id,
+        leaf=message.leaf,
+        role=message.role,
+        policy=message.policy or DEFAULT_POLICY,
+        rewards=_rewards(message.rewards, f"{field}.rewards"),
+        weight=message.weight,
+        trainable=message.trainable,
+    )
+
+
+def encode_rewards(rewards: Iterable[Reward]) -> list[types_pb2.Reward]:
+    return [
+        types_pb2.Reward(
+            name=r.name,
+            value=r.value,
+            segment=r.segment,
+            scorer=r.scorer,
+            evidence=r.evidence,
+            outcome=_wire(r.outcome),
+        )
+        for r in rewards
+    ]
+
+
+def decode_rewards(messages: Iterable[types_pb2.Reward], field: str = "rewards") -> tuple[Reward, ...]:
+    """Raises `InvalidInput`."""
+    rewards = _rewards(messages, field)
+    checks.check_rewards(rewards, field)
+    return rewards
+
+
+def encode_group_context(group: GroupContext) -> types_pb2.GroupContext:
+    """Raises `InvalidInput`."""
+    checks.check_group_context(group)
+    members = [
+        types_pb2.MemberOutcome(sample_id=m.sample_id, rewards=encode_rewards(m.rewards), end=m.end)
+        for m in group.members
+    ]
+    return types_pb2.GroupContext(group=group.group, task=group.task, members=members)
+
+
+def decode_group_context(message: types_pb2.GroupContext, field: str = "group") -> GroupContext:
+    """Raises `InvalidInput`."""
+    members = tuple(
+        MemberOutcome(sample_id=m.sample_id, rewards=_rewards(m.rewards, f"{field}.members[{i}].rewards"), end=m.end)
+        for i, m in enumerate(message.members)
+    )
+    group = GroupContext(group=message.group, task=message.task, members=members)
+    checks.check_group_context(group, field)
+    return group
+
+
+def sample_meta(episode: Episode, sample: Sample) -> types_pb2.SampleMeta:
+    """What the coordinator must know of a sample: above all, which weights sampled how many of its trainable tokens."""
+    segments = episode.path_segments(sample)
+    tokens: dict[tuple[int, int], int] = {}
+    for segment in segments:
+        version = segment.version
+        if segment.source is not Source.POLICY or version is None or version.policy != sample.policy:
+            continue
+        if segment.num_trainable:
+            weights = (version.step, version.incarnation)
+            tokens[weights] = tokens.get(weights, 0) + segment.num_trainable
+    return types_pb2.SampleMeta(
+        sample_id=sample.sample_id,
+        policy=sample.policy,
+        leaf=sample.leaf,
+        steps=[
+            types_pb2.StepSpan(step=step, incarnation=incarnation, num_tokens=tokens[step, incarnation])
+            for step, incarnation in sorted(tokens)
+        ],
+        num_tokens=sum(segment.num_tokens for segment in segments),
+        rewards=encode_rewards(sample.rewards),
+        trainable=sample.trainable,
+    )
+
+
+# Enums ----------------------------------------------------------------------------------------------------------------
+
+
+def _wire(value: IntEnum) -> Any:
+    # The generated stubs give every enum a type of its own; the numbers are equal by definition and by test.
+    return int(value)
+
+
+def _known(type_: type[E], number: int, field: str) -> E:
+    try:
+        return type_(number)
+    except ValueError:
+        names = ", ".join(f"{member.value} {member.name}" for member in type_)
+        invalid(field, f"{number}, expected one of: {names}")
+
+
+def _rewards(messages: Iterable[types_pb2.Reward], field: str) -> tuple[Reward, ...]:
+    return tuple(
+        Reward(
+            name=m.name,
+            value=m.value,
+            segment=m.segment,
+            scorer=m.scorer,
+            evidence=m.evidence,
+            outcome=_known(Outcome, m.outcome, f"{field}[{i}].outcome"),
+        )
+        for i, m in enumerate(messages)
+    )

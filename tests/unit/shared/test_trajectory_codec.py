@@ -1,0 +1,238 @@
+"""Episodes survive the wire unchanged, their bytes hold over releases, and malformed ones are refused by field."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmesh.shared import trajectory as domain
+from rollmesh.shared.codec import trajectory as codec
+from rollmesh.shared.errors import InvalidInput
+from rollmesh.v1 import types_pb2
+
+from . import episodes
+
+GOLDEN = Path(__file__).parent / "golden" / "episode.bin"
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Deep equality that looks into arrays, their dtypes included."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b)
+    if dataclasses.is_dataclass(a):
+        return type(a) is type(b) and all(equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, tuple):
+        return isinstance(b, tuple) and len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+# Round trip and golden bytes ------------------------------------------------------------------------------------------
+
+
+def test_episode_bytes_equal_the_golden_ones() -> None:
+    assert codec.episode_to_bytes(episodes.rich_episode()) == GOLDEN.read_bytes()
+
+
+def test_golden_bytes_decode_to_the_episode() -> None:
+    assert equal(codec.episode_from_bytes(GOLDEN.read_bytes()), episodes.rich_episode())
+
+
+texts = st.text(max_size=8)
+names = st.text(min_size=1, max_size=8)
+floats32 = st.floats(-50, 0, width=32)
+versions = st.builds(
+    domain.PolicyVersion,
+    policy=names,
+    step=st.integers(0, 2**40),
+    incarnation=st.integers(0, 9),
+    weights_digest=st.just("cd" * 32),
+)
+params = st.builds(
+    domain.SamplingParams,
+    temperature=st.floats(0, 10, width=32),
+    top_p=st.floats(0.125, 1, width=32),
+    top_k=st.integers(0, 99),
+    max_tokens=st.integers(1, 2**20),
+    stop=st.lists(names, max_size=2).map(tuple),
+    stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=2).map(tuple),
+    seed=st.integers(0, 2**64 - 1),
+)
+rewards = st.lists(
+    st.builds(
+        domain.Reward,
+        name=names,
+        value=st.floats(allow_nan=False, allow_infinity=False),
+        scorer=texts,
+        evidence=texts,
+        outcome=st.sampled_from(domain.Outcome),
+    ),
+    max_size=3,
+).map(tuple)
+
+
+@st.composite
+def segments(draw: st.DrawFn, index: int) -> domain.Segment:
+    source = draw(st.sampled_from(domain.Source))
+    n = draw(st.integers(1, 5))
+
+    def array(values: st.SearchStrategy[Any], dtype: type) -> Any:
+        return np.array(draw(st.lists(values, min_size=n, max_size=n)), dtype)
+
+    is_sampled = source in (domain.Source.POLICY, domain.Source.PEER)
+    version = draw(versions) if source is domain.Source.POLICY else draw(st.none() | versions)
+    return domain.Segment(
+        parent=draw(st.integers(-1, index - 1)),
+        role=draw(st.sampled_from(domain.Role)),
+        source=source,
+        token_ids=array(st.integers(0, 2**31 - 1), np.int32),
+        logprobs=array(floats32, np.float32) if is_sampled else None,
+        logprobs_model=array(floats32, np.float32) if draw(st.booleans()) else None,
+        loss_mask=array(st.integers(0, 1), np.uint8) if draw(st.booleans()) else None,
+        version=version,
+        kv_step_oldest=draw(st.integers(0, version.step)) if version else None,
+        sampling=0 if is_sampled else -1,
+        finish=draw(st.sampled_from(domain.FinishReason)),
+    )
+
+
+@st.composite
+def any_episode(draw: st.DrawFn) -> domain.Episode:
+    tree = tuple(draw(segments(i)) for i in range(draw(st.integers(1, 4))))
+    leaves = draw(st.lists(st.integers(0, len(tree) - 1), max_size=3))
+    return domain.Episode(
+        key=domain.EpisodeKey(run=draw(names), task=draw(names), group=draw(names), episode=draw(names)),
+        purpose=draw(st.sampled_from(domain.Purpose)),
+        segments=tree,
+        sampling_params=(draw(params),),
+        samples=tuple(
+            domain.Sample(sample_id=f"s{i}", leaf=leaf, role=draw(texts), policy=draw(names), rewards=draw(rewards))
+            for i, leaf in enumerate(leaves)
+        ),
+        messages=tuple(domain.Message(role="user", content=c) for c in draw(st.lists(texts, max_size=2))),
+        stage_s=draw(st.dictionaries(names, st.floats(0, 1e6), max_size=2)),
+        traceparent=draw(texts),
+    )
+
+
+@given(any_episode())
+@settings(max_examples=60, deadline=None)
+def test_any_well_formed_episode_survives_the_wire(episode: domain.Episode) -> None:
+    assert equal(codec.episode_from_bytes(codec.episode_to_bytes(episode)), episode)
+
+
+def test_group_context_survives_the_wire() -> None:
+    sample = episodes.rich_episode().samples[0]
+    group = domain.GroupContext(
+        group="g3",
+        task="calc-7",
+        members=(
+            domain.MemberOutcome(sample_id="a", rewards=sample.rewards, end="ready"),
+            domain.MemberOutcome(sample_id="b", rewards=(), end="stale"),
+        ),
+    )
+    assert codec.decode_group_context(codec.encode_group_context(group)) == group
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "prefix"),
+    [
+        (domain.Role, types_pb2.SegmentRole, "SEGMENT_ROLE_"),
+        (domain.Source, types_pb2.SegmentSource, "SEGMENT_SOURCE_"),
+        (domain.FinishReason, types_pb2.FinishReason, "FINISH_REASON_"),
+        (domain.Outcome, types_pb2.RewardOutcome, "REWARD_OUTCOME_"),
+        (domain.Purpose, types_pb2.Purpose, "PURPOSE_"),
+    ],
+)
+def test_enum_numbers_equal_those_of_the_contract(ours: type[IntEnum], theirs: Any, prefix: str) -> None:
+    wire = {name.removeprefix(prefix): number for name, number in theirs.items()}
+    unspecified = wire.pop("UNSPECIFIED")
+    if ours is domain.FinishReason:  # the one enum whose zero has a meaning
+        wire["UNFINISHED"] = unspecified
+    assert {member.name: member.value for member in ours} == wire
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+NAN = np.array([np.nan] * 3, "<f4").tobytes()
+Break = Callable[[types_pb2.Episode], object]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda e: setattr(e.segments[2], "logprobs", bytes(8)), "episode.segments[2].logprobs: 2 values for 3 tokens"),
+        (lambda e: setattr(e.segments[2], "loss_mask", bytes(4)), "episode.segments[2].loss_mask: 4 values for 3 tokens"),
+        (lambda e: setattr(e.segments[2], "loss_mask", b"\0\2\1"), "segments[2].loss_mask: holds 2"),
+        (lambda e: setattr(e.segments[2], "logprobs_model", bytes(4)), "segments[2].logprobs_model: 1 values"),
+        (lambda e: setattr(e.segments[2], "logprobs", NAN), "segments[2].logprobs: value 0 is nan"),
+        (lambda e: setattr(e.segments[0], "token_ids", bytes(7)), "segments[0].token_ids: 7 bytes are no whole number"),
+        (lambda e: setattr(e.segments[0], "token_ids", b"\xff" * 4), "segments[0].token_ids: token -1 is negative"),
+        (lambda e: setattr(e.segments[1], "parent", 1), "segments[1].parent: 1, expected -1 (root) or an earlier"),
+        (lambda e: setattr(e.segments[1], "parent", -2), "segments[1].parent: -2"),
+        (lambda e: setattr(e.segments[1], "role", 77), "segments[1].role: 77, expected one of: 1 CONTEXT"),
+        (lambda e: setattr(e.segments[1], "source", 0), "segments[1].source: 0, expected one of: 1 POLICY"),
+        (lambda e: setattr(e.segments[1], "finish", 9), "segments[1].finish: 9"),
+        (lambda e: setattr(e.segments[1], "sampling", 1), "segments[1].sampling: 1, but there are 1 sampling_params"),
+        (lambda e: e.segments[1].ClearField("logprobs"), "segments[1].logprobs: missing, but POLICY tokens are sampled"),
+        (lambda e: setattr(e.segments[0], "logprobs", bytes(12)), "segments[0].logprobs: present, but PROMPT"),
+        (lambda e: e.segments[1].ClearField("version"), "segments[1].kv_step_oldest: is set exactly where"),
+        (lambda e: setattr(e.segments[1].version, "step", -1), "segments[1].version.step: -1 is negative"),
+        (lambda e: e.segments[1].arrays["entropy"].SetInParent(), "segments[1].arrays: not supported"),
+        (lambda e: e.segments[1].media.add(), "segments[1].media: not supported"),
+        (lambda e: setattr(e.samples[1], "leaf", 7), "episode.samples[1].leaf: 7, but there are 7 segments"),
+        (lambda e: setattr(e.samples[1], "sample_id", "e9.0"), "samples[1].sample_id: 'e9.0' is given twice"),
+        (lambda e: setattr(e.samples[0], "weight", float("inf")), "samples[0].weight: inf"),
+        (lambda e: setattr(e.samples[0].rewards[1], "value", float("nan")), "samples[0].rewards[1].value: nan"),
+        (lambda e: setattr(e.samples[0].rewards[1], "segment", 7), "samples[0].rewards[1].segment: 7"),
+        (lambda e: setattr(e.samples[0].rewards[1], "outcome", 0), "samples[0].rewards[1].outcome: 0"),
+        (lambda e: setattr(e.sampling_params[0], "temperature", -1), "sampling_params[0].temperature: -1.0"),
+        (lambda e: setattr(e.sampling_params[0], "max_tokens", 0), "sampling_params[0].max_tokens: 0"),
+        (lambda e: setattr(e, "purpose", 0), "episode.purpose: 0"),
+        (lambda e: setattr(e.key, "run", ""), "episode.key.run: empty"),
+        (lambda e: setattr(e.key, "attempt", 0), "episode.key.attempt: 0"),
+    ],
+)
+def test_a_malformed_episode_is_refused_by_field(damage: Break, message: str) -> None:
+    wire = codec.encode_episode(episodes.rich_episode())
+    damage(wire)
+    with pytest.raises(InvalidInput) as caught:
+        codec.decode_episode(wire)
+    assert message in str(caught.value)
+    assert caught.value.violations[0].field in str(caught.value)
+
+
+def test_bytes_that_are_no_episode_are_refused() -> None:
+    with pytest.raises(InvalidInput, match=r"no rollmesh\.v1\.Episode"):
+        codec.episode_from_bytes(b"\xff\xff\xff")
+
+
+def test_a_malformed_episode_is_not_even_sent() -> None:
+    episode = episodes.rich_episode()
+    broken = dataclasses.replace(episode.segments[1], logprobs=np.zeros(1, np.float32))
+    with pytest.raises(InvalidInput, match=r"segments\[1\]\.logprobs: 1 values for 2 tokens"):
+        codec.encode_episode(dataclasses.replace(episode, segments=(episode.segments[0], broken)))
+
+
+# Metadata -------------------------------------------------------------------------------------------------------------
+
+
+def test_sample_meta_counts_trainable_policy_tokens_by_the_weights_that_sampled_them() -> None:
+    episode = episodes.rich_episode()
+    meta = codec.sample_meta(episode, episode.samples[0])
+    assert [(s.step, s.incarnation, s.num_tokens) for s in meta.steps] == [(3, 0, 2), (4, 0, 3)]
+    assert meta.num_tokens == 3 + 2 + 3 + 2 + 1
+    assert meta.steps[0].step == episode.oldest_step(episode.samples[0])
+    assert [r.name for r in meta.rewards] == ["correct", "format", "judge", "length"]
+
+
+def test_sample_meta_of_another_policy_counts_none_of_this_ones_tokens() -> None:
+    episode = episodes.rich_episode()
+    assert not codec.sample_meta(episode, episode.samples[1]).steps
