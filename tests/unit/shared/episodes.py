@@ -40,8 +40,8 @@ def sampled(parent: int, tokens: list[int], step: int, *, source: Source = Sourc
         role=Role.ACTION,
         source=source,
         token_ids=np.array(tokens, np.int32),
-        logprobs=-np.arange(1, n + 1, dtype=np.float32) / 8,
-        logprobs_model=-np.arange(1, n + 1, dtype=np.float32) / 4,
+        logprobs=np.array([-(i + 1) / 8 for i in range(n)], np.float32),
+        logprobs_model=np.array([-(i + 1) / 4 for i in range(n)], np.float32),
         loss_mask=np.array([0] * masked + [1] * (n - masked), np.uint8),
         version=version(step),
         kv_step_oldest=max(0, step - 1),
@@ -66,7 +66,13 @@ def rich_episode() -> Episode:
         ),
         sampling_params=(
             SamplingParams(
-                temperature=0.5, top_p=0.75, top_k=20, max_tokens=64, stop=("</s>", "é\n"), stop_token_ids=(2, 7), seed=2**64 - 1
+                temperature=0.5,
+                top_p=0.75,
+                top_k=20,
+                max_tokens=64,
+                stop=("</s>", "é\n"),
+                stop_token_ids=(2, 7),
+                seed=2**64 - 1,
             ),
         ),
         samples=(

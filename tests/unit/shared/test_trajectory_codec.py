@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rollmesh.shared import trajectory as domain
 from rollmesh.shared.codec import trajectory as codec
 from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import types_pb2
 
 from . import episodes
@@ -49,7 +50,7 @@ texts = st.text(max_size=8)
 names = st.text(min_size=1, max_size=8)
 floats32 = st.floats(-50, 0, width=32)
 versions = st.builds(
-    domain.PolicyVersion,
+    PolicyVersion,
     policy=names,
     step=st.integers(0, 2**40),
     incarnation=st.integers(0, 9),
@@ -169,7 +170,10 @@ Break = Callable[[types_pb2.Episode], object]
     ("damage", "message"),
     [
         (lambda e: setattr(e.segments[2], "logprobs", bytes(8)), "episode.segments[2].logprobs: 2 values for 3 tokens"),
-        (lambda e: setattr(e.segments[2], "loss_mask", bytes(4)), "episode.segments[2].loss_mask: 4 values for 3 tokens"),
+        (
+            lambda e: setattr(e.segments[2], "loss_mask", bytes(4)),
+            "episode.segments[2].loss_mask: 4 values for 3 tokens",
+        ),
         (lambda e: setattr(e.segments[2], "loss_mask", b"\0\2\1"), "segments[2].loss_mask: holds 2"),
         (lambda e: setattr(e.segments[2], "logprobs_model", bytes(4)), "segments[2].logprobs_model: 1 values"),
         (lambda e: setattr(e.segments[2], "logprobs", NAN), "segments[2].logprobs: value 0 is nan"),
@@ -181,7 +185,10 @@ Break = Callable[[types_pb2.Episode], object]
         (lambda e: setattr(e.segments[1], "source", 0), "segments[1].source: 0, expected one of: 1 POLICY"),
         (lambda e: setattr(e.segments[1], "finish", 9), "segments[1].finish: 9"),
         (lambda e: setattr(e.segments[1], "sampling", 1), "segments[1].sampling: 1, but there are 1 sampling_params"),
-        (lambda e: e.segments[1].ClearField("logprobs"), "segments[1].logprobs: missing, but POLICY tokens are sampled"),
+        (
+            lambda e: e.segments[1].ClearField("logprobs"),
+            "segments[1].logprobs: missing, but POLICY tokens are sampled",
+        ),
         (lambda e: setattr(e.segments[0], "logprobs", bytes(12)), "segments[0].logprobs: present, but PROMPT"),
         (lambda e: e.segments[1].ClearField("version"), "segments[1].kv_step_oldest: is set exactly where"),
         (lambda e: setattr(e.segments[1].version, "step", -1), "segments[1].version.step: -1 is negative"),

@@ -146,7 +146,9 @@ def _check_origin(segment: Segment, field: str, num_params: int) -> None:
     if segment.kv_step_oldest is not None and segment.kv_step_oldest < 0:
         invalid(f"{field}.kv_step_oldest", f"{segment.kv_step_oldest} is negative")
     if not -1 <= segment.sampling < num_params:
-        invalid(f"{field}.sampling", f"{segment.sampling}, but there are {num_params} sampling_params (-1: not sampled)")
+        invalid(
+            f"{field}.sampling", f"{segment.sampling}, but there are {num_params} sampling_params (-1: not sampled)"
+        )
 
 
 def _check_samples(episode: Episode, field: str) -> None:

@@ -100,9 +100,7 @@ def decode_episode(message: types_pb2.Episode, field: str = "episode") -> Episod
 
 
 def encode_key(key: EpisodeKey) -> types_pb2.EpisodeKey:
-    return types_pb2.EpisodeKey(
-        run=key.run, task=key.task, group=key.group, episode=key.episode, attempt=key.attempt
-    )
+    return types_pb2.EpisodeKey(run=key.run, task=key.task, group=key.group, episode=key.episode, attempt=key.attempt)
 
 
 def decode_key(message: types_pb2.EpisodeKey, field: str = "key") -> EpisodeKey:
