@@ -1,0 +1,162 @@
+"""Client channels as every part of the mesh builds them: token, deadline, trace context and retries on each call.
+
+`MeshChannel` decorates the calls of a plain channel instead of using grpc.aio's client interceptors: those put a task and a
+queue around every call, and we only ever change its timeout and metadata.
+
+    async with open_channel(address, token=token) as channel:
+        stub = run_pb2_grpc.RunServiceStub(channel)
+        with typed_errors():
+            reply = await stub.CommitUpdate(request)        # raises e.g. errors.Fenced
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import msgspec
+
+from rollmesh.shared.rpc.auth_interceptor import bearer
+from rollmesh.shared.rpc.server import MESSAGE_BYTES_MAX
+from rollmesh.shared.rpc.trace_interceptor import trace_headers
+
+
+class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a client talks to a server."""
+
+    deadline_s: float = 30.0
+    """Limit of a call with one answer that sets no timeout of its own. Streams have none."""
+    message_bytes_max: int = MESSAGE_BYTES_MAX
+    """Largest message either way."""
+    keepalive_s: float = 20.0
+    """Silence after which the server is pinged; a dead one is noticed after this and 10 s more."""
+    reconnect_s_max: float = 1.0
+    """Longest pause between attempts to connect. Short, since a restarted service should be found at once."""
+    wait_for_ready: bool = False
+    """Whether a call waits (within its deadline) for a server that cannot be reached, instead of failing with UNAVAILABLE."""
+    attempts_max: int = 4
+    """Attempts of an idempotent call that ends in UNAVAILABLE; gRPC allows up to 5. 1 means no retry."""
+
+    def __post_init__(self) -> None:
+        for name in ("deadline_s", "message_bytes_max", "keepalive_s", "reconnect_s_max"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 1 <= self.attempts_max <= 5:
+            raise ValueError(f"attempts_max must be between 1 and 5, got {self.attempts_max}")
+
+
+def open_channel(
+    address: str,
+    *,
+    token: str,
+    config: ChannelConfig | None = None,
+    idempotent: Sequence[str] = (),
+    credentials: grpc.ChannelCredentials | None = None,
+) -> MeshChannel:
+    """A channel to `address`. Connects on the first call, and again by itself whenever the connection breaks.
+
+    `idempotent` lists what may be sent again after UNAVAILABLE: "rollmesh.v1.RunService" or "rollmesh.v1.RunService/CommitUpdate".
+    `credentials` (TLS) are for servers beyond this machine.
+    """
+    config = config or ChannelConfig()
+    options = _options(config, idempotent)
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(address, options=options)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials, options=options)
+    return MeshChannel(channel, config, token)
+
+
+class MeshChannel(grpc.aio.Channel):
+    """A channel whose calls carry the token, the trace context and, if they have one answer, a deadline."""
+
+    def __init__(self, channel: grpc.aio.Channel, config: ChannelConfig, token: str) -> None:
+        self._channel = channel
+        self._config = config
+        self._bearer = bearer(token)
+
+    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._decorated(self._channel.unary_unary(*args, **kwargs), self._config.deadline_s)
+
+    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._decorated(self._channel.unary_stream(*args, **kwargs), None)
+
+    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
+        return self._decorated(self._channel.stream_unary(*args, **kwargs), self._config.deadline_s)
+
+    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
+        return self._decorated(self._channel.stream_stream(*args, **kwargs), None)
+
+    def _decorated(self, call: Callable[..., Any], deadline_s: float | None) -> Callable[..., Any]:
+        def invoke(
+            request: Any = None,
+            timeout: float | None = None,
+            metadata: Sequence[tuple[str, str | bytes]] | None = None,
+            credentials: grpc.CallCredentials | None = None,
+            wait_for_ready: bool | None = None,
+            compression: grpc.Compression | None = None,
+        ) -> Any:
+            return call(
+                request,
+                timeout=deadline_s if timeout is None else timeout,
+                metadata=(*(metadata or ()), self._bearer, *trace_headers().items()),
+                credentials=credentials,
+                wait_for_ready=self._config.wait_for_ready if wait_for_ready is None else wait_for_ready,
+                compression=compression,
+            )
+
+        return invoke
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+def _options(config: ChannelConfig, idempotent: Sequence[str]) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_send_message_length", config.message_bytes_max),
+        ("grpc.max_receive_message_length", config.message_bytes_max),
+        ("grpc.keepalive_time_ms", int(config.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.initial_reconnect_backoff_ms", min(100, int(config.reconnect_s_max * 1000))),
+        # Despite its name the limit of one attempt to connect; its default of 20 s hides a host that swallows packets.
+        ("grpc.min_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", int(config.reconnect_s_max * 1000)),
+        # Channels to the same address would share one connection (and its flow control) through the global pool.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.service_config", _service_config(config, idempotent)),
+    ]
+
+
+def _service_config(config: ChannelConfig, idempotent: Sequence[str]) -> str:
+    if not idempotent or config.attempts_max == 1:
+        return "{}"
+    names = [dict(zip(("service", "method"), name.split("/"), strict=False)) for name in idempotent]
+    retry = {
+        "maxAttempts": config.attempts_max,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": retry}]})

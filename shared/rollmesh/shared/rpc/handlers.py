@@ -1,0 +1,90 @@
+"""Wrapping a server-side method handler, whatever its arity: the base of the interceptors.
+
+A handler of the mesh is an `async def` (one answer, or a stream written with `context.write`) or an async generator. A plain
+`def` is a method that the generated base class provides because the servicer does not implement it.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, TypeAlias
+
+import grpc
+
+from rollmesh.shared.errors import Unimplemented
+
+Handler = Any  # grpc.RpcMethodHandler; grpc-stubs type its parts for sync servers only
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # quoted: generic in the stubs only
+
+
+class AroundInterceptor(grpc.aio.ServerInterceptor, abc.ABC):  # type: ignore[type-arg]
+    """An interceptor that is a context manager around the whole of a call."""
+
+    @abc.abstractmethod
+    def around(self, method: str, context: Context) -> AbstractAsyncContextManager[None]:
+        """Entered before the handler runs and left after its last message."""
+
+    def applies(self, details: grpc.HandlerCallDetails, handler: Handler) -> bool:
+        """Whether this call needs wrapping at all; each wrap costs a generator step per streamed message."""
+        return True
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None or not self.applies(handler_call_details, handler):
+            return handler
+        method = handler_call_details.method
+        return rebuilt(handler, _wrap(behaviour_of(handler), method, lambda context: self.around(method, context)))
+
+
+def behaviour_of(handler: Handler) -> Callable[..., Any]:
+    """The servicer's method inside a handler."""
+    behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    assert behaviour is not None
+    return behaviour  # type: ignore[no-any-return]
+
+
+def rebuilt(handler: Handler, behaviour: Callable[..., Any]) -> Handler:
+    """A handler of the same arity and serializers around another behaviour."""
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[handler.request_streaming, handler.response_streaming]
+    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+def _wrap(
+    behaviour: Callable[..., Any], method: str, around: Callable[[Context], AbstractAsyncContextManager[None]]
+) -> Callable[..., Any]:
+    # grpc.aio looks at the kind of the function it is given, so the wrapper must be of the kind it wraps.
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            async with around(context), aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return stream
+
+    inner = behaviour if inspect.iscoroutinefunction(behaviour) else _not_implemented(method)
+
+    async def call(request: Any, context: Context) -> Any:
+        async with around(context):
+            return await inner(request, context)
+
+    return call
+
+
+def _not_implemented(method: str) -> Callable[..., Awaitable[Any]]:
+    async def refuse(request: Any, context: Context) -> Any:
+        raise Unimplemented(f"{method} is not implemented by this server", method=method)
+
+    return refuse

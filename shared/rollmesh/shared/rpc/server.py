@@ -1,0 +1,188 @@
+"""`RpcServer`: one gRPC server as every service of the mesh runs it.
+
+Order around each call, outermost first: trace, token, errors, deadline. Health (grpc.health.v1) and reflection (v1, v1alpha) are
+always there. By default it binds to loopback and wants the run's token; beyond loopback it wants TLS credentials too.
+
+    async with RpcServer(ServerConfig(), token=token) as server:
+        server.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer)
+        await server.start()          # server.address is now host:port
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import msgspec
+from grpc_health.v1 import _async as health_aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.rpc.auth_interceptor import AuthInterceptor
+from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
+from rollmesh.shared.rpc.error_interceptor import ErrorInterceptor
+from rollmesh.shared.rpc.reflection import add_reflection
+from rollmesh.shared.rpc.trace_interceptor import TraceInterceptor
+
+MESSAGE_BYTES_MAX = 8 * 1024 * 1024
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a gRPC server binds and what it admits."""
+
+    address: str = "127.0.0.1:0"
+    """host:port or unix:PATH. Port 0 takes a free one. Anything but loopback needs TLS."""
+    message_bytes_max: int = MESSAGE_BYTES_MAX
+    """Largest message either way. Bulk goes in chunks of 1-2 MiB; above 4 MiB gRPC gets several times slower."""
+    concurrent_rpcs_max: int = 4096
+    """Calls in progress, streams included; more are refused with RESOURCE_EXHAUSTED."""
+    deadline_s: float = 60.0
+    """Limit of a unary call whose client set no deadline."""
+    keepalive_s: float = 20.0
+    """Silence after which the peer is pinged; a dead one is noticed after this and 10 s more."""
+    stop_s: float = 2.0
+    """How long calls in progress may go on when the server stops; then they are cancelled."""
+
+    def __post_init__(self) -> None:
+        for name in ("message_bytes_max", "concurrent_rpcs_max", "deadline_s", "keepalive_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.stop_s < 0:
+            raise ValueError(f"stop_s must not be negative, got {self.stop_s}")
+
+
+class RpcServer:
+    """A gRPC server with the mesh's interceptors. Leaving the context stops it."""
+
+    def __init__(
+        self, config: ServerConfig | None = None, *, token: str, credentials: grpc.ServerCredentials | None = None
+    ) -> None:
+        """`credentials` (TLS) are what allows an address beyond loopback."""
+        self._config = config or ServerConfig()
+        self._credentials = credentials
+        self._server = grpc.aio.server(
+            interceptors=[
+                TraceInterceptor(),
+                AuthInterceptor(token),
+                ErrorInterceptor(),
+                DeadlineInterceptor(self._config.deadline_s),
+            ],
+            options=_options(self._config),
+            maximum_concurrent_rpcs=self._config.concurrent_rpcs_max,
+        )
+        self._health = health_aio.HealthServicer()
+        self._service_names: list[str] = []
+        self._port = 0
+
+    def add(self, add_to_server: Callable[[Any, Any], None], servicer: object) -> None:
+        """Serves `servicer`; `add_to_server` is the generated `add_<Service>Servicer_to_server`. Before `start`."""
+        add_to_server(servicer, _Recorder(self._server, self._service_names))
+
+    async def start(self) -> int:
+        """Binds, serves, and returns the port (0 for a unix socket). Raises `ConfigError` if it cannot bind."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        add_reflection(self._server, [*self._service_names, "grpc.health.v1.Health"])
+        self._port = self._bind()
+        await self._server.start()
+        await self.set_serving(True)
+        return self._port
+
+    async def set_serving(self, serving: bool) -> None:
+        """What health checks say, of the server and of each of its services."""
+        states = health_pb2.HealthCheckResponse
+        for name in ("", *self._service_names):
+            await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Refuses new calls, lets those in progress end for `grace_s` (default `stop_s`), cancels the rest. Idempotent."""
+        grace_s = self._config.stop_s if grace_s is None else grace_s
+        await self._health.enter_graceful_shutdown()
+        # A handler that swallows its cancellation must not hold the process: the wait has a limit of its own.
+        async with asyncio.timeout(grace_s + 5.0):
+            await self._server.stop(grace_s)
+
+    @property
+    def port(self) -> int:
+        """The bound port; 0 before `start`."""
+        return self._port
+
+    @property
+    def address(self) -> str:
+        """Where clients reach it: host:port or unix:PATH."""
+        if self._config.address.startswith("unix:"):
+            return self._config.address
+        return f"{self._config.address.rpartition(':')[0]}:{self._port}"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _bind(self) -> int:
+        address = self._config.address
+        if self._credentials is None:
+            require_local(address)
+        try:
+            if self._credentials is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, self._credentials)
+        except RuntimeError as err:
+            raise ConfigError(
+                f"cannot listen on {address}: the port is taken or the address is not this machine's; "
+                "stop the other process, or use port 0 for a free one",
+                address=address,
+            ) from err
+
+
+def require_local(address: str) -> None:
+    """Raises `ConfigError` unless `address` (host:port or unix:PATH) can only be reached from this machine."""
+    if address.startswith("unix:"):
+        return
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not local:
+        raise ConfigError(
+            f"refusing to listen on {address} without TLS: tokens and data would cross the network in the clear; "
+            "use 127.0.0.1, or configure TLS credentials",
+            address=address,
+        )
+
+
+class _Recorder:
+    """Stands for the server in generated code and notes the names of the services it adds."""
+
+    def __init__(self, server: grpc.aio.Server, names: list[str]) -> None:
+        self._server = server
+        self._names = names
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None:
+        self._names += [handler.service_name() for handler in handlers]
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service_name: str, handlers: Any) -> None:
+        """Registered methods would pass by the generic handlers; grpc.aio ignores them too."""
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    keepalive_ms = int(config.keepalive_s * 1000)
+    return [
+        # With port sharing on, a second server on a busy port starts silently and takes half of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_send_message_length", config.message_bytes_max),
+        ("grpc.max_receive_message_length", config.message_bytes_max),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        # Clients may ping as often as ours do, also without calls; the default allows one ping in 5 minutes.
+        ("grpc.http2.min_ping_interval_without_data_ms", min(keepalive_ms, 5_000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]

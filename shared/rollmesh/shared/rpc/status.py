@@ -1,0 +1,123 @@
+"""Typed errors to `google.rpc.Status` and back: the only place that knows how errors look on the wire.
+
+A status carries ErrorInfo (domain `rollmesh`, reason, metadata), RetryInfo where waiting helps, and BadRequest where fields are
+wrong, in the `grpc-status-details-bin` trailer. The class is restored by its reason, so `except StaleWeights` works on both sides.
+Errors that gRPC itself raises (no ErrorInfo) become the class of their code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from rollmesh.shared.errors import (
+    DOMAIN,
+    Code,
+    FieldViolation,
+    MeshError,
+    Overloaded,
+    PayloadTooLarge,
+    error_for,
+)
+
+MESSAGE_CHARS_MAX = 1500
+"""Trailers share one 8 KiB metadata budget, and the message travels twice in it; past that the call fails with another error."""
+METADATA_CHARS_MAX = 200
+
+
+def to_status(err: MeshError) -> status_pb2.Status:
+    """`err` as a status with details. Long texts are cut: see `MESSAGE_CHARS_MAX`."""
+    metadata = {key: value[:METADATA_CHARS_MAX] for key, value in list(err.metadata.items())[:10]}
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=err.reason, domain=DOMAIN, metadata=metadata)]
+    if err.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(int(err.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if err.violations:
+        details.append(_bad_request(err.violations))
+    status = status_pb2.Status(code=err.code.value, message=err.message[:MESSAGE_CHARS_MAX])
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def from_status(status: status_pb2.Status) -> MeshError:
+    """The typed error behind a status; the class of its code if the reason is unknown here."""
+    info, retry, bad = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo(), error_details_pb2.BadRequest()
+    for detail in status.details:
+        for message in (info, retry, bad):
+            if detail.Is(message.DESCRIPTOR):
+                detail.Unpack(message)
+    return _build(
+        Code(status.code),
+        info.reason,
+        status.message,
+        dict(info.metadata),
+        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
+        violations=[FieldViolation(v.field, v.description) for v in bad.field_violations],
+    )
+
+
+def from_rpc_error(err: grpc.aio.AioRpcError) -> MeshError:
+    """The typed error behind a failed call, also where gRPC itself failed it."""
+    call: Any = err  # grpc-stubs leave out code() and details()
+    try:
+        status = rpc_status.from_call(call)
+    except ValueError:  # details of another status than the call's own: a proxy rewrote one of the two
+        status = None
+    if status is not None:
+        return from_status(status)
+    text = call.details() or ""
+    code = call.code()
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
+        return PayloadTooLarge(f"{text}; send less at once, or raise message_bytes_max on both sides")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "Concurrent RPC limit" in text:
+        return Overloaded(f"{text}; retry later, or raise concurrent_rpcs_max")
+    return _build(Code[code.name], "", text or code.name, {}, retry_after_s=None, violations=[])
+
+
+@contextmanager
+def typed_errors() -> Iterator[None]:
+    """Around client calls: raises the `MeshError` a failed call stands for."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as err:
+        raise from_rpc_error(err) from err
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], err: MeshError) -> NoReturn:
+    """Ends the call on the server with `err`'s status and details."""
+    status: Any = rpc_status.to_status(to_status(err))
+    await context.abort(status.code, status.details, status.trailing_metadata)
+    raise AssertionError("abort returned")  # for mypy: it never does
+
+
+def _build(
+    code: Code,
+    reason: str,
+    message: str,
+    metadata: dict[str, str],
+    *,
+    retry_after_s: float | None,
+    violations: list[FieldViolation],
+) -> MeshError:
+    err = error_for(reason, code)(message, retry_after_s=retry_after_s, violations=violations)
+    # Set, not passed: keys come from the peer and could collide with parameter names.
+    err.metadata = metadata
+    err.code = code
+    err.reason = reason or err.reason
+    return err
+
+
+def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:
+    entry = error_details_pb2.BadRequest.FieldViolation
+    cut = [entry(field=v.field[:METADATA_CHARS_MAX], description=v.description[:METADATA_CHARS_MAX]) for v in violations]
+    return error_details_pb2.BadRequest(field_violations=cut[:5])

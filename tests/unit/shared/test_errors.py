@@ -1,0 +1,42 @@
+"""Each condition has one class, one reason, one code, and survives the wire."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from google.rpc import code_pb2
+
+from rollmesh.shared import errors
+from rollmesh.shared.rpc.status import from_status, to_status
+
+
+def test_codes_agree_with_google_rpc_and_grpc() -> None:
+    for code in errors.Code:
+        assert code_pb2.Code.Value(code.name) == code.value
+        assert grpc.StatusCode[code.name].value[0] == code.value
+
+
+@pytest.mark.parametrize("cls", errors.BY_REASON.values(), ids=lambda cls: cls.__name__)
+def test_every_error_survives_the_round_trip(cls: type[errors.MeshError]) -> None:
+    err = from_status(to_status(cls("what to do", retry_after_s=1.5, step=7)))
+    assert type(err) is cls
+    assert (err.message, err.retry_after_s, err.metadata, err.code) == ("what to do", 1.5, {"step": "7"}, cls.code)
+
+
+def test_a_reason_of_a_newer_peer_becomes_the_class_of_its_code() -> None:
+    status = to_status(errors.UnknownLease("gone"))
+    status.details[0].value = status.details[0].value.replace(b"UNKNOWN_LEASE", b"UNKNOWN_MOOSE")
+    err = from_status(status)
+    assert type(err) is errors.NotFound
+    assert err.reason == "UNKNOWN_MOOSE"
+
+
+def test_metadata_keys_of_a_peer_cannot_break_the_error() -> None:
+    err = errors.Overloaded("full")
+    err.metadata = {"message": "a", "retry_after_s": "b"}
+    assert from_status(to_status(err)).metadata == {"message": "a", "retry_after_s": "b"}
+
+
+def test_two_errors_cannot_share_a_reason() -> None:
+    with pytest.raises(AssertionError, match="share STALE_WEIGHTS"):
+        type("Other", (errors.MeshError,), {"reason": "STALE_WEIGHTS"})

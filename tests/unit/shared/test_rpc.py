@@ -1,0 +1,282 @@
+"""Errors, token, deadlines and traces cross real gRPC in all four arities."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from opentelemetry import trace
+
+from rollmesh.shared import errors
+from rollmesh.shared.rpc.channel import ChannelConfig, MeshChannel, open_channel
+from rollmesh.shared.rpc.server import RpcServer, ServerConfig
+from rollmesh.shared.rpc.status import typed_errors
+
+TOKEN = "test-token"
+ARITIES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+class Echo:
+    """Answers with what it got; a request `raise X` raises the error X names, `wait` never answers."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+        self.traceparent = ""
+
+    async def _act(self, request: bytes) -> bytes:
+        span = trace.get_current_span().get_span_context()
+        self.traceparent = f"{span.trace_id:032x}" if span.is_valid else ""
+        if request == b"wait":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        if request == b"raise bug":
+            raise ZeroDivisionError("secret detail")
+        if request == b"raise stale":
+            raise errors.StaleWeights("node n1 is at step 3; ask another node", node="n1", step=3)
+        if request == b"raise invalid":
+            raise errors.InvalidInput("bad", violations=[errors.FieldViolation("a.b", "must be positive, got -1")])
+        if request == b"raise long":
+            raise errors.Overloaded("x" * 100_000, retry_after_s=2.5, detail="y" * 100_000)
+        return request
+
+    async def unary_unary(self, request: bytes, context: Any) -> bytes:
+        return await self._act(request)
+
+    async def unary_stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield await self._act(b"first")
+        yield await self._act(request)
+
+    async def stream_unary(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        return b"".join([await self._act(request) async for request in requests])
+
+    async def stream_stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield await self._act(request)
+
+    async def written(self, request: bytes, context: Any) -> None:
+        await context.write(await self._act(b"first"))
+        await context.write(await self._act(request))
+
+    def generated_default(self, request: bytes, context: Any) -> None:
+        raise NotImplementedError
+
+
+def add_echo(servicer: Echo, server: Any) -> None:
+    methods = {name: getattr(grpc, f"{name}_rpc_method_handler")(getattr(servicer, name)) for name in ARITIES}
+    methods["written"] = grpc.unary_stream_rpc_method_handler(servicer.written)
+    methods["missing"] = grpc.unary_unary_rpc_method_handler(servicer.generated_default)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", methods),))
+
+
+@asynccontextmanager
+async def echo_server(config: ServerConfig | None = None, echo: Echo | None = None) -> AsyncIterator[RpcServer]:
+    async with RpcServer(config or ServerConfig(stop_s=0.0), token=TOKEN) as server:
+        server.add(add_echo, echo or Echo())
+        await server.start()
+        yield server
+
+
+@asynccontextmanager
+async def echo_channel(server_config: ServerConfig | None = None, **kwargs: Any) -> AsyncIterator[MeshChannel]:
+    async with echo_server(server_config) as server, open_channel(server.address, token=TOKEN, **kwargs) as channel:
+        yield channel
+
+
+async def call(channel: grpc.aio.Channel, arity: str, request: bytes, **kwargs: Any) -> list[bytes]:
+    """One call of any arity with one request; its answers. Raises MeshError."""
+    method: Any = getattr(channel, arity)(f"/test.Echo/{arity}")
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield request
+
+    with typed_errors():
+        answer = method(requests() if arity.startswith("stream") else request, **kwargs)
+        if arity.endswith("unary"):
+            return [await answer]
+        return [response async for response in answer]
+
+
+async def drain(responses: AsyncIterator[bytes]) -> list[bytes]:
+    return [response async for response in responses]
+
+
+async def raised(channel: grpc.aio.Channel, arity: str, request: bytes, **kwargs: Any) -> errors.MeshError:
+    with pytest.raises(errors.MeshError) as caught:
+        await call(channel, arity, request, **kwargs)
+    return caught.value
+
+
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_a_mesh_error_arrives_as_its_own_class(arity: str) -> None:
+    async with echo_channel() as channel:
+        assert (await call(channel, arity, b"hello"))[-1] == b"hello"
+        err = await raised(channel, arity, b"raise stale")
+    assert isinstance(err, errors.StaleWeights)
+    assert err.metadata == {"node": "n1", "step": "3"}
+    assert str(err) == "node n1 is at step 3; ask another node"
+
+
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_a_bug_is_logged_once_and_told_without_its_text(arity: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with echo_channel() as channel:
+        err = await raised(channel, arity, b"raise bug")
+    assert type(err) is errors.Internal
+    assert "secret" not in str(err)
+    records = [r for r in caplog.records if r.levelno >= logging.ERROR]
+    assert len(records) == 1
+    assert records[0].exc_info is not None
+
+
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_without_the_token_nothing_is_served(arity: str) -> None:
+    async with echo_server() as server, open_channel(server.address, token="wrong") as channel:
+        assert isinstance(await raised(channel, arity, b"hello"), errors.Unauthenticated)
+
+
+async def test_a_refused_stream_ends_before_its_first_request() -> None:
+    async with echo_server() as server, open_channel(server.address, token="wrong") as channel:
+        stream: Any = channel.stream_stream("/test.Echo/stream_stream")()
+        with pytest.raises(errors.Unauthenticated), typed_errors():
+            await asyncio.wait_for(stream.read(), 5)
+
+
+async def test_retry_delay_violations_and_long_texts_survive_the_trailer() -> None:
+    async with echo_channel() as channel:
+        overloaded = await raised(channel, "unary_unary", b"raise long")
+        invalid = await raised(channel, "unary_unary", b"raise invalid")
+    assert isinstance(overloaded, errors.Overloaded)
+    assert overloaded.retry_after_s == 2.5
+    assert invalid.violations == (errors.FieldViolation("a.b", "must be positive, got -1"),)
+
+
+async def test_a_handler_that_writes_to_its_context_is_mapped_too() -> None:
+    async with echo_channel() as channel:
+        method: Any = channel.unary_stream("/test.Echo/written")
+        assert [m async for m in method(b"x")] == [b"first", b"x"]
+        with pytest.raises(errors.StaleWeights), typed_errors():
+            await drain(method(b"raise stale"))
+
+
+async def test_a_method_the_servicer_leaves_out_is_unimplemented() -> None:
+    async with echo_channel() as channel:
+        for name in ("missing", "unheard_of"):
+            method: Any = channel.unary_unary(f"/test.Echo/{name}")
+            with pytest.raises(errors.Unimplemented), typed_errors():
+                await method(b"")
+
+
+async def test_a_unary_call_gets_the_channels_deadline() -> None:
+    async with echo_channel(config=ChannelConfig(deadline_s=0.05)) as channel:
+        assert isinstance(await raised(channel, "unary_unary", b"wait"), errors.DeadlineExceeded)
+
+
+async def test_the_server_limits_a_unary_call_that_has_no_deadline() -> None:
+    config = ServerConfig(deadline_s=0.05, stop_s=0.0)
+    async with echo_server(config) as server, grpc.aio.insecure_channel(server.address) as channel:
+        err = await raised(channel, "unary_unary", b"wait", metadata=(("authorization", f"Bearer {TOKEN}"),))
+    assert isinstance(err, errors.DeadlineExceeded)
+    assert "no deadline" in str(err)
+
+
+@pytest.mark.parametrize("arity", ["unary_unary", "stream_stream"])
+async def test_cancelling_a_call_cancels_its_handler(arity: str) -> None:
+    echo = Echo()
+    async with echo_server(echo=echo) as server, open_channel(server.address, token=TOKEN) as channel:
+        with pytest.raises(errors.DeadlineExceeded):
+            await call(channel, arity, b"wait", timeout=0.1)
+        await asyncio.wait_for(echo.cancelled.wait(), 5)
+
+
+@pytest.mark.parametrize("limited", ["server", "client"])
+async def test_a_message_over_the_limit_says_so_on_either_side(limited: str) -> None:
+    sizes = {"server": 8 << 20, "client": 8 << 20, limited: 1000}
+    config = ChannelConfig(message_bytes_max=sizes["client"])
+    async with echo_channel(ServerConfig(message_bytes_max=sizes["server"], stop_s=0.0), config=config) as channel:
+        err = await raised(channel, "unary_unary", bytes(2000))
+    assert isinstance(err, errors.PayloadTooLarge)
+    assert "message_bytes_max" in str(err)
+
+
+async def test_a_busy_port_is_refused() -> None:
+    async with echo_server() as server, RpcServer(ServerConfig(address=server.address), token=TOKEN) as second:
+        with pytest.raises(errors.ConfigError, match="cannot listen on"):
+            await second.start()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.0.0.1:0", "example.org:0", ":0"])
+async def test_beyond_loopback_without_tls_is_refused(address: str) -> None:
+    async with RpcServer(ServerConfig(address=address), token=TOKEN) as server:
+        with pytest.raises(errors.ConfigError, match="without TLS"):
+            await server.start()
+
+
+async def test_health_needs_no_token_and_knows_each_service() -> None:
+    async with echo_server() as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service, serving in (("test.Echo", True), ("", True), ("test.Echo", False)):
+            await server.set_serving(serving)
+            status = (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+            assert (status == health_pb2.HealthCheckResponse.SERVING) is serving
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_services_and_describes_itself(version: str) -> None:
+    service = f"grpc.reflection.{version}.ServerReflection"
+    async with echo_server() as server, open_channel(server.address, token=TOKEN) as channel:
+        method: Any = channel.stream_stream(
+            f"/{service}/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        asks = [
+            reflection_pb2.ServerReflectionRequest(list_services=""),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=service),
+        ]
+        answers = [answer async for answer in method(iter(asks))]
+    assert {"test.Echo", service} <= {s.name for s in answers[0].list_services_response.service}
+    assert f"grpc.reflection.{version}".encode() in answers[1].file_descriptor_response.file_descriptor_proto[0]
+
+
+@pytest.mark.parametrize("arity", ARITIES)
+async def test_the_trace_context_crosses_the_call(arity: str) -> None:
+    echo = Echo()
+    trace_id = 0x1234567890ABCDEF1234567890ABCDEF
+    parent = trace.SpanContext(trace_id, 0x1234567890ABCDEF, is_remote=False, trace_flags=trace.TraceFlags(1))
+    async with echo_server(echo=echo) as server, open_channel(server.address, token=TOKEN) as channel:
+        await call(channel, arity, b"x")
+        assert echo.traceparent == ""
+        with trace.use_span(trace.NonRecordingSpan(parent)):
+            await call(channel, arity, b"x")
+        assert echo.traceparent == f"{trace_id:032x}"
+
+
+async def test_an_idempotent_call_survives_a_restart_of_the_server() -> None:
+    async with echo_server() as first:
+        address = first.address
+    async with open_channel(address, token=TOKEN, idempotent=["test.Echo/unary_unary"]) as channel:
+        pending = asyncio.create_task(call(channel, "unary_unary", b"hello"))
+        await asyncio.sleep(0)
+        async with echo_server(ServerConfig(address=address, stop_s=0.0)):
+            assert await pending == [b"hello"]
+
+
+async def test_an_unreachable_server_is_unavailable_and_retryable() -> None:
+    async with open_channel("127.0.0.1:1", token=TOKEN) as channel:
+        err = await raised(channel, "unary_unary", b"x")
+    assert type(err) is errors.Unavailable
+    assert err.retryable
+
+
+async def test_a_unix_socket_serves_as_well(tmp_path: Any) -> None:
+    async with echo_channel(ServerConfig(address=f"unix:{tmp_path}/s.sock", stop_s=0.0)) as channel:
+        assert await call(channel, "unary_unary", b"x") == [b"x"]
