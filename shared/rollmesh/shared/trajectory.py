@@ -250,3 +250,5 @@ class TrainingSample:
     task: str
     staleness: int | None
     """Staleness for the update it was leased for; None if it trains on no POLICY token."""
+    sampling_params: tuple[SamplingParams, ...] = ()
+    """What `Segment.sampling` indexes into; a segment whose index is outside was sampled at temperature 1, untruncated."""

@@ -68,7 +68,9 @@ def demonstration_messages(question: str, calls: Sequence[tuple[str, str]], answ
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for call, result in calls:
         function = {"name": "python", "arguments": {"code": call}}
-        messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]})
+        messages.append(
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+        )
         messages.append({"role": "tool", "content": result})
     messages.append({"role": "assistant", "content": f"<answer>{answer}</answer>"})
     return messages

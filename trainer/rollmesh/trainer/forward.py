@@ -36,7 +36,7 @@ def target_logits(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         use_cache=False,
     ).last_hidden_state
     chosen = hidden[batch.target_row, batch.target_col]
-    logits: Tensor = model.get_output_embeddings()(chosen)
+    logits: Tensor = model.get_output_embeddings()(chosen)  # type: ignore[no-untyped-call]
     return logits.float()
 
 

@@ -54,15 +54,18 @@ def load_model(folder: Path | str, *, device: str = "cpu") -> PreTrainedModel:
     transformers only warns about tensors that a file lacks and draws them at random; here that is an error.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             os.fspath(folder), dtype=torch.float32, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"no model can be loaded from {folder}: {error}") from error
+    model: PreTrainedModel = loaded[0]
+    info = loaded[1]
     unfit = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
     if unfit:
         raise ValueError(f"the weights in {folder} lack or misshape tensors of the model: {unfit[:8]}")
-    return model.to(device)
+    model.to(device)  # type: ignore[arg-type]  # the library's annotation lost the parameter
+    return model
 
 
 def load_weights(model: PreTrainedModel, path: Path) -> None:

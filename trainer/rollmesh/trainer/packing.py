@@ -51,7 +51,9 @@ class Sequence1D:
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.target_mask.shape or self.token_ids.size == 0:
-            raise ValueError(f"{self.token_ids.size} token ids but {self.target_mask.size} mask entries, or none at all")
+            raise ValueError(
+                f"{self.token_ids.size} token ids but {self.target_mask.size} mask entries, or none at all"
+            )
         if self.target_mask[0]:
             raise ValueError("the first token of a sequence has nothing before it to be predicted from")
 
@@ -85,7 +87,9 @@ def num_targets(sequences: Sequence[Sequence1D]) -> int:
     return sum(int(s.target_mask.sum()) for s in sequences)
 
 
-def pack(sequences: Sequence[Sequence1D], config: PackingConfig, *, device: str | torch.device = "cpu") -> list[MicroBatch]:
+def pack(
+    sequences: Sequence[Sequence1D], config: PackingConfig, *, device: str | torch.device = "cpu"
+) -> list[MicroBatch]:
     """Micro-batches that cover every sequence once, longest rows first."""
     lengths = [len(s.token_ids) for s in sequences]
     offsets = np.concatenate([[0], np.cumsum([int(s.target_mask.sum()) for s in sequences])])

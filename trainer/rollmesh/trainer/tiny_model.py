@@ -6,6 +6,8 @@ Collaborators: `tokenizer` (vocabulary), `model_files` (writing the folder).
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -41,25 +43,27 @@ def build_tiny_model(config: TinyModelConfig, *, seed: int) -> PreTrainedModel:
     """A freshly initialised float32 model on the CPU; the same seed gives the same weights. Global RNG is untouched."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(_transformers_config(config))
+        model: PreTrainedModel = Qwen3ForCausalLM(_transformers_config(config))  # type: ignore[no-untyped-call]
     model.generation_config.eos_token_id = SPECIAL_TOKENS.index(END)
     model.generation_config.pad_token_id = SPECIAL_TOKENS.index(PAD)
     return model
 
 
 def _transformers_config(config: TinyModelConfig) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        max_position_embeddings=config.context_max,
-        rope_theta=config.rope_theta,
-        tie_word_embeddings=True,
-        pad_token_id=SPECIAL_TOKENS.index(PAD),
-        eos_token_id=SPECIAL_TOKENS.index(END),
-        dtype="float32",
-    )
+    # Through a dict: transformers 5 declares `rope_parameters` and takes `rope_theta` as a legacy name, 4.x knows only that.
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.context_max,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": True,
+        "pad_token_id": SPECIAL_TOKENS.index(PAD),
+        "eos_token_id": SPECIAL_TOKENS.index(END),
+        "dtype": "float32",
+    }
+    return Qwen3Config(**fields)

@@ -1,0 +1,93 @@
+"""Small builders of samples and groups for the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rollmesh.shared.trajectory import (
+    GroupContext,
+    MemberOutcome,
+    Outcome,
+    Reward,
+    Role,
+    Sample,
+    SamplingParams,
+    Segment,
+    Source,
+    TrainingSample,
+)
+from rollmesh.shared.versions import PolicyVersion
+
+
+def member(
+    sample_id: str, rewards: Mapping[str, float], *, outcome: Outcome = Outcome.OK, end: str = "ready"
+) -> MemberOutcome:
+    made = tuple(Reward(name=n, value=v, outcome=outcome) for n, v in rewards.items())
+    return MemberOutcome(sample_id=sample_id, rewards=made, end=end)
+
+
+def group(name: str, *members: MemberOutcome) -> GroupContext:
+    return GroupContext(group=name, task=f"task-of-{name}", members=members)
+
+
+def prompt(token_ids: Sequence[int]) -> Segment:
+    return Segment(parent=-1, role=Role.CONTEXT, source=Source.PROMPT, token_ids=np.asarray(token_ids, np.int32))
+
+
+def action(token_ids: Sequence[int], logprobs: Sequence[float], *, step: int = 0, parent: int = 0) -> Segment:
+    return Segment(
+        parent=parent,
+        role=Role.ACTION,
+        source=Source.POLICY,
+        token_ids=np.asarray(token_ids, np.int32),
+        logprobs=np.asarray(logprobs, np.float32),
+        loss_mask=np.ones(len(token_ids), np.uint8),
+        version=PolicyVersion(policy="main", step=step),
+        kv_step_oldest=step,
+        sampling=0,
+    )
+
+
+def training_sample(
+    sample_id: str,
+    segments: Sequence[Segment],
+    *,
+    of: str = "g0",
+    params: SamplingParams | None = None,
+    trainable: bool = True,
+    weight: float = 1.0,
+) -> TrainingSample:
+    return TrainingSample(
+        sample=Sample(sample_id=sample_id, leaf=len(segments) - 1, trainable=trainable, weight=weight),
+        segments=tuple(segments),
+        group=of,
+        task=f"task-of-{of}",
+        staleness=0,
+        sampling_params=(params or SamplingParams(),),
+    )
+
+
+def random_batch(
+    num_groups: int = 4, group_size: int = 4, *, seed: int = 0, logprob: float = -4.7, step: int = 0
+) -> tuple[list[TrainingSample], list[GroupContext]]:
+    """Two-turn samples over random tokens with 0/1 rewards; behaviour log-probs near those of an untrained model."""
+    rng = np.random.default_rng(seed)
+    samples, groups = [], []
+    for g in range(num_groups):
+        members = []
+        for i in range(group_size):
+            sample_id = f"s{seed}-{g}-{i}"
+            first, second = (rng.integers(13, 109, rng.integers(3, 20)).tolist() for _ in range(2))
+            tool = prompt(rng.integers(13, 109, 5).tolist())
+            segments = [
+                prompt(rng.integers(13, 109, 12).tolist()),
+                action(first, rng.normal(logprob, 0.1, len(first)).tolist(), step=step),
+                tool,
+                action(second, rng.normal(logprob, 0.1, len(second)).tolist(), step=step),
+            ]
+            samples.append(training_sample(sample_id, segments, of=f"g{g}"))
+            members.append(member(sample_id, {"correct": float(i % 2)}))
+        groups.append(group(f"g{g}", *members))
+    return samples, groups

@@ -1,0 +1,147 @@
+"""GRPO, Dr. GRPO and GDPO against hand-computed numbers; which rewards and members count."""
+
+import numpy as np
+import pytest
+
+from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Outcome, Reward, TrainingSample
+from rollmesh.trainer.advantages import AdvantageConfig, make_advantage
+from rollmesh.trainer.advantages.gdpo import Gdpo
+
+from .builders import action, group, member, prompt, training_sample
+
+
+def sample(sample_id: str, of: str = "g") -> TrainingSample:
+    return training_sample(sample_id, [prompt([20]), action([21, 22], [-1, -1])], of=of)
+
+
+def scalars(config: AdvantageConfig, groups: list[GroupContext], ids: list[str], of: str = "g") -> list[float | None]:
+    found = make_advantage(config)(groups, [sample(i, of) for i in ids])
+    return [None if a is None else float(a[1]) for a in found]
+
+
+def two_rewards(*pairs: tuple[float, float], name: str = "g") -> GroupContext:
+    return group(name, *(member(f"{name}{i}", {"a": x, "b": y}) for i, (x, y) in enumerate(pairs)))
+
+
+def test_grpo_equals_the_hand_computed_value() -> None:
+    # rewards 1, 0, 0, 0: mean 0.25, std sqrt(3)/4 = 0.4330 -> 1.7321 and -0.5774
+    members = [member(f"s{i}", {"correct": float(i == 0)}) for i in range(4)]
+    found = scalars(AdvantageConfig(), [group("g", *members)], ["s0", "s1", "s2", "s3"])
+    assert found == pytest.approx([1.7321, -0.5774, -0.5774, -0.5774], abs=1e-4)
+
+
+def test_dr_grpo_only_centres() -> None:
+    members = [member(f"s{i}", {"correct": float(i == 0)}) for i in range(4)]
+    found = scalars(AdvantageConfig(scale_by_std=False), [group("g", *members)], ["s0", "s3"])
+    assert found == pytest.approx([0.75, -0.25])
+
+
+def test_grpo_uses_untrained_members_for_the_baseline() -> None:
+    context = group(
+        "g", member("s0", {"r": 1.0}), member("s1", {"r": 0.0}, end="stale"), member("s2", {"r": 0.0}, end="filtered")
+    )
+    found = scalars(AdvantageConfig(scale_by_std=False), [context], ["s0"])
+    assert found == pytest.approx([2 / 3])
+
+
+def test_infrastructure_failures_are_neither_averaged_in_nor_trained_on() -> None:
+    failed = member("s2", {"r": 0.0}, outcome=Outcome.INFRA_FAILURE)
+    context = group("g", member("s0", {"r": 1.0}), member("s1", {"r": 0.0}), failed, member("s3", {}))
+    for name in ("grpo", "gdpo"):
+        found = scalars(AdvantageConfig(name=name, scale_by_std=False), [context], ["s0", "s1", "s2", "s3"])
+        assert found == [pytest.approx(0.5), pytest.approx(-0.5), None, None]
+
+
+def test_one_failed_reward_makes_the_whole_member_unusable() -> None:
+    rewards = (Reward(name="a", value=1.0), Reward(name="b", value=0.0, outcome=Outcome.INFRA_FAILURE))
+    context = group(
+        "g", member("s0", {"a": 1.0, "b": 1.0}), MemberOutcome(sample_id="s1", rewards=rewards, end="ready")
+    )
+    assert scalars(AdvantageConfig(), [context], ["s1"]) == [None]
+
+
+def test_not_applicable_leaves_out_one_reward_of_one_member() -> None:
+    rewards = (Reward(name="a", value=1.0), Reward(name="b", value=9.0, outcome=Outcome.NOT_APPLICABLE))
+    context = group(
+        "g", member("s0", {"a": 0.0, "b": 1.0}), MemberOutcome(sample_id="s1", rewards=rewards, end="ready")
+    )
+    assert scalars(AdvantageConfig(scale_by_std=False), [context], ["s0", "s1"]) == pytest.approx([0.0, 0.0])
+    gdpo = Gdpo(AdvantageConfig(name="gdpo")).before_whitening(context)
+    assert gdpo == pytest.approx({"s0": -1.0, "s1": 1.0}, abs=1e-4)
+
+
+def test_segment_rewards_do_not_enter_the_sample_sum() -> None:
+    rewards = (Reward(name="a", value=1.0), Reward(name="a", value=50.0, segment=1))
+    context = group("g", MemberOutcome(sample_id="s0", rewards=rewards, end="ready"), member("s1", {"a": 0.0}))
+    assert scalars(AdvantageConfig(scale_by_std=False), [context], ["s0"]) == pytest.approx([0.5])
+
+
+def test_weights_select_and_scale_rewards() -> None:
+    context = two_rewards((1, 0), (0, 1))
+    found = scalars(AdvantageConfig(weights={"a": 2.0}, scale_by_std=False), [context], ["g0", "g1"])
+    assert found == pytest.approx([1.0, -1.0])
+
+
+def test_a_group_that_agrees_has_no_advantage() -> None:
+    for name in ("grpo", "gdpo"):
+        found = scalars(AdvantageConfig(name=name), [two_rewards((1, 1), (1, 1))], ["g0", "g1"])
+        assert found == pytest.approx([0.0, 0.0], abs=1e-9)
+
+
+def test_gdpo_before_whitening_equals_the_published_example() -> None:
+    config = AdvantageConfig(name="gdpo")
+    found = Gdpo(config).before_whitening(two_rewards((1, 0), (0, 1), (0, 1), (0, 0)))
+    assert found["g0"] == pytest.approx(0.732, abs=1e-3)
+    assert found["g1"] == pytest.approx(0.423, abs=1e-3)
+    grpo = scalars(AdvantageConfig(), [two_rewards((1, 0), (0, 1), (0, 1), (0, 0))], ["g0", "g1"])
+    assert grpo[0] == pytest.approx(grpo[1])
+
+
+def test_gdpo_tells_groups_apart_that_grpo_on_the_sum_cannot() -> None:
+    one, both = two_rewards((0, 0), (1, 0)), two_rewards((0, 0), (1, 1))
+    gdpo = Gdpo(AdvantageConfig(name="gdpo"))
+    assert list(gdpo.before_whitening(one).values()) == pytest.approx([-1, 1], abs=1e-4)
+    assert list(gdpo.before_whitening(both).values()) == pytest.approx([-2, 2], abs=1e-4)
+    for context in (one, both):
+        assert scalars(AdvantageConfig(), [context], ["g0", "g1"]) == pytest.approx([-1, 1], abs=1e-4)
+
+
+def test_gdpo_with_weight_zero_equals_gdpo_without_that_reward() -> None:
+    pairs = ((1.0, 3.0), (0.0, 7.0), (0.0, 1.0))
+    without = group("g", *(member(f"g{i}", {"a": a}) for i, (a, _) in enumerate(pairs)))
+    ids = ["g0", "g1", "g2"]
+    weighted = scalars(AdvantageConfig(name="gdpo", weights={"a": 1.0, "b": 0.0}), [two_rewards(*pairs)], ids)
+    assert weighted == scalars(AdvantageConfig(name="gdpo", weights={"a": 1.0}), [without], ids)
+
+
+def test_gdpo_whitens_over_the_whole_batch() -> None:
+    # before whitening: -1, 1 and -2, 2 -> mean 0, std sqrt(10/4) = 1.5811
+    groups = [two_rewards((0, 0), (1, 0), name="x"), two_rewards((0, 0), (1, 1), name="y")]
+    found = make_advantage(AdvantageConfig(name="gdpo"))(groups, [sample("x1", "x"), sample("y1", "y")])
+    assert [float(a[0]) for a in found if a] == pytest.approx([0.6325, 1.2649], abs=1e-4)
+
+
+def test_gdpo_keeps_a_small_weight_small_where_grpo_blows_it_up() -> None:
+    settled = group("g", member("g0", {"correct": 1.0, "short": 0.0}), member("g1", {"correct": 1.0, "short": 1.0}))
+    weights = {"correct": 1.0, "short": 0.1}
+    grpo = scalars(AdvantageConfig(weights=weights), [settled], ["g1"])
+    assert grpo == pytest.approx([1.0], abs=1e-4)
+    gdpo = Gdpo(AdvantageConfig(name="gdpo", weights=weights)).before_whitening(settled)
+    assert gdpo["g1"] == pytest.approx(0.1, abs=1e-5)
+
+
+def test_advantages_cover_every_segment_and_broadcast_to_its_tokens() -> None:
+    found = make_advantage(AdvantageConfig())(
+        [group("g", member("s0", {"r": 1.0}), member("s1", {"r": 0.0}))], [sample("s0")]
+    )
+    assert found[0] is not None
+    assert [np.broadcast_to(a, (n,)).shape for a, n in zip(found[0], (1, 2), strict=True)] == [(1,), (2,)]
+
+
+def test_missing_context_and_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="context was not given"):
+        make_advantage(AdvantageConfig())([], [sample("s0")])
+    with pytest.raises(ValueError, match="does not list sample s0"):
+        make_advantage(AdvantageConfig())([group("g", member("s1", {"r": 1.0}))], [sample("s0")])
+    with pytest.raises(ValueError, match="known are gdpo, grpo"):
+        make_advantage(AdvantageConfig(name="gae"))

@@ -1,0 +1,96 @@
+"""The advantage protocol, and how a reward vector is read.
+
+Which rewards count: those about the whole sample with outcome OK. An INFRA_FAILURE says nothing about the model: such
+a member is left out of every mean, and as a sample it has no advantage at all (never a zero score). NOT_APPLICABLE
+leaves out that one reward of that one member.
+Members that will not be trained (stale, filtered) stay in the statistics: leaving them out would bias the baseline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from rollmesh.shared.trajectory import (
+    WHOLE_SAMPLE,
+    FloatArray,
+    GroupContext,
+    MemberOutcome,
+    Outcome,
+    TrainingSample,
+)
+
+SegmentAdvantages = tuple[FloatArray, ...]
+"""One array per segment of a sample's path, each broadcastable to [tokens of the segment]."""
+
+
+class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which advantage, and its knobs."""
+
+    name: str = "grpo"
+    """`grpo`: compares weighted reward sums. `gdpo`: normalises each reward by itself, which keeps weights meaningful."""
+    weights: dict[str, float] = {}
+    """Reward name -> weight. Rewards not named are recorded, not optimised. Empty: every reward has weight 1."""
+    scale_by_std: bool = True
+    """Divide by the group's standard deviation. False is Dr. GRPO: small differences keep their size."""
+    epsilon: float = 1e-6
+    """Added to standard deviations, so that groups whose members agree get 0, not a division by zero."""
+
+    def __post_init__(self) -> None:
+        if self.epsilon <= 0:
+            raise ValueError(f"epsilon = {self.epsilon}: must be positive")
+        if not all(np.isfinite(weight) for weight in self.weights.values()):
+            raise ValueError(f"weights = {self.weights}: must be finite")
+
+
+class Advantage(Protocol):
+    """Pure: rewards of groups in, advantages of samples out."""
+
+    def __call__(
+        self, groups: Sequence[GroupContext], samples: Sequence[TrainingSample]
+    ) -> list[SegmentAdvantages | None]:
+        """One entry per sample, in order; None where the sample has no usable reward.
+
+        Raises ValueError when a sample's group is not among `groups`, or does not list the sample.
+        """
+        ...
+
+
+def usable_rewards(member: MemberOutcome) -> dict[str, float] | None:
+    """Name -> value of a member's whole-sample rewards; None if infrastructure failed it, or nothing was scored."""
+    whole = [r for r in member.rewards if r.segment == WHOLE_SAMPLE]
+    if any(r.outcome is Outcome.INFRA_FAILURE for r in whole):
+        return None
+    return {r.name: r.value for r in whole if r.outcome is Outcome.OK} or None
+
+
+def weight_of(weights: Mapping[str, float], name: str) -> float:
+    return weights.get(name, 0.0) if weights else 1.0
+
+
+def spread_over_samples(
+    scalars: Mapping[str, Mapping[str, float]], samples: Sequence[TrainingSample]
+) -> list[SegmentAdvantages | None]:
+    """Give each sample its scalar on all its segments. `scalars`: group -> sample id -> advantage."""
+    return [_spread(scalars, sample) for sample in samples]
+
+
+def _spread(scalars: Mapping[str, Mapping[str, float]], sample: TrainingSample) -> SegmentAdvantages | None:
+    sample_id = sample.sample.sample_id
+    if sample.group not in scalars:
+        raise ValueError(f"sample {sample_id} is of group {sample.group!r}, whose context was not given")
+    value = scalars[sample.group].get(sample_id)
+    if value is None:
+        return None
+    return tuple(np.asarray(value, dtype=np.float32) for _ in sample.segments)
+
+
+def check_membership(groups: Sequence[GroupContext], samples: Sequence[TrainingSample]) -> None:
+    """Raise ValueError for a sample that its group's context does not list: its baseline would miss its own reward."""
+    members = {g.group: {m.sample_id for m in g.members} for g in groups}
+    for sample in samples:
+        if sample.group in members and sample.sample.sample_id not in members[sample.group]:
+            raise ValueError(f"group {sample.group!r} does not list sample {sample.sample.sample_id}")

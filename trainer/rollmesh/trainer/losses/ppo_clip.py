@@ -1,0 +1,67 @@
+"""Clipped surrogate against the behaviour policy, with the upper bound raised ("clip-higher").
+
+PPO (Schulman et al. 2017, arXiv:1707.06347), clip-higher from DAPO (Yu et al. 2025, arXiv:2503.14476):
+
+    r = pi / mu
+    loss = - min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+mu is the policy that sampled the token, not the one at the start of the update: the clip is then a trust region
+around the data, which pulls back whatever has drifted. Of the losses here it survives the largest staleness.
+Deviation from DAPO: no KL term (DAPO has none either), ratios are capped in log space to stay finite.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+from torch import Tensor
+
+from rollmesh.trainer.losses.base import LossInputs, TokenStats
+from rollmesh.trainer.losses.ratio import safe_ratio
+
+
+class PpoClipConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ppo_clip", tag_field="name"
+):
+    """Bounds of the probability ratio."""
+
+    clip_low: float = 0.2
+    """How far below 1 a ratio still gets gradient when the advantage is negative."""
+    clip_high: float = 0.28
+    """How far above 1 when it is positive. Larger than `clip_low`, so that rare tokens can grow and entropy survives."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.clip_low < 1:
+            raise ValueError(f"clip_low = {self.clip_low}: must be between 0 and 1")
+        if self.clip_high <= 0:
+            raise ValueError(f"clip_high = {self.clip_high}: must be positive")
+
+
+class PpoClip:
+    """`ppo_clip_loss` with its config bound."""
+
+    needs_proximal = False
+
+    def __init__(self, config: PpoClipConfig) -> None:
+        self.config = config
+
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
+        return ppo_clip_loss(inputs, self.config)
+
+
+def ppo_clip_loss(inputs: LossInputs, config: PpoClipConfig) -> tuple[Tensor, TokenStats]:
+    """Scalar loss, and per token whether the clip removed its gradient (`clipped`, `clipped_high`)."""
+    ratio = safe_ratio(inputs.logprobs, inputs.behaviour)
+    objective, stats = clipped_objective(ratio, inputs.advantages, config.clip_low, config.clip_high)
+    return -(inputs.token_weight * objective).sum(), stats
+
+
+def clipped_objective(
+    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, TokenStats]:
+    """min(r A, clip(r) A) [m], and which tokens it clipped."""
+    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    objective = torch.minimum(ratio * advantages, bounded * advantages)
+    high = (ratio > 1 + clip_high) & (advantages > 0)
+    low = (ratio < 1 - clip_low) & (advantages < 0)
+    return objective, {"clipped": (high | low).detach().float(), "clipped_high": high.detach().float()}

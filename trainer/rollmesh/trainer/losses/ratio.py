@@ -1,0 +1,13 @@
+"""Probability ratios that stay finite."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+LOG_RATIO_MAX = 20.0
+"""exp(20) = 5e8: far beyond any clip bound, and finite in float32 after multiplication with an advantage."""
+
+
+def safe_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """exp(numerator - denominator) of log-probs [m], with the exponent kept within +-20."""
+    return (numerator - denominator).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()

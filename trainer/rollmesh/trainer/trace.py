@@ -1,0 +1,55 @@
+"""Per-token numbers collected over the optimiser steps of one update, and their summary.
+
+Collaborators: `update` (records), `metrics` (definitions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollmesh.shared.trajectory import FloatArray
+from rollmesh.trainer.metrics import drift_metrics, mean_stats
+from rollmesh.trainer.samples import TokenTable
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One optimiser step that was taken: its tokens, `policy` log-probs [m] at that moment, and loss statistics [m]."""
+
+    table: TokenTable
+    policy: FloatArray
+    stats: Mapping[str, FloatArray]
+    loss: float
+    grad_norm: float
+    fill: float
+
+
+@dataclass(slots=True)
+class UpdateTrace:
+    """The steps taken so far."""
+
+    steps: list[StepTrace] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        """Metrics over all trained tokens; only the count where no step was taken."""
+        if not self.steps:
+            return {"steps_taken": 0.0}
+        policy = np.concatenate([s.policy for s in self.steps])
+        behaviour = np.concatenate([s.table.behaviour for s in self.steps])
+        lag = np.concatenate([s.table.lag for s in self.steps])
+        stats = {name: np.concatenate([s.stats[name] for s in self.steps]) for name in self.steps[0].stats}
+        entropy = stats.pop("entropy", None)
+        return {
+            "steps_taken": float(len(self.steps)),
+            "loss": float(np.mean([s.loss for s in self.steps])),
+            "grad_norm": float(np.mean([s.grad_norm for s in self.steps])),
+            "tokens/trained": float(len(policy)),
+            "tokens/fill": float(np.mean([s.fill for s in self.steps])),
+            "tokens/truncated_share": float(np.concatenate([s.table.truncated for s in self.steps]).mean()),
+            **drift_metrics(policy, behaviour, lag),
+            **mean_stats(stats),
+            **({} if entropy is None else {"entropy": float(entropy.mean())}),
+        }

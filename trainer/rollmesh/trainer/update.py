@@ -1,0 +1,260 @@
+"""One update: leased samples and their groups in, changed weights and a verdict per sample out.
+
+    advantages -> drop what cannot be trained -> [proximal log-probs] -> minibatches -> micro-batches -> guarded steps
+
+Invariants:
+- Update k makes step k, APPLIED or SKIPPED; k follows k - 1.
+- Deterministic: everything random is a function of (seed, k). Same weights, optimiser state, seed and inputs give the same
+  weights bit for bit (one compute thread, same machine type). Hence no random-generator state to save.
+- One optimiser step normalises over all trained tokens of its minibatch, however it is split into micro-batches.
+- A minibatch with a non-finite loss or gradient changes nothing, and its samples are reported as dropped; an update none of
+  whose minibatches was taken is SKIPPED and leaves weights and optimiser untouched.
+
+Collaborators: `samples`, `packing`, `forward`, `advantages`, `losses`, `optim`, `metrics`; `checkpoint` saves a Trainer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
+from rollmesh.trainer import forward
+from rollmesh.trainer.advantages import AdvantageConfig, SegmentAdvantages, make_advantage
+from rollmesh.trainer.losses import LossConfig, LossInputs, Normalisation, PpoClipConfig, make_loss, token_weights
+from rollmesh.trainer.metrics import length_metrics, reward_metrics
+from rollmesh.trainer.model_files import write_weights
+from rollmesh.trainer.optim import OptimizerConfig, guarded_step, lr_at, make_adamw, set_lr
+from rollmesh.trainer.packing import MicroBatch, PackingConfig, fill_ratio, pack
+from rollmesh.trainer.samples import DropReason, TokenTable, build_table, drop_reason
+from rollmesh.trainer.trace import StepTrace, UpdateTrace
+
+
+class UpdateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How one update is made: the trainer's half of a recipe."""
+
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = PpoClipConfig()
+    normalisation: Normalisation = Normalisation.TOKEN
+    """What the loss of an optimiser step averages over."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    packing: PackingConfig = PackingConfig()
+    num_minibatches: int = 2
+    """Optimiser steps per update, each on a random part of the samples. More: faster, and further off-policy."""
+    report_entropy: bool = True
+    """Report the policy's entropy on trained tokens; costs one softmax over the vocabulary per token."""
+
+    def __post_init__(self) -> None:
+        if self.num_minibatches < 1:
+            raise ValueError(f"num_minibatches = {self.num_minibatches}: must be at least 1")
+
+
+class UpdateOutcome(IntEnum):
+    """What became of an update. Numbers equal `rollmesh.v1.UpdateOutcome`."""
+
+    APPLIED = 1
+    SKIPPED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SampleVerdict:
+    """What became of one sample; `reason` is None exactly if it is in the gradient of the update."""
+
+    sample_id: str
+    reason: DropReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateResult:
+    """One verdict per leased sample, in the order given; metrics by name (see `metrics`)."""
+
+    update: int
+    outcome: UpdateOutcome
+    verdicts: tuple[SampleVerdict, ...]
+    metrics: dict[str, float]
+
+    @property
+    def used_ids(self) -> list[str]:
+        """Ids of the samples in the gradient: what the commit digest is over."""
+        return [v.sample_id for v in self.verdicts if v.reason is None]
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTokens:
+    """Tensors [m] of one optimiser step's tokens, on the model's device."""
+
+    behaviour: Tensor
+    temperature: Tensor | None
+    advantages: Tensor
+    weight: Tensor
+    proximal: Tensor | None
+
+
+class Trainer:
+    """Owns a model and its optimiser; not thread-safe: one thread calls it."""
+
+    def __init__(self, model: PreTrainedModel, config: UpdateConfig, *, seed: int, step: int = 0) -> None:
+        """`step` is the number of updates already in the weights. Raises ValueError for an unsupported model."""
+        if seed < 0:
+            raise ValueError(f"seed = {seed}: must not be negative")
+        forward.check_supported(model)
+        self.model = model
+        self.config = config
+        self.seed = seed
+        self.step = step
+        self.optimizer = make_adamw(model, config.optimizer)
+        self._advantage = make_advantage(config.advantage)
+        self._loss = make_loss(config.loss)
+
+    def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> UpdateResult:
+        """Make update k. Raises ValueError if k does not follow the last one, or a sample's group is missing."""
+        if k != self.step + 1:
+            raise ValueError(f"update {k} does not follow step {self.step}")
+        advantages = self._advantage(groups, samples)
+        context_max = self.model.config.max_position_embeddings
+        reasons = [drop_reason(s, a, context_max=context_max) for s, a in zip(samples, advantages, strict=True)]
+        trace = UpdateTrace()
+        self._train(k, samples, advantages, reasons, trace)
+        self.step = k
+        verdicts = tuple(SampleVerdict(s.sample.sample_id, r) for s, r in zip(samples, reasons, strict=True))
+        metrics = self._metrics(k, samples, groups, verdicts, trace)
+        outcome = UpdateOutcome.APPLIED if trace.steps else UpdateOutcome.SKIPPED
+        return UpdateResult(update=k, outcome=outcome, verdicts=verdicts, metrics=metrics)
+
+    def score(self, token_ids: IntArray) -> FloatArray:
+        """Log-prob [n] of each token given those before it, entry 0 is 0: what a node must reproduce on these weights."""
+        self.model.train(False)
+        return forward.score(self.model, token_ids)
+
+    def export_weights(self, path: Path) -> None:
+        """Write the weights for publishing: one safetensors file, tied weights once."""
+        write_weights(self.model, path)
+
+    def _train(
+        self,
+        k: int,
+        samples: Sequence[TrainingSample],
+        advantages: Sequence[SegmentAdvantages | None],
+        reasons: list[DropReason | None],
+        trace: UpdateTrace,
+    ) -> None:
+        """Take the optimiser steps; sets `reasons` of samples whose step was not taken."""
+        kept = [i for i, reason in enumerate(reasons) if reason is None]
+        if not kept:
+            return
+        table = build_table([samples[i] for i in kept], [a for i in kept if (a := advantages[i]) is not None], update=k)
+        set_lr(self.optimizer, lr_at(self.config.optimizer, k))
+        order = np.random.default_rng([self.seed, k]).permutation(len(kept))
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(self.seed * 1_000_003 + k)  # dropout, where a model has it
+            proximal = self._proximal(table)
+            for part in np.array_split(order, min(self.config.num_minibatches, len(kept))):
+                if not self._optimiser_step(part.tolist(), table, proximal, trace):
+                    for i in part:
+                        reasons[kept[i]] = DropReason.NON_FINITE
+
+    def _proximal(self, table: TokenTable) -> FloatArray | None:
+        """Log-probs [M] before the first step, for losses that need them."""
+        if not self._loss.needs_proximal:
+            return None
+        self.model.train(False)
+        temperature = _temperature_tensor(table, self.model.device)
+        logprobs = forward.logprobs_of(self.model, table.sequences, self.config.packing, temperature)
+        values: FloatArray = logprobs.cpu().numpy()
+        return values
+
+    def _optimiser_step(
+        self, part: Sequence[int], table: TokenTable, proximal: FloatArray | None, trace: UpdateTrace
+    ) -> bool:
+        """One minibatch: accumulate over micro-batches, then step. False if it was not finite and nothing changed."""
+        chosen = table.select(part)
+        near = None if proximal is None else proximal[_token_indices(table, part)]
+        tokens = self._step_tokens(chosen, near)
+        policy = np.zeros(len(chosen.behaviour), dtype=np.float32)
+        stats: dict[str, FloatArray] = {}
+        batches = pack(chosen.sequences, self.config.packing, device=self.model.device)
+        self.model.train()
+        loss = sum(self._accumulate(batch, tokens, policy, stats) for batch in batches)
+        norm = guarded_step(self.optimizer, clip_norm=self.config.optimizer.clip_norm, loss=loss)
+        if norm is None:
+            return False
+        trace.steps.append(StepTrace(chosen, policy, stats, loss, norm, fill_ratio(batches)))
+        return True
+
+    def _step_tokens(self, chosen: TokenTable, proximal: FloatArray | None) -> _StepTokens:
+        device = self.model.device
+        weight = token_weights(chosen.lengths.tolist(), chosen.sample_weights, self.config.normalisation)
+        return _StepTokens(
+            behaviour=torch.as_tensor(chosen.behaviour, device=device),
+            temperature=_temperature_tensor(chosen, device),
+            advantages=torch.as_tensor(chosen.advantages, device=device),
+            weight=weight.to(device),
+            proximal=None if proximal is None else torch.as_tensor(proximal, device=device),
+        )
+
+    def _accumulate(
+        self, batch: MicroBatch, tokens: _StepTokens, policy: FloatArray, stats: dict[str, FloatArray]
+    ) -> float:
+        """Forward and backward of one micro-batch; fills its places in `policy` and `stats`. Returns its share of the loss."""
+        at = batch.target_index
+        if not len(at):
+            return 0.0
+        logits = forward.target_logits(self.model, batch)
+        logprobs = forward.target_logprobs(
+            logits, batch, None if tokens.temperature is None else tokens.temperature[at]
+        )
+        inputs = LossInputs(
+            logprobs=logprobs,
+            behaviour=tokens.behaviour[at],
+            advantages=tokens.advantages[at],
+            token_weight=tokens.weight[at],
+            proximal=None if tokens.proximal is None else tokens.proximal[at],
+        )
+        loss, token_stats = self._loss(inputs)
+        loss.backward()  # type: ignore[no-untyped-call]
+        places = at.cpu().numpy()
+        policy[places] = logprobs.detach().cpu().numpy()
+        extra = {"entropy": forward.entropy(logits)} if self.config.report_entropy else {}
+        for name, values in {**token_stats, **extra}.items():
+            stats.setdefault(name, np.zeros_like(policy))[places] = values.cpu().numpy()
+        return float(loss)
+
+    def _metrics(
+        self,
+        k: int,
+        samples: Sequence[TrainingSample],
+        groups: Sequence[GroupContext],
+        verdicts: Sequence[SampleVerdict],
+        trace: UpdateTrace,
+    ) -> dict[str, float]:
+        used = [s for s, v in zip(samples, verdicts, strict=True) if v.reason is None]
+        return {
+            "lr": lr_at(self.config.optimizer, k),
+            "samples/leased": float(len(samples)),
+            "samples/used": float(len(used)),
+            **reward_metrics(groups),
+            **length_metrics(samples, used),
+            **trace.summary(),
+        }
+
+
+def _token_indices(table: TokenTable, part: Sequence[int]) -> NDArray[np.int64]:
+    starts = np.concatenate([[0], np.cumsum(table.lengths)])
+    return np.concatenate([np.arange(starts[i], starts[i + 1]) for i in part])
+
+
+def _temperature_tensor(table: TokenTable, device: torch.device) -> Tensor | None:
+    """None where every token was sampled at 1: saves a division over the vocabulary."""
+    if (table.temperature == 1).all():
+        return None
+    return torch.as_tensor(table.temperature, device=device)
