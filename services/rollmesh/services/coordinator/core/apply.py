@@ -1,0 +1,380 @@
+"""apply(state, fact): the only code that changes durable state. It never decides and never fails on a valid ledger.
+
+Assertions here say what only a bug or a foreign ledger could break; `audit` relies on them.
+"""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+from rollmesh.services.coordinator.core import bound
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core.records import GroupDecision, Purpose, Reward, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.state import (
+    BatchState,
+    EpisodeState,
+    EpisodeStatus,
+    EvalState,
+    GroupPhase,
+    GroupState,
+    PolicyClock,
+    RollBack,
+    SampleState,
+    State,
+    UpdateRecord,
+)
+
+UPDATES_KEPT_MAX = 4096
+"""Digests kept for roll-back; a checkpoint older than this many updates can no longer be attached."""
+EVALS_KEPT_MAX = 1000
+
+
+def apply(state: State, fact: f.Fact) -> None:
+    """Make `fact` true in `state`."""
+    _apply(fact, state)
+
+
+@singledispatch
+def _apply(fact: object, state: State) -> None:
+    raise TypeError(f"not a fact: {fact!r}")
+
+
+@_apply.register
+def _(fact: f.RunCreated, state: State) -> None:
+    assert state.spec is None, "a run begins once"
+    state.spec = fact.spec
+    state.clock = PolicyClock(policy=fact.spec.policy, learner=fact.spec.learner)
+
+
+@_apply.register
+def _(fact: f.GroupReserved, state: State) -> None:
+    assert fact.group not in state.groups, f"group {fact.group} reserved twice"
+    group = GroupState(
+        group=fact.group,
+        number=state.num_groups,
+        purpose=fact.purpose,
+        policy=fact.policy,
+        task=fact.task,
+        draw=fact.draw,
+        update_intended=fact.update_intended,
+        step_min=fact.step_min,
+        incarnation_min=fact.incarnation_min,
+    )
+    state.groups[fact.group] = group
+    if fact.purpose is Purpose.EVAL:
+        _open_eval(state, fact)
+    else:
+        state.num_groups += 1
+        state.next_draw = max(state.next_draw, fact.draw + 1)
+    _add_episodes(state, group, fact.num_episodes)
+
+
+def _open_eval(state: State, fact: f.GroupReserved) -> None:
+    found = eval_of(state, fact.step_min, fact.incarnation_min)
+    if found is None:
+        found = EvalState(step=fact.step_min, incarnation=fact.incarnation_min, split=fact.task.split)
+        state.evals.append(found)
+        del state.evals[:-EVALS_KEPT_MAX]
+    found.num_reserved += fact.num_episodes
+    found.num_open += fact.num_episodes
+
+
+def eval_of(state: State, step: int, incarnation: int) -> EvalState | None:
+    return next((e for e in state.evals if (e.step, e.incarnation) == (step, incarnation)), None)
+
+
+def _add_episodes(state: State, group: GroupState, num: int) -> None:
+    first = len(group.episodes)
+    for index in range(first, first + num):
+        episode = EpisodeState(episode=f"{group.group}.{index}")
+        group.episodes[episode.episode] = episode
+        state.pending_of(group.purpose).append((group.group, episode.episode))
+    state.accounts_of(group.purpose).reserve(num)
+
+
+@_apply.register
+def _(fact: f.EpisodesAdded, state: State) -> None:
+    group = state.groups[fact.group]
+    group.phase = GroupPhase.OPEN
+    _add_episodes(state, group, fact.num_episodes)
+
+
+@_apply.register
+def _(fact: f.EpisodeLeased, state: State) -> None:
+    group = state.groups[fact.group]
+    episode = group.episodes[fact.episode]
+    assert episode.status is EpisodeStatus.PENDING, f"{fact.episode} leased twice"
+    state.pending_of(group.purpose).remove((fact.group, fact.episode))
+    episode.status = EpisodeStatus.LEASED
+    episode.attempt = fact.attempt
+    episode.lease_id = fact.lease_id
+    episode.node_id = fact.node_id
+
+
+@_apply.register
+def _(fact: f.EpisodeReturned, state: State) -> None:
+    group = state.groups[fact.group]
+    episode = group.episodes[fact.episode]
+    assert episode.status is EpisodeStatus.LEASED, f"{fact.episode} returned without a lease"
+    episode.status = EpisodeStatus.PENDING
+    episode.failures += fact.counts
+    episode.cause = fact.cause
+    state.pending_of(group.purpose).insert(0, (fact.group, fact.episode))
+
+
+def _leave_pending(state: State, group: GroupState, episode: EpisodeState) -> None:
+    if episode.status is EpisodeStatus.PENDING:
+        state.pending_of(group.purpose).remove((group.group, episode.episode))
+
+
+@_apply.register
+def _(fact: f.EpisodeEnded, state: State) -> None:
+    group = state.groups[fact.group]
+    episode = group.episodes[fact.episode]
+    assert episode.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED), f"{fact.episode} ended twice"
+    _leave_pending(state, group, episode)
+    episode.status = EpisodeStatus.ENDED
+    episode.cause = fact.cause
+    state.accounts_of(group.purpose).end(fact.end, fact.reason)
+    _close_eval_episode(state, group)
+    _settle(state, group)
+
+
+@_apply.register
+def _(fact: f.EpisodeScored, state: State) -> None:
+    group = state.groups[fact.group]
+    episode = group.episodes[fact.episode]
+    assert episode.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED), f"{fact.episode} scored twice"
+    assert fact.samples, "an episode without samples ends as EpisodeEnded"
+    _leave_pending(state, group, episode)
+    episode.status = EpisodeStatus.SCORED
+    episode.payload = fact.payload
+    for meta in fact.samples:
+        assert meta.sample_id not in group.samples, f"sample {meta.sample_id} reported twice"
+        group.samples[meta.sample_id] = SampleState(
+            sample_id=meta.sample_id,
+            episode=fact.episode,
+            policy=meta.policy,
+            leaf=meta.leaf,
+            steps=meta.steps,
+            num_tokens=meta.num_tokens,
+            rewards=meta.rewards,
+            trainable=meta.trainable,
+        )
+        if group.purpose is Purpose.EVAL:
+            _count_eval(state, group, meta.rewards)
+        else:
+            state.the_clock.tokens_generated += meta.num_tokens
+    state.accounts_of(group.purpose).reserve(len(fact.samples) - 1)
+    _close_eval_episode(state, group)
+    _settle(state, group)
+
+
+def _count_eval(state: State, group: GroupState, rewards: tuple[Reward, ...]) -> None:
+    result = eval_of(state, group.step_min, group.incarnation_min)
+    if result is None:
+        return  # older than the evaluations kept
+    result.num_samples += 1
+    for reward in rewards:
+        if reward.outcome is RewardOutcome.OK:
+            result.reward_sums[reward.name] = result.reward_sums.get(reward.name, 0.0) + reward.value
+            if reward.name == state.the_spec.success_reward:
+                for label, value in group.task.labels.items():
+                    key = f"{label}={value}"
+                    result.label_sums[key] = result.label_sums.get(key, 0.0) + reward.value
+                    result.label_nums[key] = result.label_nums.get(key, 0) + 1
+
+
+def _close_eval_episode(state: State, group: GroupState) -> None:
+    if group.purpose is Purpose.EVAL:
+        result = eval_of(state, group.step_min, group.incarnation_min)
+        if result is not None:
+            result.num_open -= 1
+
+
+def _settle(state: State, group: GroupState) -> None:
+    """Move a group on when its last episode is done, and drop it when its last sample has ended."""
+    if group.unfinished:
+        return
+    if group.phase is GroupPhase.OPEN:
+        group.phase = GroupPhase.FINALIZING
+    if group.num_live == 0:
+        del state.groups[group.group]
+
+
+@_apply.register
+def _(fact: f.GroupFinalized, state: State) -> None:
+    group = state.groups[fact.group]
+    assert group.phase is GroupPhase.FINALIZING, f"{fact.group} finalised while {group.phase.name}"
+    for adjusted in fact.adjusted:
+        group.samples[adjusted.sample_id].rewards = adjusted.rewards
+    if fact.decision is GroupDecision.KEEP:
+        group.phase = GroupPhase.READY
+    elif fact.decision is GroupDecision.FILTER:
+        _end_samples(state, group, [s.sample_id for s in group.live_samples()], SampleEnd.FILTERED, fact.reason)
+
+
+def _end_samples(state: State, group: GroupState, sample_ids: list[str], end: SampleEnd, reason: str) -> None:
+    for sample_id in sample_ids:
+        sample = group.samples[sample_id]
+        assert sample.end is SampleEnd.LIVE, f"sample {sample_id} ended twice: {sample.end.name}, then {end.name}"
+        sample.end = end
+        sample.reason = reason
+        state.accounts_of(group.purpose).end(end, reason)
+    _settle(state, group)
+
+
+@_apply.register
+def _(fact: f.SamplesEnded, state: State) -> None:
+    _end_samples(state, state.groups[fact.group], list(fact.sample_ids), fact.end, fact.reason)
+
+
+@_apply.register
+def _(fact: f.TrainerAttached, state: State) -> None:
+    clock = state.the_clock
+    assert fact.trainer_epoch > clock.trainer_epoch, "trainer epochs grow"
+    clock.trainer_epoch = fact.trainer_epoch
+    clock.keeps_no_checkpoints = fact.keeps_no_checkpoints
+
+
+@_apply.register
+def _(fact: f.BatchLeased, state: State) -> None:
+    assert fact.lease_id not in state.batches, f"batch {fact.lease_id} leased twice"
+    state.batches[fact.lease_id] = BatchState(
+        lease_id=fact.lease_id,
+        trainer_epoch=fact.trainer_epoch,
+        update=fact.update,
+        groups=fact.groups,
+        sample_ids=fact.sample_ids,
+    )
+    for name in fact.groups:
+        group = state.groups[name]
+        assert group.phase is GroupPhase.READY, f"{name} leased while {group.phase.name}"
+        group.phase = GroupPhase.LEASED
+        group.lease_id = fact.lease_id
+
+
+@_apply.register
+def _(fact: f.BatchReturned, state: State) -> None:
+    batch = state.batches.pop(fact.lease_id)
+    for name in batch.groups:
+        if name in state.groups:
+            state.groups[name].phase = GroupPhase.READY
+            state.groups[name].lease_id = ""
+
+
+@_apply.register
+def _(fact: f.BatchInDoubt, state: State) -> None:
+    batch = state.batches[fact.lease_id]
+    batch.in_doubt = True
+    for name in batch.groups:
+        if name in state.groups:
+            state.groups[name].phase = GroupPhase.IN_DOUBT
+
+
+@_apply.register
+def _(fact: f.UpdateCommitted, state: State) -> None:
+    clock = state.the_clock
+    assert fact.update == clock.applied + 1, f"update {fact.update} committed after {clock.applied}"
+    groups = [
+        state.groups[name]
+        for lease in fact.lease_ids
+        for name in state.batches.pop(lease).groups
+        if name in state.groups
+    ]
+    used = set(fact.used)
+    clock.applied = fact.update
+    clock.updates[fact.update] = UpdateRecord(
+        digest=fact.digest, trainer_epoch=fact.trainer_epoch, lease_ids=fact.lease_ids, applied=fact.applied
+    )
+    clock.updates.pop(fact.update - UPDATES_KEPT_MAX, None)
+    clock.mean_rewards = _mean_rewards(groups)
+    reasons = {d.sample_id: d.reason for d in fact.dropped}
+    for group in groups:
+        group.phase = GroupPhase.APPLIED
+        group.lease_id = ""
+        group.update = fact.update
+        live = list(group.live_samples())
+        for sample in live:
+            if sample.sample_id in used:
+                _count_trained(clock, state, sample, fact.update)
+        for sample in live:
+            if sample.sample_id in reasons:
+                _end_samples(state, group, [sample.sample_id], SampleEnd.FILTERED, reasons[sample.sample_id])
+
+
+def _count_trained(clock: PolicyClock, state: State, sample: SampleState, update: int) -> None:
+    spans = bound.trained_spans(sample.steps, update=update, spec=state.the_spec)
+    lag = bound.sample_staleness(spans, update=update)
+    clock.trained_by_staleness[lag] = clock.trained_by_staleness.get(lag, 0) + 1
+    clock.tokens_trained += sum(span.num_tokens for span in spans)
+
+
+def _mean_rewards(groups: list[GroupState]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for sample in group.samples.values():
+            for reward in sample.rewards:
+                if reward.outcome is RewardOutcome.OK:
+                    values.setdefault(reward.name, []).append(reward.value)
+    return {name: sum(v) / len(v) for name, v in values.items()}
+
+
+@_apply.register
+def _(fact: f.CheckpointReported, state: State) -> None:
+    clock = state.the_clock
+    clock.checkpoint = max(clock.checkpoint, fact.update)
+    for group in state.training_groups(GroupPhase.APPLIED):
+        if group.update <= fact.update:
+            live = [s.sample_id for s in group.live_samples()]
+            if group.update in clock.updates:
+                clock.updates[group.update].num_trained += len(live)
+            _end_samples(state, group, live, SampleEnd.TRAINED, "")
+
+
+@_apply.register
+def _(fact: f.RolledBack, state: State) -> None:
+    clock = state.the_clock
+    assert fact.incarnation == clock.incarnation + 1, "incarnations grow by one"
+    for group in state.training_groups(GroupPhase.APPLIED):
+        if group.update > fact.to_update:
+            group.phase = GroupPhase.READY
+            group.update = 0
+    for update in [u for u in clock.updates if u > fact.to_update]:
+        _void_trained(state, clock.updates.pop(update).num_trained)
+    clock.applied = fact.to_update
+    clock.checkpoint = min(clock.checkpoint, fact.to_update)
+    clock.incarnation = fact.incarnation
+    clock.published = None
+    clock.rollbacks.append(RollBack(incarnation=fact.incarnation, to_update=fact.to_update))
+
+
+def _void_trained(state: State, num: int) -> None:
+    """Samples of an undone update whose checkpoint is lost: no weights that exist contain them."""
+    if num == 0:
+        return
+    ends = state.accounts.ends
+    ends[SampleEnd.TRAINED] -= num
+    state.accounts.reasons["trained"] -= num
+    ends[SampleEnd.STALE] = ends.get(SampleEnd.STALE, 0) + num
+    reasons = state.accounts.reasons
+    reasons["stale/ROLLED_BACK"] = reasons.get("stale/ROLLED_BACK", 0) + num
+
+
+@_apply.register
+def _(fact: f.VersionPublished, state: State) -> None:
+    clock = state.the_clock
+    assert fact.version.incarnation == clock.incarnation, "only the present incarnation is published"
+    clock.published = fact.version
+
+
+@_apply.register
+def _(fact: f.VersionQuarantined, state: State) -> None:
+    clock = state.the_clock
+    clock.quarantined.append(fact.version)
+    del clock.quarantined[:-100]
+
+
+@_apply.register
+def _(fact: f.RunEnded, state: State) -> None:
+    state.ended = fact.reason

@@ -1,0 +1,87 @@
+"""The staleness bound and admission. docs/staleness.md derives both; the symbols here are the ones used there.
+
+Two functions *guarantee* the bound: `admissible_spans` when a batch is leased and again when its update is committed.
+`num_admissible` (admission) and `step_min` only save work: with them, what is generated is rarely too old when its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec, StepSpan
+from rollmesh.services.coordinator.core.state import GroupPhase, PolicyClock, SampleState, State
+from rollmesh.shared.versions import intended_update, oldest_admissible, staleness
+
+
+def is_void(span: StepSpan, clock: PolicyClock) -> bool:
+    """Whether (step, incarnation) was undone: a later incarnation began below that step."""
+    return any(span.incarnation < r.incarnation and span.step > r.to_update for r in clock.rollbacks)
+
+
+def trained_spans(steps: Sequence[StepSpan], *, update: int, spec: RunSpec) -> list[StepSpan]:
+    """The spans whose tokens keep their loss at `update`: all of them under DROP, those within the bound under MASK."""
+    if spec.beyond is BoundPolicy.DROP:
+        return list(steps)
+    oldest = oldest_admissible(update=update, eta=spec.max_staleness)
+    return [span for span in steps if span.step >= oldest]
+
+
+def sample_staleness(spans: Sequence[StepSpan], *, update: int) -> int:
+    """Staleness by the oldest of `spans`; -1 if there is none (no POLICY token is trained)."""
+    if not spans:
+        return -1
+    return staleness(update=update, oldest_step=min(span.step for span in spans))
+
+
+def why_inadmissible(sample: SampleState, *, update: int, spec: RunSpec, clock: PolicyClock) -> str:
+    """Empty if `sample` may be trained at `update`; else the reason it may not. This check is the guarantee."""
+    if not sample.steps:
+        return ""
+    if any(is_void(span, clock) for span in sample.steps):
+        return "VOID_VERSION"
+    if any(span.step > update - 1 for span in sample.steps):
+        return "FUTURE_VERSION"
+    spans = trained_spans(sample.steps, update=update, spec=spec)
+    if not spans or sample_staleness(spans, update=update) > spec.max_staleness:
+        return "BEYOND_BOUND"
+    return ""
+
+
+def mask_below_step(sample: SampleState, *, update: int, spec: RunSpec) -> int:
+    """Tokens of steps below this lose their loss at `update`; 0 if none do."""
+    if spec.beyond is BoundPolicy.DROP:
+        return 0
+    oldest = oldest_admissible(update=update, eta=spec.max_staleness)
+    return oldest if any(span.step < oldest for span in sample.steps) else 0
+
+
+def next_intended_update(state: State) -> int:
+    """k*: the update that the next admitted group is meant for.
+
+    Groups are counted by what is still ahead of the learner: those of committed updates, those in the batch that is out,
+    and those on their way. Filtered, failed and stale ones have left the count.
+    """
+    return intended_update(admitted=_num_ahead(state), batch=state.the_spec.batch_groups)
+
+
+def _num_ahead(state: State) -> int:
+    on_the_way = state.training_groups(
+        GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY, GroupPhase.LEASED, GroupPhase.IN_DOUBT
+    )
+    return state.the_clock.applied * state.the_spec.batch_groups + len(on_the_way)
+
+
+def step_min(state: State) -> int:
+    """Weights below this must not act in the next admitted group: step_min = k* - 1 - eta."""
+    return oldest_admissible(update=next_intended_update(state), eta=state.the_spec.max_staleness)
+
+
+def num_admissible(state: State) -> int:
+    """How many groups may be admitted now: those whose step_min is published, up to the last update of the run."""
+    spec, clock = state.the_spec, state.the_clock
+    if clock.published is None or state.ended:
+        return 0
+    last_update = clock.published.step + 1 + spec.max_staleness
+    if spec.updates_max:
+        last_update = min(last_update, spec.updates_max)
+    return max(0, last_update * spec.batch_groups - _num_ahead(state))

@@ -1,0 +1,142 @@
+"""The core as one object: inputs in, facts and effects out.
+
+    for each input:   dispatch -> facts (applied at once)
+                      pump: grant leases, ask for tasks and decisions, grant batches, end the run
+    the driver:       store the facts as one ledger record, then release the effects
+
+Recovery applies the stored facts and calls `resume` once: every lease gets one full term of grace, every open question is
+asked again, and nothing is decided twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import rollouts, training
+from rollmesh.services.coordinator.core.apply import apply
+from rollmesh.services.coordinator.core.state import GroupPhase, State
+from rollmesh.services.coordinator.core.turn import Effect, Refusal, Turn, Volatile, refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision: facts for one ledger record, effects to release once it is stored."""
+
+    facts: tuple[f.Fact, ...]
+    effects: tuple[Effect, ...]
+
+
+def _create(turn: Turn, request: i.CreateRun) -> None:
+    if turn.state.spec is None:
+        turn.emit(f.RunCreated(spec=request.spec))
+        turn.reply(request.ticket, True)
+    elif turn.state.spec == request.spec:
+        turn.reply(request.ticket, False)
+    else:
+        refuse("RUN_EXISTS", f"run {request.spec.run} exists with another spec; choose another name")
+
+
+_HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
+    i.CreateRun: _create,
+    i.AcquireRollouts: rollouts.acquire,
+    i.RenewLeases: rollouts.renew,
+    i.ReportEpisodes: rollouts.report,
+    i.TasksDrawn: rollouts.tasks_drawn,
+    i.DrawFailed: rollouts.draw_failed,
+    i.GroupDecided: rollouts.group_decided,
+    i.NodeDead: rollouts.node_dead,
+    i.AttachTrainer: training.attach,
+    i.LeaseBatch: training.lease_batch,
+    i.GetBatch: training.get_batch,
+    i.RenewBatch: training.renew_batch,
+    i.CommitUpdate: training.commit,
+    i.ReleaseBatch: training.release_batch,
+    i.ReportCheckpoint: training.report_checkpoint,
+    i.PublishVersion: training.publish,
+    i.VersionRefused: training.version_refused,
+    i.StopRun: training.stop,
+    i.Tick: lambda turn, _: None,
+}
+
+
+class Core:
+    """One run's coordinator. Not thread-safe; `now` is seconds on any monotonic clock."""
+
+    def __init__(self, state: State | None = None) -> None:
+        self.state = state if state is not None else State()
+        self.volatile = Volatile()
+
+    def handle(self, request: i.Input, now: float) -> Decision:
+        """Decide on one input. Raises Refusal, with nothing changed, if it is refused."""
+        turn = Turn(self.state, self.volatile, now)
+        if self.state.spec is None and not isinstance(request, i.CreateRun):
+            refuse("UNKNOWN_RUN", "no such run; CreateRun first")
+        _HANDLERS[type(request)](turn, request)
+        self._pump(turn)
+        return Decision(tuple(turn.facts), tuple(turn.effects))
+
+    def forget(self, ticket: int) -> None:
+        """Whoever holds `ticket` has gone away: it is no longer waiting."""
+        self.volatile.workers = [w for w in self.volatile.workers if w.ticket != ticket]
+        self.volatile.trainers = [t for t in self.volatile.trainers if t.ticket != ticket]
+
+    def replay(self, facts: Iterable[f.Fact]) -> None:
+        """Recovery: make stored facts true again."""
+        for fact in facts:
+            apply(self.state, fact)
+
+    def resume(self, now: float) -> Decision:
+        """After recovery: grace for every lease, and every open question asked again."""
+        turn = Turn(self.state, self.volatile, now)
+        if self.state.spec is None:
+            return Decision((), ())
+        for group, episode in rollouts.leased_episodes(turn):
+            self.volatile.episode_deadlines[episode.lease_id] = now + turn.spec.episode_lease_s
+            self.volatile.group_deadlines.setdefault(group.group, now + turn.spec.group_s_max)
+        for batch in self.state.batches.values():
+            if not batch.in_doubt:
+                self.volatile.batch_deadlines[batch.lease_id] = now + turn.spec.batch_lease_s
+        for result in self.state.open_evals():
+            self.volatile.eval_deadlines[(result.step, result.incarnation)] = now + turn.spec.eval_s_max
+        self._pump(turn)
+        return Decision(tuple(turn.facts), tuple(turn.effects))
+
+    def pinned(self) -> list[tuple[int, int]]:
+        """(step, incarnation) of evaluations that nodes must not run past, oldest first."""
+        return sorted(self.volatile.eval_deadlines, key=lambda key: (key[1], key[0]))
+
+    def waiting(self) -> dict[str, str]:
+        """Who waits for what, for people."""
+        turn = Turn(self.state, self.volatile, 0.0)
+        found = {f"worker/{w.node_id}": rollouts.why_no_work(turn) for w in self.volatile.workers}
+        if self.volatile.trainers:
+            found[f"learner/{turn.clock.learner}"] = training.why_no_batch(turn)
+        finalizing = sum(g.phase is GroupPhase.FINALIZING for g in self.state.groups.values())
+        if finalizing:
+            found["groups"] = f"{finalizing} wait for the reward service to finalise them"
+        return found
+
+    def next_deadline(self) -> float | None:
+        """The earliest moment at which a Tick changes anything; None if nothing is waiting."""
+        v = self.volatile
+        moments = [*v.episode_deadlines.values(), *v.batch_deadlines.values(), *v.group_deadlines.values()]
+        moments += [*v.eval_deadlines.values(), *(w.deadline for w in v.workers), *(t.deadline for t in v.trainers)]
+        return min(moments, default=None)
+
+    def _pump(self, turn: Turn) -> None:
+        """Everything that follows from the new state, in the order in which one step enables the next."""
+        rollouts.expire(turn)
+        training.expire(turn)
+        rollouts.want_finalized(turn)
+        rollouts.want_eval(turn)
+        training.grant_batches(turn)
+        training.finish(turn)
+        rollouts.want_tasks(turn)
+        rollouts.grant(turn)
+
+
+__all__ = ["Core", "Decision", "Refusal"]

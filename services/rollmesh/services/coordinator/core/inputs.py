@@ -1,0 +1,315 @@
+"""What the coordinator is told or asked. Each question carries the ticket of whoever asks; answers are below it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from rollmesh.services.coordinator.core.records import (
+    DroppedSample,
+    GroupDecision,
+    PayloadRef,
+    Purpose,
+    RunSpec,
+    SampleMeta,
+    SampleRewards,
+    Task,
+    Version,
+)
+
+NO_PAYLOAD = PayloadRef()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateRun:
+    ticket: int
+    spec: RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcquireRollouts:
+    ticket: int
+    node_id: str
+    num_max: int
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLease:
+    """Permission to run one episode."""
+
+    lease_id: str
+    group: str
+    episode: str
+    attempt: int
+    purpose: Purpose
+    task: Task
+    policy: str
+    step_min: int
+    incarnation_min: int
+    lease_s: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acquired:
+    """Leases, or what they wait for."""
+
+    leases: tuple[EpisodeLease, ...] = ()
+    waiting_for: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewLeases:
+    ticket: int
+    node_id: str
+    lease_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renewed:
+    gone: tuple[str, ...]
+    lease_s: float
+
+
+class EpisodeOutcome(IntEnum):
+    COMPLETED = 1
+    INFRA_FAILURE = 2
+    CANCELLED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeReport:
+    lease_id: str
+    group: str
+    episode: str
+    attempt: int
+    outcome: EpisodeOutcome
+    payload: PayloadRef = NO_PAYLOAD
+    samples: tuple[SampleMeta, ...] = ()
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportEpisodes:
+    ticket: int
+    node_id: str
+    reports: tuple[EpisodeReport, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reported:
+    """Per report: empty, or why it was not recorded."""
+
+    results: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksDrawn:
+    """Answers `DrawTasks`: (draw, task) in order."""
+
+    purpose: Purpose
+    tasks: tuple[tuple[int, Task], ...]
+    step: int = 0
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawFailed:
+    """Answers `DrawTasks`: nothing now."""
+
+    purpose: Purpose
+    cause: str
+    step: int = 0
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDecided:
+    """Answers `FinalizeGroup`."""
+
+    group: str
+    decision: GroupDecision
+    reason: str = ""
+    num_extend: int = 0
+    adjusted: tuple[SampleRewards, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDead:
+    """A node is gone: its episodes go to others."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachTrainer:
+    ticket: int
+    policy: str
+    learner: str
+    last_update: int
+    digest: str
+    holder: str = ""
+    keeps_no_checkpoints: bool = False
+
+
+class Resolution(IntEnum):
+    CONTINUED = 1
+    ROLLED_FORWARD = 2
+    ROLLED_BACK = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    trainer_epoch: int
+    next_update: int
+    incarnation: int
+    resolution: Resolution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRequest:
+    """What every trainer request carries."""
+
+    ticket: int
+    policy: str
+    learner: str
+    trainer_epoch: int
+
+
+class GeometryUnit(IntEnum):
+    GROUPS = 1
+    SAMPLES = 2
+    TOKENS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseBatch(TrainerRequest):
+    update: int
+    unit: GeometryUnit = GeometryUnit.GROUPS
+    amount: int = 0
+    """0 means the run's batch_groups."""
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedSample:
+    meta: SampleMeta
+    group: str
+    task: str
+    payload: PayloadRef
+    staleness: int
+    mask_below_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    sample_id: str
+    rewards: tuple[object, ...]
+    end: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMembers:
+    group: str
+    task: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A lease, or what it waits for."""
+
+    lease_id: str = ""
+    waiting_for: str = ""
+    samples: tuple[LeasedSample, ...] = ()
+    groups: tuple[GroupMembers, ...] = ()
+    lease_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetBatch(TrainerRequest):
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenewBatch(TrainerRequest):
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitUpdate(TrainerRequest):
+    update: int
+    lease_ids: tuple[str, ...]
+    dropped: tuple[DroppedSample, ...] = ()
+    named: tuple[str, ...] = ()
+    """Every sample id the trainer named, used or dropped; checked against the leases."""
+    applied: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReleaseBatch(TrainerRequest):
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportCheckpoint(TrainerRequest):
+    update: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishVersion(TrainerRequest):
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRefused:
+    """The first nodes could not serve this version."""
+
+    version: Version
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRun:
+    ticket: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Nothing to add."""
+
+
+Input = (
+    CreateRun
+    | AcquireRollouts
+    | RenewLeases
+    | ReportEpisodes
+    | TasksDrawn
+    | DrawFailed
+    | GroupDecided
+    | NodeDead
+    | AttachTrainer
+    | LeaseBatch
+    | GetBatch
+    | RenewBatch
+    | CommitUpdate
+    | ReleaseBatch
+    | ReportCheckpoint
+    | PublishVersion
+    | VersionRefused
+    | StopRun
+    | Tick
+)

@@ -1,0 +1,241 @@
+"""What is true of a run: groups with their episodes and samples, the policy's clocks, batches, accounts.
+
+Only `apply.py` writes here. Whatever has ended is gone from memory but for its count; a group leaves when its last sample
+has ended. Samples follow the phase of their group, unless they have ended on their own:
+
+    OPEN --all episodes ended or scored--> FINALIZING --keep--> READY --lease--> LEASED --commit--> APPLIED --checkpoint--> gone
+      ^                                       |                  ^                |   ^                 |
+      +---------------- extend ---------------+                  +---- returned --+   +-- IN_DOUBT --+  |
+                                                                 +----------------- rolled back --------+
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+
+import msgspec
+
+from rollmesh.services.coordinator.core.records import (
+    PayloadRef,
+    Purpose,
+    Reward,
+    RunSpec,
+    SampleEnd,
+    StepSpan,
+    Task,
+    Version,
+)
+
+
+class EpisodeStatus(IntEnum):
+    PENDING = 1
+    LEASED = 2
+    SCORED = 3
+    ENDED = 4
+
+
+class GroupPhase(IntEnum):
+    OPEN = 1
+    FINALIZING = 2
+    READY = 3
+    LEASED = 4
+    IN_DOUBT = 5
+    APPLIED = 6
+
+
+class EpisodeState(msgspec.Struct, kw_only=True):
+    episode: str
+    status: EpisodeStatus = EpisodeStatus.PENDING
+    attempt: int = 0
+    """Leases given so far; the next lease is attempt + 1."""
+    failures: int = 0
+    """Tries that count against `tries_max`."""
+    lease_id: str = ""
+    """Last lease, kept after it ended: a late report of it is still welcome if nobody else has the episode."""
+    node_id: str = ""
+    cause: str = ""
+    payload: PayloadRef = PayloadRef()
+
+
+class SampleState(msgspec.Struct, kw_only=True):
+    sample_id: str
+    episode: str
+    policy: str
+    leaf: int
+    steps: tuple[StepSpan, ...]
+    num_tokens: int
+    rewards: tuple[Reward, ...]
+    trainable: bool
+    end: SampleEnd = SampleEnd.LIVE
+    reason: str = ""
+
+
+class GroupState(msgspec.Struct, kw_only=True):
+    group: str
+    number: int
+    """Order of admission; batches take the lowest first."""
+    purpose: Purpose
+    policy: str
+    task: Task
+    draw: int
+    update_intended: int
+    step_min: int
+    incarnation_min: int
+    phase: GroupPhase = GroupPhase.OPEN
+    episodes: dict[str, EpisodeState] = {}
+    samples: dict[str, SampleState] = {}
+    lease_id: str = ""
+    """Batch lease while LEASED or IN_DOUBT."""
+    update: int = 0
+    """Update it was applied in while APPLIED."""
+
+    @property
+    def unfinished(self) -> bool:
+        return any(e.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED) for e in self.episodes.values())
+
+    def live_samples(self) -> Iterator[SampleState]:
+        return (s for s in self.samples.values() if s.end is SampleEnd.LIVE)
+
+    @property
+    def num_live(self) -> int:
+        """Live samples, counting the reserved place of each unfinished episode."""
+        reserved = sum(e.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED) for e in self.episodes.values())
+        return reserved + sum(1 for _ in self.live_samples())
+
+
+class BatchState(msgspec.Struct, kw_only=True):
+    """A batch lease that is out or in doubt."""
+
+    lease_id: str
+    trainer_epoch: int
+    update: int
+    groups: tuple[str, ...]
+    sample_ids: tuple[str, ...]
+    in_doubt: bool = False
+
+
+class UpdateRecord(msgspec.Struct, kw_only=True):
+    """What is kept of a committed update: enough to roll back to it."""
+
+    digest: str
+    trainer_epoch: int = 0
+    lease_ids: tuple[str, ...] = ()
+    num_trained: int = 0
+    """Samples of it that have ended TRAINED."""
+    applied: bool = True
+
+
+class RollBack(msgspec.Struct, kw_only=True, frozen=True):
+    """Steps above `to_update` of every incarnation before `incarnation` are void."""
+
+    incarnation: int
+    to_update: int
+
+
+class PolicyClock(msgspec.Struct, kw_only=True):
+    """The policy's applied and published steps, its trainer and its history of commits."""
+
+    policy: str
+    learner: str
+    applied: int = 0
+    published: Version | None = None
+    """Newest announced version of this incarnation."""
+    incarnation: int = 0
+    checkpoint: int = 0
+    trainer_epoch: int = 0
+    keeps_no_checkpoints: bool = False
+    rollbacks: list[RollBack] = []
+    updates: dict[int, UpdateRecord] = {}
+    quarantined: list[Version] = []
+    trained_by_staleness: dict[int, int] = {}
+    tokens_trained: int = 0
+    tokens_generated: int = 0
+    mean_rewards: dict[str, float] = {}
+    """Over all scored members of the last committed update's groups."""
+
+    @property
+    def digest(self) -> str:
+        record = self.updates.get(self.applied)
+        return record.digest if record else ""
+
+
+class Accounts(msgspec.Struct, kw_only=True):
+    """reserved = live + ends, at every moment; `live` is counted apart so that the equation can fail."""
+
+    reserved: int = 0
+    live: int = 0
+    ends: dict[int, int] = {}
+    reasons: dict[str, int] = {}
+
+    def reserve(self, num: int) -> None:
+        self.reserved += num
+        self.live += num
+
+    def end(self, end: SampleEnd, reason: str, num: int = 1) -> None:
+        self.live -= num
+        self.ends[end] = self.ends.get(end, 0) + num
+        key = f"{end.name.lower()}/{reason}" if reason else end.name.lower()
+        self.reasons[key] = self.reasons.get(key, 0) + num
+
+    @property
+    def conserved(self) -> bool:
+        return self.reserved == self.live + sum(self.ends.values())
+
+
+class EvalState(msgspec.Struct, kw_only=True):
+    """The evaluation of one (step, incarnation): sums over its scored samples."""
+
+    step: int
+    incarnation: int
+    split: str
+    num_reserved: int = 0
+    num_samples: int = 0
+    num_open: int = 0
+    reward_sums: dict[str, float] = {}
+    label_sums: dict[str, float] = {}
+    label_nums: dict[str, int] = {}
+
+
+class State(msgspec.Struct, kw_only=True):
+    """Everything durable about one run."""
+
+    spec: RunSpec | None = None
+    clock: PolicyClock | None = None
+    groups: dict[str, GroupState] = {}
+    batches: dict[str, BatchState] = {}
+    num_groups: int = 0
+    """Training groups ever admitted; the next one's number."""
+    next_draw: int = 0
+    pending: list[tuple[str, str]] = []
+    """(group, episode) of training waiting for a worker; retries go to the front."""
+    pending_eval: list[tuple[str, str]] = []
+    """(group, episode) of evaluation waiting for a worker; served before training."""
+    accounts: Accounts = msgspec.field(default_factory=Accounts)
+    eval_accounts: Accounts = msgspec.field(default_factory=Accounts)
+    evals: list[EvalState] = []
+    ended: str = ""
+
+    @property
+    def the_spec(self) -> RunSpec:
+        assert self.spec is not None, "a run begins with RunCreated"
+        return self.spec
+
+    @property
+    def the_clock(self) -> PolicyClock:
+        assert self.clock is not None, "a run begins with RunCreated"
+        return self.clock
+
+    def pending_of(self, purpose: Purpose) -> list[tuple[str, str]]:
+        return self.pending_eval if purpose is Purpose.EVAL else self.pending
+
+    def accounts_of(self, purpose: Purpose) -> Accounts:
+        return self.eval_accounts if purpose is Purpose.EVAL else self.accounts
+
+    def training_groups(self, *phases: GroupPhase) -> list[GroupState]:
+        """Training groups in one of `phases`, in order of admission."""
+        chosen = (g for g in self.groups.values() if g.purpose is not Purpose.EVAL and g.phase in phases)
+        return sorted(chosen, key=lambda g: g.number)
+
+    def open_evals(self) -> list[EvalState]:
+        return [e for e in self.evals if e.num_open]

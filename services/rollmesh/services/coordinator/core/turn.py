@@ -1,0 +1,156 @@
+"""What one decision is made with: the state, the moment, and where facts and effects go.
+
+Inputs carry a `ticket`: the driver's handle of whoever asked. It is answered by a `Reply` effect, now or, for those who wait,
+in a later turn. Effects are released by the driver only after the turn's facts are stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from rollmesh.services.coordinator.core.apply import apply
+from rollmesh.services.coordinator.core.facts import Fact
+from rollmesh.services.coordinator.core.records import Purpose, RunSpec, Task, Version
+from rollmesh.services.coordinator.core.state import PolicyClock, State
+
+
+class Refusal(Exception):
+    """The input is refused; nothing became true. `reason` is an ErrorInfo reason of the protos."""
+
+    def __init__(self, reason: str, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+def refuse(reason: str, message: str, **metadata: object) -> NoReturn:
+    raise Refusal(reason, message, **metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer whoever holds `ticket`."""
+
+    ticket: int
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class DrawTasks:
+    """Ask the data service; answer with `TasksDrawn` or `DrawFailed`."""
+
+    purpose: Purpose
+    first_draw: int
+    num: int
+    split: str = ""
+    step: int = 0
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FinalizeGroup:
+    """Ask the reward service; answer with `GroupDecided`."""
+
+    group: str
+    deadline_passed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CancelEpisodes:
+    """Tell a worker to give up episodes whose leases are gone. Saves work only."""
+
+    node_id: str
+    lease_ids: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """Record in RM_<run>_DEAD what was given up, and why."""
+
+    subject: str
+    cause: str
+    task: Task
+
+
+Effect = Reply | DrawTasks | FinalizeGroup | CancelEpisodes | DeadLetter
+
+
+@dataclass(slots=True)
+class WorkerWait:
+    """A worker that waits for episodes."""
+
+    ticket: int
+    node_id: str
+    num_max: int
+    deadline: float
+
+
+@dataclass(slots=True)
+class BatchWait:
+    """A trainer that waits for a batch."""
+
+    ticket: int
+    request: object
+    trainer_epoch: int
+    deadline: float
+
+
+@dataclass(slots=True)
+class Volatile:
+    """What needs no ledger: deadlines on the coordinator's monotonic clock, waiting lists, questions on the way.
+
+    Rebuilt after recovery: every lease gets one full term of grace, every question is asked again.
+    """
+
+    episode_deadlines: dict[str, float] = field(default_factory=dict)
+    batch_deadlines: dict[str, float] = field(default_factory=dict)
+    group_deadlines: dict[str, float] = field(default_factory=dict)
+    eval_deadlines: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Evaluations that pin a step: asked for, or with open episodes."""
+    evals_given_up: set[tuple[int, int]] = field(default_factory=set)
+    """Evaluations whose tasks never came; not asked for again."""
+    workers: list[WorkerWait] = field(default_factory=list)
+    trainers: list[BatchWait] = field(default_factory=list)
+    drawing: bool = False
+    finalizing: set[str] = field(default_factory=set)
+    overdue: set[str] = field(default_factory=set)
+    """Groups whose deadline has passed."""
+    data_waiting: str = ""
+    """Why the data service gives nothing, if it does not."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One decision in the making."""
+
+    state: State
+    volatile: Volatile
+    now: float
+    facts: list[Fact] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+
+    def emit(self, fact: Fact) -> None:
+        """Make `fact` true at once, so that the rest of this decision builds on it."""
+        apply(self.state, fact)
+        self.facts.append(fact)
+
+    def effect(self, effect: Effect) -> None:
+        self.effects.append(effect)
+
+    def reply(self, ticket: int, value: object) -> None:
+        self.effects.append(Reply(ticket, value))
+
+    @property
+    def spec(self) -> RunSpec:
+        return self.state.the_spec
+
+    @property
+    def clock(self) -> PolicyClock:
+        return self.state.the_clock
+
+
+def describe(version: Version | None) -> str:
+    return "none" if version is None else f"{version.policy}@{version.step}.{version.incarnation}"
