@@ -1,0 +1,42 @@
+"""Per-slot request rules as arrays, so that a step samples and checks for ends without a loop over rows."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.services.inference.engines.torch_runner import RowRules
+from rollmesh.shared.trajectory import SamplingParams
+
+
+class SlotRules:
+    """Struct of arrays over slots; a row is meaningful while its slot is busy."""
+
+    def __init__(self, slots_max: int, vocab_size: int) -> None:
+        self.ends = np.zeros((slots_max, vocab_size), np.uint8)
+        """Flags of `stop.StopRules.marks` per vocabulary item."""
+        self.length_max = np.zeros(slots_max, np.int64)
+        self.flush_at = np.zeros(slots_max, np.int64)
+        """Length at which the next delta is due."""
+        self._seeds = np.zeros(slots_max, np.int64)
+        self._temperature = np.ones(slots_max, np.float32)
+        self._top_p = np.ones(slots_max, np.float32)
+        self._top_k = np.zeros(slots_max, np.int64)
+
+    def set(self, slot: int, params: SamplingParams, *, length_max: int, marks: NDArray[np.uint8]) -> None:
+        self.ends[slot] = marks
+        self.length_max[slot] = length_max
+        self.flush_at[slot] = 0
+        self._seeds[slot] = np.uint64(params.seed).astype(np.int64)
+        self._temperature[slot] = params.temperature
+        self._top_p[slot] = params.top_p
+        self._top_k[slot] = params.top_k
+
+    def sampling(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> RowRules:
+        return RowRules(
+            seeds=self._seeds[slots],
+            positions=positions,
+            temperature=self._temperature[slots],
+            top_p=self._top_p[slots],
+            top_k=self._top_k[slots],
+        )

@@ -1,0 +1,92 @@
+"""Drawing tokens: a counter-based random stream per (seed, absolute position), and the distribution it is drawn from.
+
+A request's tokens depend on weights, prefix and seed alone: nothing here carries state from step to step or from row to
+row. Logits themselves may differ in the last bits between batch sizes (matrix kernels sum in another order), so equality
+across batch compositions holds except where two candidates tie to within rounding.
+
+The stream is SplitMix64 (Steele, Lea, Flood 2014) started at a hash of (seed, position); entry i is the number for
+vocabulary item i. The draw is the exponential race: argmax p_i / E_i with E_i ~ Exp(1), the Gumbel-max trick with one
+logarithm less. Scriptable tensor code, like `torch_model`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sampled(NamedTuple):
+    """One token per row: ids [B] int64, log-probs [B] float32 under the sampling distribution and the plain softmax."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    logprobs_model: Tensor
+
+
+class Rules(NamedTuple):
+    """How each of B rows is sampled. The switches say whether any row needs that work at all."""
+
+    seeds: Tensor  # [B] int64
+    positions: Tensor  # [B] int64, of the token to be drawn
+    temperature: Tensor  # [B] float32; 0 = greedy
+    top_p: Tensor  # [B] float32
+    top_k: Tensor  # [B] int64; 0 = off
+    any_tempered: bool
+    any_truncated: bool
+    any_greedy: bool
+
+
+def mix64(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser on int64 holding the bits of uint64; the masks turn arithmetic into logical shifts."""
+    z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return z ^ ((z >> 31) & 0x1FFFFFFFF)
+
+
+def uniforms(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """[B, vocab] float32 in [0, 1]: 32 bits each, a pure function of (seed, position, vocabulary index)."""
+    gamma = -7046029254386353131
+    start = mix64(mix64(seeds + gamma) + positions * gamma)
+    counter = torch.arange(1, vocab_size + 1, device=seeds.device) * gamma
+    bits = (mix64(start[:, None] + counter) >> 32) & 0xFFFFFFFF
+    return (bits.to(torch.float32) + 0.5) * 2.0**-32
+
+
+def truncate(scaled: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Tempered logits [B, vocab] with -inf outside top-k and the nucleus.
+
+    The nucleus is the smallest set of most likely tokens, after top-k, whose mass reaches top_p (arXiv:1904.09751).
+    """
+    ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(scaled.shape[1], device=scaled.device)
+    ordered = ordered.masked_fill((top_k[:, None] > 0) & (ranks >= top_k[:, None]), float("-inf"))
+    probs = torch.softmax(ordered, dim=-1)
+    before = probs.cumsum(dim=-1) - probs
+    outside = (before >= top_p[:, None]) & (top_p[:, None] < 1.0) & (ranks > 0)
+    ordered = ordered.masked_fill(outside, float("-inf"))
+    return torch.empty_like(ordered).scatter_(1, order, ordered)
+
+
+def sample(logits: Tensor, rules: Rules) -> Sampled:
+    """Draw one token per row of float32 logits [B, vocab]. Log-probs of greedy rows are those of the plain model."""
+    plain = torch.softmax(logits, dim=-1)
+    probs = plain
+    if rules.any_tempered or rules.any_truncated:
+        heat = torch.where(rules.temperature > 0, rules.temperature, torch.ones_like(rules.temperature))
+        scaled = logits / heat[:, None]
+        if rules.any_truncated:
+            greedy = rules.temperature <= 0
+            scaled = truncate(
+                scaled, rules.top_p.masked_fill(greedy, 1.0), rules.top_k.masked_fill(greedy, 0)
+            )
+        probs = torch.softmax(scaled, dim=-1)
+    race = probs / -torch.log1p(-uniforms(rules.seeds, rules.positions, logits.shape[1]))
+    tokens = race.argmax(dim=-1)
+    if rules.any_greedy:
+        tokens = torch.where(rules.temperature > 0, tokens, logits.argmax(dim=-1))
+    picked = tokens[:, None]
+    return Sampled(
+        tokens=tokens,
+        logprobs=probs.gather(1, picked)[:, 0].log(),
+        logprobs_model=plain.gather(1, picked)[:, 0].log(),
+    )

@@ -1,0 +1,131 @@
+"""The slots of the key-value cache, seen from the host: whose tokens lie where, how much of them is computed, under
+which weights.
+
+A slot is free (nothing worth keeping), busy (a request runs in it) or resident (its request ended, its cache waits for the
+next turn). Invariants: `kv_len[s] <= length[s]`; positions below `kv_len[s]` hold keys and values of `tokens[s]`;
+`kv_version[s]` is the one version that computed all of them, or None if several did. Only slots whose `kv_version` is the
+active one serve as prefixes: entries are salted by the whole version. Residents are bounded and leave least recently used
+first. Pure host state; `torch_runner` holds the tensors.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.shared.trajectory import IntArray
+from rollmesh.shared.versions import PolicyVersion
+
+
+class Slots:
+    """Struct of arrays over slots, so that a decode step touches rows with numpy, never one by one."""
+
+    def __init__(self, slots_max: int, context_max: int, resident_max: int) -> None:
+        self.tokens = np.zeros((slots_max, context_max), np.int32)
+        self.length = np.zeros(slots_max, np.int64)
+        self.kv_len = np.zeros(slots_max, np.int64)
+        self.kv_step_oldest = np.zeros(slots_max, np.int64)
+        self.kv_version: list[PolicyVersion | None] = [None] * slots_max
+        self.busy = np.zeros(slots_max, bool)
+        self._resident_max = resident_max
+        self._residents: dict[int, str] = {}
+        """Slot to session, least recently used first."""
+        self._session_slot: dict[str, int] = {}
+
+    @property
+    def num_busy(self) -> int:
+        return int(self.busy.sum())
+
+    @property
+    def kv_tokens_used(self) -> int:
+        return int(self.kv_len.sum())
+
+    def claim(self, token_ids: IntArray, session: str) -> int | None:
+        """A slot for a new sequence, with whatever of its prefix lies there already; None if all are busy."""
+        slot = self._session_slot.get(session)
+        if slot is None or self._shared(slot, token_ids) == 0:
+            slot = self._vacant()
+        if slot is None:
+            return None
+        kept = min(self._shared(slot, token_ids), len(token_ids) - 1)
+        self._unlist(slot)
+        self.busy[slot] = True
+        self.tokens[slot, : len(token_ids)] = token_ids
+        self.length[slot] = len(token_ids)
+        self.kv_len[slot] = kept
+        return slot
+
+    def release(self, slot: int, session: str, *, keep: bool) -> None:
+        """End of a sequence; its cache stays resident if `keep`."""
+        self.busy[slot] = False
+        if not keep or self._resident_max == 0 or self.kv_len[slot] == 0:
+            self.kv_len[slot] = 0
+            return
+        self._residents[slot] = session
+        if session:
+            self._session_slot[session] = slot
+        if len(self._residents) > self._resident_max:
+            self._evict_oldest()
+
+    def drop_residents(self) -> None:
+        while self._residents:
+            self._evict_oldest()
+
+    def stamp(self, slot: int, version: PolicyVersion) -> None:
+        """The first positions of a slot are about to be computed under `version`."""
+        self.kv_version[slot] = version
+        self.kv_step_oldest[slot] = version.step
+
+    def adopt(self, slot: int, source: int, num_tokens: int) -> None:
+        """The first positions of `slot` now hold a copy of `source`'s."""
+        self.kv_version[slot] = self.kv_version[source]
+        self.kv_step_oldest[slot] = self.kv_step_oldest[source]
+        self.kv_len[slot] = num_tokens
+
+    def pure(self, version: PolicyVersion) -> NDArray[np.int64]:
+        """Slots whose whole cache was computed under `version`."""
+        return np.array([slot for slot, held in enumerate(self.kv_version) if held == version], np.int64)
+
+    def _shared(self, slot: int, token_ids: IntArray) -> int:
+        """Computed positions of a slot that a sequence shares. Residents are always of the active version."""
+        num = min(int(self.kv_len[slot]), len(token_ids))
+        return common_prefix(self.tokens[slot, :num], token_ids[:num])
+
+    def _vacant(self) -> int | None:
+        """Lowest free slot, so that busy ones lie close together; else the least recently used resident."""
+        free = ~self.busy
+        free[list(self._residents)] = False
+        if free.any():
+            return int(free.argmax())
+        return next(iter(self._residents), None)
+
+    def _evict_oldest(self) -> None:
+        slot = next(iter(self._residents))
+        self._unlist(slot)
+        self.kv_len[slot] = 0
+
+    def _unlist(self, slot: int) -> None:
+        session = self._residents.pop(slot, "")
+        if session and self._session_slot.get(session) == slot:
+            del self._session_slot[session]
+
+
+def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
+    """Length of the common prefix of two rows of one length."""
+    differs = a != b
+    return int(differs.argmax()) if differs.any() else len(a)
+
+
+def longest_prefix(
+    tokens: NDArray[np.int32], computed: NDArray[np.int64], candidates: NDArray[np.int64], token_ids: IntArray
+) -> tuple[int, int]:
+    """(slot, shared positions) of the candidate whose first `computed` tokens agree longest; (-1, 0) if none does."""
+    candidates = candidates[(computed[candidates] > 0) & (tokens[candidates, 0] == token_ids[0])]
+    if candidates.size == 0:
+        return -1, 0
+    num = min(len(token_ids), int(computed[candidates].max()))
+    differs = tokens[candidates, :num] != token_ids[:num]
+    shared = np.where(differs.any(axis=1), differs.argmax(axis=1), num)
+    shared = np.minimum(shared, computed[candidates])
+    best = int(shared.argmax())
+    return int(candidates[best]), int(shared[best])

@@ -1,0 +1,279 @@
+"""The step loop of the torch engine without its thread: commands in, deltas out, one `step` at a time.
+
+A step runs one unit of control work (a weight swap, a micro-batch of scoring), admits waiting requests, computes prefixes,
+then decodes one token for every ready sequence. Invariants: a request gets at most one delta per step, except that a swap
+first hands out what the old weights sampled; a delta never spans versions; a request ends exactly once. An admitted
+sequence gets its prefix computed in the step that admits it, its first token then or in the next.
+
+Recompute at a swap forgets the running sequences' cache, and the ordinary prefill rebuilds it, sharing common prefixes.
+Collaborators: `scheduler` decides, `slots` remembers, `torch_runner` computes. Not thread-safe: one owner calls it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.services.inference.engine import EngineLoad, GenerateDelta, GenerateRequest, KvPolicy, ScoreResult
+from rollmesh.services.inference.engines.row_rules import SlotRules
+from rollmesh.services.inference.engines.scheduler import Copy, Scheduler, Sequence
+from rollmesh.services.inference.engines.slots import Slots
+from rollmesh.services.inference.engines.stop import STOP_ID, StopRules
+from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch_model import Weights
+from rollmesh.services.inference.engines.torch_runner import Drawn, Span, TorchRunner
+from rollmesh.shared.trajectory import FinishReason, IntArray
+from rollmesh.shared.versions import PolicyVersion
+
+NO_VERSION = PolicyVersion(policy="", step=0)
+"""Stands in deltas without tokens that are sent before any version was active."""
+
+_DONE = object()
+ScoreDone = Callable[[list[ScoreResult]], None]
+
+
+class TorchCore:
+    """Continuous batching over one runner."""
+
+    def __init__(self, config: TorchEngineConfig, runner: TorchRunner, stop_rules: StopRules) -> None:
+        self._config, self._runner, self._stop_rules = config, runner, stop_rules
+        self._slots = Slots(config.slots_max, config.context_max, config.resident_slots_max)
+        self._rules = SlotRules(config.slots_max, runner.spec.vocab_size)
+        self._logprobs = np.zeros((2, config.slots_max, config.context_max), np.float32)
+        """Under the sampling distribution and the plain softmax, by slot and position."""
+        self._scheduler = Scheduler(self._slots, config.prefill_tokens_max)
+        self._sequences: dict[str, Sequence] = {}
+        self._control: deque[Iterator[object]] = deque()
+        self._answers: list[Callable[[], None]] = []
+        self._deltas: list[GenerateDelta] = []
+        self._weights: Weights | None = None
+        self.version: PolicyVersion = NO_VERSION
+        self._num_steps = self._num_generated = self._num_prefilled = self._num_hit = 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to do until the next command."""
+        return not self._control and (self._weights is None or not self._sequences)
+
+    @property
+    def has_deltas(self) -> bool:
+        """Deltas wait for the next step to hand them out."""
+        return bool(self._deltas)
+
+    def submit(self, request: GenerateRequest) -> None:
+        self._sequences[request.request_id] = self._scheduler.enqueue(request)
+
+    def cancel(self, request_id: str) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, FinishReason.CANCELLED)
+
+    def cancel_all(self) -> None:
+        for request_id in list(self._sequences):
+            self.cancel(request_id)
+
+    def activate(self, version: PolicyVersion, weights: Weights, kv: KvPolicy, done: Callable[[], None]) -> None:
+        """Swap at the next step, after the control work queued before."""
+        self._control.append(self._swap(version, weights, kv, done))
+
+    def score(self, sequences: list[IntArray], done: ScoreDone) -> None:
+        """Score under the weights active when its turn comes; no swap comes in between."""
+        self._control.append(self._score(sequences, done))
+
+    def step(self) -> list[GenerateDelta]:
+        """One step; returns the deltas due since the last one, in order."""
+        self._step_control()
+        if self._weights is not None and self._sequences:
+            self._step_model(self._weights)
+            self._num_steps += 1
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def answer(self) -> None:
+        """Call back who waits for control work done by now. To be called after the step's deltas went out: what the old
+        weights sampled is seen before the swap is."""
+        answers, self._answers = self._answers, []
+        for done in answers:
+            done()
+
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            num_running=len(self._scheduler.running),
+            num_waiting=self._scheduler.num_waiting,
+            slots_max=self._config.slots_max,
+            kv_tokens_used=self._slots.kv_tokens_used,
+            kv_tokens_max=self._config.slots_max * self._config.context_max,
+            tokens_generated=self._num_generated,
+            tokens_prefilled=self._num_prefilled,
+            tokens_prefix_hit=self._num_hit,
+            steps=self._num_steps,
+        )
+
+    def _step_control(self) -> None:
+        if self._control and next(self._control[0], _DONE) is _DONE:
+            self._control.popleft()
+
+    def _step_model(self, weights: Weights) -> None:
+        for sequence in self._scheduler.admit():
+            self._begin(sequence)
+        sampled = self._prefill(weights)
+        ready = self._scheduler.ready()
+        if sampled.size:
+            ready = ready[~np.isin(ready, sampled)]
+        if ready.size:
+            self._decode(weights, ready)
+
+    def _begin(self, sequence: Sequence) -> None:
+        request, slot = sequence.request, sequence.slot
+        length_max = min(sequence.num_prompt + request.params.max_tokens, self._config.context_max)
+        self._rules.set(slot, request.params, length_max=length_max, marks=self._stop_rules.marks(request.params))
+        self._num_hit += sequence.num_cached
+
+    def _prefill(self, weights: Weights) -> NDArray[np.int64]:
+        """Compute what the plan says; returns the slots that got a token by it."""
+        slots, plan = self._slots, self._scheduler.plan_prefill(self.version)
+        self._copy(plan.copies)
+        sampled = np.empty(0, np.int64)
+        if plan.chunks:
+            rows, counts = (np.array(column, np.int64) for column in zip(*plan.chunks, strict=True))
+            starts = slots.kv_len[rows]
+            spans = [
+                Span(slot=slot, start=start, tokens=slots.tokens[slot, start : start + count])
+                for slot, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
+            ]
+            complete = np.flatnonzero(starts + counts == slots.length[rows])
+            sampled = rows[complete]
+            drawn = self._runner.prefill(weights, spans, complete, self._rules.sampling(sampled, slots.length[sampled]))
+            self._computed(rows, counts)
+            self._num_prefilled += int(counts.sum())
+            self._accept(sampled, drawn)
+        self._copy(plan.copies_after)
+        return sampled
+
+    def _decode(self, weights: Weights, ready: NDArray[np.int64]) -> None:
+        slots = self._slots
+        positions = slots.length[ready] - 1
+        tokens = slots.tokens[ready, positions].astype(np.int64)
+        drawn = self._runner.decode(weights, tokens, positions, ready, self._rules.sampling(ready, positions + 1))
+        self._computed(ready, np.ones_like(ready))
+        self._num_prefilled += int((self._rules.flush_at[ready] == 0).sum())
+        self._accept(ready, drawn)
+
+    def _copy(self, copies: list[Copy]) -> None:
+        groups: dict[tuple[int, int], list[int]] = {}
+        for copy in copies:
+            groups.setdefault((copy.source, copy.num_tokens), []).append(copy.slot)
+        for (source, num_tokens), targets in groups.items():
+            self._runner.copy_prefix(source, targets, num_tokens)
+            for slot in targets:
+                self._slots.adopt(slot, source, num_tokens)
+                self._num_hit += num_tokens
+                if self._rules.flush_at[slot] == 0:
+                    self._scheduler.running[slot].num_cached = num_tokens
+
+    def _computed(self, rows: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        for slot in rows[self._slots.kv_len[rows] == 0].tolist():
+            self._slots.stamp(slot, self.version)
+        self._slots.kv_len[rows] += counts
+
+    def _accept(self, rows: NDArray[np.int64], drawn: Drawn) -> None:
+        """Append one drawn token per row; rows that end or are due for a delta are the only ones looked at singly."""
+        slots, rules = self._slots, self._rules
+        positions = slots.length[rows]
+        slots.tokens[rows, positions] = drawn.tokens
+        self._logprobs[0, rows, positions] = drawn.logprobs
+        self._logprobs[1, rows, positions] = drawn.logprobs_model
+        slots.length[rows] = lengths = positions + 1
+        self._num_generated += len(rows)
+        marks = rules.ends[rows, drawn.tokens]
+        full = lengths >= rules.length_max[rows]
+        events = np.flatnonzero((marks != 0) | full | (lengths >= rules.flush_at[rows]))
+        for event in events.tolist():
+            self._after_token(self._scheduler.running[int(rows[event])], int(marks[event]), bool(full[event]))
+
+    def _after_token(self, sequence: Sequence, mark: int, full: bool) -> None:
+        if mark & STOP_ID or (mark and self._ends_text(sequence)):
+            self._finish(sequence, FinishReason.STOP)
+        elif full:
+            self._finish(sequence, FinishReason.LENGTH)
+        elif self._slots.length[sequence.slot] >= self._rules.flush_at[sequence.slot]:
+            self._emit(sequence, None)
+
+    def _ends_text(self, sequence: Sequence) -> bool:
+        new = self._slots.tokens[sequence.slot, sequence.num_prompt : int(self._slots.length[sequence.slot])]
+        return self._stop_rules.ends_text(new, sequence.request.params.stop)
+
+    def _finish(self, sequence: Sequence, finish: FinishReason) -> None:
+        request = sequence.request
+        del self._sequences[request.request_id]
+        self._emit(sequence, finish)
+        if sequence.slot < 0:
+            self._scheduler.withdraw(sequence)
+            return
+        del self._scheduler.running[sequence.slot]
+        pure = self._slots.kv_version[sequence.slot] == self.version
+        self._slots.release(sequence.slot, request.session, keep=pure)
+
+    def _emit(self, sequence: Sequence, finish: FinishReason | None) -> None:
+        slot, start = sequence.slot, sequence.num_emitted
+        end = int(self._slots.length[slot]) if slot >= 0 else start
+        first = slot >= 0 and start == sequence.num_prompt and end > start
+        if slot >= 0:
+            self._rules.flush_at[slot] = end + self._config.flush_tokens
+        sequence.num_emitted = end
+        self._deltas.append(
+            GenerateDelta(
+                request_id=sequence.request.request_id,
+                token_ids=self._slots.tokens[slot, start:end].copy(),
+                logprobs=self._logprobs[0, slot, start:end].copy(),
+                logprobs_model=self._logprobs[1, slot, start:end].copy(),
+                version=self.version,
+                kv_step_oldest=int(self._slots.kv_step_oldest[slot]) if end > start else self.version.step,
+                finish=finish,
+                num_prompt_cached=sequence.num_cached if first else 0,
+                num_prompt_prefilled=sequence.num_prompt - sequence.num_cached if first else 0,
+            )
+        )
+
+    def _swap(
+        self, version: PolicyVersion, weights: Weights, kv: KvPolicy, done: Callable[[], None]
+    ) -> Iterator[None]:
+        for slot, sequence in self._scheduler.running.items():
+            if self._slots.length[slot] > sequence.num_emitted:
+                self._emit(sequence, None)
+        self._slots.drop_residents()
+        for slot, sequence in self._scheduler.running.items():
+            if kv is KvPolicy.RECOMPUTE:
+                self._slots.kv_len[slot] = 0
+                sequence.num_cached = 0
+            elif self._slots.kv_len[slot]:
+                self._slots.kv_version[slot] = None
+        self._weights, self.version = weights, version
+        self._answers.append(done)
+        yield
+
+    def _score(self, sequences: list[IntArray], done: ScoreDone) -> Iterator[None]:
+        assert self._weights is not None
+        scores: list[ScoreResult] = []
+        for part in micro_batches(sequences, self._config.prefill_tokens_max):
+            rows = self._runner.score(self._weights, part)
+            scores += [ScoreResult(logprobs=row, version=self.version) for row in rows]
+            yield
+        self._answers.append(lambda: done(scores))
+
+
+def micro_batches(sequences: list[IntArray], padded_max: int) -> Iterator[list[IntArray]]:
+    """Consecutive sequences whose padded size stays within `padded_max`; a longer one comes alone."""
+    part: list[IntArray] = []
+    width = 0
+    for sequence in sequences:
+        width = max(width, len(sequence))
+        if part and width * (len(part) + 1) > padded_max:
+            yield part
+            part, width = [], len(sequence)
+        part.append(sequence)
+    if part:
+        yield part

@@ -1,0 +1,263 @@
+"""The embedded engine: torch in a thread of its own behind the engine port.
+
+The event loop and the compute thread share no mutable state: commands go in as calls through one queue, deltas come out
+in one `call_soon_threadsafe` per step. The loop side knows which requests are live and checks what can be refused at
+once; the thread side (`torch_core`) knows slots and tokens. An idle thread blocks on the queue.
+
+If the thread breaks, that is recorded once: every live request ends with ERROR and the cause, pending and later calls
+raise EngineBroken. Exact to float rounding: see `sampling` on what a request's tokens depend on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from rollmesh.services.inference.engine import (
+    Emit,
+    EngineBroken,
+    EngineBusy,
+    EngineLoad,
+    GenerateDelta,
+    GenerateRequest,
+    KvPolicy,
+    ScoreResult,
+)
+from rollmesh.services.inference.engines.model_spec import ModelSpec, read_model_spec
+from rollmesh.services.inference.engines.requests import check_request, check_tokens
+from rollmesh.services.inference.engines.stop import Decode, StopRules
+from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch_core import NO_VERSION, TorchCore
+from rollmesh.services.inference.engines.torch_runner import TorchRunner
+from rollmesh.services.inference.engines.weights_buffer import WeightsBuffer, load_weights
+from rollmesh.shared.trajectory import FinishReason, IntArray
+from rollmesh.shared.versions import PolicyVersion
+
+_CLOSE_S_MAX = 10.0
+_T = TypeVar("_T")
+_Command = Callable[[TorchCore], None]
+
+
+class TorchEngine:
+    """Implements `rollmesh.services.inference.engine.Engine`."""
+
+    def __init__(self, config: TorchEngineConfig) -> None:
+        self._config = config
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._buffer = WeightsBuffer(config.prepared_max)
+        self._loader = concurrent.futures.ThreadPoolExecutor(
+            1, "engine-loader", initializer=torch.set_num_threads, initargs=(1,)
+        )
+        self._emits: dict[str, Emit] = {}
+        self._calls: set[asyncio.Future[Any]] = set()
+        self._active: PolicyVersion | None = None
+        self._broken: str = ""
+        self._thread: threading.Thread | None = None
+
+    @property
+    def active(self) -> PolicyVersion | None:
+        return self._active
+
+    @property
+    def context_max(self) -> int:
+        return self._config.context_max
+
+    async def start(self) -> None:
+        assert self._thread is None, "started twice"
+        self._loop = asyncio.get_running_loop()
+        core = await self._loop.run_in_executor(self._loader, self._build)
+        self._load = core.load()
+        self._thread = threading.Thread(target=self._run, args=(core,), name="engine", daemon=True)
+        self._thread.start()
+
+    async def close(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join, _CLOSE_S_MAX)
+            # The thread's last deltas were put on the loop before it ended; let them be delivered.
+            await asyncio.sleep(0)
+        self._loader.shutdown(wait=False, cancel_futures=True)
+        self._broken = self._broken or "engine is closed"
+        self._fail_calls()
+
+    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+        self._check_alive()
+        check_request(request, vocab_size=self._spec.vocab_size, context_max=self.context_max)
+        self._stop_rules.check(request.params, where=f"request {request.request_id!r}")
+        if request.request_id in self._emits:
+            raise ValueError(f"request {request.request_id!r} is running already: ids must be unique among live requests")
+        if len(self._emits) >= self._config.slots_max + self._config.queue_max:
+            raise EngineBusy(f"{self._config.queue_max} requests are waiting already")
+        self._emits[request.request_id] = emit
+        self._commands.put(lambda core: core.submit(request))
+
+    def cancel(self, request_id: str) -> None:
+        self._commands.put(lambda core: core.cancel(request_id))
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[ScoreResult]:
+        self._check_alive()
+        for index, sequence in enumerate(sequences):
+            check_tokens(sequence, where=f"sequence {index}", vocab_size=self._spec.vocab_size)
+            if len(sequence) > self.context_max:
+                raise ValueError(f"sequence {index} has {len(sequence)} tokens, more than context_max {self.context_max}")
+        if self._active is None:
+            raise ValueError("no weights are active: prepare and activate a version first")
+        rows = [np.ascontiguousarray(sequence, dtype=np.int32) for sequence in sequences]
+        future: asyncio.Future[list[ScoreResult]] = self._loop.create_future()
+        self._commands.put(lambda core: core.score(rows, lambda scores: self._post(_resolve, future, scores)))
+        return await self._call(future)
+
+    async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
+        self._check_alive()
+        if version == self._active or version in self._buffer:
+            return
+        runner, files = self._runner, dict(tensors)
+        weights = await self._loop.run_in_executor(
+            self._loader, load_weights, self._spec, files, runner.dtype, runner.device
+        )
+        self._buffer.put(version, weights)
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
+        self._check_alive()
+        if version == self._active:
+            return
+        weights = self._buffer.take(version)
+        future: asyncio.Future[None] = self._loop.create_future()
+
+        def activated() -> None:
+            self._active = version
+            _resolve(future, None)
+
+        self._commands.put(lambda core: core.activate(version, weights, kv, lambda: self._post(activated)))
+        await self._call(future)
+
+    def discard(self, version: PolicyVersion) -> None:
+        self._buffer.discard(version)
+
+    def load(self) -> EngineLoad:
+        return self._load
+
+    def _build(self) -> TorchCore:
+        config = self._config
+        torch.set_num_threads(1)
+        folder = Path(config.model)
+        self._spec: ModelSpec = read_model_spec(folder)
+        if config.context_max > self._spec.positions_max:
+            raise ValueError(
+                f"model {folder}: context_max {config.context_max} is beyond its {self._spec.positions_max} positions"
+            )
+        self._stop_rules = StopRules(self._spec.vocab_size, _load_decode(folder))
+        self._runner = TorchRunner(
+            self._spec,
+            slots=config.slots_max,
+            context_max=config.context_max,
+            device=config.device,
+            dtype=getattr(torch, config.dtype),
+            torchscript=config.torchscript,
+        )
+        return TorchCore(config, self._runner, self._stop_rules)
+
+    def _run(self, core: TorchCore) -> None:
+        """Body of the compute thread."""
+        torch.set_num_threads(self._config.threads)
+        try:
+            while self._take_commands(core):
+                self._publish(core, core.step())
+            core.cancel_all()
+            self._publish(core, core.step())
+        except Exception as error:  # noqa: BLE001 - the one recording point: the cause goes to every live request
+            self._post(self._break, f"{type(error).__name__}: {error}")
+
+    def _take_commands(self, core: TorchCore) -> bool:
+        """Run the commands that wait, blocking while there is nothing else to do; False when told to end."""
+        while core.idle or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
+                return False
+            command(core)
+            if core.has_deltas:
+                return True
+        return True
+
+    def _publish(self, core: TorchCore, deltas: list[GenerateDelta]) -> None:
+        self._load = core.load()
+        if deltas:
+            self._post(self._deliver, deltas)
+        core.answer()
+
+    def _post(self, function: Callable[..., None], *args: object) -> None:
+        """Run on the event loop. A loop that is gone has nobody left to tell."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    def _deliver(self, deltas: list[GenerateDelta]) -> None:
+        for delta in deltas:
+            emit = self._emits.get(delta.request_id) if delta.finish is None else self._emits.pop(delta.request_id, None)
+            if emit is not None:
+                emit(delta)
+
+    def _break(self, cause: str) -> None:
+        self._broken = f"compute thread ended with {cause}"
+        version = self._active or NO_VERSION
+        empty = np.empty(0, np.float32)
+        self._deliver(
+            [
+                GenerateDelta(
+                    request_id=request_id,
+                    token_ids=np.empty(0, np.int32),
+                    logprobs=empty,
+                    logprobs_model=empty,
+                    version=version,
+                    kv_step_oldest=version.step,
+                    finish=FinishReason.ERROR,
+                    error=self._broken,
+                )
+                for request_id in list(self._emits)
+            ]
+        )
+        self._fail_calls()
+
+    def _fail_calls(self) -> None:
+        for future in list(self._calls):
+            if not future.done():
+                future.set_exception(EngineBroken(self._broken))
+
+    def _check_alive(self) -> None:
+        if self._thread is None:
+            raise EngineBroken("engine is not started")
+        if self._broken:
+            raise EngineBroken(self._broken)
+
+    async def _call(self, future: asyncio.Future[_T]) -> _T:
+        """Await an answer of the compute thread; a broken or closed engine answers all of them."""
+        self._calls.add(future)
+        try:
+            return await future
+        finally:
+            self._calls.discard(future)
+
+
+def _resolve(future: asyncio.Future[_T], value: _T) -> None:
+    if not future.done():
+        future.set_result(value)
+
+
+def _load_decode(folder: Path) -> Decode | None:
+    """The tokenizer's decoder, or None where the folder has none (stop strings are refused then)."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=False))

@@ -1,0 +1,175 @@
+"""The forward pass of a Llama-family decoder over a preallocated key-value cache, for prefill, decode and scoring alike.
+
+Tokens travel packed, [N, hidden], without padding; only attention sees a padded [rows, width] layout. Decode is the case
+width 1. The functions are plain tensor code in the subset TorchScript compiles: one call per step means that the
+interpreter lock is let go once per step, so that a busy event loop in the same process does not stall the model.
+
+Query heads that share a key-value head are laid side by side as extra queries, so no key or value is ever repeated.
+Holds no state and knows nothing of requests. Annotations are evaluated (no `from __future__ import annotations`):
+TorchScript resolves them.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Weights(NamedTuple):
+    """One whole set of weights, fused and laid out for `x @ w`. Lists are per layer; an empty list means absent."""
+
+    embed: Tensor  # [vocab, hidden]
+    head: Tensor  # [hidden, vocab]; a view of `embed` when tied
+    norm: Tensor  # [hidden]
+    attn_norm: list[Tensor]  # [hidden]
+    qkv: list[Tensor]  # [hidden, (heads + 2 * kv_heads) * head_dim]
+    qkv_bias: list[Tensor]
+    qk_norm: list[Tensor]  # [heads + kv_heads, head_dim]
+    out: list[Tensor]  # [heads * head_dim, hidden]
+    out_bias: list[Tensor]
+    mlp_norm: list[Tensor]  # [hidden]
+    gate_up: list[Tensor]  # [hidden, 2 * intermediate]
+    down: list[Tensor]  # [intermediate, hidden]
+
+
+class Shape(NamedTuple):
+    """What the forward pass must know beside the tensors."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_eps: float
+
+
+class Rotary(NamedTuple):
+    """Tables [context_max, 1, head_dim / 2], float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Batch(NamedTuple):
+    """Where each of N packed tokens lies: in the cache and in the padded [num_rows, width] query layout."""
+
+    tokens: Tensor  # [N] int64
+    positions: Tensor  # [N] int64, absolute
+    slots: Tensor  # [N] int64, cache slot the token is written to
+    queries: Tensor  # [N] int64, flat index into [num_rows * width]
+    rows: Tensor  # [num_rows] int64, cache slot each row attends to; unused when `first_slot` >= 0
+    first_slot: int  # rows are the slots first_slot .. first_slot + num_rows, read in place; -1: gathered by `rows`
+    num_rows: int
+    width: int
+    kv_len: int  # cache positions attended to, at least the longest sequence in the batch
+    packed: bool  # the padded layout is the packed one: nothing to scatter
+
+
+def rotary_tables(head_dim: int, theta: float, context_max: int, device: torch.device) -> Rotary:
+    """Angles position * theta ** (-2 i / head_dim) (RoFormer, arXiv:2104.09864, in the half-split layout)."""
+    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angles = torch.arange(context_max, dtype=torch.float32, device=device)[:, None] * inverse
+    return Rotary(cos=angles.cos()[:, None, :].contiguous(), sin=angles.sin()[:, None, :].contiguous())
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, the norm taken in float32.
+
+    sqrt(sum + n eps) = hypot(norm, sqrt(n eps)): half the passes over x of the textbook form.
+    """
+    n = float(x.shape[-1])
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale = math.sqrt(n) / torch.hypot(norm, torch.full_like(norm, math.sqrt(n * eps)))
+    return x * scale.to(x.dtype) * weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on [N, heads, head_dim] with tables [N, 1, head_dim / 2]."""
+    half = x.shape[-1] // 2
+    low, high = x[:, :, :half], x[:, :, half:]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+
+
+def attention_mask(batch: Batch, groups: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [num_rows, 1, groups * width, kv_len]: a query sees positions up to its own.
+
+    Padding queries get position 0 and thus see one entry: finite, and never read.
+    """
+    positions = batch.positions
+    if not batch.packed:
+        positions = torch.zeros(batch.num_rows * batch.width, dtype=torch.int64, device=positions.device).index_copy(
+            0, batch.queries, positions
+        )
+    columns = torch.arange(batch.kv_len, device=positions.device)
+    hidden = columns > positions.view(batch.num_rows, 1, batch.width, 1)
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill(hidden, float("-inf"))
+    if groups > 1 and batch.width > 1:
+        return mask.repeat(1, 1, groups, 1)
+    return mask.expand(batch.num_rows, 1, groups * batch.width, batch.kv_len)
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, batch: Batch) -> Tensor:
+    """Attention of packed queries [N, heads, head_dim] over cache layers [slots, kv_heads, context, head_dim]."""
+    num_heads, head_dim, num_kv = q.shape[1], q.shape[2], keys.shape[1]
+    groups = num_heads // num_kv
+    if not batch.packed:
+        padded = torch.zeros((batch.num_rows * batch.width, num_heads, head_dim), dtype=q.dtype, device=q.device)
+        q = padded.index_copy(0, batch.queries, q)
+    if batch.first_slot >= 0:
+        keys = keys.narrow(0, batch.first_slot, batch.num_rows)[:, :, : batch.kv_len]
+        values = values.narrow(0, batch.first_slot, batch.num_rows)[:, :, : batch.kv_len]
+    else:
+        keys = keys[:, :, : batch.kv_len].index_select(0, batch.rows)
+        values = values[:, :, : batch.kv_len].index_select(0, batch.rows)
+    q = q.view(batch.num_rows, batch.width, num_kv, groups, head_dim).permute(0, 2, 3, 1, 4)
+    q = q.reshape(batch.num_rows, num_kv, groups * batch.width, head_dim)
+    mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    mixed = mixed.view(batch.num_rows, num_kv, groups, batch.width, head_dim).permute(0, 3, 1, 2, 4)
+    mixed = mixed.reshape(batch.num_rows * batch.width, num_heads * head_dim)
+    return mixed if batch.packed else mixed.index_select(0, batch.queries)
+
+
+def write_cache(cache: Tensor, x: Tensor, index: Tensor) -> None:
+    """Store [N, kv_heads, head_dim] at flat cache rows `index` [N * kv_heads]."""
+    cache.view(-1, x.shape[-1]).index_copy_(0, index, x.reshape(-1, x.shape[-1]))
+
+
+def forward(w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
+    """Hidden states [N, hidden] before the final norm; writes the tokens' keys and values into the cache.
+
+    `keys`, `values`: [layers, slots, kv_heads, context_max, head_dim].
+    """
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    both = heads + kv_heads
+    context = keys.shape[3]
+    head_rows = torch.arange(kv_heads, device=keys.device) * context
+    index = (batch.slots * (kv_heads * context) + batch.positions)[:, None] + head_rows
+    index = index.view(-1)
+    cos = rotary.cos.index_select(0, batch.positions).to(keys.dtype)
+    sin = rotary.sin.index_select(0, batch.positions).to(keys.dtype)
+    mask = attention_mask(batch, heads // kv_heads, keys.dtype)
+    x = F.embedding(batch.tokens, w.embed)
+    for layer in range(len(w.qkv)):
+        qkv = torch.mm(rms_norm(x, w.attn_norm[layer], shape.rms_eps), w.qkv[layer])
+        if len(w.qkv_bias) > 0:
+            qkv = qkv + w.qkv_bias[layer]
+        qkv = qkv.view(-1, both + kv_heads, shape.head_dim)
+        qk = qkv[:, :both]
+        if len(w.qk_norm) > 0:
+            qk = rms_norm(qk, w.qk_norm[layer], shape.rms_eps)
+        qk = rotate(qk, cos, sin)
+        write_cache(keys[layer], qk[:, heads:], index)
+        write_cache(values[layer], qkv[:, both:], index)
+        mixed = attend(qk[:, :heads], keys[layer], values[layer], mask, batch)
+        x = torch.addmm(x, mixed, w.out[layer])
+        if len(w.out_bias) > 0:
+            x = x + w.out_bias[layer]
+        gate_up = torch.mm(rms_norm(x, w.mlp_norm[layer], shape.rms_eps), w.gate_up[layer])
+        half = gate_up.shape[1] // 2
+        x = torch.addmm(x, F.silu(gate_up[:, :half]) * gate_up[:, half:], w.down[layer])
+    return x
+
+
+def logits_of(w: Weights, shape: Shape, hidden: Tensor) -> Tensor:
+    """Hidden states [M, hidden] to logits [M, vocab] float32."""
+    return torch.mm(rms_norm(hidden, w.norm, shape.rms_eps), w.head).float()

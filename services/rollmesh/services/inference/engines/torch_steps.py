@@ -1,0 +1,25 @@
+"""Whole steps, each one scripted call: the model forward with what is asked of its output.
+
+Annotations are evaluated (no `from __future__ import annotations`): TorchScript resolves them.
+"""
+
+import torch
+from torch import Tensor
+
+from rollmesh.services.inference.engines.sampling import Rules, Sampled, sample
+from rollmesh.services.inference.engines.torch_model import Batch, Rotary, Shape, Weights, forward, logits_of
+
+
+def sample_step(
+    w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: Batch, picks: Tensor, rules: Rules
+) -> Sampled:
+    """Forward, then draw the token after each of the packed tokens numbered `picks` [B]."""
+    hidden = forward(w, shape, rotary, keys, values, batch)
+    return sample(logits_of(w, shape, hidden.index_select(0, picks)), rules)
+
+
+def score_step(w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
+    """[N] float32: log-prob, after packed token i, of packed token i + 1. Meaningless at the end of a sequence."""
+    logits = logits_of(w, shape, forward(w, shape, rotary, keys, values, batch))
+    following = batch.tokens.roll(-1)
+    return torch.log_softmax(logits, dim=-1).gather(1, following[:, None])[:, 0]

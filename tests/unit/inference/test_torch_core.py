@@ -1,0 +1,250 @@
+"""The torch engine's core, step by step, against transformers."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from rollmesh.services.inference.engine import KvPolicy
+from rollmesh.shared.trajectory import FinishReason
+from rollmesh.shared.versions import PolicyVersion
+
+PROMPT = [20, 33, 47, 5, 90, 61]
+
+
+def version(step: int) -> PolicyVersion:
+    return PolicyVersion(policy="main", step=step)
+
+
+def random_prompt(seed: int, num_tokens: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(seed).integers(0, 112, num_tokens)]
+
+
+def test_logprobs_equal_a_transformers_forward(stepper: Callable, tiny) -> None:
+    run = stepper()
+    prompts = {f"r{i}": random_prompt(i, 3 + 5 * i) for i in range(8)}
+    for name, prompt in prompts.items():
+        run.submit(name, prompt, max_tokens=30, seed=len(prompt))
+    run.run()
+    for name, prompt in prompts.items():
+        expected = tiny.logprobs(0, prompt + run.tokens(name))[len(prompt) :]
+        np.testing.assert_allclose(run.logprobs(name), expected, atol=1e-4)
+        np.testing.assert_allclose(run.logprobs_model(name), expected, atol=1e-4)
+
+
+def test_greedy_equals_transformers_generate(stepper: Callable, tiny) -> None:
+    run = stepper()
+    run.submit("r", PROMPT, temperature=0.0, max_tokens=40)
+    run.run()
+    with torch.no_grad():
+        expected = tiny.models[0].generate(torch.tensor([PROMPT]), max_new_tokens=40, do_sample=False)[0, len(PROMPT) :]
+    assert run.tokens("r") == expected.tolist()
+
+
+def test_tempered_and_truncated_logprobs_are_those_of_the_distribution_sampled_from(stepper: Callable, tiny) -> None:
+    run = stepper()
+    run.submit("r", PROMPT, temperature=0.7, top_k=12, top_p=0.8, max_tokens=40)
+    run.run()
+    ids = PROMPT + run.tokens("r")
+    with torch.no_grad():
+        logits = tiny.models[0](torch.tensor([ids])).logits[0, len(PROMPT) - 1 : -1].double().numpy() / 0.7
+    for row, token, logprob in zip(logits, run.tokens("r"), run.logprobs("r"), strict=True):
+        order = np.argsort(-row)[:12]
+        probs = np.exp(row[order] - row[order].max())
+        probs /= probs.sum()
+        kept = order[: int(np.searchsorted(np.cumsum(probs), 0.8)) + 1]
+        assert token in kept
+        expected = row[token] - np.log(np.exp(row[kept]).sum())
+        assert logprob == pytest.approx(expected, abs=1e-4)
+
+
+def test_recompute_in_mid_sequence_gives_the_new_weights_logprobs(stepper: Callable, tiny) -> None:
+    run = stepper(flush_tokens=1000)
+    for i in range(4):
+        run.submit(f"r{i}", PROMPT + random_prompt(i, 3 * i), max_tokens=30, seed=i)
+    for _ in range(12):
+        run.step()
+    run.core.activate(version(1), tiny.weights(1), KvPolicy.RECOMPUTE, lambda: None)
+    run.run()
+    for i in range(4):
+        prompt, name = PROMPT + random_prompt(i, 3 * i), f"r{i}"
+        ids, at = prompt + run.tokens(name), len(prompt)
+        assert {delta.version.step for delta in run.deltas[name]} == {0, 1}
+        for delta in run.deltas[name]:
+            expected = tiny.logprobs(delta.version.step, ids)[at : at + len(delta.token_ids)]
+            np.testing.assert_allclose(delta.logprobs, expected, atol=1e-4)
+            assert delta.kv_step_oldest == delta.version.step
+            at += len(delta.token_ids)
+
+
+def test_keep_over_two_updates_stamps_the_oldest_step(stepper: Callable, tiny) -> None:
+    run = stepper(flush_tokens=2)
+    run.submit("old", PROMPT, max_tokens=20)
+    for step in (1, 2):
+        for _ in range(4):
+            run.step()
+        run.core.activate(version(step), tiny.weights(step % 2), KvPolicy.KEEP, lambda: None)
+    run.step()
+    run.submit("new", PROMPT, max_tokens=4)
+    run.run()
+    assert [(d.version.step, d.kv_step_oldest) for d in run.deltas["old"]][-1] == (2, 0)
+    assert [(d.version.step, d.kv_step_oldest) for d in run.deltas["new"]][-1] == (2, 2)
+    expected = tiny.logprobs(0, PROMPT + run.tokens("new"))[len(PROMPT) :]
+    np.testing.assert_allclose(run.logprobs("new"), expected, atol=1e-4)
+
+
+def test_tied_head_follows_an_update(stepper: Callable, tiny) -> None:
+    run = stepper()
+    run.core.activate(version(1), tiny.weights(1), KvPolicy.RECOMPUTE, lambda: None)
+    run.step()
+    run.submit("r", PROMPT, max_tokens=20)
+    run.run()
+    np.testing.assert_allclose(run.logprobs("r"), tiny.logprobs(1, PROMPT + run.tokens("r"))[len(PROMPT) :], atol=1e-4)
+
+
+def test_late_request_gets_its_first_token_within_two_steps_while_31_decode(stepper: Callable) -> None:
+    run = stepper(slots_max=32)
+    for i in range(31):
+        run.submit(f"r{i}", random_prompt(i, 10), max_tokens=60)
+    for _ in range(5):
+        run.step()
+    assert run.core.load().num_running == 31
+    run.submit("late", random_prompt(99, 40), max_tokens=5)
+    steps = 0
+    while not run.deltas["late"]:
+        run.step()
+        steps += 1
+    assert steps <= 2
+    assert all(len(run.tokens(f"r{i}")) > 0 for i in range(31))
+
+
+def test_long_prefix_is_computed_in_chunks_while_others_decode(stepper: Callable, tiny) -> None:
+    run = stepper(prefill_tokens_max=16, flush_tokens=1)
+    run.submit("short", PROMPT, max_tokens=40)
+    run.step()
+    run.submit("long", random_prompt(1, 100), max_tokens=5)
+    while not run.deltas["long"]:
+        before = len(run.tokens("short"))
+        run.step()
+        assert len(run.tokens("short")) == before + 1
+    run.run()
+    expected = tiny.logprobs(0, random_prompt(1, 100) + run.tokens("long"))[100:]
+    np.testing.assert_allclose(run.logprobs("long"), expected, atol=1e-4)
+
+
+def test_next_turn_of_a_session_computes_its_new_tokens_only(stepper: Callable, tiny) -> None:
+    run = stepper()
+    prefix, observation = list(PROMPT), [50, 51, 52]
+    for turn in range(4):
+        run.submit(f"t{turn}", prefix, session="s", max_tokens=6, seed=turn)
+        run.run()
+        first = run.deltas[f"t{turn}"][0]
+        if turn:
+            # The last sampled token was never fed, so it belongs to the new ones.
+            assert first.num_prompt_prefilled == len(observation) + 1
+            assert first.num_prompt_cached == len(prefix) - len(observation) - 1
+        expected = tiny.logprobs(0, prefix + run.tokens(f"t{turn}"))[len(prefix) :]
+        np.testing.assert_allclose(run.logprobs(f"t{turn}"), expected, atol=1e-4)
+        prefix = prefix + run.tokens(f"t{turn}") + observation
+
+
+def test_group_members_compute_their_common_prompt_once(stepper: Callable, tiny) -> None:
+    run = stepper()
+    prompt = random_prompt(7, 40)
+    for i in range(16):
+        run.submit(f"r{i}", prompt, seed=i, max_tokens=10)
+    run.run()
+    load = run.core.load()
+    assert load.tokens_prefilled == 40 + 15
+    assert load.tokens_prefix_hit == 15 * 39
+    for i in range(16):
+        expected = tiny.logprobs(0, prompt + run.tokens(f"r{i}"))[40:]
+        np.testing.assert_allclose(run.logprobs(f"r{i}"), expected, atol=1e-4)
+    assert len({tuple(run.tokens(f"r{i}")) for i in range(16)}) > 1
+
+
+def test_prefix_entries_do_not_survive_an_update(stepper: Callable, tiny) -> None:
+    run = stepper()
+    run.submit("a", PROMPT, session="s", max_tokens=6)
+    run.run()
+    turn = PROMPT + run.tokens("a") + [40]
+    run.core.activate(version(1), tiny.weights(1), KvPolicy.KEEP, lambda: None)
+    run.step()
+    run.submit("b", turn, session="s", max_tokens=6)
+    run.run()
+    assert run.deltas["b"][0].num_prompt_cached == 0
+    np.testing.assert_allclose(run.logprobs("b"), tiny.logprobs(1, turn + run.tokens("b"))[len(turn) :], atol=1e-4)
+
+
+def test_tokens_do_not_depend_on_batch_composition(stepper: Callable) -> None:
+    alone = stepper()
+    alone.submit("r", PROMPT, seed=5, max_tokens=40)
+    alone.run()
+    crowd = stepper()
+    for i in range(20):
+        crowd.submit(f"x{i}", random_prompt(i, 4 + i), seed=i, max_tokens=5 + 3 * i, temperature=0.5 + 0.1 * i)
+    for _ in range(3):
+        crowd.step()
+    crowd.submit("r", PROMPT, seed=5, max_tokens=40)
+    crowd.run()
+    assert crowd.tokens("r") == alone.tokens("r")
+    np.testing.assert_allclose(crowd.logprobs("r"), alone.logprobs("r"), atol=1e-4)
+
+
+def test_slots_are_reused_under_pressure_without_mixing_sequences(stepper: Callable, tiny) -> None:
+    run = stepper(slots_max=3)
+    prompts = {f"r{i}": random_prompt(i % 5, 4 + 3 * (i % 7)) for i in range(24)}
+    for i, (name, prompt) in enumerate(prompts.items()):
+        run.submit(name, prompt, session=f"s{i % 4}", seed=i, max_tokens=4 + i % 9)
+        if i % 3 == 0:
+            run.step()
+    run.run()
+    for name, prompt in prompts.items():
+        expected = tiny.logprobs(0, prompt + run.tokens(name))[len(prompt) :]
+        np.testing.assert_allclose(run.logprobs(name), expected, atol=1e-4)
+    assert run.core.load().num_running == run.core.load().num_waiting == 0
+
+
+def test_stop_string_ends_at_the_token_that_completes_it(stepper: Callable) -> None:
+    free = stepper()
+    free.submit("r", PROMPT, seed=3, max_tokens=60)
+    free.run()
+    tokens = free.tokens("r")
+    at = next(i for i in range(5, 50) if tokens[i] >= 16 and tokens[i + 1] >= 16)
+    string = chr(tokens[at] + 16) + chr(tokens[at + 1] + 16)
+    run = stepper()
+    run.submit("r", PROMPT, seed=3, max_tokens=60, stop=("never to be seen", string))
+    run.run()
+    assert run.tokens("r") == tokens[: at + 2]
+    assert run.deltas["r"][-1].finish is FinishReason.STOP
+
+
+def test_higher_priority_waits_less(stepper: Callable) -> None:
+    from rollmesh.services.inference.engine import GenerateRequest
+    from rollmesh.shared.trajectory import SamplingParams
+
+    run = stepper(slots_max=1)
+    for name, priority in (("low", 0), ("high", 1)):
+        run.deltas[name] = []
+        run.core.submit(
+            GenerateRequest(
+                request_id=name, token_ids=np.array(PROMPT, np.int32), params=SamplingParams(max_tokens=3), priority=priority
+            )
+        )
+    while not run.deltas["high"]:
+        run.step()
+    assert run.deltas["low"] == []
+
+
+def test_score_under_a_swap_waiting_behind_it_is_of_one_version(stepper: Callable, tiny) -> None:
+    run = stepper(prefill_tokens_max=16)
+    rows = [np.array(random_prompt(i, 12), np.int32) for i in range(5)]
+    scores: list = []
+    run.core.score(rows, scores.extend)
+    run.core.activate(version(1), tiny.weights(1), KvPolicy.RECOMPUTE, lambda: None)
+    run.run()
+    assert run.core.version == version(1)
+    assert [result.version.step for result in scores] == [0] * 5
+    for row, result in zip(rows, scores, strict=True):
+        np.testing.assert_allclose(result.logprobs, tiny.logprobs(0, row), atol=1e-4)
