@@ -27,6 +27,7 @@ from rollmesh.services.coordinator.core.state import (
 UPDATES_KEPT_MAX = 4096
 """Digests kept for roll-back; a checkpoint older than this many updates can no longer be attached."""
 EVALS_KEPT_MAX = 1000
+VERSIONS_KEPT_MAX = 64
 
 
 def apply(state: State, fact: f.Fact) -> None:
@@ -366,6 +367,8 @@ def _(fact: f.VersionPublished, state: State) -> None:
     clock = state.the_clock
     assert fact.version.incarnation == clock.incarnation, "only the present incarnation is published"
     clock.published = fact.version
+    clock.versions.append(fact.version)
+    del clock.versions[:-VERSIONS_KEPT_MAX]
 
 
 @_apply.register

@@ -141,6 +141,8 @@ class PolicyClock(msgspec.Struct, kw_only=True):
     applied: int = 0
     published: Version | None = None
     """Newest announced version of this incarnation."""
+    versions: list[Version] = []
+    """The newest announced versions of all incarnations, oldest first."""
     incarnation: int = 0
     checkpoint: int = 0
     trainer_epoch: int = 0

@@ -1,0 +1,329 @@
+"""Nodes and the weight rollout plan. Pure and volatile: nodes say all of it again when they join again.
+
+A version goes out in two phases: every node prepares it while serving; the first node (the canary) activates it and scores its
+probes; when they come out right, the rest activate. One node failing is that node's trouble; the canary failing is the
+version's: it is refused and the fleet stays where it is. An evaluation pins its step: nodes activate pinned versions in order
+and do not run past one while its episodes are open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from rollmesh.services.coordinator.core.records import Version
+
+PREPARE_TRIES_MAX = 3
+RETRY_S = 1.0
+"""First pause before a failed preparation is tried again; doubles each time."""
+
+
+class NodeKind(IntEnum):
+    INFERENCE = 1
+    ROLLOUT = 2
+    SANDBOX = 3
+    REWARD = 4
+    DATA = 5
+    DEPOT = 6
+    GATEWAY = 7
+    LEARNER = 8
+
+
+class NodeState(IntEnum):
+    JOINING = 1
+    STALE = 2
+    READY = 3
+    SUSPECT = 4
+    DRAINING = 5
+    DEAD = 6
+    QUARANTINED = 7
+
+
+class WeightPhase(IntEnum):
+    PREPARED = 1
+    ACTIVE = 2
+    FAILED = 3
+    PROBE_MISMATCH = 4
+
+
+class WeightVerb(IntEnum):
+    PREPARE = 1
+    ACTIVATE = 2
+    DISCARD = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    heartbeat_s: float = 1.0
+    """Seconds between reports of a node."""
+    suspect_after_s: float = 5.0
+    """Silence after which a node gets nothing new."""
+    dead_after_s: float = 15.0
+    """Silence after which its work is given to others."""
+    prepare_s_max: float = 120.0
+    """Time a node has for one weight command before it is sent again."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """One node as last heard of."""
+
+    node_id: str
+    kind: NodeKind
+    address: str
+    capacity: int
+    runs: tuple[str, ...]
+    last_seen: float
+    state: NodeState = NodeState.JOINING
+    connected: bool = True
+    draining: bool = False
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_for: str = ""
+    cause: str = ""
+    active: Version | None = None
+    prepared: Version | None = None
+    ordered: tuple[WeightVerb, Version] | None = None
+    """The command it has not answered yet."""
+    ordered_until: float = 0.0
+    failures: int = 0
+    """Failed preparations in a row."""
+    retry_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGoal:
+    """What the nodes of a run should serve."""
+
+    versions: Sequence[Version]
+    """Announced versions, oldest first, refused ones left out."""
+    pins: Sequence[tuple[int, int]] = ()
+    """(step, incarnation) of open evaluations, oldest first."""
+    step_min: int = 0
+    """Oldest step that is of any use; nodes below it are STALE."""
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SendWeights:
+    """Send a weight command down the node's stream."""
+
+    node_id: str
+    verb: WeightVerb
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDied:
+    """The node's work is to be given to others."""
+
+    node_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The canary could not serve this version."""
+
+    run: str
+    version: Version
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class StateChanged:
+    """For watchers, and the sign that the fleet view is to be sent again."""
+
+    node_id: str
+    state: NodeState
+    cause: str
+
+
+FleetEvent = SendWeights | NodeDied | Refused | StateChanged
+
+
+def age(version: Version) -> tuple[int, int]:
+    """Versions in order: incarnation first."""
+    return (version.incarnation, version.step)
+
+
+@dataclass(slots=True)
+class Fleet:
+    """All nodes of a coordinator."""
+
+    config: FleetConfig = field(default_factory=FleetConfig)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    verified: set[Version] = field(default_factory=set)
+    """Versions that some node serves and whose probes came out right."""
+    refused: list[Refused] = field(default_factory=list)
+    """Not yet handed out by `plan`."""
+
+    def joined(
+        self,
+        *,
+        node_id: str,
+        kind: NodeKind,
+        address: str,
+        capacity: int,
+        runs: tuple[str, ...],
+        active: Version | None,
+        now: float,
+    ) -> None:
+        """A node says hello, for the first time or again."""
+        self.nodes[node_id] = Node(
+            node_id=node_id,
+            kind=kind,
+            address=address,
+            capacity=capacity,
+            runs=runs,
+            active=active,
+            last_seen=now,
+        )
+
+    def reported(self, node_id: str, *, num_running: int, num_waiting: int, waiting_for: str, now: float) -> None:
+        """A sign of life."""
+        node = self.nodes[node_id]
+        node.last_seen = now
+        node.num_running = num_running
+        node.num_waiting = num_waiting
+        node.waiting_for = waiting_for
+
+    def weights_reported(
+        self, node_id: str, *, version: Version, phase: WeightPhase, cause: str, run: str, now: float
+    ) -> None:
+        """What came of a weight command."""
+        node = self.nodes[node_id]
+        node.ordered = None
+        if phase is WeightPhase.PREPARED:
+            node.prepared, node.failures = version, 0
+        elif phase is WeightPhase.ACTIVE:
+            node.active, node.prepared, node.failures, node.cause = version, None, 0, ""
+            self.verified.add(version)
+        elif phase is WeightPhase.PROBE_MISMATCH:
+            node.cause = cause
+            node.state = NodeState.QUARANTINED
+            self._refuse_unverified(run, version, cause)
+        else:
+            node.failures += 1
+            node.prepared = None
+            node.cause = cause
+            node.retry_at = now + RETRY_S * 2**node.failures
+            if node.failures >= PREPARE_TRIES_MAX and self._is_canary(node):
+                self._refuse_unverified(run, version, cause)
+
+    def _refuse_unverified(self, run: str, version: Version, cause: str) -> None:
+        if version not in self.verified:
+            self.refused.append(Refused(run, version, cause))
+
+    def lost(self, node_id: str) -> None:
+        """The node's stream broke; it may come back within the grace."""
+        if node_id in self.nodes:
+            self.nodes[node_id].connected = False
+
+    def drain(self, node_id: str) -> None:
+        """Give the node nothing new."""
+        self.nodes[node_id].draining = True
+
+    def usable(self, kind: NodeKind) -> list[Node]:
+        """Nodes of a kind that may be given work, by id."""
+        ready = (n for n in self.nodes.values() if n.kind is kind and n.state is NodeState.READY)
+        return sorted(ready, key=lambda n: n.node_id)
+
+    def next_deadline(self) -> float | None:
+        """The earliest moment at which silence changes a node's state."""
+        moments = []
+        for node in self.nodes.values():
+            if node.state is not NodeState.DEAD:
+                moments.append(node.last_seen + self.config.suspect_after_s)
+                moments.append(node.last_seen + self.config.dead_after_s)
+        return min(moments, default=None)
+
+    def plan(self, goals: Mapping[str, WeightGoal], now: float) -> list[FleetEvent]:
+        """Judge every node anew and say what follows: state changes, deaths, weight commands, refused versions."""
+        events: list[FleetEvent] = []
+        for node in sorted(self.nodes.values(), key=lambda n: n.node_id):
+            goal = goals.get(run_of(node, goals))
+            state = self._judge(node, goal, now)
+            if state is not node.state:
+                node.state = state
+                events.append(StateChanged(node.node_id, state, node.cause))
+                if state is NodeState.DEAD:
+                    events.append(NodeDied(node.node_id))
+            if goal is not None and node.kind is NodeKind.INFERENCE:
+                events.extend(self._order(node, goal, now))
+        events.extend(self.refused)
+        self.refused = []
+        self._forget_dead(now)
+        return events
+
+    def _judge(self, node: Node, goal: WeightGoal | None, now: float) -> NodeState:
+        silent_s = now - node.last_seen
+        if node.state is NodeState.DEAD or silent_s >= self.config.dead_after_s:
+            return NodeState.DEAD
+        if node.state is NodeState.QUARANTINED:
+            return NodeState.QUARANTINED
+        if not node.connected or silent_s >= self.config.suspect_after_s:
+            return NodeState.SUSPECT
+        if node.draining:
+            return NodeState.DRAINING
+        if node.kind is not NodeKind.INFERENCE:
+            return NodeState.READY
+        if node.active is None:
+            return NodeState.JOINING
+        if goal is None or age(node.active) < (goal.incarnation, goal.step_min):
+            return NodeState.STALE
+        return NodeState.READY
+
+    def _order(self, node: Node, goal: WeightGoal, now: float) -> Iterable[FleetEvent]:
+        """The next weight command for one node, if any."""
+        if node.state not in (NodeState.JOINING, NodeState.STALE, NodeState.READY) or now < node.retry_at:
+            return
+        wanted = choose(node.active, goal)
+        if wanted is None or wanted == node.active:
+            return
+        if node.ordered is not None and now < node.ordered_until:
+            return
+        if node.prepared is not None and node.prepared != wanted:
+            yield SendWeights(node.node_id, WeightVerb.DISCARD, node.prepared)
+            node.prepared = None
+        if node.prepared != wanted:
+            yield self._command(node, WeightVerb.PREPARE, wanted, now)
+        elif wanted in self.verified or self._is_canary(node):
+            yield self._command(node, WeightVerb.ACTIVATE, wanted, now)
+
+    def _command(self, node: Node, verb: WeightVerb, version: Version, now: float) -> SendWeights:
+        node.ordered = (verb, version)
+        node.ordered_until = now + self.config.prepare_s_max
+        return SendWeights(node.node_id, verb, version)
+
+    def _is_canary(self, node: Node) -> bool:
+        """The first node, by id, of those that can take weights: it goes first with every version."""
+        able = (NodeState.JOINING, NodeState.STALE, NodeState.READY)
+        peers = [n for n in self.nodes.values() if n.kind is NodeKind.INFERENCE and n.state in able]
+        healthy = [n for n in peers if n.failures < PREPARE_TRIES_MAX] or peers
+        return node.node_id == min((n.node_id for n in [*healthy, *([node] if node.failures else [])]), default="")
+
+    def _forget_dead(self, now: float) -> None:
+        """Dead nodes stay visible for a while, then leave memory."""
+        for node in list(self.nodes.values()):
+            if node.state is NodeState.DEAD and now - node.last_seen >= 10 * self.config.dead_after_s:
+                del self.nodes[node.node_id]
+
+
+def run_of(node: Node, goals: Mapping[str, WeightGoal]) -> str:
+    """The run whose weights a node serves: the one it named, or the only one there is."""
+    for run in node.runs:
+        if run in goals:
+            return run
+    return next(iter(goals)) if len(goals) == 1 and not node.runs else ""
+
+
+def choose(active: Version | None, goal: WeightGoal) -> Version | None:
+    """The version a node should serve next: the oldest pinned one it has not passed, else the newest."""
+    at = age(active) if active is not None else (-1, -1)
+    pinned = {pin for pin in goal.pins if (pin[1], pin[0]) >= at}
+    for version in goal.versions:
+        if (version.step, version.incarnation) in pinned:
+            return version
+    current = [v for v in goal.versions if v.incarnation == goal.incarnation]
+    return current[-1] if current else None
