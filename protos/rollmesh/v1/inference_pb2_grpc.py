@@ -65,14 +65,16 @@ class InferenceServiceServicer(object):
         """Many requests over one stream, multiplexed by request id: submit and cancel up, one frame of deltas per engine step down.
         Ordering: deltas of one request are in order and contiguous; requests are independent of each other.
         Idempotency: a request id may be used once per stream. After a lost stream the client resubmits to any node with the
-        received tokens appended to the prefix and max_tokens reduced; with the same seed it draws the same tokens under the same
-        weights.
+        received tokens appended to the prefix (num_resumed says how many) and max_tokens reduced; with the same seed it draws the
+        same tokens under the same weights.
         A refused request is answered on the stream by a delta with finish ERROR and `failure`; the stream goes on. Reasons:
         STALE_WEIGHTS (FAILED_PRECONDITION): this node's active version is below the target; go to another node.
         OVERLOADED (RESOURCE_EXHAUSTED): queue full; retry after retry_after_s or go to another node.
         INVALID_INPUT (INVALID_ARGUMENT): the request can never run; do not repeat it.
         DRAINING (UNAVAILABLE): the node is leaving; go to another node.
-        ENGINE_FAILED (INTERNAL): infra failure; go to another node.
+        ENGINE_FAILED (UNAVAILABLE): infra failure; go to another node.
+        PROBE_MISMATCH (FAILED_PRECONDITION): the node is quarantined; go to another node.
+        UNKNOWN_POLICY, UNKNOWN_ENDPOINT (NOT_FOUND), UNIMPLEMENTED: not served here; do not repeat it.
         Errors:
         RESOURCE_EXHAUSTED: too many streams; use fewer, they multiplex.
         """
