@@ -227,7 +227,7 @@ class Trainer:
         extra = {"entropy": forward.entropy(logits)} if self.config.report_entropy else {}
         for name, values in {**token_stats, **extra}.items():
             stats.setdefault(name, np.zeros_like(policy))[places] = values.cpu().numpy()
-        return float(loss)
+        return float(loss.detach())
 
     def _metrics(
         self,

@@ -1,0 +1,224 @@
+"""Checkpoints: resume bit for bit, atomic, verified, loadable by plain transformers."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollmesh.shared.digest import next_digest
+from rollmesh.trainer import checkpoint as module
+from rollmesh.trainer.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointPosition,
+    latest_checkpoint,
+    list_checkpoints,
+    save_checkpoint,
+)
+from rollmesh.trainer.model_files import load_model, published_state
+from rollmesh.trainer.optim import OptimizerConfig
+from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.trainer.tokenizer import build_tokenizer
+from rollmesh.trainer.trained_log import TrainedLog, read_trained
+from rollmesh.trainer.update import Trainer, UpdateConfig
+
+from .builders import random_batch
+
+SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
+CONFIG = UpdateConfig(optimizer=OptimizerConfig(decay_updates=8))
+
+
+def fresh(seed: int = 5) -> tuple[Trainer, TrainedLog]:
+    return Trainer(build_tiny_model(SMALL, seed=1), CONFIG, seed=seed), TrainedLog()
+
+
+def advance(trainer: Trainer, log: TrainedLog, updates: int) -> None:
+    for k in range(trainer.step + 1, trainer.step + updates + 1):
+        result = trainer.update(k, *random_batch(seed=k, step=k - 1))
+        log.append(k, result.used_ids, incarnation=0, outcome=result.outcome.name)
+
+
+def save(root: Path, trainer: Trainer, log: TrainedLog, **kwargs: object) -> Checkpoint:
+    incarnation = int(str(kwargs.pop("incarnation", 0)))
+    position = CheckpointPosition(
+        update=trainer.step, digest=log.digest, seed=trainer.seed, ledger_position=17, incarnation=incarnation
+    )
+    return save_checkpoint(root, trainer, build_tokenizer(), log, position, **kwargs)  # type: ignore[arg-type]
+
+
+def test_training_goes_on_bit_for_bit_after_a_checkpoint(tmp_path: Path) -> None:
+    straight, straight_log = fresh()
+    advance(straight, straight_log, 6)
+
+    first, log = fresh()
+    advance(first, log, 3)
+    save(tmp_path, first, log)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    second = Trainer(load_model(found.path), CONFIG, seed=found.meta.seed)
+    found.restore(second)
+    log = found.trained_log()
+    torch.manual_seed(123)
+    advance(second, log, 3)
+
+    left, right = published_state(straight.model), published_state(second.model)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert log.digest == straight_log.digest
+    for one, two in zip(straight.optimizer.state.values(), second.optimizer.state.values(), strict=True):
+        assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_position_and_snapshot_come_back(tmp_path: Path) -> None:
+    trainer, log = fresh()
+    advance(trainer, log, 2)
+    save(tmp_path, trainer, log, data_snapshot=b"\x00pool")
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.meta.update, found.meta.incarnation, found.meta.ledger_position) == (2, 0, 17)
+    assert found.meta.digest == log.digest
+    assert found.data_snapshot() == b"\x00pool"
+
+
+def test_plain_transformers_loads_a_checkpoint_and_generates(tmp_path: Path) -> None:
+    trainer, log = fresh()
+    advance(trainer, log, 1)
+    folder = save(tmp_path, trainer, log).path
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("<|user|>1+2<|end|><|assistant|>", return_tensors="pt")
+    assert torch.equal(model(prompt.input_ids).logits, trainer.model.train(False)(prompt.input_ids).logits)
+    assert model.generate(**prompt, max_new_tokens=4).shape[1] > prompt.input_ids.shape[1]
+
+
+def test_trained_list_holds_every_update_and_chains(tmp_path: Path) -> None:
+    trainer, log = fresh()
+    advance(trainer, log, 2)
+    save(tmp_path, trainer, log)
+    advance(trainer, log, 2)
+    found = save(tmp_path, trainer, log)
+    lines = list(read_trained(found.trained))
+    assert [line.update for line in lines] == [1, 2, 3, 4]
+    assert lines[-1].digest == found.meta.digest == log.digest
+    assert set(lines[2].sample_ids) == {s.sample.sample_id for s in random_batch(seed=3)[0]}
+    assert lines[0].digest == next_digest("", 1, lines[0].sample_ids)
+
+
+@pytest.mark.parametrize(
+    "damage", ["garbage\n", '{"update":9,"incarnation":0,"outcome":"APPLIED","digest":"","sample_ids":[]}\n']
+)
+def test_a_damaged_trained_list_is_named_with_its_line(tmp_path: Path, damage: str) -> None:
+    trainer, log = fresh()
+    advance(trainer, log, 1)
+    log.write_to(tmp_path / "trained.jsonl")
+    with (tmp_path / "trained.jsonl").open("a") as file:
+        file.write(damage)
+    with pytest.raises(ValueError, match=r"trained.jsonl:2: "):
+        list(read_trained(tmp_path / "trained.jsonl"))
+
+
+def test_log_refuses_a_gap() -> None:
+    with pytest.raises(ValueError, match="update 2 does not follow update 0"):
+        TrainedLog().append(2, [], incarnation=0, outcome="APPLIED")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trained.jsonl", "tokenizer.json"])
+@pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
+def test_a_corrupt_file_is_named_with_the_remedy(tmp_path: Path, name: str, how: str) -> None:
+    trainer, log = fresh()
+    advance(trainer, log, 1)
+    save(tmp_path, trainer, log)
+    advance(trainer, log, 1)
+    file = save(tmp_path, trainer, log).path / name
+    content = file.read_bytes()
+    if how == "remove":
+        file.unlink()
+    else:
+        half = len(content) // 2
+        file.write_bytes(content[:half] + (bytes([content[half] ^ 1]) + content[half + 1 :] if how == "flip" else b""))
+    with pytest.raises(CheckpointError) as caught:
+        latest_checkpoint(tmp_path)
+    assert str(file) in str(caught.value)
+    assert f"remove {file.parent} to resume from update-00000001.0" in str(caught.value)
+
+
+def test_an_unreadable_position_is_named(tmp_path: Path) -> None:
+    trainer, log = fresh()
+    path = save(tmp_path, trainer, log).path / "rollmesh.json"
+    path.write_text("{")
+    with pytest.raises(CheckpointError, match=r"rollmesh.json cannot be read.*start from the initial weights"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("moment", ["_write_files", "_write_meta", "rename"])
+def test_a_half_written_checkpoint_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    trainer, log = fresh()
+    advance(trainer, log, 1)
+    save(tmp_path, trainer, log)
+    advance(trainer, log, 1)
+
+    def die(*_: object, **__: object) -> None:
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os if moment == "rename" else module, moment, die)
+        with pytest.raises(OSError, match="power cut"):
+            save(tmp_path, trainer, log)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert found.meta.update == 1
+    assert save(tmp_path, trainer, log).meta.update == 2
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["update-00000001.0", "update-00000002.0"]
+    assert [line.update for line in read_trained(tmp_path / "update-00000002.0" / "trained.jsonl")] == [1, 2]
+
+
+def test_only_the_newest_are_kept_and_strangers_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    trainer, log = fresh()
+    for _ in range(4):
+        advance(trainer, log, 1)
+        save(tmp_path, trainer, log, keep_last=2)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["update-00000003.0", "update-00000004.0"]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_newer_incarnation_outranks_a_higher_update(tmp_path: Path) -> None:
+    trainer, log = fresh()
+    advance(trainer, log, 1)
+    going_back = save(tmp_path, trainer, log)
+    advance(trainer, log, 2)
+    save(tmp_path, trainer, log)
+    other = Trainer(load_model(going_back.path), CONFIG, seed=5)
+    going_back.restore(other)
+    log = going_back.trained_log()
+    advance(other, log, 1)
+    save(tmp_path, other, log, incarnation=1)
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.meta.update, found.meta.incarnation) == (2, 1)
+
+
+def test_restore_refuses_another_seed_or_model(tmp_path: Path) -> None:
+    trainer, log = fresh()
+    found = save(tmp_path, trainer, log)
+    with pytest.raises(CheckpointError, match="seed 5, not 6"):
+        found.restore(fresh(seed=6)[0])
+    wider = Trainer(build_tiny_model(TinyModelConfig(), seed=0), CONFIG, seed=5)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        found.restore(wider)
+
+
+def test_save_refuses_a_position_that_trainer_or_list_contradict(tmp_path: Path) -> None:
+    trainer, log = fresh()
+    with pytest.raises(ValueError, match="position at 3"):
+        save_checkpoint(tmp_path, trainer, None, log, CheckpointPosition(update=3, seed=5))
+    with pytest.raises(ValueError, match="the list says"):
+        save_checkpoint(tmp_path, trainer, None, log, CheckpointPosition(update=0, seed=5, digest="beef"))
+    save(tmp_path, trainer, log)
+    with pytest.raises(ValueError, match="exists already"):
+        save(tmp_path, trainer, log)
+    assert len(list_checkpoints(tmp_path)) == 1
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert latest_checkpoint(tmp_path / "absent") is None

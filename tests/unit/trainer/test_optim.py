@@ -1,0 +1,113 @@
+"""Schedule, guarded step, and Muon."""
+
+import pytest
+import torch
+from torch import nn
+
+from rollmesh.trainer.muon import Muon, orthogonalise
+from rollmesh.trainer.optim import OptimizerConfig, guarded_step, lr_at, make_adamw
+
+
+def test_learning_rate_warms_up_and_decays_linearly() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_updates=4, decay_updates=100, final_fraction=0.1)
+    assert lr_at(config, 1) == pytest.approx(0.25)
+    assert lr_at(config, 4) == pytest.approx(1 - 0.9 * 0.03)
+    assert lr_at(config, 51) == pytest.approx(1 - 0.9 * 0.5)
+    assert lr_at(config, 101) == lr_at(config, 5000) == pytest.approx(0.1)
+
+
+def test_learning_rate_is_constant_without_decay() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_updates=0)
+    assert lr_at(config, 1) == lr_at(config, 1000) == 1.0
+
+
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+def test_step_clips_the_global_norm_and_reports_it_unclipped() -> None:
+    module = layer()
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in module.parameters()]
+    for p in module.parameters():
+        p.grad = torch.ones_like(p)
+    norm = guarded_step(optimizer, clip_norm=1.0, loss=0.0)
+    assert norm == pytest.approx(8**0.5)
+    moved = torch.cat([(p - b).flatten() for p, b in zip(module.parameters(), before, strict=True)]).norm()
+    assert float(moved) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize(("gradient", "loss"), [(float("nan"), 0.0), (float("inf"), 0.0), (1.0, float("nan"))])
+def test_a_non_finite_step_is_not_taken(gradient: float, loss: float) -> None:
+    module = layer()
+    optimizer = make_adamw(module, OptimizerConfig())
+    before = [p.detach().clone() for p in module.parameters()]
+    for p in module.parameters():
+        p.grad = torch.full_like(p, gradient)
+    assert guarded_step(optimizer, clip_norm=1.0, loss=loss) is None
+    assert all(torch.equal(p, b) for p, b in zip(module.parameters(), before, strict=True))
+    assert not optimizer.state
+    assert all(p.grad is None for p in module.parameters())
+
+
+def test_weight_decay_spares_vectors() -> None:
+    module = layer()
+    optimizer = make_adamw(module, OptimizerConfig(weight_decay=0.5, lr=0.1))
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert torch.equal(module.bias, before["bias"])
+    torch.testing.assert_close(module.weight, before["weight"] * 0.95)
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 16), (2, 8, 32), (2, 32, 8)])
+def test_orthogonalise_pushes_singular_values_towards_one(shape: tuple[int, int, int]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    matrices = torch.randn(shape, generator=generator)
+    out = orthogonalise(matrices)
+    values = torch.linalg.svdvals(out)
+    assert out.shape == matrices.shape
+    assert float(values.min()) > 0.3
+    assert float(values.max()) < 1.3
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    assert float((out * (u @ vh)).sum() / (out.norm() * (u @ vh).norm())) > 0.97
+
+
+def test_muon_steps_alike_batched_or_alone() -> None:
+    torch.manual_seed(0)
+    pair = [nn.Parameter(torch.randn(6, 4)) for _ in range(2)]
+    alone = [nn.Parameter(p.detach().clone()) for p in pair]
+    gradients = [torch.randn(6, 4) for _ in range(2)]
+    batched, single = Muon(pair, lr=0.1), [Muon([p], lr=0.1) for p in alone]
+    for _ in range(3):
+        for p, q, g in zip(pair, alone, gradients, strict=True):
+            p.grad, q.grad = g.clone(), g.clone()
+        batched.step()
+        for optimizer in single:
+            optimizer.step()
+    for p, q in zip(pair, alone, strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_muon_first_step_has_the_documented_size() -> None:
+    weight = nn.Parameter(torch.zeros(16, 4))
+    weight.grad = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
+    update = orthogonalise((weight.grad * 1.95)[None])[0]
+    Muon([weight], lr=0.1, momentum=0.95).step()
+    torch.testing.assert_close(weight.detach(), -0.1 * 2.0 * update)
+
+
+def test_muon_refuses_vectors() -> None:
+    with pytest.raises(ValueError, match="takes matrices"):
+        Muon([nn.Parameter(torch.zeros(3))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("lr", 0.0), ("lr", float("nan")), ("clip_norm", -1.0), ("warmup_updates", -1), ("final_fraction", 1.5)],
+)
+def test_optimizer_config_refuses_values_out_of_range(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} = "):
+        OptimizerConfig(**{field: value})  # type: ignore[arg-type]

@@ -1,0 +1,220 @@
+"""The update: determinism, accumulation, the non-finite guard, verdicts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel
+
+from rollmesh.shared.trajectory import Outcome, SamplingParams, TrainingSample
+from rollmesh.trainer.losses import LossConfig, Normalisation, PpoClipConfig, TisConfig
+from rollmesh.trainer.model_files import published_state
+from rollmesh.trainer.optim import OptimizerConfig
+from rollmesh.trainer.packing import PackingConfig
+from rollmesh.trainer.recipes import RECIPES
+from rollmesh.trainer.samples import DropReason, build_table, drop_reason
+from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.trainer.update import Trainer, UpdateConfig, UpdateOutcome
+
+from .builders import action, group, member, prompt, random_batch, training_sample
+
+SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
+
+
+def trainer(config: UpdateConfig | None = None, *, seed: int = 7) -> Trainer:
+    return Trainer(build_tiny_model(SMALL, seed=1), config or UpdateConfig(), seed=seed)
+
+
+def weights(of: Trainer | PreTrainedModel) -> dict[str, torch.Tensor]:
+    model = of.model if isinstance(of, Trainer) else of
+    return {name: tensor.clone() for name, tensor in published_state(model).items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_update_changes_weights_and_accounts_for_every_sample() -> None:
+    made = trainer()
+    before = weights(made)
+    samples, groups = random_batch()
+    result = made.update(1, samples, groups)
+    assert result.outcome is UpdateOutcome.APPLIED
+    assert result.used_ids == [s.sample.sample_id for s in samples]
+    assert made.step == 1
+    assert not same(before, weights(made))
+    assert result.metrics["steps_taken"] == 2
+    assert result.metrics["tokens/trained"] == sum(s.num_trainable for t in samples for s in t.segments)
+    assert result.metrics["lag/0/tokens"] == result.metrics["tokens/trained"]
+    assert result.metrics["reward/correct"] == 0.5
+    assert all(np.isfinite(v) for v in result.metrics.values())
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_same_inputs_and_seed_give_the_same_weights_bit_for_bit(name: str) -> None:
+    one, two = trainer(RECIPES[name]), trainer(RECIPES[name])
+    torch.manual_seed(1)
+    results = []
+    for made in (one, two):
+        results.append([made.update(k, *random_batch(seed=k, step=k - 1)) for k in (1, 2)])
+        torch.manual_seed(99)  # the global generator has no say
+    assert same(weights(one), weights(two))
+    assert results[0] == results[1]
+
+
+def test_another_seed_splits_minibatches_otherwise() -> None:
+    one, two = trainer(seed=1), trainer(seed=2)
+    for made in (one, two):
+        made.update(1, *random_batch())
+    assert not same(weights(one), weights(two))
+
+
+@pytest.mark.parametrize("normalisation", list(Normalisation))
+@pytest.mark.parametrize("loss", [PpoClipConfig(), TisConfig()])
+def test_accumulated_micro_batches_equal_one_big_batch(loss: LossConfig, normalisation: Normalisation) -> None:
+    samples, groups = random_batch()
+    whole = UpdateConfig(
+        loss=loss,
+        normalisation=normalisation,
+        num_minibatches=1,
+        packing=PackingConfig(row_tokens=64, micro_batch_tokens=9999),
+    )
+    split = msgspec.structs.replace(whole, packing=PackingConfig(row_tokens=64, micro_batch_tokens=64))
+    gradients = [_gradients(config, samples, groups) for config in (whole, split)]
+    assert max(float(g.abs().max()) for g in gradients[0].values()) > 1e-3
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=2e-7, rtol=1e-4)
+
+
+def _gradients(config: UpdateConfig, samples: list[TrainingSample], groups: list) -> dict[str, torch.Tensor]:  # type: ignore[type-arg]
+    """Gradients just before the optimiser step, caught by a step hook."""
+    made = trainer(config)
+    caught: dict[str, torch.Tensor] = {}
+
+    def catch(*_: object) -> None:
+        caught.update({n: p.grad.clone() for n, p in made.model.named_parameters() if p.grad is not None})
+
+    made.optimizer.register_step_pre_hook(catch)
+    made.update(1, samples, groups)
+    return caught
+
+
+def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely() -> None:
+    made = trainer(UpdateConfig(num_minibatches=1, optimizer=OptimizerConfig(lr=1e-2, warmup_updates=0)))
+    start, good, bad = prompt([20, 21, 22]), [30, 31], [40, 41]
+    before = [made.score(np.array([20, 21, 22, *tail], np.int32))[3:].sum() for tail in (good, bad)]
+    logprobs = [made.score(np.array([20, 21, 22, *tail], np.int32))[3:] for tail in (good, bad)]
+    samples = [
+        training_sample(i, [start, action(tail, lp.tolist())])
+        for i, tail, lp in (("good", good, logprobs[0]), ("bad", bad, logprobs[1]))
+    ]
+    result = made.update(1, samples, [group("g0", member("good", {"r": 1.0}), member("bad", {"r": 0.0}))])
+    after = [made.score(np.array([20, 21, 22, *tail], np.int32))[3:].sum() for tail in (good, bad)]
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+    assert result.metrics["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert result.metrics["ess"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_non_finite_gradient_skips_the_update_and_touches_nothing() -> None:
+    made = trainer(UpdateConfig(num_minibatches=2))
+    samples, groups = random_batch()
+    made.update(1, samples, groups)
+    before, moments = weights(made), _moments(made)
+    poisoned = [replace(s, sample=replace(s.sample, weight=float("inf"))) for s in samples]
+    result = made.update(2, poisoned, groups)
+    assert result.outcome is UpdateOutcome.SKIPPED
+    assert {v.reason for v in result.verdicts} == {DropReason.NON_FINITE}
+    assert result.used_ids == []
+    assert made.step == 2
+    assert same(before, weights(made))
+    assert all(torch.equal(a, b) for a, b in zip(moments, _moments(made), strict=True))
+
+
+def _moments(made: Trainer) -> list[torch.Tensor]:
+    return [s[key].clone() for s in made.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+
+
+def test_only_the_samples_of_a_non_finite_minibatch_are_dropped() -> None:
+    made = trainer(UpdateConfig(num_minibatches=2))
+    samples, groups = random_batch()
+    samples[3] = replace(samples[3], sample=replace(samples[3].sample, weight=float("inf")))
+    result = made.update(1, samples, groups)
+    dropped = [v.sample_id for v in result.verdicts if v.reason is DropReason.NON_FINITE]
+    assert result.outcome is UpdateOutcome.APPLIED
+    assert len(dropped) == len(samples) // 2
+    assert samples[3].sample.sample_id in dropped
+    assert all(torch.isfinite(t).all() for t in weights(made).values())
+
+
+def test_untrainable_samples_are_dropped_with_their_reason() -> None:
+    good = [prompt([20, 21]), action([30, 31], [-4.0, -4.0])]
+    no_logprobs = replace(good[1], logprobs=None)
+    bad_logprobs = replace(good[1], logprobs=np.array([np.nan, -1], np.float32))
+    masked = replace(good[1], loss_mask=np.zeros(2, np.uint8))
+    cases = {
+        "ok": (good, True, None),
+        "off": (good, False, DropReason.NOT_TRAINABLE),
+        "masked": ([good[0], masked], True, DropReason.NO_TRAINED_TOKENS),
+        "nolp": ([good[0], no_logprobs], True, DropReason.NO_LOGPROBS),
+        "nan": ([good[0], bad_logprobs], True, DropReason.NO_LOGPROBS),
+        "long": ([prompt([20] * 600), good[1]], True, DropReason.TOO_LONG),
+        "infra": (good, True, DropReason.UNSCORED),
+    }
+    samples = [training_sample(i, segments, trainable=on) for i, (segments, on, _) in cases.items()]
+    members = [
+        member(i, {"r": float(n % 2)}, outcome=Outcome.INFRA_FAILURE if i == "infra" else Outcome.OK)
+        for n, i in enumerate(cases)
+    ]
+    result = trainer().update(1, samples, [group("g0", *members)])
+    assert {v.sample_id: v.reason for v in result.verdicts} == {i: reason for i, (_, _, reason) in cases.items()}
+
+
+def test_an_update_without_usable_samples_is_skipped_but_counts() -> None:
+    made = trainer()
+    before = weights(made)
+    result = made.update(1, [], [])
+    assert result.outcome is UpdateOutcome.SKIPPED
+    assert made.step == 1
+    assert same(before, weights(made))
+
+
+def test_updates_must_follow_each_other() -> None:
+    made = trainer()
+    with pytest.raises(ValueError, match="update 2 does not follow step 0"):
+        made.update(2, [], [])
+
+
+def test_table_reads_lag_temperature_and_truncation_from_each_segment() -> None:
+    params = SamplingParams(temperature=0.5, top_p=0.9)
+    segments = [prompt([20, 21]), action([30], [-1.0], step=1), prompt([22]), action([31, 32], [-2.0, -3.0], step=3)]
+    made = training_sample("s", segments, params=params)
+    per_segment = tuple(np.asarray(v, np.float32) for v in (0, 1, 0, [2, 3]))
+    assert drop_reason(made, per_segment, context_max=10) is None
+    table = build_table([made], [per_segment], update=5)
+    assert table.lag.tolist() == [3, 1, 1]
+    assert table.temperature.tolist() == [0.5, 0.5, 0.5]
+    assert table.truncated.tolist() == [1, 1, 1]
+    assert table.behaviour.tolist() == [-1, -2, -3]
+    assert table.advantages.tolist() == [1, 2, 3]
+    assert table.sequences[0].target_mask.tolist() == [0, 0, 1, 0, 1, 1]
+
+
+def test_greedy_samples_are_compared_with_the_plain_model() -> None:
+    made = training_sample("s", [prompt([20]), action([30], [-1.0])], params=SamplingParams(temperature=0.0))
+    table = build_table([made], [(np.float32(0), np.float32(1))], update=1)  # type: ignore[arg-type]
+    assert table.temperature.tolist() == [1.0]
+    assert table.truncated.tolist() == [0.0]
+
+
+def test_exported_weights_are_the_weights(tmp_path: Path) -> None:
+    made = trainer()
+    made.update(1, *random_batch())
+    made.export_weights(tmp_path / "a.safetensors")
+    made.export_weights(tmp_path / "b.safetensors")
+    assert same(weights(made), load_file(tmp_path / "a.safetensors"))
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()

@@ -1,0 +1,81 @@
+"""The trainer's own list of what its weights were trained on: one JSON line per update, `trained.jsonl`.
+
+Each checkpoint holds the whole list of *its* weights, so `audit --checkpoint DIR` can hold it against the ledger with
+nothing else at hand, and going back to an older checkpoint goes back to the older list by itself.
+Only lines since the last checkpoint are in memory; older ones are copied from file to file.
+
+Line: {"update": k, "incarnation": i, "outcome": "APPLIED", "digest": "...", "sample_ids": [...]}.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
+
+
+class TrainedUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One update of the history of some weights; `digest` is the commit digest after it."""
+
+    update: int
+    incarnation: int
+    outcome: str
+    digest: str
+    sample_ids: list[str]
+
+
+class TrainedLog:
+    """Appends updates and keeps the digest chain. `base` is the list in the checkpoint it goes on from."""
+
+    def __init__(self, base: Path | None = None, *, update: int = 0, digest: str = INITIAL_DIGEST) -> None:
+        self.update = update
+        self.digest = digest
+        self._base = base
+        self._tail: list[TrainedUpdate] = []
+
+    def append(self, update: int, sample_ids: Sequence[str], *, incarnation: int, outcome: str) -> str:
+        """Record update `update`, which must follow the last one. Returns the digest after it."""
+        if update != self.update + 1:
+            raise ValueError(f"update {update} does not follow update {self.update} in the list of trained samples")
+        digest = next_digest(self.digest, update, sample_ids)
+        line = TrainedUpdate(
+            update=update, incarnation=incarnation, outcome=outcome, digest=digest, sample_ids=sorted(sample_ids)
+        )
+        self._tail.append(line)
+        self.update, self.digest = update, digest
+        return digest
+
+    def write_to(self, path: Path) -> None:
+        """Write the whole list to a new file."""
+        if self._base is not None:
+            shutil.copyfile(self._base, path)
+        with path.open("ab") as file:
+            for line in self._tail:
+                file.write(msgspec.json.encode(line) + b"\n")
+
+    def rebase(self, path: Path) -> None:
+        """Go on from a list that `write_to` wrote and that is now in its final place."""
+        self._base = path
+        self._tail = []
+
+
+def read_trained(path: Path) -> Iterator[TrainedUpdate]:
+    """The updates of a list, in order, with the digest chain recomputed.
+
+    Raises ValueError naming file and line where a line is malformed, out of order, or breaks the chain.
+    """
+    update, digest = 0, INITIAL_DIGEST
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = msgspec.json.decode(raw, type=TrainedUpdate)
+            except msgspec.DecodeError as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+            if line.update != update + 1 or line.digest != next_digest(digest, line.update, line.sample_ids):
+                raise ValueError(f"{path}:{number}: update {line.update} does not continue the chain after {update}")
+            update, digest = line.update, line.digest
+            yield line
