@@ -226,6 +226,12 @@ class ConfigError(InvalidInput):
     reason = "INVALID_CONFIG"
 
 
+class InvalidSpec(InvalidInput):
+    """The spec of a run cannot work; the message names the field."""
+
+    reason = "INVALID_SPEC"
+
+
 class CorruptSnapshot(InvalidInput):
     """Bytes that are no snapshot of what they are given to."""
 
@@ -358,6 +364,48 @@ class RunStopped(FailedPrecondition):
     reason = "RUN_STOPPED"
 
 
+class WrongUpdate(FailedPrecondition):
+    """Not the update that comes next; the metadata says which does."""
+
+    reason = "WRONG_UPDATE"
+
+
+class NotPublished(FailedPrecondition):
+    """The present weights must be published first."""
+
+    reason = "NOT_PUBLISHED"
+
+
+class WrongVersion(FailedPrecondition):
+    """Not the newest committed step of the present incarnation."""
+
+    reason = "WRONG_VERSION"
+
+
+class NotUploaded(FailedPrecondition):
+    """The depot lacks the manifest of a version or one of its chunks."""
+
+    reason = "NOT_UPLOADED"
+
+
+class DigestMismatch(FailedPrecondition):
+    """A trainer's commit digest is of another history than the ledger's."""
+
+    reason = "DIGEST_MISMATCH"
+
+
+class RunExists(AlreadyExists):
+    """The run exists with another spec."""
+
+    reason = "RUN_EXISTS"
+
+
+class VersionConflict(AlreadyExists):
+    """This (step, incarnation) was published with another weights digest."""
+
+    reason = "VERSION_CONFLICT"
+
+
 class CommitConflict(AlreadyExists):
     """The update is committed already, with other dispositions; the first commit stands."""
 
@@ -368,6 +416,18 @@ class Fenced(Aborted):
     """A newer epoch or writer has taken over; this one must stop."""
 
     reason = "FENCED"
+
+
+class RunEnded(OutOfRange):
+    """The run has ended: there is nothing left to lease."""
+
+    reason = "RUN_ENDED"
+
+
+class UnknownUpdate(OutOfRange):
+    """An update that the ledger does not hold."""
+
+    reason = "UNKNOWN_UPDATE"
 
 
 # Limits ---------------------------------------------------------------------------------------------------------------
@@ -441,3 +501,9 @@ class HashMismatch(DataLoss):
     """Bytes do not hash to their digest; nothing was stored; send again."""
 
     reason = "HASH_MISMATCH"
+
+
+class PayloadLost(DataLoss):
+    """The sample stream no longer holds a payload."""
+
+    reason = "PAYLOAD_LOST"
