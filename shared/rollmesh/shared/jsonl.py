@@ -68,6 +68,15 @@ class Record:
             raise self.error(f"does not match {pattern.pattern!r}", field)
         return found
 
+    def extract_all(self, field: str, pattern: re.Pattern[str] | None) -> tuple[str, ...]:
+        """As `extract` for a field that may also hold a list of alternatives, taken as they are; at least one."""
+        value = self.value(field)
+        if not isinstance(value, list):
+            return (self.extract(field, pattern),)
+        if not value or not all(isinstance(entry, str) and entry.strip() for entry in value):
+            raise self.error("must be a list of non-empty strings", field)
+        return tuple(entry.strip() for entry in value)
+
     def error(self, cause: str, field: str = "") -> RecordError:
         return RecordError(self.path, self.line, cause, field=field)
 

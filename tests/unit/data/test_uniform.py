@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.services.data.pool import MemoryPool
-from rollmesh.services.data.selectors.uniform import UniformOptions, UniformSelector
+from rollmesh.services.data.selectors.uniform import UniformSelector
 from rollmesh.services.data.task import Task
 from rollmesh.shared.errors import CorruptSnapshot
 
 
 def selector(num_tasks: int, seed: int = 0) -> UniformSelector:
     pool = MemoryPool(Task(task_id=f"t{i}", messages=()) for i in range(num_tasks))
-    return UniformSelector(pool=pool, seed=seed, options=UniformOptions())
+    return UniformSelector(pool=pool, seed=seed)
 
 
 def draws(chosen: UniformSelector, first: int, stop: int) -> list[int]:

@@ -56,7 +56,9 @@ class CalcConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
         num_levels = self.level_max - self.level_min + 1
         if self.level_weights and len(self.level_weights) != num_levels:
-            raise ValueError(f"level_weights must have {num_levels} entries, one per level, got {len(self.level_weights)}")
+            raise ValueError(
+                f"level_weights must have {num_levels} entries, one per level, got {len(self.level_weights)}"
+            )
         if any(weight < 0 for weight in self.level_weights) or (self.level_weights and not sum(self.level_weights)):
             raise ValueError(f"level_weights must be >= 0 with a positive sum, got {self.level_weights}")
         for name in ("num_train", "num_validation", "num_test"):

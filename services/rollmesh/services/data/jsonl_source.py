@@ -30,7 +30,7 @@ class JsonlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt: str = "question"
     """Field with the prompt: a string, or a list of `{"role", "content"}` messages."""
     answer: str = "answer"
-    """Field with the reference answer; empty = the tasks have none."""
+    """Field with the reference answer, or with a list of accepted ones; empty = the tasks have none."""
     answer_pattern: str = ""
     """Regular expression that finds the answer in its field: the last match, group 1 if it has one. GSM8K: `#### (\\S+)`."""
     labels: dict[str, str] = {}
@@ -58,7 +58,9 @@ class JsonlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         try:
             re.compile(self.answer_pattern)
         except re.error as error:
-            raise ValueError(f"answer_pattern is not a regular expression: {error}, got {self.answer_pattern!r}") from None
+            raise ValueError(
+                f"answer_pattern is not a regular expression: {error}, got {self.answer_pattern!r}"
+            ) from None
         check_shares(self.validation_share, self.test_share)
         if not 1 <= self.num_lines_max <= NUM_LINES_MAX:
             raise ValueError(f"num_lines_max must be in [1, {NUM_LINES_MAX}], got {self.num_lines_max}")
@@ -80,7 +82,7 @@ def _tasks(config: JsonlConfig) -> Iterator[Task]:
     pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
     for record in file.records:
         if config.answer:
-            record.extract(config.answer, pattern)
+            record.extract_all(config.answer, pattern)
         prompt = _prompt(record, config.prompt)
         system = (Message(role="system", content=config.system),) if config.system else ()
         yield Task(

@@ -9,11 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
-
-import msgspec
-
-from rollmesh.services.data.task import TaskPool
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +29,9 @@ class Selector(Protocol):
     """Chooses tasks of one pool for one policy.
 
     A class that implements it is constructed as `cls(pool=..., seed=..., options=...)`, where `options` is an instance of
-    its `Options`, converted strictly from the configuration.
+    its class attribute `Options` (a msgspec struct, converted strictly from the configuration), or without `options` if it
+    has no such attribute.
     """
-
-    Options: ClassVar[type[msgspec.Struct]]
-
-    def __init__(self, *, pool: TaskPool, seed: int, options: Any) -> None: ...
 
     def draw(self, index: int, in_flight: AbstractSet[int]) -> int:
         """Position in the pool for draw `index` (0-based). `in_flight`: positions drawn whose result is still to come."""

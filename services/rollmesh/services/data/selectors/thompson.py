@@ -149,7 +149,9 @@ class ThompsonSelector:
         except (msgpack.UnpackException, ValueError, KeyError, TypeError, IndexError) as error:
             raise CorruptSnapshot(f"not a snapshot of the thompson selector for this pool: {error!r}") from error
         if schema != _SCHEMA or pool != self._pool_digest:
-            raise CorruptSnapshot(f"snapshot is of {schema} over pool {pool}, this is {_SCHEMA} over {self._pool_digest}")
+            raise CorruptSnapshot(
+                f"snapshot is of {schema} over pool {pool}, this is {_SCHEMA} over {self._pool_digest}"
+            )
         self._num_observed, self._level_evidence = num_observed, levels.astype(np.float64)
         self._evidence, self._observed_at = evidence, observed_at
 

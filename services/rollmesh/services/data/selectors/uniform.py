@@ -7,9 +7,7 @@ restart at any draw neither skips nor repeats a prompt. What is in flight does n
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from typing import ClassVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,16 +18,10 @@ from rollmesh.shared.errors import CorruptSnapshot
 _STATE = b"uniform@1"
 
 
-class UniformOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The uniform selector has no settings but the seed."""
-
-
 class UniformSelector:
     """See the module."""
 
-    Options: ClassVar[type[msgspec.Struct]] = UniformOptions
-
-    def __init__(self, *, pool: TaskPool, seed: int, options: UniformOptions) -> None:
+    def __init__(self, *, pool: TaskPool, seed: int) -> None:
         self._num_tasks = len(pool)
         self._seed = seed
         self._epoch = -1

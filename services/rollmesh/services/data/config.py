@@ -1,0 +1,79 @@
+"""Configuration of the data service: a source, a selector, and how the ledger is followed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from rollmesh.services.data.calc_source import CalcConfig, calc_pool
+from rollmesh.services.data.jsonl_source import JsonlConfig, jsonl_pools
+from rollmesh.services.data.selector import Selector
+from rollmesh.services.data.task import Split, TaskPool
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.registry import Registry
+
+SELECTORS = Registry(
+    "selector",
+    {
+        "uniform": "rollmesh.services.data.selectors.uniform:UniformSelector",
+        "thompson": "rollmesh.services.data.selectors.thompson:ThompsonSelector",
+    },
+)
+
+
+class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which selector draws the training tasks."""
+
+    name: str = "uniform"
+    """`uniform`, `thompson`, or your own as `file.py:Name`."""
+    options: dict[str, Any] = {}
+    """Settings of the selector, see its `Options`."""
+
+
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the data service."""
+
+    source: CalcConfig | JsonlConfig = msgspec.field(default_factory=CalcConfig)
+    """Where tasks come from; `kind` is `calc` or `jsonl`."""
+    selector: SelectorConfig = msgspec.field(default_factory=SelectorConfig)
+    """Which training task comes next."""
+    seed: int = 0
+    """Seed of the draws; not of the tasks."""
+    epochs_max: int = 0
+    """The training pool is used up after this many times its size in draws; 0 = never."""
+    success_reward: str = ""
+    """Reward that selectors learn from, read as a success rate in [0, 1]; empty = the run's `success_reward`."""
+    catch_up_s_max: float = 5.0
+    """Longest time a call waits for the ledger position it asks for before it is told to retry, seconds."""
+    runs_max: int = 16
+    """Most runs whose ledgers are followed at once."""
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, got {self.seed}")
+        if self.epochs_max < 0:
+            raise ValueError(f"epochs_max must be >= 0, got {self.epochs_max}")
+        if not 0.0 <= self.catch_up_s_max <= 60.0:
+            raise ValueError(f"catch_up_s_max must be in [0, 60], got {self.catch_up_s_max}")
+        if self.runs_max < 1:
+            raise ValueError(f"runs_max must be >= 1, got {self.runs_max}")
+
+
+def build_pools(config: DataConfig) -> dict[Split, TaskPool]:
+    """The pools of all splits. ConfigError or RecordError if the source is unusable or has nothing to train on."""
+    pools: dict[Split, TaskPool]
+    if isinstance(config.source, CalcConfig):
+        pools = {split: calc_pool(config.source, split) for split in Split}
+    else:
+        pools = dict(jsonl_pools(config.source))
+    if not len(pools[Split.TRAIN]):
+        raise ConfigError("`data.source`: no task is in the train split; give it more tasks or smaller held-out shares")
+    return pools
+
+
+def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | None = None) -> Selector:
+    """A fresh selector over `pool`. A user's relative file is looked up in `base_dir`. ConfigError."""
+    chosen = config.selector
+    return cast(Selector, SELECTORS.make(chosen.name, chosen.options, base_dir, pool=pool, seed=config.seed))

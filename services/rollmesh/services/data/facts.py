@@ -1,0 +1,110 @@
+"""What the data service reads in a ledger record: the few facts that change which task comes next.
+
+The rest of the ledger passes by. Evaluation groups are not here: they take tasks in order and teach the selector nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
+
+DEFAULT_POLICY = "main"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunBegan:
+    """The run says which reward counts as success."""
+
+    success_reward: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDrawn:
+    """A draw was consumed."""
+
+    group: str
+    policy: str
+    draw: int
+    task_id: str
+    num_episodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupGrew:
+    """A group got further episodes."""
+
+    group: str
+    num_episodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLost:
+    """An episode ended without a score."""
+
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDecided:
+    """A group was kept or filtered. One mapping of OK rewards per scored member."""
+
+    group: str
+    members: tuple[dict[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunClosed:
+    """Nothing is in flight any more."""
+
+
+DataFact = RunBegan | GroupDrawn | GroupGrew | EpisodeLost | GroupDecided | RunClosed
+
+
+def facts_of(record: events_pb2.LedgerRecord) -> Iterator[DataFact]:
+    """The facts of one record that matter here, in their order."""
+    for fact in record.facts:
+        found = _fact(fact)
+        if found is not None:
+            yield found
+
+
+def _fact(fact: events_pb2.Fact) -> DataFact | None:
+    match fact.WhichOneof("fact"):
+        case "run_created":
+            return RunBegan(success_reward=fact.run_created.spec.success_reward)
+        case "group_reserved":
+            return _drawn(fact.group_reserved)
+        case "episodes_added":
+            return GroupGrew(group=fact.episodes_added.group, num_episodes=fact.episodes_added.num_episodes)
+        case "episode_ended":
+            return EpisodeLost(group=fact.episode_ended.group)
+        case "group_finalized":
+            return _decided(fact.group_finalized)
+        case "run_ended":
+            return RunClosed()
+        case _:
+            return None
+
+
+def _drawn(reserved: events_pb2.GroupReserved) -> GroupDrawn | None:
+    if reserved.purpose != types_pb2.PURPOSE_TRAIN:
+        return None
+    return GroupDrawn(
+        group=reserved.group,
+        policy=reserved.policy or DEFAULT_POLICY,
+        draw=reserved.draw,
+        task_id=reserved.task.task_id,
+        num_episodes=reserved.num_episodes,
+    )
+
+
+def _decided(finalized: events_pb2.GroupFinalized) -> GroupDecided | None:
+    if finalized.decision == reward_pb2.GROUP_DECISION_EXTEND:
+        return None
+    members = tuple(
+        {r.name: r.value for r in member.rewards if r.outcome == types_pb2.REWARD_OUTCOME_OK}
+        for member in finalized.members
+    )
+    return GroupDecided(group=finalized.group, members=members)

@@ -1,0 +1,117 @@
+"""Configuration of the reward service: scorers, the finaliser, answer files, limits."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
+from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
+from rollmesh.services.reward.oracles import AnswerFileConfig, CalcOracle, JsonlOracle, Oracles
+from rollmesh.services.reward.scorer import SCORERS, Scorer
+from rollmesh.shared.errors import ConfigError
+
+
+class ScorerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One scorer."""
+
+    scorer: str
+    """`exact`, `math`, `format`, `length`, or your own as `file.py:Name`."""
+    name: str = ""
+    """Name of its reward within the run; empty = the scorer's short name, or `Name`."""
+    timeout_s: float = 30.0
+    """Longest scoring of one sample, seconds; beyond it the sample counts as an infra failure."""
+    options: dict[str, Any] = {}
+    """Settings of the scorer, see its `Options`."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
+            raise ValueError(f"timeout_s must be finite and > 0, got {self.timeout_s}")
+
+    @property
+    def reward_name(self) -> str:
+        return self.name or self.short_name
+
+    @property
+    def short_name(self) -> str:
+        """The scorer's name without the path of its file."""
+        return self.scorer.rpartition(":")[2]
+
+
+class FinalizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The finaliser."""
+
+    name: str = "zero_variance"
+    """`zero_variance`, `keep_all`, or your own as `file.py:Name`."""
+    options: dict[str, Any] = {}
+    """Settings of the finaliser, see its `Options`."""
+
+
+class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the reward service."""
+
+    scorers: tuple[ScorerConfig, ...] = (ScorerConfig(scorer="exact", name="correct"),)
+    """Scorers in the order they run; each gives rewards of its own name."""
+    finalizer: FinalizerConfig = msgspec.field(default_factory=FinalizerConfig)
+    """What becomes of a group when its members have ended."""
+    answer_files: dict[str, AnswerFileConfig] = {}
+    """Answer keys of `jsonl` sources by the source's `name`."""
+    concurrency_max: int = 64
+    """Samples scored at the same time."""
+    queue_samples_max: int = 4096
+    """Samples waiting or being scored; more are refused with OVERLOADED."""
+
+    def __post_init__(self) -> None:
+        if not self.scorers:
+            raise ValueError("scorers must name at least one scorer, got none")
+        names = [scorer.reward_name for scorer in self.scorers]
+        if len(set(names)) != len(names):
+            raise ValueError(f"scorers must have names that differ, got {', '.join(names)}")
+        for name in ("concurrency_max", "queue_samples_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+
+
+def build_engine(config: RewardConfig, base_dir: str | Path | None = None) -> RewardEngine:
+    """Everything the service runs on. A user's relative files are looked up in `base_dir`.
+
+    Raises ConfigError, or RecordError for a malformed answer file.
+    """
+    scorers = [_build_scorer(scorer, base_dir) for scorer in config.scorers]
+    _check_weights(config.finalizer, scorers)
+    return RewardEngine(
+        scorers=scorers,
+        finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer.name, config.finalizer.options, base_dir)),
+        oracles=Oracles({"calc": CalcOracle(), "jsonl": JsonlOracle(config.answer_files)}),
+        concurrency_max=config.concurrency_max,
+        queue_samples_max=config.queue_samples_max,
+    )
+
+
+def _build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> ConfiguredScorer:
+    scorer = SCORERS.make(config.scorer, config.options, base_dir)
+    if not inspect.iscoroutinefunction(getattr(scorer, "score", None)):
+        raise ConfigError(
+            f"scorer `{config.scorer}` must have a method `async def score(self, item)`", name=config.scorer
+        )
+    return ConfiguredScorer(
+        name=config.reward_name,
+        label=f"{config.short_name}@{getattr(scorer, 'version', '1')}",
+        scorer=cast(Scorer, scorer),
+        timeout_s=config.timeout_s,
+    )
+
+
+def _check_weights(config: FinalizerConfig, scorers: list[ConfiguredScorer]) -> None:
+    """A weight for a reward that nobody gives would silently leave it out of every total."""
+    weights = config.options.get("weights")
+    known = [name for scorer in scorers for name in scorer.reward_names]
+    unknown = [str(name) for name in weights if name not in known] if isinstance(weights, dict) else []
+    if unknown:
+        raise ConfigError(
+            f"`finalizer.options.weights` names the rewards {', '.join(unknown)}, which no scorer gives; known: {', '.join(known)}"
+        )

@@ -1,0 +1,148 @@
+"""Runs the scorers on samples and the finaliser on groups.
+
+Here is the one place where a scorer's failure is recorded: whatever it raises, a time limit it exceeds or a return value that
+is no reward becomes an INFRA_FAILURE with the cause as evidence. It is never a 0: the model is not to blame for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollmesh.services.reward.finalizer import Finalizer, Group, Verdict
+from rollmesh.services.reward.item import AnswerKey, ScoreItem
+from rollmesh.services.reward.oracles import Oracles
+from rollmesh.services.reward.scorer import Scorer, ScorerResult
+from rollmesh.shared.errors import Overloaded
+from rollmesh.shared.trajectory import Outcome, Reward
+
+CAUSE_CHARS_MAX = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfiguredScorer:
+    """A scorer under the name that its rewards carry."""
+
+    name: str
+    """Name of its (first) reward within the run."""
+    label: str
+    """Scorer and version, as in `Reward.scorer`."""
+    scorer: Scorer
+    timeout_s: float
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """Names of the rewards it gives."""
+        return (self.name, *(name for name in getattr(self.scorer, "rewards", ()) if name != self.name))
+
+    @property
+    def description(self) -> str:
+        """First paragraph of the documentation of the scorer's module or, for a user's own, of its class."""
+        cls = type(self.scorer)
+        text = (cls.__doc__ or "").strip()
+        if not text or text.startswith("See the module."):
+            text = (inspect.getdoc(inspect.getmodule(cls)) or "").strip()
+        return " ".join(text.split("\n\n")[0].split())
+
+
+class RewardEngine:
+    """The scorers, the finaliser and the answer keys of one service."""
+
+    def __init__(
+        self,
+        *,
+        scorers: Sequence[ConfiguredScorer],
+        finalizer: Finalizer,
+        oracles: Oracles,
+        concurrency_max: int,
+        queue_samples_max: int,
+    ) -> None:
+        self.scorers = tuple(scorers)
+        self.finalizer = finalizer
+        self.oracles = oracles
+        self._slots = asyncio.Semaphore(concurrency_max)
+        self._queue_samples_max = queue_samples_max
+        self._num_queued = 0
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[tuple[Reward, ...]]:
+        """Rewards per item, in order. Overloaded if more samples wait than `queue_samples_max`."""
+        if self._num_queued + len(items) > self._queue_samples_max:
+            raise Overloaded(
+                f"{self._num_queued} samples wait for their scores, the limit is {self._queue_samples_max}; retry, or add "
+                "reward nodes"
+            )
+        self._num_queued += len(items)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._score_one(item)) for item in items]
+        finally:
+            self._num_queued -= len(items)
+        return [task.result() for task in tasks]
+
+    def finalize(self, group: Group) -> Verdict:
+        """The finaliser's verdict on a group."""
+        return self.finalizer.decide(group)
+
+    async def close(self) -> None:
+        """Ends what scorers hold (worker processes, connections)."""
+        for configured in self.scorers:
+            close = getattr(configured.scorer, "close", None)
+            if close is not None:
+                await close()
+
+    async def _score_one(self, item: ScoreItem) -> tuple[Reward, ...]:
+        async with self._slots:
+            return tuple([reward for scorer in self.scorers for reward in await run_scorer(scorer, item)])
+
+
+async def run_scorer(configured: ConfiguredScorer, item: ScoreItem) -> tuple[Reward, ...]:
+    """The scorer's rewards under their names, or one INFRA_FAILURE saying why there are none."""
+    limit = asyncio.timeout(configured.timeout_s)
+    try:
+        async with limit:
+            result = await configured.scorer.score(item)
+        return _checked(configured, result)
+    except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; this is where it is recorded
+        late = isinstance(error, TimeoutError) and limit.expired()
+        cause = f"no result within {configured.timeout_s} s" if late else f"{type(error).__name__}: {error}"
+        return (_failure(configured, cause, item.answer_key),)
+
+
+def _checked(configured: ConfiguredScorer, result: ScorerResult) -> tuple[Reward, ...]:
+    if isinstance(result, (int, float)):
+        result = Reward(name="", value=float(result))
+    rewards = [result] if isinstance(result, Reward) else list(result)
+    if not rewards:
+        raise TypeError("the scorer returned no reward")
+    named = tuple(_named(configured, reward) for reward in rewards)
+    keys = [(reward.name, reward.segment) for reward in named]
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"the scorer returned two rewards of one name for one segment: {keys}")
+    return named
+
+
+def _named(configured: ConfiguredScorer, reward: object) -> Reward:
+    if not isinstance(reward, Reward):
+        raise TypeError(
+            f"the scorer returned a {type(reward).__name__}, expected a number, a Reward or a list of Rewards"
+        )
+    if reward.outcome is Outcome.OK and not math.isfinite(reward.value):
+        raise ValueError(f"the scorer returned the value {reward.value}")
+    return dataclasses.replace(reward, name=reward.name or configured.name, scorer=configured.label)
+
+
+def _failure(configured: ConfiguredScorer, cause: str, key: AnswerKey | None) -> Reward:
+    # Messages of exceptions quote what was being worked on, which may be the answer.
+    for answer in key.answers if key else ():
+        cause = cause.replace(answer, "[answer key]")
+    return Reward(
+        name=configured.name,
+        value=0.0,
+        scorer=configured.label,
+        evidence=cause[:CAUSE_CHARS_MAX],
+        outcome=Outcome.INFRA_FAILURE,
+    )

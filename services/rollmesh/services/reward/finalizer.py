@@ -1,0 +1,76 @@
+"""The finaliser port: what becomes of a group when its members have ended, or its deadline has passed.
+
+Finalisers are pure: the same group gives the same verdict. They are found by name, or loaded from a user's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from rollmesh.services.reward.item import TaskView
+from rollmesh.shared.registry import Registry
+from rollmesh.shared.trajectory import MemberOutcome, Outcome, Reward
+
+
+class Decision(IntEnum):
+    """What becomes of a group. Numbers equal `rollmesh.v1.GroupDecision`."""
+
+    KEEP = 1
+    FILTER = 2
+    EXTEND = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A group to decide on: every scored member, trained or not."""
+
+    group: str
+    task: TaskView
+    members: tuple[MemberOutcome, ...]
+    num_unscored: int = 0
+    """Members that ended without a score: infra failures, cancellations."""
+    deadline_passed: bool = False
+    """No more time: EXTEND would be in vain."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The decision, with `reason` for FILTER and `num_extend` (at least 1) for EXTEND."""
+
+    decision: Decision
+    reason: str = ""
+    num_extend: int = 0
+    adjusted: Mapping[str, tuple[Reward, ...]] = field(default_factory=dict)
+    """Rewards changed by looking at the whole group, by sample id; absent samples keep theirs."""
+
+
+class Finalizer(Protocol):
+    """Constructed as `cls(options=...)` with an instance of its class attribute `Options`, or as `cls()` if it has none."""
+
+    def decide(self, group: Group) -> Verdict:
+        """Decides on one group."""
+
+
+FINALIZERS = Registry(
+    "finaliser",
+    {
+        "zero_variance": "rollmesh.services.reward.finalizers.zero_variance:ZeroVarianceFinalizer",
+        "keep_all": "rollmesh.services.reward.finalizers.keep_all:KeepAllFinalizer",
+    },
+)
+
+
+def total(rewards: Sequence[Reward], weights: Mapping[str, float]) -> float | None:
+    """Weighted sum of a member's whole-sample rewards; with no weights every reward counts once.
+
+    A name that does not apply adds nothing. None if a reward that counts is an infra failure, or if none is OK: such a
+    member says nothing about the model.
+    """
+    counted = [r for r in rewards if r.segment < 0 and (not weights or r.name in weights)]
+    valid = [r for r in counted if r.outcome is Outcome.OK]
+    if not valid or any(r.outcome is Outcome.INFRA_FAILURE for r in counted):
+        return None
+    return sum(weights.get(r.name, 1.0) * r.value for r in valid)

@@ -1,0 +1,1 @@
+"""Finalisers; one idea per file."""

@@ -1,0 +1,12 @@
+"""Keeps every group: for evaluation, exports, and advantages that do not compare within a group."""
+
+from __future__ import annotations
+
+from rollmesh.services.reward.finalizer import Decision, Group, Verdict
+
+
+class KeepAllFinalizer:
+    """See the module."""
+
+    def decide(self, group: Group) -> Verdict:
+        return Verdict(decision=Decision.KEEP)

@@ -1,0 +1,1 @@
+"""Scorers; one idea per file."""

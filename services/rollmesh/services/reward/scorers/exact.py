@@ -1,0 +1,46 @@
+"""String equality of the extracted answer with any accepted one: 1 or 0.
+
+Source: the verifiable reward of DeepSeek-R1 (2025-01) and, before it, exact match in SQuAD (2016).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from rollmesh.services.reward.item import ScoreItem
+from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, verdict
+from rollmesh.shared.trajectory import Reward
+
+
+class ExactOptions(AnswerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the exact scorer."""
+
+    ignore_case: bool = False
+    """Compare without regard to case."""
+    ignore_chars: str = ""
+    """Characters removed from both sides before comparing, e.g. `,$` for amounts."""
+
+
+class ExactScorer:
+    """See the module. Without an answer key it does not apply."""
+
+    Options: ClassVar[type[msgspec.Struct]] = ExactOptions
+    version: ClassVar[str] = "1"
+
+    def __init__(self, *, options: ExactOptions) -> None:
+        self._extractor = Extractor(options)
+        self._removed = str.maketrans("", "", options.ignore_chars)
+        self._ignore_case = options.ignore_case
+
+    async def score(self, item: ScoreItem) -> Reward:
+        if item.answer_key is None:
+            return not_applicable("the task has no answer key")
+        found = self._extractor.find(item)
+        accepted = {self._normal(answer) for answer in item.answer_key.answers}
+        return verdict(found is not None and self._normal(found) in accepted, found)
+
+    def _normal(self, text: str) -> str:
+        text = text.translate(self._removed).strip()
+        return text.casefold() if self._ignore_case else text

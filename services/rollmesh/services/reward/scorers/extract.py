@@ -1,0 +1,62 @@
+"""Finding the answer in what the model said: shared by the scorers that compare with an answer key."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from rollmesh.services.reward.item import ScoreItem, Where
+from rollmesh.shared.jsonl import last_match
+from rollmesh.shared.trajectory import Outcome, Reward
+
+ANSWER_TAG = "<answer>(.*?)</answer>"
+EVIDENCE_CHARS_MAX = 200
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the model's answer stands."""
+
+    pattern: str = ANSWER_TAG
+    """Regular expression; the last match counts, group 1 if it has one. Empty = the whole text. `.` matches newlines."""
+    where: Where = "final"
+    """`final`: the last assistant message; `episode`: all of them."""
+
+    def __post_init__(self) -> None:
+        compile_pattern("pattern", self.pattern)
+
+
+def compile_pattern(field: str, pattern: str) -> re.Pattern[str]:
+    """`pattern` compiled so that `.` matches newlines. ValueError naming the field."""
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{field} is not a regular expression: {error}, got {pattern!r}") from None
+
+
+class Extractor:
+    """Finds the answer as the options say."""
+
+    def __init__(self, options: AnswerOptions) -> None:
+        self._pattern = compile_pattern("pattern", options.pattern) if options.pattern else None
+        self._where = options.where
+
+    def find(self, item: ScoreItem) -> str | None:
+        """The model's answer without surrounding space; None if the pattern does not match."""
+        text = item.response(self._where)
+        found = text if self._pattern is None else last_match(self._pattern, text)
+        return None if found is None else found.strip()
+
+
+def verdict(correct: bool, found: str | None) -> Reward:
+    """1 or 0, with the model's own answer as evidence: the key must not appear in it."""
+    evidence = "no answer found" if found is None else f"answer {shorten(found)!r}"
+    return Reward(name="", value=float(correct), evidence=evidence)
+
+
+def not_applicable(cause: str) -> Reward:
+    return Reward(name="", value=0.0, evidence=cause, outcome=Outcome.NOT_APPLICABLE)
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= EVIDENCE_CHARS_MAX else text[:EVIDENCE_CHARS_MAX] + "..."

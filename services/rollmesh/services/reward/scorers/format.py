@@ -1,0 +1,47 @@
+"""Whether what the model said has a wanted form: 1 if the pattern matches, else 0.
+
+Source: the format reward of DeepSeek-R1 (2025-01). Kept apart from correctness: summed into one curve it hides a dead run,
+since a collapsed policy still keeps the form.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from rollmesh.services.reward.item import ScoreItem, Where
+from rollmesh.services.reward.scorers.extract import compile_pattern
+from rollmesh.shared.trajectory import Reward
+
+
+class FormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the format scorer."""
+
+    pattern: str = r"\s*<answer>[^<]+</answer>\s*"
+    """Regular expression; `.` matches newlines."""
+    where: Where = "final"
+    """`final`: the last assistant message; `episode`: all of them, separated by an empty line."""
+    whole: bool = True
+    """Whether the pattern must match the whole text, or may match anywhere in it."""
+
+    def __post_init__(self) -> None:
+        if not self.pattern:
+            raise ValueError("pattern must not be empty, got ''")
+        compile_pattern("pattern", self.pattern)
+
+
+class FormatScorer:
+    """See the module."""
+
+    Options: ClassVar[type[msgspec.Struct]] = FormatOptions
+    version: ClassVar[str] = "1"
+
+    def __init__(self, *, options: FormatOptions) -> None:
+        pattern = compile_pattern("pattern", options.pattern)
+        self._match = pattern.fullmatch if options.whole else pattern.search
+        self._where = options.where
+
+    async def score(self, item: ScoreItem) -> Reward:
+        matches = self._match(item.response(self._where)) is not None
+        return Reward(name="", value=float(matches), evidence="matches" if matches else "does not match")

@@ -1,0 +1,126 @@
+"""RewardService over gRPC: translates between protobuf and the engine's words, and resolves oracle references.
+
+The answer key goes from the oracles to the scorers and never into a reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rollmesh.services.reward.engine import RewardEngine
+from rollmesh.services.reward.finalizer import Group, Verdict
+from rollmesh.services.reward.item import ScoreItem, TaskView
+from rollmesh.shared.codec.trajectory import decode_group_context, decode_key, encode_rewards
+from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.trajectory import FinishReason, Message
+from rollmesh.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+
+ITEMS_MAX = 256
+
+
+class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
+    """Serves one engine."""
+
+    def __init__(self, engine: RewardEngine, *, finalizer_name: str) -> None:
+        self._engine = engine
+        self._finalizer_name = finalizer_name
+
+    async def Score(
+        self, request: reward_pb2.ScoreEpisodesRequest, context: object
+    ) -> reward_pb2.ScoreEpisodesResponse:
+        items = list(self._items(request))
+        scored = await self._engine.score(items)
+        response = reward_pb2.ScoreEpisodesResponse()
+        for item, rewards in zip(items, scored, strict=True):
+            response.samples.add(sample_id=item.sample_id, rewards=encode_rewards(rewards))
+        return response
+
+    async def FinalizeGroup(
+        self, request: reward_pb2.FinalizeGroupRequest, context: object
+    ) -> reward_pb2.FinalizeGroupResponse:
+        group = decode_group_context(request.group)
+        if not group.members:
+            raise _invalid("group.members", "is empty; a group that nobody scored is not finalised")
+        verdict = self._engine.finalize(
+            Group(
+                group=group.group,
+                task=_task_view(request.task),
+                members=group.members,
+                num_unscored=request.num_unscored,
+                deadline_passed=request.deadline_passed,
+            )
+        )
+        return _encode_verdict(verdict)
+
+    async def ListScorers(
+        self, request: reward_pb2.ListScorersRequest, context: object
+    ) -> reward_pb2.ListScorersResponse:
+        response = reward_pb2.ListScorersResponse(finalizer=self._finalizer_name)
+        for scorer in self._engine.scorers:
+            response.scorers.add(
+                name=scorer.name, scorer=scorer.label, rewards=scorer.reward_names, description=scorer.description
+            )
+        return response
+
+    def _items(self, request: reward_pb2.ScoreEpisodesRequest) -> Iterator[ScoreItem]:
+        if len(request.items) > ITEMS_MAX:
+            raise _invalid("items", f"has {len(request.items)} episodes, at most {ITEMS_MAX}; send them in parts")
+        for index, item in enumerate(request.items):
+            yield from self._samples(item, f"items[{index}]")
+
+    def _samples(self, item: reward_pb2.ScoreItem, field: str) -> Iterator[ScoreItem]:
+        _check_item(item, field)
+        key = decode_key(item.key, f"{field}.key")
+        task = _task_view(item.task)
+        answer_key = self._engine.oracles.resolve(item.task.oracle_ref)
+        messages = tuple(Message(role=m.role, content=m.content) for m in item.messages)
+        for sample, num_tokens, finish in zip(item.samples, item.num_action_tokens, item.finishes, strict=True):
+            yield ScoreItem(
+                key=key,
+                task=task,
+                answer_key=answer_key,
+                messages=messages,
+                sample_id=sample.sample_id,
+                leaf=sample.leaf,
+                role=sample.role,
+                num_action_tokens=num_tokens,
+                finish=FinishReason(finish),
+            )
+
+
+def _check_item(item: reward_pb2.ScoreItem, field: str) -> None:
+    if not item.samples:
+        raise _invalid(f"{field}.samples", "is empty; an episode without samples has nothing to score")
+    if not item.task.task_id:
+        raise _invalid(f"{field}.task", "is missing; send the task as the data service gave it")
+    for name, values in (("num_action_tokens", item.num_action_tokens), ("finishes", item.finishes)):
+        if len(values) != len(item.samples):
+            raise _invalid(f"{field}.{name}", f"has {len(values)} entries for {len(item.samples)} samples")
+    known = {int(reason) for reason in FinishReason}
+    for finish in item.finishes:
+        if finish not in known:
+            raise _invalid(f"{field}.finishes", f"has the unknown finish reason {finish}")
+
+
+def _task_view(task: types_pb2.Task) -> TaskView:
+    return TaskView(
+        task_id=task.task_id,
+        messages=tuple(Message(role=m.role, content=m.content) for m in task.messages),
+        tools=tuple(task.tools),
+        split=task.split,
+        labels=dict(task.labels),
+    )
+
+
+def _encode_verdict(verdict: Verdict) -> reward_pb2.FinalizeGroupResponse:
+    # The generated stubs give the enum a type of its own; the numbers are equal by definition and by test.
+    decision: Any = int(verdict.decision)
+    response = reward_pb2.FinalizeGroupResponse(decision=decision, reason=verdict.reason, num_extend=verdict.num_extend)
+    for sample_id, rewards in verdict.adjusted.items():
+        response.adjusted.add(sample_id=sample_id, rewards=encode_rewards(rewards))
+    return response
+
+
+def _invalid(field: str, what: str) -> InvalidInput:
+    return InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)])

@@ -1,0 +1,55 @@
+"""Extension points found by a short name, or loaded from a user's code by `file.py:Name`.
+
+Built-ins are listed by dotted name and imported when asked for, so that listing a heavy one costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.objects import load_object
+
+
+class Registry:
+    """One kind of extension point, e.g. scorers. `built_in` maps short names to `package.module:Name`."""
+
+    def __init__(self, kind: str, built_in: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._built_in = dict(built_in)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Short names of the built-ins."""
+        return tuple(self._built_in)
+
+    def find(self, name: str, base_dir: str | Path | None = None) -> Any:
+        """The class called `name`; a user's relative file is looked up in `base_dir`. ConfigError if there is none."""
+        if name in self._built_in:
+            return load_object(self._built_in[name])
+        if ":" not in name:
+            known = ", ".join(self.names)
+            raise ConfigError(f"there is no {self.kind} `{name}`; known: {known}, or your own as file.py:Name", name=name)
+        return load_object(name, base_dir)
+
+    def make(self, name: str, options: Mapping[str, Any], base_dir: str | Path | None = None, **context: Any) -> Any:
+        """An instance of the class called `name`, given `context` and, if the class has `Options`, `options` as one of those.
+
+        `Options` is a msgspec struct; the conversion is strict. A class without it takes no options. ConfigError naming the key.
+        """
+        cls = self.find(name, base_dir)
+        type_ = getattr(cls, "Options", None)
+        try:
+            converted = config_from_dict(type_ or _NoOptions, dict(options))
+        except ConfigError as error:
+            raise ConfigError(f"options of {self.kind} `{name}`: {error.message}", violations=error.violations) from error
+        return cls(**context, options=converted) if type_ else cls(**context)
+
+
+class _NoOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """For extensions without settings."""

@@ -1,0 +1,27 @@
+"""Small things to score."""
+
+from __future__ import annotations
+
+from rollmesh.services.reward.item import AnswerKey, ScoreItem, TaskView
+from rollmesh.shared.trajectory import EpisodeKey, MemberOutcome, Message, Outcome, Reward
+
+
+def item(*said: str, answer: str | None = "42", num_tokens: int = 10) -> ScoreItem:
+    """An episode in which the model said these things, a tool answering in between."""
+    messages = [Message(role="user", content="6*7")]
+    for text in said:
+        messages += [Message(role="assistant", content=text), Message(role="tool", content="<answer>tool</answer>")]
+    return ScoreItem(
+        key=EpisodeKey(run="r", task="t", group="g", episode="g.0"),
+        task=TaskView(task_id="t"),
+        answer_key=None if answer is None else AnswerKey(answers=(answer,)),
+        messages=tuple(messages),
+        sample_id="s",
+        num_action_tokens=num_tokens,
+    )
+
+
+def member(sample_id: str, *values: float, outcome: Outcome = Outcome.OK) -> MemberOutcome:
+    """A scored member with rewards a, b, ... of these values."""
+    rewards = tuple(Reward(name=chr(ord("a") + i), value=value, outcome=outcome) for i, value in enumerate(values))
+    return MemberOutcome(sample_id=sample_id, rewards=rewards, end="ready")

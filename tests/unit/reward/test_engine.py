@@ -1,0 +1,214 @@
+"""Running scorers: whatever fails is an infra failure with its cause, and never a 0."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.services.reward.config import FinalizerConfig, RewardConfig, ScorerConfig, build_engine
+from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine, run_scorer
+from rollmesh.services.reward.finalizers.keep_all import KeepAllFinalizer
+from rollmesh.services.reward.item import ScoreItem
+from rollmesh.services.reward.oracles import Oracles
+from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.errors import ConfigError, Overloaded
+from rollmesh.shared.trajectory import Outcome, Reward
+
+from .builders import item
+
+
+class Returns:
+    """A scorer that gives what it was told to, or raises it."""
+
+    version = "3"
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    async def score(self, item: ScoreItem) -> Any:
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+class Hangs:
+    """A scorer that waits until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered, self.release = asyncio.Event(), asyncio.Event()
+
+    async def score(self, item: ScoreItem) -> float:
+        self.entered.set()
+        await self.release.wait()
+        return 1.0
+
+
+def configured(scorer: Any, timeout_s: float = 30.0) -> ConfiguredScorer:
+    return ConfiguredScorer(name="mine", label="Mine@3", scorer=scorer, timeout_s=timeout_s)
+
+
+def engine(*scorers: ConfiguredScorer, queue_samples_max: int = 8) -> RewardEngine:
+    return RewardEngine(
+        scorers=scorers,
+        finalizer=KeepAllFinalizer(),
+        oracles=Oracles({}),
+        concurrency_max=2,
+        queue_samples_max=queue_samples_max,
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "names_and_values"),
+    [
+        (0.5, [("mine", 0.5)]),
+        (True, [("mine", 1.0)]),
+        (Reward(name="", value=2.0), [("mine", 2.0)]),
+        ([Reward(name="", value=1.0), Reward(name="other", value=3.0)], [("mine", 1.0), ("other", 3.0)]),
+    ],
+)
+async def test_rewards_get_their_name_and_the_scorers_version(
+    result: Any, names_and_values: list[tuple[str, float]]
+) -> None:
+    rewards = await run_scorer(configured(Returns(result)), item())
+    assert [(r.name, r.value) for r in rewards] == names_and_values
+    assert {r.scorer for r in rewards} == {"Mine@3"}
+
+
+@pytest.mark.parametrize(
+    ("result", "cause"),
+    [
+        (RuntimeError("judge is down"), "RuntimeError: judge is down"),
+        (TimeoutError("judge timed out"), "TimeoutError: judge timed out"),
+        (None, "TypeError"),
+        ("1.0", "expected a number, a Reward"),
+        ([], "no reward"),
+        (float("nan"), "nan"),
+        ([Reward(name="", value=float("inf"))], "inf"),
+        ([Reward(name="a", value=1.0), Reward(name="a", value=2.0)], "two rewards of one name"),
+    ],
+)
+async def test_a_scorer_that_fails_is_an_infra_failure_with_its_cause(result: Any, cause: str) -> None:
+    (reward,) = await run_scorer(configured(Returns(result)), item())
+    assert reward.outcome is Outcome.INFRA_FAILURE
+    assert reward.name == "mine"
+    assert cause in reward.evidence
+
+
+async def test_a_scorer_beyond_its_time_limit_is_an_infra_failure() -> None:
+    (reward,) = await run_scorer(configured(Hangs(), timeout_s=0.01), item())
+    assert reward.outcome is Outcome.INFRA_FAILURE
+    assert reward.evidence == "no result within 0.01 s"
+
+
+async def test_the_cause_of_a_failure_does_not_quote_the_answer_key() -> None:
+    (reward,) = await run_scorer(configured(Returns(ValueError("cannot read Zanzibar"))), item(answer="Zanzibar"))
+    assert reward.evidence == "ValueError: cannot read [answer key]"
+
+
+async def test_cancelling_is_not_recorded_but_passes() -> None:
+    scorer = Hangs()
+    running = asyncio.create_task(run_scorer(configured(scorer), item()))
+    await scorer.entered.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+
+async def test_one_failing_scorer_leaves_the_others_rewards() -> None:
+    (rewards,) = await engine(
+        configured(Returns(RuntimeError("x"))),
+        ConfiguredScorer(name="b", label="b@1", scorer=Returns(1.0), timeout_s=1),
+    ).score([item()])
+    assert [(r.name, r.outcome) for r in rewards] == [("mine", Outcome.INFRA_FAILURE), ("b", Outcome.OK)]
+
+
+async def test_more_samples_than_the_queue_holds_are_refused_and_room_comes_back() -> None:
+    scorer = Hangs()
+    scoring = engine(configured(scorer), queue_samples_max=2)
+    first = asyncio.create_task(scoring.score([item(), item()]))
+    await scorer.entered.wait()
+    with pytest.raises(Overloaded):
+        await scoring.score([item()])
+    scorer.release.set()
+    assert len(await first) == 2
+    assert len(await scoring.score([item()])) == 1
+
+
+OWN = """
+import msgspec
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    bonus: float = 0.0
+
+class Scorer:
+    Options = Options
+    version = "7"
+
+    def __init__(self, *, options):
+        self.bonus = options.bonus
+
+    async def score(self, item):
+        return item.response().count("!") + self.bonus
+
+class Plain:
+    async def score(self, item):
+        return float(item.answer_key.answers[0] in item.response())
+
+class NotAsync:
+    def score(self, item):
+        return 1.0
+"""
+
+
+async def test_a_users_own_scorer_is_loaded_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    config = config_from_dict(
+        RewardConfig,
+        {
+            "scorers": [
+                {"scorer": "own.py:Scorer", "name": "joy", "options": {"bonus": 0.5}},
+                {"scorer": "own.py:Plain"},
+            ]
+        },
+    )
+    (rewards,) = await build_engine(config, tmp_path).score([item("42!!")])
+    assert [(r.name, r.value, r.scorer) for r in rewards] == [("joy", 2.5, "Scorer@7"), ("Plain", 1.0, "Plain@1")]
+
+
+@pytest.mark.parametrize(
+    ("scorer", "message"),
+    [
+        (ScorerConfig(scorer="own.py:NotAsync"), "async def score"),
+        (ScorerConfig(scorer="own.py:Missing"), "Missing"),
+        (ScorerConfig(scorer="none.py:Scorer"), "none.py"),
+        (ScorerConfig(scorer="own.py:Scorer", options={"bonis": 1}), "bonis.*did you mean `bonus`"),
+        (ScorerConfig(scorer="own.py:Plain", options={"x": 1}), "x"),
+    ],
+)
+def test_a_users_scorer_that_cannot_be_used_is_named(tmp_path: Path, scorer: ScorerConfig, message: str) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    with pytest.raises(ConfigError, match=message):
+        build_engine(RewardConfig(scorers=(scorer,)), tmp_path)
+
+
+def test_a_weight_for_a_reward_that_nobody_gives_is_refused() -> None:
+    config = RewardConfig(finalizer=FinalizerConfig(options={"weights": {"correkt": 1.0}}))
+    with pytest.raises(ConfigError, match="correkt.*known: correct"):
+        build_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"scorers": []}, "scorers"),
+        ({"scorers": [{"scorer": "exact"}, {"scorer": "math", "name": "exact"}]}, "scorers.*exact, exact"),
+        ({"scorers": [{"scorer": "exact", "timeout_s": 0}]}, "timeout_s"),
+        ({"concurrency_max": 0}, "concurrency_max.*0"),
+    ],
+)
+def test_settings_out_of_range_name_field_and_value(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(RewardConfig, settings)

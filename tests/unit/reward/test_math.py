@@ -1,0 +1,107 @@
+"""Mathematical equality through real worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from rollmesh.services.reward.math_pool import MathPool
+from rollmesh.services.reward.scorer import SCORERS
+from rollmesh.services.reward.scorers.math import MathScorer
+from rollmesh.shared.errors import ScorerFailed
+
+from .builders import item
+
+SLOW = "$9^{9^{9^9}}$"
+"""Short to write; sympy does not come back from it within any limit we would set."""
+
+
+def pool(compare_s_max: float = 20.0) -> MathPool:
+    return MathPool(num_workers=1, compare_s_max=compare_s_max, start_s_max=60.0, memory_bytes_max=4 << 30)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scorer() -> AsyncIterator[MathScorer]:
+    made: MathScorer = SCORERS.make("math", {"pattern": "", "compare_s_max": 20.0})
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "value"),
+    [
+        ("1/2", "0.5", 1.0),
+        ("\\frac{1}{2}", "1/2", 1.0),
+        ("1000", "1,000", 1.0),
+        ("1,000", "1000", 1.0),
+        ("42", "so it is \\boxed{42}", 1.0),
+        ("42", "42.0", 1.0),
+        ("-5", "5", 0.0),
+        ("x+1", "$1+x$", 1.0),
+        ("x+1", "$x-1$", 0.0),
+        ("3.14159", "3.15", 0.0),
+        ("7", "I do not know", 0.0),
+        ("7", "", 0.0),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_math_equality(scorer: MathScorer, answer: str, said: str, value: float) -> None:
+    assert (await scorer.score(item(said, answer=answer))).value == value
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_unreadable_answer_key_is_a_failure_and_not_a_zero(scorer: MathScorer) -> None:
+    with pytest.raises(ScorerFailed, match="accepted answer of the key"):
+        await scorer.score(item("7", answer="?"))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_key_is_not_in_the_evidence(scorer: MathScorer) -> None:
+    assert "4711" not in (await scorer.score(item("12", answer="4711"))).evidence
+
+
+async def test_a_comparison_beyond_the_limit_fails_and_the_next_one_gets_a_fresh_worker() -> None:
+    compared = pool(compare_s_max=1.0)
+    try:
+        with pytest.raises(ScorerFailed, match="longer than 1.0 s|comparison failed: MemoryError"):
+            await compared.compare(["7"], SLOW)
+        # The importing of sympy is over by the time a fresh worker says that it is ready, so 1 s is plenty.
+        assert (await compared.compare(["1/2"], "0.5")).equal
+    finally:
+        await compared.close()
+
+
+async def test_a_cancelled_comparison_never_answers_the_next_one() -> None:
+    compared = pool()
+    try:
+        assert (await compared.compare(["8"], "8.0")).equal
+        stuck = asyncio.create_task(compared.compare(["7"], SLOW))
+        await asyncio.sleep(0)
+        assert not compared._idle, "the worker has been asked"
+        stuck.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stuck
+        assert not (await compared.compare(["8"], "9")).equal
+        assert (await compared.compare(["8"], "8.0")).equal
+    finally:
+        await compared.close()
+
+
+def test_comparing_works_outside_the_main_thread() -> None:
+    found: list[bool] = []
+
+    async def compare() -> None:
+        compared = pool()
+        try:
+            found.append((await compared.compare(["1/2"], "0.5")).equal)
+        finally:
+            await compared.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(compare()))
+    thread.start()
+    thread.join(60)
+    assert found == [True]

@@ -1,0 +1,105 @@
+"""The shipped scorers: values by hand, evidence without the key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollmesh.services.reward.item import TEXT_CHARS_MAX
+from rollmesh.services.reward.scorer import SCORERS
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.trajectory import Outcome, Reward
+
+from .builders import item
+
+
+async def score(
+    name: str, options: dict[str, Any], *said: str, answer: str | None = "42", num_tokens: int = 10
+) -> Reward:
+    reward = await SCORERS.make(name, options).score(item(*said, answer=answer, num_tokens=num_tokens))
+    assert isinstance(reward, Reward)
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        ("<answer>42</answer>", 1.0),
+        ("so <answer> 42\n</answer>.", 1.0),
+        ("<answer>41</answer> no, <answer>42</answer>", 1.0),
+        ("<answer>42</answer> no, <answer>41</answer>", 0.0),
+        ("<answer>42.0</answer>", 0.0),
+        ("42", 0.0),
+        ("", 0.0),
+    ],
+)
+async def test_exact_compares_the_last_tagged_answer(said: str, value: float) -> None:
+    assert (await score("exact", {}, said)).value == value
+
+
+async def test_exact_reads_assistant_messages_only_and_the_last_one_by_default() -> None:
+    assert (await score("exact", {}, "<answer>42</answer>", "done")).value == 0.0
+    assert (await score("exact", {"where": "episode"}, "<answer>42</answer>", "done")).value == 1.0
+    assert (await score("exact", {}, answer="tool")).value == 0.0
+
+
+async def test_exact_takes_another_answer_format_by_config() -> None:
+    options = {"pattern": r"####\s*(\S+)", "ignore_chars": "$,"}
+    assert (await score("exact", options, "12*100\n#### $1,200", answer="1200")).value == 1.0
+    assert (await score("exact", {"pattern": "", "ignore_case": True}, " PARIS ", answer="Paris")).value == 1.0
+
+
+async def test_exact_without_a_key_does_not_apply() -> None:
+    assert (await score("exact", {}, "<answer>1</answer>", answer=None)).outcome is Outcome.NOT_APPLICABLE
+
+
+async def test_exact_shows_the_models_answer_and_never_the_key() -> None:
+    reward = await score("exact", {}, "<answer>7</answer>", answer="Zanzibar")
+    assert "'7'" in reward.evidence
+    assert "Zanzibar" not in reward.evidence
+
+
+async def test_patterns_see_the_end_of_a_text_beyond_the_limit() -> None:
+    assert (await score("exact", {}, "x" * TEXT_CHARS_MAX + "<answer>42</answer>")).value == 1.0
+    assert (await score("exact", {}, "<answer>42</answer>" + "x" * TEXT_CHARS_MAX)).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "value"),
+    [
+        ({}, ["<answer>4</answer>"], 1.0),
+        ({}, ["so <answer>4</answer>"], 0.0),
+        ({"whole": False}, ["so <answer>4</answer>"], 1.0),
+        ({"pattern": "call.*<answer>", "where": "episode", "whole": False}, ["call", "<answer>"], 1.0),
+        ({"pattern": "call.*<answer>", "whole": False}, ["call", "<answer>"], 0.0),
+    ],
+)
+async def test_format_matches_the_last_message_or_the_episode(
+    options: dict[str, Any], said: list[str], value: float
+) -> None:
+    assert (await score("format", options, *said)).value == value
+
+
+async def test_length_budget_and_linear_values() -> None:
+    assert (await score("length", {"budget_tokens": 10}, num_tokens=10)).value == 1.0
+    assert (await score("length", {"budget_tokens": 10}, num_tokens=11)).value == 0.0
+    assert (await score("length", {"form": "linear", "scale_tokens": 8}, num_tokens=20)).value == -2.5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("exact", {"pattern": "("}, "pattern.*not a regular expression"),
+        ("exact", {"patern": "x"}, "options of scorer `exact`.*patern.*did you mean `pattern`"),
+        ("format", {"pattern": ""}, "pattern"),
+        ("length", {"scale_tokens": 0}, "scale_tokens"),
+        ("length", {"form": "cubic"}, "form"),
+        ("math", {"num_workers": 0}, "num_workers"),
+        ("math", {"compare_s_max": -1}, "compare_s_max"),
+        ("exakt", {}, "no scorer `exakt`; known: exact, math, format, length"),
+    ],
+)
+def test_wrong_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SCORERS.make(name, options)
