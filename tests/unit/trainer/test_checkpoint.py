@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +86,8 @@ def test_plain_transformers_loads_a_checkpoint_and_generates(tmp_path: Path) -> 
     trainer, log = fresh()
     advance(trainer, log, 1)
     folder = save(tmp_path, trainer, log).path
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer("<|user|>1+2<|end|><|assistant|>", return_tensors="pt")
     assert torch.equal(model(prompt.input_ids).logits, trainer.model.train(False)(prompt.input_ids).logits)
     assert model.generate(**prompt, max_new_tokens=4).shape[1] > prompt.input_ids.shape[1]

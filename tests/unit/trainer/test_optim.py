@@ -35,7 +35,7 @@ def test_step_clips_the_global_norm_and_reports_it_unclipped() -> None:
     norm = guarded_step(optimizer, clip_norm=1.0, loss=0.0)
     assert norm == pytest.approx(8**0.5)
     moved = torch.cat([(p - b).flatten() for p, b in zip(module.parameters(), before, strict=True)]).norm()
-    assert float(moved) == pytest.approx(1.0, abs=1e-4)
+    assert moved.item() == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize(("gradient", "loss"), [(float("nan"), 0.0), (float("inf"), 0.0), (1.0, float("nan"))])

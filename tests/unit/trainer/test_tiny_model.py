@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,8 @@ def test_model_seed_decides_the_weights_and_leaves_the_global_rng_alone() -> Non
 
 def test_plain_transformers_loads_the_folder_with_equal_weights(folder: Path) -> None:
     ids = torch.arange(20)[None]
-    mine, theirs = build_tiny_model(TinyModelConfig(), seed=3), AutoModelForCausalLM.from_pretrained(folder)
+    mine = build_tiny_model(TinyModelConfig(), seed=3)
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(mine(ids).logits, theirs(ids).logits)
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
     generated = theirs.generate(ids, max_new_tokens=3, do_sample=False)
@@ -94,7 +96,7 @@ def test_chat_template_equals_the_training_format(folder: Path, tools: tuple[str
     tokenizer = load_tokenizer(folder)
     demo = render_demonstration(tokenizer, "12+30-2", CALLS, "40", tools=tools)
     messages = demonstration_messages("12+30-2", CALLS, "40")
-    kwargs = {"tools": TOOLS if tools else None, "tokenize": True, "return_dict": False}
+    kwargs: dict[str, Any] = {"tools": TOOLS if tools else None, "tokenize": True, "return_dict": False}
     assert tokenizer.apply_chat_template(messages, **kwargs) == demo.token_ids.tolist()
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, **kwargs)
     assert prompt == encode_prompt(tokenizer, "12+30-2", tools=tools)

@@ -206,7 +206,7 @@ def test_table_reads_lag_temperature_and_truncation_from_each_segment() -> None:
 
 def test_greedy_samples_are_compared_with_the_plain_model() -> None:
     made = training_sample("s", [prompt([20]), action([30], [-1.0])], params=SamplingParams(temperature=0.0))
-    table = build_table([made], [(np.float32(0), np.float32(1))], update=1)  # type: ignore[arg-type]
+    table = build_table([made], [(np.zeros(1, np.float32), np.ones(1, np.float32))], update=1)
     assert table.temperature.tolist() == [1.0]
     assert table.truncated.tolist() == [0.0]
 

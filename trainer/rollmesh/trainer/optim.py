@@ -66,12 +66,16 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def guarded_step(optimizer: torch.optim.Optimizer, *, clip_norm: float, loss: float) -> float | None:
-    """Clip, step, clear gradients. Returns the norm before clipping, or None if loss or norm is not finite: no step then."""
-    parameters = [p for g in optimizer.param_groups for p in g["params"]]
+def guarded_step(*optimizers: torch.optim.Optimizer, clip_norm: float, loss: float) -> float | None:
+    """Clip, step, clear gradients; several optimisers share one norm and step together or not at all.
+
+    Returns the norm before clipping, or None if loss or norm is not finite: nothing was changed then.
+    """
+    parameters = [p for o in optimizers for g in o.param_groups for p in g["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm))
     finite = math.isfinite(norm) and math.isfinite(loss)
-    if finite:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        if finite:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return norm if finite else None
