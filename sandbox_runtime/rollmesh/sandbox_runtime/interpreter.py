@@ -27,6 +27,7 @@ from rollmesh.sandbox_runtime.output import BoundedText, OutputLimitError, clip
 OK, ERROR, TIME, MEMORY, PROCESSES, OUTPUT = "ok", "error", "time", "memory", "processes", "output"
 
 _FRAMES_MAX = 20
+_NAME_BYTES_MAX = 200
 _OWN_FILES = (__file__, output.__file__)
 """Frames of the jail's own code are no news to the user."""
 
@@ -117,7 +118,7 @@ class Interpreter:
         }  # fmt: skip
         if error is not None:
             message, _ = clip(_message(error), keep)
-            reply |= {"error_type": type(error).__name__, "error_message": message}
+            reply |= {"error_type": clip(type(error).__name__, _NAME_BYTES_MAX)[0], "error_message": message}
             reply["traceback"], _ = clip(_traceback(error), keep)
         return reply
 

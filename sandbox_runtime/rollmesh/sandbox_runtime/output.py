@@ -11,7 +11,7 @@ class OutputLimitError(BaseException):
 
 
 class BoundedText(io.TextIOBase):
-    """Keeps the first `keep` characters, drops the rest, raises past `flood`. `fileno` is the descriptor it stands for."""
+    """Keeps the first `keep` characters, drops the rest, raises past `flood` of them. `fileno` is the descriptor it stands for."""
 
     encoding = "utf-8"
     errors = "replace"
@@ -48,10 +48,8 @@ class BoundedText(io.TextIOBase):
         text, seen = "".join(self._parts), self._seen
         self._parts, self._kept, self._seen = [], 0, 0
         raw, total = _take_file(self._fd, self._keep)
-        if raw:
-            text += raw.decode("utf-8", "replace")
-        cut = seen > self._keep or total > len(raw) or len(text) > self._keep
-        return text[: self._keep], cut
+        text, cut = clip(text + raw.decode("utf-8", "replace"), self._keep)
+        return text, cut or seen > self._keep or total > len(raw)
 
 
 def _take_file(fd: int, keep: int) -> tuple[bytes, int]:
@@ -68,5 +66,6 @@ def _take_file(fd: int, keep: int) -> tuple[bytes, int]:
 
 
 def clip(text: str, keep: int) -> tuple[str, bool]:
-    """The first `keep` characters, and whether any were cut."""
-    return text[:keep], len(text) > keep
+    """The first `keep` bytes in UTF-8, lone surrogates replaced, and whether any were cut."""
+    raw = text.encode("utf-8", "replace")
+    return raw[:keep].decode("utf-8", "ignore"), len(raw) > keep

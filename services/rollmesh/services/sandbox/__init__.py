@@ -1,0 +1,1 @@
+"""The sandbox service: sessions with leases over an engine that makes jails."""

@@ -1,0 +1,116 @@
+"""Configuration of a sandbox node."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import msgspec
+
+from rollmesh.sandbox_runtime.limits import Limits
+
+
+class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What sessions of a profile find ready. All of it is the operator's code, run once before containment."""
+
+    preload: tuple[str, ...] = ()
+    """Modules imported ahead. More of them make a session's fork dearer (about 1 ms per 30 MB) and first imports free."""
+    library_paths: tuple[str, ...] = ()
+    """Absolute directories put on sys.path and shown read-only in the jail, e.g. a site-packages. Never one with secrets."""
+    tools: tuple[str, ...] = ()
+    """Modules whose public functions every session can call."""
+    prelude: str = ""
+    """Source executed once; every session starts with what it defines."""
+    limits: dict[str, int | float] = {}
+    """Changes to the default limits, by field of `rollmesh.sandbox_runtime.limits.Limits`."""
+
+    def __post_init__(self) -> None:
+        known = {field.name for field in fields(Limits)}
+        for name in self.limits:
+            if name not in known:
+                raise ValueError(f"limits: unknown limit {name!r}; known: {', '.join(sorted(known))}")
+        for path in self.library_paths:
+            if not path.startswith("/"):
+                raise ValueError(f"library_paths must be absolute, got {path!r}")
+        self.resolved_limits()
+
+    def resolved_limits(self) -> Limits:
+        """The defaults with this profile's changes."""
+        return Limits(**self.limits)  # type: ignore[arg-type]
+
+
+PROFILES = {
+    "python": ProfileConfig(
+        preload=(
+            "collections",
+            "datetime",
+            "decimal",
+            "fractions",
+            "itertools",
+            "json",
+            "math",
+            "random",
+            "re",
+            "statistics",
+        )
+    ),
+    "calc": ProfileConfig(
+        tools=("rollmesh.sandbox_runtime.tools.calc",),
+        limits={"call_s": 2.0, "cpu_s": 2.0, "memory_bytes": 128 << 20, "processes_max": 4, "disk_bytes": 1 << 20},
+    ),
+}
+"""The profiles every node has unless its configuration names others: plain Python, and the demo's calculator."""
+
+
+class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One node: its places, leases and profiles."""
+
+    engine: str = "jail"
+    """`jail`, or `fake`: no isolation at all, for tests that only need the calculator."""
+    profiles: dict[str, ProfileConfig] = msgspec.field(default_factory=lambda: dict(PROFILES))
+    """By name."""
+    warm: tuple[str, ...] = ()
+    """Profiles whose zygote starts with the service (about 0.1 s each); others start at their first session."""
+    sessions_max: int = 256
+    """Live sessions; more are refused as OVERLOADED. Each costs about 3 MB and a uid."""
+    starts_inflight_max: int = 4
+    """Sessions being made at a time: a storm of starts must not starve the calls of live sessions."""
+    ttl_s: float = 120.0
+    """Seconds without use after which a session is ended, where its opener names none."""
+    ttl_s_max: float = 3600.0
+    """Longest time to live an opener may ask for."""
+    reap_every_s: float = 1.0
+    """Time between looks for expired sessions: how late one may end."""
+    grace_s: float = 1.0
+    """Between the moment the jail interrupts code that is out of time and the moment the service kills the session."""
+    start_timeout_s: float = 30.0
+    """For a zygote to import its preloads and contain itself, and for a session to be made."""
+    retry_after_s: float = 0.5
+    """What a refused opener is told to wait."""
+    commands_inflight_max: int = 256
+    """Commands of one stream in progress; then the stream is not read."""
+    files_bytes_max: int = 4 << 20
+    """Bytes of files in one message, each way."""
+    stop_s: float = 2.0
+    """How long commands in progress may go on when the node stops; then their sessions are ended."""
+    uid_base: int = 60578
+    """As root: session in place n runs as uid and gid uid_base + n. The default opens the longest range that systemd's
+    allocation leaves unused (60578-61183); as an ordinary user each session gets a user namespace instead."""
+    cgroups: bool = True
+    """Bound each session's memory and processes by cgroup where one is writable."""
+    python: str = ""
+    """Interpreter of the zygotes; empty means the service's own. It must be readable by the service's user."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "sessions_max", "starts_inflight_max", "ttl_s", "reap_every_s", "grace_s", "start_timeout_s",
+            "retry_after_s", "stop_s", "commands_inflight_max", "files_bytes_max", "uid_base",
+        ):  # fmt: skip
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.ttl_s > self.ttl_s_max:
+            raise ValueError(f"ttl_s must not exceed ttl_s_max {self.ttl_s_max}, got {self.ttl_s}")
+        if self.engine not in ("jail", "fake"):
+            raise ValueError(f"engine must be jail or fake, got {self.engine!r}")
+        for name in self.warm:
+            if name not in self.profiles:
+                raise ValueError(f"warm names {name!r}, which is not in profiles ({', '.join(self.profiles)})")

@@ -1,0 +1,93 @@
+"""The engine port: what the sandbox service asks of whatever contains foreign code.
+
+An engine makes, uses and ends sessions; it knows nothing of owners, leases and streams. One conformance suite
+(`tests/conformance/test_sandbox_engine.py`) runs on every engine. What a program did, good or bad, is a `RunResult`; what
+went wrong with the jail itself is `SandboxFailed`: an infra failure, never held against the program.
+
+Every method runs on the event loop, must not block it, and ends within the limits of the session plus a grace. Cancelling a
+`run` or `call` ends the session, since its state is then unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from rollmesh.sandbox_runtime.limits import Limits
+
+
+class Outcome(Enum):
+    """How a piece of code ended. All of these are the program's own doing."""
+
+    OK = "ok"
+    ERROR = "error"
+    """It raised."""
+    TIME = "time"
+    """Wall or CPU time used up."""
+    MEMORY = "memory"
+    PROCESSES = "processes"
+    OUTPUT = "output"
+    """It printed more than the flood limit."""
+    EXITED = "exited"
+    """It ended its own session: os._exit, a fatal signal, or garbage on the session's socket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What one piece of code did. Texts are cut at the session's `output_bytes` and `truncated` then says so."""
+
+    outcome: Outcome
+    stdout: str = ""
+    stderr: str = ""
+    result: str = ""
+    """repr of the last expression (run) or the returned text (call); empty for None."""
+    error_type: str = ""
+    error_message: str = ""
+    traceback: str = ""
+    """With the user's own line numbers and source lines."""
+    truncated: bool = False
+    wall_s: float = 0.0
+    """Seconds inside the jail."""
+    session_alive: bool = True
+
+
+class SandboxEngine(Protocol):
+    """Sessions by id. Ids are the caller's and unique among live sessions."""
+
+    async def start(self) -> None:
+        """Make ready and clear what an earlier life left. Raises SandboxFailed where this host can't contain."""
+        ...
+
+    async def close(self) -> None:
+        """End every session; nothing of them is left when this returns."""
+        ...
+
+    def limits(self, profile: str) -> Limits:
+        """A profile's limits, which are also the most a session may ask for. Raises UnknownProfile."""
+        ...
+
+    async def open(self, session_id: str, profile: str, limits: Limits) -> None:
+        """A fresh session. Raises SandboxFailed if the jail can't be made, Overloaded without a free place."""
+        ...
+
+    async def run(self, session_id: str, code: str, wall_s: float) -> RunResult:
+        """Execute source text. Raises SandboxFailed if the jail was lost, UnknownSession."""
+        ...
+
+    async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
+        """Call a function that the profile or earlier code defined. Also raises InvalidInput if there is none."""
+        ...
+
+    async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
+        """Write files by relative path. Raises InvalidInput if the session refuses them (full, not a directory, ...)."""
+        ...
+
+    async def get_files(self, session_id: str, paths: Sequence[str], bytes_max: int) -> dict[str, bytes]:
+        """Read files. Raises InvalidInput for a missing one or more than `bytes_max` bytes together."""
+        ...
+
+    async def end(self, session_id: str) -> None:
+        """End a session and all its processes; unknown ids are ignored. Nothing of it is left when this returns."""
+        ...

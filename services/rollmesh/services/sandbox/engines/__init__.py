@@ -1,0 +1,1 @@
+"""Engines behind the port of `rollmesh.services.sandbox.engine`."""

@@ -1,0 +1,79 @@
+"""FAKE engine: NO ISOLATION. The calculator in the service's own process, for tests that need its speed and nothing else.
+
+It evaluates only `call(text)` of the calculator profile, whose grammar can do no harm; it never executes Python. `run` takes an
+expression the calculator accepts. Deterministic; limits and time play no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.tools import calc
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
+
+PROFILE = "calc"
+
+
+class FakeEngine:
+    """Implements `SandboxEngine` without any containment: never for code that a model wrote."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
+        self._files: dict[str, dict[str, bytes]] = {}
+
+    async def start(self) -> None:
+        """Nothing to make ready."""
+
+    async def close(self) -> None:
+        self._files.clear()
+
+    def limits(self, profile: str) -> Limits:
+        if profile != PROFILE:
+            raise UnknownProfile(f"the fake engine has only the profile {PROFILE!r}, not {profile!r}", profile=profile)
+        return self._config.profiles[PROFILE].resolved_limits()
+
+    async def open(self, session_id: str, profile: str, limits: Limits) -> None:
+        self.limits(profile)
+        assert session_id not in self._files
+        self._files[session_id] = {}
+
+    async def run(self, session_id: str, code: str, wall_s: float) -> RunResult:
+        self._find(session_id)
+        value = calc.call(code)
+        if value == calc.REFUSED:
+            message = "the fake engine evaluates one arithmetic operation and nothing else"
+            return RunResult(outcome=Outcome.ERROR, error_type="SyntaxError", error_message=message)
+        return RunResult(outcome=Outcome.OK, result=value)
+
+    async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
+        self._find(session_id)
+        if function != "call":
+            raise InvalidInput(f"no function {function!r} in this session", session=session_id)
+        if len(arguments) != 1:
+            message = f"call() takes 1 positional argument but {len(arguments)} were given"
+            return RunResult(outcome=Outcome.ERROR, error_type="TypeError", error_message=message)
+        return RunResult(outcome=Outcome.OK, result=calc.call(arguments[0]))
+
+    async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
+        self._find(session_id).update(files)
+
+    async def get_files(self, session_id: str, paths: Sequence[str], bytes_max: int) -> dict[str, bytes]:
+        held = self._find(session_id)
+        for path in paths:
+            if path not in held:
+                raise InvalidInput(f"{path}: no such file", session=session_id)
+        found = {path: held[path] for path in paths}
+        if sum(map(len, found.values())) > bytes_max:
+            raise InvalidInput(f"the files asked for exceed {bytes_max} bytes together", session=session_id)
+        return found
+
+    async def end(self, session_id: str) -> None:
+        self._files.pop(session_id, None)
+
+    def _find(self, session_id: str) -> dict[str, bytes]:
+        if session_id not in self._files:
+            raise UnknownSession(f"no session {session_id!r} here: it was closed or expired; open a new one")
+        return self._files[session_id]

@@ -1,0 +1,330 @@
+"""The jail engine: sessions forked from warm, contained zygotes, one zygote per profile.
+
+    open   place -> zygote of the profile (started if there is none) -> fork -> contained -> "ready"
+    run    request on the session's own socket; the zygote is not involved
+    end    kill through the zygote -> the kernel reaps the session's pid namespace -> place free again
+
+A zygote that dies takes its sessions along: each of them is then an infra failure, and the next `open` starts another zygote.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.sandbox_runtime import cgroups
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
+from rollmesh.services.sandbox.engines.leftovers import StateDir
+from rollmesh.services.sandbox.engines.places import Place, Places
+from rollmesh.services.sandbox.engines.zygote_process import Ended, ZygoteProcess
+from rollmesh.shared.errors import AlreadyExists, InvalidInput, SandboxFailed, UnknownProfile, UnknownSession
+from rollmesh.shared.ids import IdSource
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A session from `open` until nothing of it is left."""
+
+    session: JailSession
+    zygote: ZygoteProcess
+    place: Place
+    limits: Limits
+    ended: asyncio.Future[Ended]
+    oom_kills_before: int
+    out_of_memory: bool = False
+    """Whether the kernel killed for memory in it; known when it has ended."""
+    closing: bool = False
+    """Whether we have begun to end it. A session that ended unasked stays listed, so that its user learns why."""
+
+
+class JailEngine:
+    """The default engine; implements `SandboxEngine`. `state_dir` is its own, kept over restarts."""
+
+    def __init__(self, config: SandboxConfig, *, state_dir: Path, ids: IdSource) -> None:
+        self._config = config
+        self._state = StateDir(state_dir)
+        self._name = ids.new()
+        self._places: Places | None = None
+        self._zygotes: dict[str, ZygoteProcess] = {}
+        self._starting: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in config.profiles}
+        self._starts = asyncio.Semaphore(config.starts_inflight_max)
+        self._live: dict[str, _Live] = {}
+
+    async def start(self) -> None:
+        hierarchy = _detect_cgroups() if self._config.cgroups else None
+        await asyncio.to_thread(self._state.acquire)
+        cleared = await asyncio.to_thread(self._state.clear_leftovers, hierarchy)
+        if cleared.num_processes or cleared.num_groups:
+            _log.warning("ended what an earlier life left: %s", cleared)
+        self._state.record_groups(self._name)
+        config = self._config
+        self._places = Places(config.sessions_max, config.uid_base, hierarchy, self._name, config.retry_after_s)
+        for profile in config.warm:
+            await self._zygote_for(profile)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(self.end(session_id) for session_id in list(self._live)))
+        await asyncio.gather(*(self._end_zygote(profile) for profile in list(self._zygotes)))
+        if self._places is not None:
+            self._places.remove_groups()
+            self._state.forget_groups(self._name)
+        self._state.release()
+
+    def limits(self, profile: str) -> Limits:
+        if profile not in self._config.profiles:
+            known = ", ".join(self._config.profiles)
+            raise UnknownProfile(f"no sandbox profile {profile!r} is configured; known: {known}", profile=profile)
+        return self._config.profiles[profile].resolved_limits()
+
+    async def open(self, session_id: str, profile: str, limits: Limits) -> None:
+        self.limits(profile)
+        assert self._places is not None, "start() comes first"
+        if session_id in self._live:
+            raise AlreadyExists(f"session {session_id!r} is live or still ending; choose a new id", session=session_id)
+        async with self._starts:
+            place = self._places.take()
+            try:
+                zygote = await self._zygote_for(profile)
+                live = self._fork(session_id, zygote, place, limits)
+            except BaseException:
+                self._places.give_back(place)
+                raise
+            await self._await_ready(session_id, live)
+
+    async def run(self, session_id: str, code: str, wall_s: float) -> RunResult:
+        live = self._find(session_id)
+        return await self._execute(session_id, live, {"verb": "run", "code": code}, wall_s)
+
+    async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
+        live = self._find(session_id)
+        message = {"verb": "call", "function": function, "arguments": list(arguments)}
+        return await self._execute(session_id, live, message, wall_s)
+
+    async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
+        content = {path: base64.b64encode(data).decode() for path, data in files.items()}
+        await self._transfer(session_id, {"verb": "put", "files": content})
+
+    async def get_files(self, session_id: str, paths: Sequence[str], bytes_max: int) -> dict[str, bytes]:
+        reply = await self._transfer(session_id, {"verb": "get", "paths": list(paths), "bytes_max": bytes_max})
+        try:
+            return reply.decoded_files()
+        except ProtocolBroken as error:
+            await self.end(session_id)
+            raise InvalidInput(f"the session answered garbage and was ended: {error}") from error
+
+    async def end(self, session_id: str) -> None:
+        live = self._live.get(session_id)
+        if live is None:
+            return
+        self._begin_end(session_id, live)
+        await self._gone(live)
+
+    def _begin_end(self, session_id: str, live: _Live) -> None:
+        if live.ended.done() and not live.closing:
+            self._live.pop(session_id)  # it ended unasked; its user has learned of it now
+        live.closing = True
+        live.zygote.kill(session_id)
+
+    # Making sessions ----------------------------------------------------------------------------------------------
+
+    def _fork(self, session_id: str, zygote: ZygoteProcess, place: Place, limits: Limits) -> _Live:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        procs_fds: list[int] = []
+        try:
+            if place.group is not None:
+                place.group.limit(limits)
+                procs_fds = place.group.procs_fds()
+            ended = zygote.open(session_id, place.uid, limits, (theirs.fileno(), *procs_fds))
+        except OSError as error:
+            ours.close()
+            raise SandboxFailed(f"cannot set the session's cgroup: {error}") from error
+        except SandboxFailed:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            for fd in procs_fds:
+                os.close(fd)
+        before = place.group.num_oom_kills() if place.group is not None else 0
+        session = JailSession(ours, limits, self._config.files_bytes_max)
+        live = self._live[session_id] = _Live(session, zygote, place, limits, ended, before)
+        ended.add_done_callback(lambda _: self._release(session_id, live))
+        return live
+
+    def _release(self, session_id: str, live: _Live) -> None:
+        """Nothing of the session is left: the one place where a place is given back."""
+        assert self._places is not None
+        if (group := live.place.group) is not None:
+            live.out_of_memory = group.num_oom_kills() > live.oom_kills_before
+        live.session.close()
+        self._places.give_back(live.place)
+        if live.closing:
+            del self._live[session_id]
+
+    async def _await_ready(self, session_id: str, live: _Live) -> None:
+        """Before it is ready a session runs no foreign code: whatever goes wrong is ours."""
+        reason = "the session was not ready in time"
+        try:
+            reply = await live.session.receive(self._config.start_timeout_s)
+            if reply.ready:
+                return
+            reason = reply.reason
+        except TimeoutError:
+            pass
+        except (SessionGone, ProtocolBroken) as error:
+            reason = str(error)
+        except BaseException:
+            self._begin_end(session_id, live)
+            raise
+        self._begin_end(session_id, live)
+        ended = await self._gone(live)
+        raise SandboxFailed(f"the jail could not be made: {ended.refused or reason}", session=session_id)
+
+    async def _zygote_for(self, profile: str) -> ZygoteProcess:
+        async with self._starting[profile]:
+            zygote = self._zygotes.get(profile)
+            if zygote is not None and zygote.alive:
+                return zygote
+            if zygote is not None:
+                await self._end_zygote(profile)
+            return await self._start_zygote(profile)
+
+    async def _start_zygote(self, profile: str) -> ZygoteProcess:
+        described = msgspec.to_builtins(self._config.profiles[profile])
+        del described["limits"]
+        log = self._state.path / f"zygote-{profile}.log"
+        zygote = await ZygoteProcess.start(self._config.python, described, log, self._config.start_timeout_s)
+        self._zygotes[profile] = zygote
+        self._state.record_launcher(zygote.pid)
+        return zygote
+
+    async def _end_zygote(self, profile: str) -> None:
+        zygote = self._zygotes.pop(profile)
+        await zygote.close()
+        self._state.forget_launcher(zygote.pid)
+
+    # Using sessions -----------------------------------------------------------------------------------------------
+
+    def _find(self, session_id: str) -> _Live:
+        live = self._live.get(session_id)
+        if live is None or live.closing:
+            raise UnknownSession(f"no session {session_id!r} here: it was closed, expired or lost; open a new one")
+        return live
+
+    async def _execute(self, session_id: str, live: _Live, message: dict[str, Any], wall_s: float) -> RunResult:
+        message["wall_s"] = wall_s
+        try:
+            reply = await self._exchange(session_id, live, message, wall_s + self._config.grace_s)
+        except TimeoutError:
+            await self._ended_by_itself(session_id, live)
+            return _killed(Outcome.TIME, wall_s + self._config.grace_s)
+        except SessionGone:
+            return _explain(live, await self._ended_by_itself(session_id, live))
+        except ProtocolBroken as error:
+            await self._ended_by_itself(session_id, live)
+            return _exited(f"the session's protocol was broken: {error}")
+        if reply.refused:
+            raise InvalidInput(reply.refused, session=session_id)
+        result = _to_result(reply)
+        if not result.session_alive:
+            await self.end(session_id)
+        return result
+
+    async def _transfer(self, session_id: str, message: dict[str, Any]) -> Reply:
+        live = self._find(session_id)
+        try:
+            reply = await self._exchange(session_id, live, message, live.limits.call_s + self._config.grace_s)
+        except (TimeoutError, SessionGone, ProtocolBroken) as error:
+            await self._ended_by_itself(session_id, live)
+            raise UnknownSession(f"session {session_id!r} ended while it handled files: {error}") from error
+        if reply.refused:
+            raise InvalidInput(reply.refused, session=session_id)
+        return reply
+
+    async def _exchange(self, session_id: str, live: _Live, message: dict[str, Any], timeout_s: float) -> Reply:
+        try:
+            return await live.session.request(message, timeout_s)
+        except asyncio.CancelledError:
+            self._begin_end(session_id, live)
+            raise
+
+    async def _ended_by_itself(self, session_id: str, live: _Live) -> Ended:
+        """Make sure that a session which failed us is gone. Raises UnknownSession if somebody else was ending it anyway."""
+        closing = live.closing
+        self._begin_end(session_id, live)
+        ended = await self._gone(live)
+        if closing:
+            raise UnknownSession(f"session {session_id!r} was closed while it was used")
+        if ended.lost:
+            raise SandboxFailed("the session was lost with its zygote", session=session_id)
+        return ended
+
+    async def _gone(self, live: _Live) -> Ended:
+        """Wait for the kernel to have reaped everything; a zygote that does not report it is ended itself."""
+        waiting: Awaitable[Ended] = asyncio.shield(live.ended)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.start_timeout_s):
+                return await waiting
+        await live.zygote.close()
+        return await live.ended
+
+
+def _detect_cgroups() -> cgroups.Hierarchy | None:
+    return cgroups.detect(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
+
+
+def _to_result(reply: Reply) -> RunResult:
+    try:
+        outcome = Outcome(reply.outcome)
+    except ValueError:
+        return _exited("the session's protocol was broken: unknown outcome")
+    return RunResult(
+        outcome=outcome,
+        stdout=reply.stdout,
+        stderr=reply.stderr,
+        result=reply.result,
+        error_type=reply.error_type,
+        error_message=reply.error_message,
+        traceback=reply.traceback,
+        truncated=reply.truncated,
+        wall_s=reply.wall_s,
+        # Out of processes means that strays are left which would compete with every later call.
+        session_alive=outcome is not Outcome.PROCESSES,
+    )
+
+
+def _explain(live: _Live, ended: Ended) -> RunResult:
+    """Why a session ended by itself: the kernel's memory or CPU limit, or its own doing."""
+    if live.out_of_memory:
+        return _killed(Outcome.MEMORY)
+    if ended.status < 0 and ended.cpu_s >= live.limits.cpu_total_s:
+        return _killed(Outcome.TIME)
+    how = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
+    return _exited(f"the program ended its session ({how})")
+
+
+def _killed(outcome: Outcome, wall_s: float = 0.0) -> RunResult:
+    message = f"the session was killed: out of {outcome.value}"
+    return RunResult(
+        outcome=outcome, error_type="LimitReached", error_message=message, wall_s=wall_s, session_alive=False
+    )
+
+
+def _exited(message: str) -> RunResult:
+    return RunResult(outcome=Outcome.EXITED, error_type="SessionEnded", error_message=message, session_alive=False)

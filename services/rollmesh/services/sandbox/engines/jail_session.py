@@ -1,0 +1,138 @@
+"""One session as the service sees it: requests and replies on its socket, under a deadline. What it replies is hostile.
+
+Replies are length-bounded before they are read and decoded into a strict schema. A deadline passed, a reply that does not fit
+the schema or a cancelled request ends the session: afterwards nobody knows what it would answer next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from rollmesh.sandbox_runtime import framing
+from rollmesh.sandbox_runtime.limits import Limits
+
+_PIECE_BYTES = 1 << 16
+_OVERHEAD_BYTES = 1 << 16
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a session may say; absent fields have no meaning for the request at hand."""
+
+    ready: bool = False
+    reason: str = ""
+    refused: str = ""
+    outcome: str = ""
+    stdout: str = ""
+    stderr: str = ""
+    result: str = ""
+    error_type: str = ""
+    error_message: str = ""
+    traceback: str = ""
+    truncated: bool = False
+    wall_s: float = 0.0
+    files: dict[str, str] = {}
+
+    def decoded_files(self) -> dict[str, bytes]:
+        """Their content. Raises ProtocolBroken."""
+        try:
+            return {path: base64.b64decode(text, validate=True) for path, text in self.files.items()}
+        except (binascii.Error, ValueError) as error:
+            raise ProtocolBroken(f"file content is not base64: {error}") from error
+
+
+class SessionGone(Exception):
+    """The socket ended: pid 1 is dead or dying."""
+
+
+class ProtocolBroken(Exception):
+    """The session wrote something that is no reply."""
+
+
+_decoder = msgspec.json.Decoder(Reply)
+
+
+class JailSession:
+    """The service's end of one session's socket. One request at a time."""
+
+    def __init__(self, connection: socket.socket, limits: Limits, files_bytes_max: int) -> None:
+        self._socket = connection
+        self._busy = False
+        self._closed = False
+        # JSON escapes a character in at most 12 bytes; there are six texts of at most output_bytes characters each.
+        self._frame_bytes_max = max(6 * 12 * limits.output_bytes, 2 * files_bytes_max) + _OVERHEAD_BYTES
+
+    async def receive(self, timeout_s: float) -> Reply:
+        """The next reply. Raises TimeoutError, SessionGone, ProtocolBroken."""
+        with self._in_use():
+            async with asyncio.timeout(timeout_s):
+                return await self._read()
+
+    async def request(self, message: dict[str, Any], timeout_s: float) -> Reply:
+        """Send a request, return its reply. Raises TimeoutError, SessionGone, ProtocolBroken."""
+        loop = asyncio.get_running_loop()
+        with self._in_use():
+            async with asyncio.timeout(timeout_s):
+                try:
+                    await loop.sock_sendall(self._socket, framing.encode(message))
+                except OSError as error:
+                    raise SessionGone(str(error)) from error
+                return await self._read()
+
+    def close(self) -> None:
+        """Give up the socket; a request in progress ends with SessionGone.
+
+        Its descriptor is closed only when nobody waits on it: the loop would go on watching the number, which may soon be
+        another session's.
+        """
+        self._closed = True
+        if self._busy:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        else:
+            self._socket.close()
+
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        assert not self._busy, "one request at a time"
+        if self._closed:
+            raise SessionGone("closed")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+            if self._closed:
+                self._socket.close()
+
+    async def _read(self) -> Reply:
+        data = await self._piece(framing.LENGTH.size, bytearray())
+        (size,) = framing.LENGTH.unpack_from(data)
+        if size > self._frame_bytes_max:
+            raise ProtocolBroken(f"a frame of {size} bytes; at most {self._frame_bytes_max} are allowed")
+        data = await self._piece(framing.LENGTH.size + size, data)
+        if len(data) != framing.LENGTH.size + size:
+            raise ProtocolBroken("an unasked frame")
+        try:
+            return _decoder.decode(memoryview(data)[framing.LENGTH.size :])
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ProtocolBroken(str(error)) from error
+
+    async def _piece(self, num_bytes: int, data: bytearray) -> bytearray:
+        """Read on until `data` has that many bytes. Nothing follows a reply, so more than asked for is never lost silently."""
+        loop = asyncio.get_running_loop()
+        while len(data) < num_bytes:
+            try:
+                piece = await loop.sock_recv(self._socket, _PIECE_BYTES)
+            except OSError as error:
+                raise SessionGone(str(error)) from error
+            if not piece:
+                raise SessionGone("end of stream")
+            data += piece
+        return data

@@ -1,0 +1,128 @@
+"""What an earlier life of the service left: found through a state directory, ended at start.
+
+The kernel kills a service's launchers, zygotes and sessions with it (see `sandbox_runtime.contain`); what can survive a
+SIGKILL of everything are empty cgroups, recorded before they are made, and, should that chain ever fail, launchers, recorded once
+they run. A lock keeps two services from one directory; the kernel drops it with its holder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmesh.sandbox_runtime import cgroups
+from rollmesh.sandbox_runtime.cgroups import Hierarchy
+from rollmesh.shared.errors import ConfigError
+
+_END_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cleared:
+    """What a start found and ended."""
+
+    num_processes: int
+    num_groups: int
+
+
+class StateDir:
+    """The directory of one service, locked for its life. Blocking: call from a thread."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock_fd = -1
+
+    def acquire(self) -> None:
+        """Make it and lock it. Raises ConfigError if another service holds it."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ConfigError(f"{self.path} is in use by another sandbox service; give each a directory") from None
+        self._lock_fd = fd
+
+    def release(self) -> None:
+        """Unlock."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    def clear_leftovers(self, hierarchy: Hierarchy | None) -> Cleared:
+        """End recorded launchers that still live and delete recorded cgroups."""
+        num_processes = num_groups = 0
+        for record in sorted(self.path.glob("launcher-*.json")):
+            num_processes += _end_recorded(json.loads(record.read_text()))
+            record.unlink()
+        for record in sorted(self.path.glob("groups-*")):
+            if hierarchy is not None:
+                num_groups += _end_groups(hierarchy, record.name.removeprefix("groups-"))
+            record.unlink()
+        return Cleared(num_processes=num_processes, num_groups=num_groups)
+
+    def record_groups(self, name: str) -> None:
+        """Before the first cgroup of that name is made."""
+        (self.path / f"groups-{name}").touch()
+
+    def forget_groups(self, name: str) -> None:
+        """When they are deleted."""
+        (self.path / f"groups-{name}").unlink(missing_ok=True)
+
+    def record_launcher(self, pid: int) -> None:
+        """As soon as it runs. Its start time tells it from a later process with the same number."""
+        text = json.dumps({"pid": pid, "start_ticks": start_ticks(pid)})
+        (self.path / f"launcher-{pid}.json").write_text(text)
+
+    def forget_launcher(self, pid: int) -> None:
+        """When it has ended."""
+        (self.path / f"launcher-{pid}.json").unlink(missing_ok=True)
+
+
+def start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def _end_recorded(record: dict[str, int]) -> bool:
+    """Kill a launcher if it is still the recorded one; whether it was."""
+    pid = record["pid"]
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        if not record["start_ticks"] or start_ticks(pid) != record["start_ticks"]:
+            return False
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        select.select([pidfd], [], [], _END_S)
+        return True
+    finally:
+        os.close(pidfd)
+
+
+def _end_groups(hierarchy: Hierarchy, name: str) -> int:
+    groups = list(hierarchy.leftovers(f"{name}-"))
+    for group in groups:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    until = time.monotonic() + _END_S
+    removed = cgroups.remove_all(groups)
+    while removed < len(groups) and time.monotonic() < until:
+        time.sleep(
+            0.01
+        )  # the kernel empties a killed group within milliseconds; there is nothing to wait on in version 1
+        removed += cgroups.remove_all(group for group in groups if group.exists())
+    return removed

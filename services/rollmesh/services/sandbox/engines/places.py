@@ -1,0 +1,74 @@
+"""The places of a jail engine: what one live session occupies, reused by the next.
+
+A place is a number, the uid that goes with it, and its cgroups where they are writable. A place is free again only when nothing
+of its last session is left, so that two sessions never share a uid or a memory limit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollmesh.sandbox_runtime.cgroups import Group, Hierarchy
+from rollmesh.shared.errors import Overloaded, SandboxFailed
+
+
+@dataclass(slots=True)
+class Place:
+    """One session's worth of room."""
+
+    index: int
+    uid: int
+    group: Group | None
+
+
+class Places:
+    """At most `num_max` of them, made on first use."""
+
+    def __init__(
+        self, num_max: int, uid_base: int, hierarchy: Hierarchy | None, name: str, retry_after_s: float
+    ) -> None:
+        self._num_max = num_max
+        self._uid_base = uid_base
+        self._hierarchy = hierarchy
+        self._name = name
+        self._retry_after_s = retry_after_s
+        self._made: list[Place] = []
+        self._free: list[Place] = []
+
+    @property
+    def num_used(self) -> int:
+        """Places with a session, or with what is left of one."""
+        return len(self._made) - len(self._free)
+
+    def take(self) -> Place:
+        """A free place. Raises Overloaded, SandboxFailed."""
+        if self._free:
+            return self._free.pop()
+        if len(self._made) == self._num_max:
+            raise Overloaded(
+                f"all {self._num_max} places of this sandbox node are taken; wait, go to another node, or raise sessions_max",
+                retry_after_s=self._retry_after_s,
+            )
+        place = self._make(len(self._made))
+        self._made.append(place)
+        return place
+
+    def give_back(self, place: Place) -> None:
+        """The caller vouches that its session is gone."""
+        assert place not in self._free
+        self._free.append(place)
+
+    def remove_groups(self) -> None:
+        """Delete all cgroups, when every session is gone."""
+        for place in self._made:
+            if place.group is not None:
+                place.group.remove()
+
+    def _make(self, index: int) -> Place:
+        group = None
+        if self._hierarchy is not None:
+            try:
+                group = self._hierarchy.make(f"{self._name}-{index}")
+            except OSError as error:
+                raise SandboxFailed(f"cannot make a cgroup: {error}") from error
+        return Place(index, self._uid_base + index, group)

@@ -1,0 +1,179 @@
+"""One zygote as the service sees it: started, spoken to over its control socket, and certain to end.
+
+All on the event loop: packets arrive by reader callback, packets out are small and never wait. The launcher is started from
+the loop's thread on purpose, because its death signal fires when the thread that started it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rollmesh.sandbox_runtime import framing, launcher
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.shared.errors import SandboxFailed
+
+_END_S = 5.0
+"""For the kernel to kill and reap a whole zygote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a session's pid 1 ended. `lost`: with its zygote, so through no doing of its own."""
+
+    status: int = 0
+    """Exit status, or minus the signal."""
+    cpu_s: float = 0.0
+    lost: bool = False
+    refused: str = ""
+    """Why it never began."""
+
+
+class ZygoteProcess:
+    """A running zygote. Make one with `start`."""
+
+    def __init__(self, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._control = control
+        self._process = process
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+        self._sessions: dict[str, asyncio.Future[Ended]] = {}
+        self._fatal = ""
+        self._pidfd = os.pidfd_open(process.pid)
+        self._loop.add_reader(control, self._on_packet)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+
+    @classmethod
+    async def start(cls, python: str, profile: Mapping[str, Any], log: Path, timeout_s: float) -> ZygoteProcess:
+        """Execute a launcher and wait until its zygote is contained. Raises SandboxFailed with its reason."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs, log.open("wb") as errors:
+            process = _execute(python, theirs.fileno(), profile, errors)
+        zygote = cls(ours, process)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await zygote._ready
+        except TimeoutError:
+            await zygote.close()
+            raise SandboxFailed(f"the zygote was not ready after {timeout_s} s; see {log}") from None
+        except BaseException:
+            await zygote.close()
+            raise
+        return zygote
+
+    @property
+    def alive(self) -> bool:
+        """Whether sessions can be made."""
+        return not self._gone.done() and not self._fatal and self._ready.done()
+
+    @property
+    def pid(self) -> int:
+        """The launcher's."""
+        return self._process.pid
+
+    def open(self, session_id: str, uid: int, limits: Limits, fds: Sequence[int]) -> asyncio.Future[Ended]:
+        """Ask for a session around `fds` = [its socket, cgroup.procs ...]; the future ends with the session."""
+        packet = {"op": "open", "id": session_id, "uid": uid, "limits": limits.as_dict()}
+        try:
+            framing.send_packet(self._control, packet, tuple(fds))
+        except OSError as error:
+            raise SandboxFailed(f"the zygote does not take requests: {error}") from error
+        ended: asyncio.Future[Ended] = self._loop.create_future()
+        self._sessions[session_id] = ended
+        return ended
+
+    def kill(self, session_id: str) -> None:
+        """Kill a session; its future tells when nothing of it is left. A zygote that can't be told is ended altogether."""
+        if session_id not in self._sessions:
+            return
+        try:
+            framing.send_packet(self._control, {"op": "kill", "id": session_id})
+        except OSError:
+            self._kill_all()
+
+    async def close(self) -> None:
+        """End it with all its sessions."""
+        self._control_closed()
+        try:
+            async with asyncio.timeout(_END_S):
+                await asyncio.shield(self._gone)
+        except TimeoutError:
+            self._kill_all()
+            await asyncio.shield(self._gone)
+
+    def _kill_all(self) -> None:
+        """The launcher's death kills the zygote, and that the sessions."""
+        if not self._gone.done():
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _on_packet(self) -> bool:
+        """Take one packet; whether there may be another."""
+        try:
+            packet, _ = framing.receive_packet(self._control)
+        except BlockingIOError:
+            return False
+        if packet is None:
+            self._control_closed()
+            return False
+        self._take(packet)
+        return True
+
+    def _take(self, packet: framing.Message) -> None:
+        match packet["event"]:
+            case "ready":
+                self._ready.set_result(None)
+            case "fatal":
+                self._fatal = packet["reason"]
+            case "failed":
+                self._finish(packet["id"], Ended(refused=packet["reason"]))
+            case "ended":
+                self._finish(packet["id"], Ended(status=packet["status"], cpu_s=packet["cpu_s"]))
+
+    def _finish(self, session_id: str, ended: Ended) -> None:
+        future = self._sessions.pop(session_id, None)
+        if future is not None and not future.done():
+            future.set_result(ended)
+
+    def _control_closed(self) -> None:
+        if self._control.fileno() >= 0:
+            self._loop.remove_reader(self._control)
+            self._control.close()
+
+    def _on_exit(self) -> None:
+        """The launcher has reaped the zygote, which is after the kernel has reaped every session."""
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        status = self._process.wait()
+        while self._control.fileno() >= 0 and self._on_packet():
+            pass  # last words, which say why
+        self._control_closed()
+        self._gone.set_result(None)
+        if not self._ready.done():
+            self._ready.set_exception(
+                SandboxFailed(f"the zygote ended at its start: {self._fatal or f'status {status}'}")
+            )
+        for session_id in list(self._sessions):
+            self._finish(session_id, Ended(lost=True))
+
+
+def _execute(python: str, control_fd: int, profile: Mapping[str, Any], errors: BinaryIO) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        launcher.command(python or os.path.realpath(sys.executable), control_fd, profile),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=errors,
+        env=launcher.ENVIRONMENT,
+        pass_fds=[control_fd],
+        cwd="/",
+        start_new_session=True,  # a Ctrl-C at the terminal is the service's to handle
+    )

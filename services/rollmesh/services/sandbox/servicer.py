@@ -1,0 +1,211 @@
+"""SandboxService over gRPC: protobuf to domain and back, many sessions multiplexed over one stream.
+
+Work: every command of a stream is a task of its own, so that a slow session holds up no other; at most
+`commands_inflight_max` of them, then the stream is not read (back-pressure by flow control). Tasks start in the order of
+their commands, and the sessions' locks are fair: commands of one session keep their order. When a stream breaks its commands
+run to their end, bounded by their limits, and their answers are dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.sessions import Sessions
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import Internal, InvalidInput, MeshError, Unimplemented
+from rollmesh.shared.ids import IdSource
+from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc, types_pb2
+
+_log = logging.getLogger(__name__)
+_LANGUAGES = ("", "python")
+
+_OUTCOMES = {
+    Outcome.OK: sandbox_pb2.EXEC_OUTCOME_OK,
+    Outcome.ERROR: sandbox_pb2.EXEC_OUTCOME_ERROR,
+    Outcome.TIME: sandbox_pb2.EXEC_OUTCOME_TIME_LIMIT,
+    Outcome.MEMORY: sandbox_pb2.EXEC_OUTCOME_MEMORY_LIMIT,
+    Outcome.PROCESSES: sandbox_pb2.EXEC_OUTCOME_PROCESS_LIMIT,
+    # The contract has no values of their own for these two; the error line tells them apart.
+    Outcome.OUTPUT: sandbox_pb2.EXEC_OUTCOME_ERROR,
+    Outcome.EXITED: sandbox_pb2.EXEC_OUTCOME_ERROR,
+}
+
+_LIMITS = {
+    "wall_s": "call_s",
+    "cpu_s": "cpu_s",
+    "memory_bytes": "memory_bytes",
+    "processes_max": "processes_max",
+    "output_bytes": "output_bytes",
+    "disk_bytes": "disk_bytes",
+}
+"""Field of SandboxLimits -> field of Limits."""
+
+
+class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
+    """See the module's docstring and protos/rollmesh/v1/sandbox.proto."""
+
+    def __init__(self, sessions: Sessions, config: SandboxConfig, *, clock: Clock, ids: IdSource) -> None:
+        self._sessions = sessions
+        self._config = config
+        self._clock = clock
+        self._ids = ids
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def Work(
+        self,
+        request_iterator: AsyncIterator[sandbox_pb2.WorkRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[sandbox_pb2.WorkResponse]:
+        answers: asyncio.Queue[sandbox_pb2.WorkResponse | None] = asyncio.Queue()  # bounded by `places`
+        places = asyncio.Semaphore(self._config.commands_inflight_max)
+        reader = asyncio.create_task(self._read(request_iterator, answers, places))
+        try:
+            while (answer := await answers.get()) is not None:
+                yield answer
+                places.release()
+            await reader
+        finally:
+            reader.cancel()
+
+    async def Exec(
+        self, request: sandbox_pb2.ExecRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> sandbox_pb2.ExecResponse:
+        _require_language(request.run.language)
+        session_id = self._ids.new("exec")
+        limits = _limits(request.limits)
+        await self._sessions.open(session_id, profile=request.profile, limits=limits, ttl_s=0, owner="Exec")
+        try:
+            result = await self._sessions.run(session_id, request.run.code, request.run.wall_s)
+        finally:
+            await self._sessions.close(session_id)
+        return sandbox_pb2.ExecResponse(result=_exec_result(result, session_alive=False))
+
+    async def RunTests(
+        self, request: sandbox_pb2.RunTestsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> sandbox_pb2.RunTestsResponse:
+        raise Unimplemented("RunTests is not served in this version: score with Work or Exec in a session of your own")
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait for the commands in progress, at most so long."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
+    async def _read(
+        self,
+        requests: AsyncIterator[sandbox_pb2.WorkRequest],
+        answers: asyncio.Queue[sandbox_pb2.WorkResponse | None],
+        places: asyncio.Semaphore,
+    ) -> None:
+        """Start a task per command; after the client's last one wait for all answers, then end the stream."""
+        started: set[asyncio.Task[None]] = set()
+        try:
+            async for request in requests:
+                await places.acquire()
+                task = asyncio.create_task(self._answer(request, answers))
+                for tasks in (started, self._tasks):
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
+            if started:
+                await asyncio.wait(
+                    started
+                )  # not gather: a broken stream cancels this wait, and must not cancel commands
+        finally:
+            answers.put_nowait(None)
+
+    async def _answer(
+        self, request: sandbox_pb2.WorkRequest, answers: asyncio.Queue[sandbox_pb2.WorkResponse | None]
+    ) -> None:
+        answer = sandbox_pb2.WorkResponse(request_id=request.request_id, session_id=request.session_id)
+        try:
+            await self._carry_out(request, answer)
+        except MeshError as error:
+            answer.failure.CopyFrom(_failure(error))
+        except Exception:  # noqa: BLE001 - a bug of ours in one command must not take the others' stream along
+            _log.exception("command %s failed", request.WhichOneof("command"))
+            answer.failure.CopyFrom(_failure(Internal("the command failed inside the sandbox service; see its log")))
+        answers.put_nowait(answer)
+
+    async def _carry_out(self, request: sandbox_pb2.WorkRequest, answer: sandbox_pb2.WorkResponse) -> None:
+        session_id = request.session_id
+        match request.WhichOneof("command"):
+            case "open":
+                await self._open(session_id, request.open, answer)
+            case "run":
+                _require_language(request.run.language)
+                result = await self._sessions.run(session_id, request.run.code, request.run.wall_s)
+                answer.result.CopyFrom(_exec_result(result, session_alive=result.session_alive))
+            case "call":
+                call = request.call
+                result = await self._sessions.call(session_id, call.function, call.arguments, call.wall_s)
+                answer.result.CopyFrom(_exec_result(result, session_alive=result.session_alive))
+            case "put_files":
+                await self._sessions.put_files(
+                    session_id, {file.path: file.content for file in request.put_files.files}
+                )
+                answer.files.SetInParent()
+            case "get_files":
+                files = await self._sessions.get_files(session_id, request.get_files.paths)
+                answer.files.files.extend(
+                    sandbox_pb2.SandboxFile(path=path, content=data) for path, data in files.items()
+                )
+                answer.files.SetInParent()
+            case "close":
+                await self._sessions.close(session_id)
+                answer.closed.SetInParent()
+            case "snapshot" | "fork" as verb:
+                raise Unimplemented(f"{verb} is not served in this version")
+            case other:
+                raise InvalidInput(f"no command in the request ({other})")
+
+    async def _open(self, session_id: str, request: sandbox_pb2.OpenSession, answer: sandbox_pb2.WorkResponse) -> None:
+        began_s = self._clock.monotonic_s()
+        await self._sessions.open(
+            session_id,
+            profile=request.profile,
+            limits=_limits(request.limits),
+            ttl_s=request.ttl_s,
+            owner=request.owner,
+        )
+        answer.opened.start_s = self._clock.monotonic_s() - began_s
+
+
+def _limits(limits: sandbox_pb2.SandboxLimits) -> dict[str, float]:
+    return {ours: getattr(limits, theirs) for theirs, ours in _LIMITS.items()}
+
+
+def _require_language(language: str) -> None:
+    if language not in _LANGUAGES:
+        raise InvalidInput(f"language {language!r} is not served; python is")
+
+
+def _exec_result(result: RunResult, *, session_alive: bool) -> sandbox_pb2.ExecResult:
+    error = ""
+    if result.outcome is not Outcome.OK:
+        error = f"{result.error_type}: {result.error_message}".strip().removesuffix(":").replace("\n", " ")
+    return sandbox_pb2.ExecResult(
+        outcome=_OUTCOMES[result.outcome],
+        stdout=result.stdout,
+        stderr=result.stderr + result.traceback,
+        result=result.result,
+        error=error,
+        truncated=result.truncated,
+        wall_s=result.wall_s,
+        session_alive=session_alive,
+    )
+
+
+def _failure(error: MeshError) -> types_pb2.Failure:
+    return types_pb2.Failure(
+        code=error.code.value,
+        reason=error.reason,
+        message=error.message,
+        metadata=error.metadata,
+        retry_after_s=error.retry_after_s or 0.0,
+    )

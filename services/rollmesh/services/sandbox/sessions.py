@@ -1,0 +1,225 @@
+"""Sessions as leases: owner, time to live, order of commands, counters. Over any engine.
+
+A session lives from `open` to exactly one of five ends: CLOSED by its user, DIED of its own program, REAPED when its lease ran out,
+LOST with its jail (an infra failure), REFUSED if it never came to be. created = live + the sum of ends, at every moment.
+
+Commands of one session run one after another, in the order in which they were called: each takes the session's lock, and
+asyncio locks are fair. A lease is renewed by use and can't run out during one; every use is bounded by the session's limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import PurePosixPath
+
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.engine import RunResult, SandboxEngine
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import AlreadyExists, InvalidInput, Overloaded, SandboxFailed, UnknownSession
+
+
+class End(Enum):
+    """How a session ended."""
+
+    CLOSED = "closed"
+    DIED = "died"
+    REAPED = "reaped"
+    LOST = "lost"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """created = live + sum(ended.values())."""
+
+    created: int
+    live: int
+    ended: Mapping[End, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lease:
+    owner: str
+    ttl_s: float
+    expires_s: float
+    limits: Limits
+    in_use: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Sessions:
+    """The live sessions of a node."""
+
+    def __init__(self, engine: SandboxEngine, config: SandboxConfig, clock: Clock) -> None:
+        self._engine = engine
+        self._config = config
+        self._clock = clock
+        self._leases: dict[str, _Lease] = {}
+        self._created = 0
+        self._ends: Counter[End] = Counter()
+
+    def counts(self) -> Counts:
+        """Since start."""
+        return Counts(created=self._created, live=len(self._leases), ended={end: self._ends[end] for end in End})
+
+    def owners(self) -> dict[str, str]:
+        """Who holds each live session."""
+        return {session_id: lease.owner for session_id, lease in self._leases.items()}
+
+    async def open(
+        self, session_id: str, *, profile: str, limits: Mapping[str, float], ttl_s: float, owner: str
+    ) -> None:
+        """Make a session under a lease. `limits` and `ttl_s` of 0 mean the profile's and the node's.
+
+        Raises InvalidInput, AlreadyExists, UnknownProfile, Overloaded, SandboxFailed.
+        """
+        lease = self._admit(session_id, profile, limits, ttl_s, owner)
+        try:
+            async with self._using(session_id):
+                await self._engine.open(session_id, profile, lease.limits)
+        except BaseException:
+            self._finish(session_id, lease, End.REFUSED)
+            raise
+
+    async def run(self, session_id: str, code: str, wall_s: float) -> RunResult:
+        """Execute source text; `wall_s` 0 means the session's limit. Raises as the engine does."""
+        async with self._using(session_id) as lease:
+            result = await self._engine.run(session_id, code, _wall(lease.limits, wall_s))
+            return self._noted(session_id, lease, result)
+
+    async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
+        """Call a function of the session. Raises as the engine does."""
+        async with self._using(session_id) as lease:
+            result = await self._engine.call(session_id, function, arguments, _wall(lease.limits, wall_s))
+            return self._noted(session_id, lease, result)
+
+    async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
+        """Write files. Raises as the engine does, InvalidInput for a path that leads out."""
+        for path in files:
+            _require_inside(path)
+        async with self._using(session_id):
+            await self._engine.put_files(session_id, files)
+
+    async def get_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
+        """Read files. Raises as the engine does, InvalidInput for a path that leads out."""
+        for path in paths:
+            _require_inside(path)
+        async with self._using(session_id):
+            return await self._engine.get_files(session_id, paths, self._config.files_bytes_max)
+
+    async def close(self, session_id: str) -> None:
+        """End a session after the commands called before; closing what is not there succeeds."""
+        if session_id not in self._leases:
+            return
+        with suppress(UnknownSession):
+            async with self._using(session_id) as lease:
+                self._finish(session_id, lease, End.CLOSED)
+                await self._engine.end(session_id)
+
+    async def sweep(self) -> int:
+        """End the sessions whose lease ran out unused; how many."""
+        now_s = self._clock.monotonic_s()
+        expired = [(key, lease) for key, lease in self._leases.items() if not lease.in_use and lease.expires_s <= now_s]
+        for session_id, lease in expired:
+            self._finish(session_id, lease, End.REAPED)
+        await asyncio.gather(*(self._engine.end(session_id) for session_id, _ in expired))
+        return len(expired)
+
+    async def reap(self) -> None:
+        """Sweep for ever: the task that guarantees that no lease outlives its time by more than `reap_every_s`."""
+        while True:
+            await self._clock.sleep(self._config.reap_every_s)
+            await self.sweep()
+
+    def _admit(self, session_id: str, profile: str, limits: Mapping[str, float], ttl_s: float, owner: str) -> _Lease:
+        if not session_id:
+            raise InvalidInput("session_id must not be empty: use the episode's id and attempt")
+        if session_id in self._leases:
+            raise AlreadyExists(f"session {session_id!r} is open already, by {self._leases[session_id].owner!r}")
+        if not 0 <= ttl_s <= self._config.ttl_s_max:
+            raise InvalidInput(f"ttl_s must be between 0 and {self._config.ttl_s_max}, got {ttl_s}")
+        narrowed = _narrow(self._engine.limits(profile), limits)
+        if len(self._leases) >= self._config.sessions_max:
+            raise Overloaded(
+                f"all {self._config.sessions_max} places of this sandbox node are taken; wait or go to another node",
+                retry_after_s=self._config.retry_after_s,
+            )
+        ttl_s = ttl_s or self._config.ttl_s
+        lease = _Lease(owner=owner, ttl_s=ttl_s, expires_s=self._clock.monotonic_s() + ttl_s, limits=narrowed)
+        self._leases[session_id] = lease
+        self._created += 1
+        return lease
+
+    @asynccontextmanager
+    async def _using(self, session_id: str) -> AsyncIterator[_Lease]:
+        """Hold a session for one command; whatever shows that it is no more is noted here."""
+        lease = self._leases.get(session_id)
+        if lease is None:
+            raise _unknown(session_id)
+        lease.in_use += 1
+        try:
+            async with lease.lock:
+                if self._leases.get(session_id) is not lease:
+                    raise _unknown(session_id)
+                with self._noting_failures(session_id, lease):
+                    yield lease
+        finally:
+            lease.in_use -= 1
+            lease.expires_s = self._clock.monotonic_s() + lease.ttl_s
+
+    @contextmanager
+    def _noting_failures(self, session_id: str, lease: _Lease) -> Iterator[None]:
+        try:
+            yield
+        except SandboxFailed:
+            self._finish(session_id, lease, End.LOST)
+            raise
+        except UnknownSession:
+            self._finish(session_id, lease, End.DIED)
+            raise
+        except asyncio.CancelledError:
+            self._finish(session_id, lease, End.CLOSED)  # the engine ends what was cancelled: its state is unknown
+            raise
+
+    def _noted(self, session_id: str, lease: _Lease, result: RunResult) -> RunResult:
+        if not result.session_alive:
+            self._finish(session_id, lease, End.DIED)
+        return result
+
+    def _finish(self, session_id: str, lease: _Lease, end: End) -> None:
+        """The one place where a lease ends; the first end counts."""
+        if self._leases.get(session_id) is lease:
+            del self._leases[session_id]
+            self._ends[end] += 1
+
+
+def _unknown(session_id: str) -> UnknownSession:
+    return UnknownSession(f"no session {session_id!r} here: it was closed, expired or lost; open a new one")
+
+
+def _wall(limits: Limits, wall_s: float) -> float:
+    if not 0 <= wall_s <= limits.call_s:
+        raise InvalidInput(f"wall_s must be between 0 and the session's limit {limits.call_s}, got {wall_s}")
+    return wall_s or limits.call_s
+
+
+def _narrow(profile: Limits, asked: Mapping[str, float]) -> Limits:
+    """The profile's limits with lower ones where asked; 0 means the profile's."""
+    for name, value in asked.items():
+        most = getattr(profile, name)
+        if not 0 <= value <= most:
+            raise InvalidInput(f"limits.{name} must be between 0 and the profile's {most}, got {value}")
+    return replace(profile, **{name: type(getattr(profile, name))(value) for name, value in asked.items() if value})
+
+
+def _require_inside(path: str) -> None:
+    """A hint to the honest: the guarantee is that files are handled inside the jail."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+        raise InvalidInput(f"file paths must be relative and without '..', got {path!r}")

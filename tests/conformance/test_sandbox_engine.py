@@ -1,0 +1,122 @@
+"""What every sandbox engine must do alike: the fake one in its own process, the jail for real."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.engine import Outcome, SandboxEngine
+from rollmesh.services.sandbox.node import make_engine
+from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
+from rollmesh.shared.ids import SeededIds
+
+PROFILE = "calc"
+
+
+@pytest.fixture(params=["fake", "jail"])
+async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SandboxEngine]:
+    made = make_engine(SandboxConfig(engine=request.param), state_dir=tmp_path, ids=SeededIds(os.getpid()))
+    await made.start()
+    yield made
+    await made.close()
+
+
+async def open_session(engine: SandboxEngine, session_id: str = "s") -> str:
+    await engine.open(session_id, PROFILE, engine.limits(PROFILE))
+    return session_id
+
+
+async def call(engine: SandboxEngine, text: str, session_id: str = "s") -> str:
+    return (await engine.call(session_id, "call", [text], 1.0)).result
+
+
+async def test_call_returns_the_functions_text(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    result = await engine.call("s", "call", ["17*3"], 1.0)
+    assert (result.outcome, result.result, result.error_message) == (Outcome.OK, "51", "")
+    assert result.session_alive
+
+
+async def test_calculator_refuses_two_operators(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    assert await call(engine, "1+2+3") == "err"
+    assert await call(engine, "-4+2") == "-2"
+
+
+async def test_run_returns_the_last_expression(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    assert (await engine.run("s", "6*7", 1.0)).result == "42"
+
+
+async def test_failing_code_is_the_programs_error_and_keeps_the_session(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    result = await engine.run("s", "6*(", 1.0)
+    assert (result.outcome, result.error_type, result.session_alive) == (Outcome.ERROR, "SyntaxError", True)
+    assert await call(engine, "6*7") == "42"
+
+
+async def test_wrong_number_of_arguments_is_the_programs_error(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    result = await engine.call("s", "call", [], 1.0)
+    assert (result.outcome, result.error_type) == (Outcome.ERROR, "TypeError")
+
+
+async def test_unknown_function_is_invalid_input(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    with pytest.raises(InvalidInput, match="no function 'solve'"):
+        await engine.call("s", "solve", [], 1.0)
+    assert await call(engine, "1+1") == "2"
+
+
+async def test_unknown_profile_is_refused(engine: SandboxEngine) -> None:
+    with pytest.raises(UnknownProfile, match="cobol"):
+        engine.limits("cobol")
+
+
+async def test_files_come_back_as_written(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    content = bytes(range(256)) * 10
+    await engine.put_files("s", {"data/in.bin": content, "empty": b""})
+    assert await engine.get_files("s", ["data/in.bin", "empty"], 1 << 20) == {"data/in.bin": content, "empty": b""}
+
+
+async def test_missing_and_oversized_files_are_refused(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    await engine.put_files("s", {"a": b"12345"})
+    with pytest.raises(InvalidInput, match="no such file"):
+        await engine.get_files("s", ["b"], 100)
+    with pytest.raises(InvalidInput, match="exceed 4 bytes"):
+        await engine.get_files("s", ["a"], 4)
+    assert await engine.get_files("s", ["a"], 5) == {"a": b"12345"}
+
+
+async def test_sessions_do_not_share_files(engine: SandboxEngine) -> None:
+    await open_session(engine, "one")
+    await open_session(engine, "two")
+    await engine.put_files("one", {"secret": b"1"})
+    with pytest.raises(InvalidInput, match="no such file"):
+        await engine.get_files("two", ["secret"], 100)
+
+
+async def test_ended_session_is_unknown_and_its_id_free(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    await engine.put_files("s", {"a": b"1"})
+    await engine.end("s")
+    await engine.end("s")
+    with pytest.raises(UnknownSession):
+        await engine.run("s", "1", 1.0)
+    await open_session(engine)
+    with pytest.raises(InvalidInput, match="no such file"):
+        await engine.get_files("s", ["a"], 100)
+
+
+async def test_close_ends_every_session(engine: SandboxEngine) -> None:
+    for number in range(3):
+        await open_session(engine, str(number))
+    await engine.close()
+    with pytest.raises(UnknownSession):
+        await engine.run("1", "1", 1.0)
