@@ -1,0 +1,308 @@
+"""A node's place in the mesh: the client of `CoordinatorService.Join` that every kind of node uses.
+
+One stream carries the hello, then reports up and commands down. When the coordinator is away the node keeps working and joins
+again with backoff. What was reported on a lost stream is not repeated: the next hello tells the active weights, and the coordinator
+repeats commands that it has no answer to; handlers are therefore idempotent.
+
+    coordinator --commands--> inbox (bounded) --> handler task --weight reports--> outbox --> coordinator
+                --fleet-----> Fleet (snapshot)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.errors import (
+    InvalidInput,
+    MeshError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+)
+from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+_HOPELESS = (InvalidInput, Unauthenticated, PermissionDenied, Unimplemented)
+"""Refusals that the same hello will meet again."""
+
+
+class MembershipConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a node stays in the mesh."""
+
+    welcome_s: float = 10.0
+    """Longest wait for the coordinator's welcome before the stream is given up."""
+    backoff_s_min: float = 0.1
+    """First pause before joining again; doubles with every failure in a row."""
+    backoff_s_max: float = 5.0
+    """Longest pause: how late, at most, a restarted coordinator sees this node again."""
+    commands_max: int = 256
+    """Commands that may wait for the handler. More mean a stuck handler: the stream is dropped, and with it the commands."""
+    leave_s: float = 5.0
+    """Longest wait for the last report when the node leaves."""
+
+    def __post_init__(self) -> None:
+        for name in ("welcome_s", "backoff_s_min", "backoff_s_max", "commands_max", "leave_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+class NodeHandler(Protocol):
+    """What the coordinator's messages mean to a node. `PassiveHandler` is a base that does nothing."""
+
+    def hello(self) -> coordinator_pb2.NodeHello:
+        """Who the node is now; asked at every joining, so that it tells the active weights."""
+        ...
+
+    def report(self) -> coordinator_pb2.NodeReport:
+        """Load and what it waits for; weight reports are added to it."""
+        ...
+
+    async def on_weights(self, command: coordinator_pb2.WeightCommand) -> None:
+        """Carries out a weight command, or begins to; answers with `Membership.report_weights`. In order, idempotent."""
+        ...
+
+    async def on_cancel(self, command: coordinator_pb2.CancelEpisodes) -> None: ...
+
+    async def on_drain(self) -> None: ...
+
+
+class PassiveHandler:
+    """A node that has a name and does nothing on command."""
+
+    def __init__(self, hello: coordinator_pb2.NodeHello) -> None:
+        self._hello = hello
+
+    def hello(self) -> coordinator_pb2.NodeHello:
+        return self._hello
+
+    def report(self) -> coordinator_pb2.NodeReport:
+        return coordinator_pb2.NodeReport()
+
+    async def on_weights(self, command: coordinator_pb2.WeightCommand) -> None: ...
+
+    async def on_cancel(self, command: coordinator_pb2.CancelEpisodes) -> None: ...
+
+    async def on_drain(self) -> None: ...
+
+
+class Membership:
+    """Joined from `start` to `stop`, or inside `async with`."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str,
+        handler: NodeHandler,
+        clock: Clock | None = None,
+        config: MembershipConfig | None = None,
+        fleet: Fleet | None = None,
+    ) -> None:
+        self.fleet = fleet or Fleet()
+        self.coordinator_id = ""
+        """The coordinator's life; changes when it restarts. Empty before the first welcome."""
+        self.waiting_for = f"the coordinator at {address}"
+        """Why this node is not joined; empty while it is."""
+        self._address = address
+        self._token = token
+        self._handler = handler
+        self._clock = clock or SystemClock()
+        self._config = config or MembershipConfig()
+        self._weights: list[coordinator_pb2.WeightReport] = []
+        self._urgent = asyncio.Event()
+        self._joined = asyncio.Event()
+        self._refusal: MeshError | None = None
+        self._leaving = False
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def start(self) -> None:
+        """Begins to join, in the background."""
+        assert self._task is None, "already started"
+        self._task = asyncio.create_task(self._run(), name=f"membership {self._handler.hello().node_id}")
+        self._task.add_done_callback(_log_crash)
+
+    async def stop(self) -> None:
+        """Sends the last report and leaves. Idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        self._leaving = True
+        self._urgent.set()
+        if self.joined:
+            await asyncio.wait([task], timeout=self._config.leave_s)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    @property
+    def joined(self) -> bool:
+        return self._joined.is_set()
+
+    async def wait_joined(self, timeout_s: float = 30.0) -> None:
+        """Returns once welcomed. Raises the coordinator's refusal (wrong token, wrong hello), or `Unavailable`."""
+        waiting = asyncio.create_task(self._joined.wait())
+        watched: list[asyncio.Task[Any]] = [waiting] if self._task is None else [waiting, self._task]
+        try:
+            await asyncio.wait(watched, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if self._refusal is not None:
+            raise self._refusal
+        if not self.joined:
+            raise Unavailable(f"not joined after {timeout_s} s: {self.waiting_for}; is the coordinator running?")
+
+    def report_weights(self, report: coordinator_pb2.WeightReport) -> None:
+        """Sends what came of a weight command, at once."""
+        self._weights.append(report)
+        self._urgent.set()
+
+    def report_now(self) -> None:
+        """Sends a report without waiting for the next heartbeat."""
+        self._urgent.set()
+
+    # One stream after another -----------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        # Seeded by the node: nodes that lost the same coordinator should not come back in step.
+        jitter = random.Random(self._handler.hello().node_id)
+        failures = 0
+        while not self._leaving:
+            try:
+                await self._serve_stream()
+                failures = 0
+            except _HOPELESS as err:
+                self._lost(f"the coordinator refuses this node: {err}")
+                self._refusal = err
+                return
+            except (MeshError, TimeoutError) as err:
+                failures = 1 if self.joined else failures + 1
+                self._lost(f"the coordinator at {self._address}: {err or 'no welcome in time'}")
+            if not self._leaving:
+                pause_s = min(self._config.backoff_s_max, self._config.backoff_s_min * 2 ** min(failures, 16))
+                await self._clock.sleep(pause_s * jitter.uniform(0.5, 1.0))
+
+    def _lost(self, cause: str) -> None:
+        if self.joined:
+            _log.warning("lost %s", cause)
+        self._joined.clear()
+        self.waiting_for = cause
+
+    async def _serve_stream(self) -> None:
+        """One stream from hello to its end. Raises `MeshError` or TimeoutError when it is lost."""
+        async with open_channel(self._address, token=self._token) as channel:
+            stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+            call = stub.Join()
+            with typed_errors():
+                await call.write(coordinator_pb2.JoinRequest(hello=self._handler.hello()))
+                async with asyncio.timeout(self._config.welcome_s):
+                    heartbeat_s = await self._welcome(call)
+            self._joined.set()
+            self.waiting_for = ""
+            await self._talk(call, heartbeat_s)
+
+    async def _welcome(self, call: Any) -> float:
+        message = await call.read()
+        if not message or message.WhichOneof("message") != "welcome":
+            raise Unavailable("the coordinator ended the stream without a welcome")
+        self.coordinator_id = message.welcome.coordinator_id
+        return float(message.welcome.heartbeat_s)
+
+    async def _talk(self, call: Any, heartbeat_s: float) -> None:
+        commands: asyncio.Queue[coordinator_pb2.JoinResponse] = asyncio.Queue(self._config.commands_max)
+        parts = [
+            asyncio.create_task(self._report(call, heartbeat_s)),
+            asyncio.create_task(self._listen(call, commands)),
+            asyncio.create_task(self._obey(commands)),
+        ]
+        try:
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            call.cancel()
+            for part in parts:
+                part.cancel()
+            results = await asyncio.gather(*parts, return_exceptions=True)
+        for part, result in zip(parts, results, strict=True):
+            if part in done and isinstance(result, BaseException):
+                raise result
+
+    async def _report(self, call: Any, heartbeat_s: float) -> None:
+        while True:
+            leaving = self._leaving
+            self._urgent.clear()
+            report = self._handler.report()
+            weights, self._weights = self._weights, []
+            report.weights.extend(weights)
+            with typed_errors():
+                await call.write(coordinator_pb2.JoinRequest(report=report))
+                if leaving:
+                    await call.done_writing()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._config.leave_s):
+                            await call.code()  # the coordinator has read the last report when it ends the call
+                    return
+            await self._heartbeat(heartbeat_s)
+
+    async def _heartbeat(self, heartbeat_s: float) -> None:
+        """Waits for the next report to be due, or for something urgent."""
+        urgent = asyncio.create_task(self._urgent.wait())
+        due = asyncio.create_task(self._clock.sleep(heartbeat_s))
+        try:
+            await asyncio.wait([urgent, due], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            urgent.cancel()
+            due.cancel()
+
+    async def _listen(self, call: Any, commands: asyncio.Queue[coordinator_pb2.JoinResponse]) -> None:
+        with typed_errors():
+            async for message in call:
+                if message.WhichOneof("message") == "fleet":
+                    self.fleet.replace(message.fleet.nodes)
+                    continue
+                try:
+                    commands.put_nowait(message)
+                except asyncio.QueueFull:
+                    raise Unavailable(
+                        f"{commands.maxsize} commands wait for this node's handler: it is stuck"
+                    ) from None
+        raise Unavailable("the coordinator ended the stream")
+
+    async def _obey(self, commands: asyncio.Queue[coordinator_pb2.JoinResponse]) -> None:
+        verbs: dict[str, Callable[[coordinator_pb2.JoinResponse], Awaitable[None]]] = {
+            "weights": lambda message: self._handler.on_weights(message.weights),
+            "cancel": lambda message: self._handler.on_cancel(message.cancel),
+            "drain": lambda message: self._handler.on_drain(),
+        }
+        while True:
+            message = await commands.get()
+            verb = verbs.get(message.WhichOneof("message") or "")
+            if verb is not None:  # a newer coordinator may say more than we understand
+                await verb(message)
+
+
+def _log_crash(task: asyncio.Task[None]) -> None:
+    """A bug in a handler ends the membership; it is raised again by `stop`, which may come much later."""
+    if not task.cancelled() and (err := task.exception()) is not None:
+        _log.critical("%s ended by a bug", task.get_name(), exc_info=err)

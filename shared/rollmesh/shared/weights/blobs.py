@@ -1,0 +1,277 @@
+"""Content-addressed blobs in a directory: `<directory>/<sha256>`, visible only when their bytes hash to their name.
+
+A blob is written to a partial file and renamed. Each has owners; one that nobody owns is deleted. Files that another process of this
+host put into the directory (a same-host upload) are taken in by `claim`, which hashes them first. What was there before
+a restart is hashed at its first use, since a crash of the host may have torn it.
+
+Used on one event loop; hashing and writing of more than a few bytes happen in threads. One process owns a directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import hashlib
+import itertools
+import os
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+from pathlib import Path
+from typing import BinaryIO, Self
+
+from rollmesh.shared.errors import ConfigError, DiskFull, HashMismatch, InvalidInput, UnknownBlob
+from rollmesh.shared.weights.digests import check_digest, sha256_of_file
+from rollmesh.shared.weights.owners import OwnerJournal
+
+PARTIAL_SUFFIX = ".partial"
+
+
+class BlobStore:
+    """One directory of blobs with a quota. `start` before use, `close` after."""
+
+    def __init__(self, directory: Path, *, quota_bytes: int) -> None:
+        self.directory = directory.absolute()
+        self._quota_bytes = quota_bytes
+        self._sizes: dict[str, int] = {}
+        self._verified: set[str] = set()
+        self._reserved_bytes = 0
+        self._partial_numbers = itertools.count()
+        self._owners = OwnerJournal(self.directory / "owners.jsonl")
+        self._lock: BinaryIO | None = None
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Opens the directory, cleans up after a crash. Raises `ConfigError` if another process has it open."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        for partial in self.directory.glob(f"*{PARTIAL_SUFFIX}"):
+            partial.unlink(missing_ok=True)
+        self._owners.open()
+        for path in self.directory.iterdir():
+            if len(path.name) == 64:
+                self._sizes[path.name] = path.stat().st_size
+        for digest in [d for d in self._sizes if not self._owners.owners_of(d)]:
+            self._delete(digest)
+
+    def close(self) -> None:
+        self._owners.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    # Asking -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes stored and being written."""
+        return sum(self._sizes.values()) + self._reserved_bytes
+
+    @property
+    def owners(self) -> frozenset[str]:
+        return self._owners.owners
+
+    def missing(self, digests: Iterable[str]) -> list[str]:
+        """Those not stored, in order. What is stored but damaged shows at its first use and is missing from then on."""
+        return [digest for digest in digests if digest not in self._sizes]
+
+    async def open(self, digest: str) -> Path:
+        """Path of a stored blob that hashed right in the life of this store. Raises `UnknownBlob`."""
+        check_digest(digest)
+        if digest not in self._sizes:
+            raise UnknownBlob(f"blob {digest} is not stored here; ask another source", digest=digest)
+        path = self.directory / digest
+        if digest not in self._verified:
+            await self._verify(path, digest)
+        return path
+
+    async def read(self, digest: str, *, offset: int = 0, piece_bytes: int = 1 << 20) -> AsyncGenerator[bytes, None]:
+        """The blob's bytes from `offset` in pieces. Raises `UnknownBlob`, or `InvalidInput` for an offset past its end."""
+        path = await self.open(digest)
+        if not 0 <= offset <= self._sizes[digest]:
+            raise InvalidInput(f"offset: {offset}, but blob {digest} has {self._sizes[digest]} bytes", digest=digest)
+        with path.open("rb") as file:  # an open file outlives its deletion
+            file.seek(offset)
+            while piece := await asyncio.to_thread(file.read, piece_bytes):
+                yield piece
+
+    # Storing ----------------------------------------------------------------------------------------------------------
+
+    async def claim(self, digest: str, *, owner: str) -> bool:
+        """Makes `owner` an owner of a blob that is there, also of one that a peer on this host wrote. False if there is none.
+
+        Raises `HashMismatch` for a file with other bytes, which is deleted, and `DiskFull`, after deleting it too.
+        """
+        check_digest(digest)
+        path = self.directory / digest
+        if digest not in self._sizes:
+            if not path.is_file():
+                return False
+            size = path.stat().st_size
+            self._check_quota(size, after_deleting=path)
+            self._sizes[digest] = size
+        self._owners.add(owner, digest)  # before the wait: a release meanwhile must not delete it
+        await self._verify(path, digest)
+        return True
+
+    async def put(self, digest: str, size_bytes: int, pieces: AsyncIterable[bytes], *, owner: str) -> bool:
+        """Stores a blob; returns whether it was there before, in which case `pieces` is not read.
+
+        Raises `HashMismatch` if the bytes do not hash right, `InvalidInput` if they are more than announced, `DiskFull`.
+        """
+        check_digest(digest)
+        with contextlib.suppress(HashMismatch, UnknownBlob):  # damaged since it was stored: store it again
+            if digest in self._sizes and await self.claim(digest, owner=owner):
+                return True
+        with self.partial(digest, size_bytes) as partial:
+            async for piece in pieces:
+                await partial.write(piece)
+            await partial.commit(owner=owner)
+        return False
+
+    def partial(self, digest: str, size_bytes: int) -> PartialBlob:
+        """A blob to be written piece by piece. Reserves its size; raises `DiskFull`."""
+        check_digest(digest)
+        if size_bytes < 0:
+            raise InvalidInput(f"size_bytes: {size_bytes} is negative", digest=digest)
+        self._check_quota(size_bytes)
+        path = self.directory / f"{digest}.{next(self._partial_numbers)}{PARTIAL_SUFFIX}"
+        return PartialBlob(self, path, digest, size_bytes)
+
+    async def adopt(self, file: Path, digest: str, *, owner: str) -> bool:
+        """Takes in a file of this host without copying it, if it has these bytes: links it where the file system allows.
+
+        False if it is not there, lies on another file system, or hashes to something else.
+        """
+        link = self.directory / f"{digest}.{next(self._partial_numbers)}{PARTIAL_SUFFIX}"
+        try:
+            os.link(file, link)
+        except OSError:  # gone, not ours to read, or not linkable: the network remains
+            return False
+        self._check_quota(os.stat(link).st_size, after_deleting=link)
+        if await asyncio.to_thread(sha256_of_file, link) != digest:
+            link.unlink()
+            return False
+        self._publish(link, digest, owner)
+        return True
+
+    def release(self, owner: str) -> int:
+        """Forgets an owner and deletes what nobody owns then; returns the bytes freed."""
+        return sum(self._delete(digest) for digest in self._owners.drop(owner))
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _publish(self, partial: Path, digest: str, owner: str) -> None:
+        self._owners.add(owner, digest)  # before it is visible: see OwnerJournal
+        partial.replace(self.directory / digest)
+        self._sizes[digest] = (self.directory / digest).stat().st_size
+        self._verified.add(digest)
+
+    async def _verify(self, path: Path, digest: str) -> None:
+        if digest in self._verified:
+            return
+        try:
+            found = await asyncio.to_thread(sha256_of_file, path)
+        except FileNotFoundError:
+            self._sizes.pop(digest, None)
+            raise UnknownBlob(
+                f"blob {digest} has vanished from {path.parent}; upload it again", digest=digest
+            ) from None
+        if found != digest:
+            self._delete(digest)
+            raise HashMismatch(f"blob {digest} hashed to {found} and was deleted; send it again", digest=digest)
+        self._verified.add(digest)
+
+    def _delete(self, digest: str) -> int:
+        (self.directory / digest).unlink(missing_ok=True)
+        self._verified.discard(digest)
+        return self._sizes.pop(digest, 0)
+
+    def _check_quota(self, size_bytes: int, *, after_deleting: Path | None = None) -> None:
+        if self.used_bytes + size_bytes <= self._quota_bytes:
+            return
+        if after_deleting is not None:
+            after_deleting.unlink(missing_ok=True)
+        raise DiskFull(
+            f"{self.directory}: {size_bytes} bytes more would exceed quota_bytes = {self._quota_bytes} "
+            f"({self.used_bytes} used); keep fewer versions or raise quota_bytes",
+            used_bytes=self.used_bytes,
+            quota_bytes=self._quota_bytes,
+        )
+
+    def _take_lock(self) -> None:
+        self._lock = (self.directory / "lock").open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            self._lock = None
+            raise ConfigError(
+                f"{self.directory}: another process has this blob directory open; stop it or choose another directory"
+            ) from None
+
+
+class PartialBlob:
+    """A blob being written. Leaving its context without `commit` deletes it. Not shared between tasks."""
+
+    def __init__(self, store: BlobStore, path: Path, digest: str, size_bytes: int) -> None:
+        self._store = store
+        self._path = path
+        self._digest = digest
+        self._size_bytes = size_bytes
+        self._hash = hashlib.sha256()
+        self.written_bytes = 0
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("wb")
+        self._store._reserved_bytes += self._size_bytes
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._store._reserved_bytes -= self._size_bytes
+        self._file.close()
+        self._path.unlink(missing_ok=True)
+
+    def too_long_with(self, num_bytes: int) -> bool:
+        """Whether so many bytes more would be over the announced size."""
+        return self.written_bytes + num_bytes > self._size_bytes
+
+    async def write(self, piece: bytes) -> None:
+        """Raises `InvalidInput` when more arrives than was announced."""
+        if self.too_long_with(len(piece)):
+            raise InvalidInput(f"blob {self._digest}: more than the announced {self._size_bytes} bytes arrived")
+        self.written_bytes += len(piece)
+        await asyncio.to_thread(self._write, piece)
+
+    def reset(self) -> None:
+        """Begins again: what was written was wrong."""
+        self._file.seek(0)
+        self._file.truncate()
+        self._hash = hashlib.sha256()
+        self.written_bytes = 0
+
+    async def commit(self, *, owner: str) -> None:
+        """Makes the blob visible. Raises `HashMismatch` if it is short or hashes to something else."""
+        found = self._hash.hexdigest()
+        if found != self._digest:
+            raise HashMismatch(
+                f"{self.written_bytes} of {self._size_bytes} bytes hash to {found}, not to {self._digest}; "
+                "nothing was stored; send it again",
+                digest=self._digest,
+            )
+        await asyncio.to_thread(self._flush)
+        self._store._publish(self._path, self._digest, owner)
+
+    def _write(self, piece: bytes) -> None:
+        self._hash.update(piece)
+        try:
+            self._file.write(piece)
+        except OSError as err:
+            if err.errno != errno.ENOSPC:
+                raise
+            raise DiskFull(f"{self._path.parent}: the disk is full; free space on it") from err
+
+    def _flush(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())

@@ -1,0 +1,66 @@
+"""BlobService over a `BlobStore`: served by the depot and by every node that holds chunks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterable, AsyncIterator
+
+from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.rpc.handlers import Context
+from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.host import host_id
+from rollmesh.v1 import weights_pb2, weights_pb2_grpc
+
+PIECE_BYTES_MAX = 2 << 20
+"""Largest piece of a blob in one message; throughput falls to a quarter above 4 MiB."""
+PIECE_BYTES = 1 << 20
+DIGESTS_MAX = 10_000
+
+
+class BlobServicer(weights_pb2_grpc.BlobServiceServicer):
+    """`writable` is False on nodes: they serve what they fetched and store nothing for others."""
+
+    def __init__(self, store: BlobStore, *, writable: bool) -> None:
+        self._store = store
+        self._writable = writable
+
+    async def Has(self, request: weights_pb2.HasRequest, context: Context) -> weights_pb2.HasResponse:
+        if len(request.digests) > DIGESTS_MAX:
+            raise InvalidInput(f"digests: {len(request.digests)}, at most {DIGESTS_MAX} at once; ask in parts")
+        return weights_pb2.HasResponse(
+            missing=self._store.missing(request.digests), directory=str(self._store.directory), host_id=host_id()
+        )
+
+    async def Put(
+        self, request_iterator: AsyncIterator[weights_pb2.PutRequest], context: Context
+    ) -> weights_pb2.PutResponse:
+        if not self._writable:
+            raise InvalidInput("this node stores nothing for others; put blobs to the depot")
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.digest or not first.owner:
+            raise InvalidInput("the first message must name the blob: digest, size_bytes and owner")
+        if not first.data and first.size_bytes and await self._store.claim(first.digest, owner=first.owner):
+            return weights_pb2.PutResponse(existed=True)
+        pieces = _pieces(first, request_iterator)
+        existed = await self._store.put(first.digest, first.size_bytes, pieces, owner=first.owner)
+        return weights_pb2.PutResponse(existed=existed)
+
+    async def Fetch(
+        self, request: weights_pb2.FetchRequest, context: Context
+    ) -> AsyncIterator[weights_pb2.FetchResponse]:
+        pieces = self._store.read(request.digest, offset=request.offset, piece_bytes=PIECE_BYTES)
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield weights_pb2.FetchResponse(data=piece)
+
+
+async def _pieces(first: weights_pb2.PutRequest, rest: AsyncIterable[weights_pb2.PutRequest]) -> AsyncIterator[bytes]:
+    yield _checked(first.data)
+    async for message in rest:
+        yield _checked(message.data)
+
+
+def _checked(data: bytes) -> bytes:
+    if len(data) > PIECE_BYTES_MAX:
+        raise InvalidInput(f"data: a piece of {len(data)} bytes, at most {PIECE_BYTES_MAX}; send smaller ones")
+    return data
