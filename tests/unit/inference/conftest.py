@@ -136,7 +136,12 @@ def stepper(tiny: TinyModel) -> Callable[..., Stepper]:
         config = TorchEngineConfig(model=str(tiny.folder), torchscript=False, **settings)  # type: ignore[arg-type]
         spec = read_model_spec(tiny.folder)
         runner = TorchRunner(
-            spec, slots=config.slots_max, context_max=config.context_max, device="cpu", dtype=torch.float32, torchscript=False
+            spec,
+            slots=config.slots_max,
+            context_max=config.context_max,
+            device="cpu",
+            dtype=torch.float32,
+            torchscript=False,
         )
         core = TorchCore(config, runner, StopRules(spec.vocab_size, _load_decode(tiny.folder)))
         built = Stepper(core)

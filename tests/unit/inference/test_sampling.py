@@ -1,10 +1,13 @@
 """The random stream and the distributions drawn from it."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
 
-from rollmesh.services.inference.engines.sampling import Rules, mix64, sample, uniforms
+from rollmesh.services.inference.engines.sampling import Rules, mix64, uniforms
+from rollmesh.services.inference.engines.sampling import sample as draw
 
 
 def rules(num: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 11) -> Rules:
@@ -18,6 +21,16 @@ def rules(num: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int 
         any_truncated=top_p < 1.0 or top_k > 0,
         any_greedy=temperature == 0.0,
     )
+
+
+class Drawn(NamedTuple):
+    tokens: torch.Tensor
+    logprobs: torch.Tensor
+    logprobs_model: torch.Tensor
+
+
+def sample(logits: torch.Tensor, rules: Rules) -> Drawn:
+    return Drawn(*draw(logits, rules))
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
@@ -66,7 +79,9 @@ def test_draws_follow_the_stated_distribution(temperature: float, top_p: float, 
     counts = np.bincount(drawn.tokens.numpy(), minlength=12)
     assert counts[order].sum() == n
     assert chi_square(counts[order], kept) < 38  # at most 11 degrees of freedom: p < 0.0001
-    np.testing.assert_allclose(drawn.logprobs[:50].exp(), kept[[list(order).index(t) for t in drawn.tokens[:50]]], rtol=1e-4)
+    np.testing.assert_allclose(
+        drawn.logprobs[:50].exp(), kept[[list(order).index(t) for t in drawn.tokens[:50]]], rtol=1e-4
+    )
 
 
 def test_greedy_rows_take_the_mode_and_report_the_plain_model() -> None:
@@ -83,6 +98,9 @@ def test_rows_are_drawn_independently_of_their_neighbours() -> None:
     drawn = sample(logits, whole)
     for row in range(8):
         alone = whole._replace(
-            **{name: getattr(whole, name)[row : row + 1] for name in ("seeds", "positions", "temperature", "top_p", "top_k")}
+            **{
+                name: getattr(whole, name)[row : row + 1]
+                for name in ("seeds", "positions", "temperature", "top_p", "top_k")
+            }
         )
         assert int(sample(logits[row : row + 1], alone).tokens) == int(drawn.tokens[row])

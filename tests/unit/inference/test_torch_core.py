@@ -229,7 +229,10 @@ def test_higher_priority_waits_less(stepper: Callable) -> None:
         run.deltas[name] = []
         run.core.submit(
             GenerateRequest(
-                request_id=name, token_ids=np.array(PROMPT, np.int32), params=SamplingParams(max_tokens=3), priority=priority
+                request_id=name,
+                token_ids=np.array(PROMPT, np.int32),
+                params=SamplingParams(max_tokens=3),
+                priority=priority,
             )
         )
     while not run.deltas["high"]:

@@ -36,7 +36,9 @@ def load(tiny, tmp_path: Path, change: Callable[[State], object]) -> None:
         (lambda s: s.update({HEAD: s[EMBED] + 1}), f"{HEAD} differs from {EMBED}"),
     ],
 )
-def test_unfit_weights_are_rejected_by_name(tiny, tmp_path: Path, change: Callable[[State], object], message: str) -> None:
+def test_unfit_weights_are_rejected_by_name(
+    tiny, tmp_path: Path, change: Callable[[State], object], message: str
+) -> None:
     with pytest.raises(WeightsRejected, match=message):
         load(tiny, tmp_path, change)
 

@@ -6,7 +6,8 @@ SGLang's server (`/generate`, `/abort_request`, `/update_weights_from_disk`) fit
 tokens and weights.
 
 Threads: every method is called on the event loop and must not block it; model compute runs in the engine's own thread
-or process, so that a busy engine never expires a lease. `emit` is called on the event loop.
+or process, so that a busy engine never expires a lease. `emit` is called on the event loop. Every method but `load`, `cancel` and
+`discard` raises EngineBroken on an engine that does not run.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from typing import Protocol
 
 from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray, SamplingParams
 from rollmesh.shared.versions import PolicyVersion
+
+NO_VERSION = PolicyVersion(policy="", step=0)
+"""Stands in a delta without tokens that is sent before any version was active."""
 
 
 class KvPolicy(Enum):
@@ -47,7 +51,8 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateDelta:
-    """New tokens of one request, all sampled by one version. The last delta has a `finish`.
+    """New tokens of one request, all sampled by one version. The last delta has a `finish`, and may have no tokens: its
+    version is then the active one, and says nothing.
 
     `logprobs` are under the sampling distribution, `logprobs_model` under the plain softmax; both [n] float32.
     `kv_step_oldest` is the oldest step behind the cache attended to (equals `version.step` under RECOMPUTE).
@@ -65,7 +70,8 @@ class GenerateDelta:
     num_prompt_cached: int = 0
     """Prefix tokens found in the cache; on the first delta only."""
     num_prompt_prefilled: int = 0
-    """Prefix tokens computed for this request; on the first delta only."""
+    """Prefix tokens computed for this request; on the first delta only. In the next turn of a session these are its new
+    tokens and the last sampled one, which was never fed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +134,8 @@ class Engine(Protocol):
         ...
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
-        """Queue a request; `emit` is called with its deltas in order, at most one per engine step.
+        """Queue a request; `emit` is called with its deltas in order, at most one per engine step. It must neither block
+        nor raise. A request whose prefix and `max_tokens` exceed the context ends with LENGTH when the context is full.
 
         Raises ValueError for a request that can never run (empty or too long prefix, unknown token, duplicate id),
         EngineBusy when the queue is full.
@@ -140,18 +147,23 @@ class Engine(Protocol):
         ...
 
     async def score(self, sequences: Sequence[IntArray]) -> list[ScoreResult]:
-        """Teacher-forced log-probs under the active weights; never under a mix of two versions."""
+        """Teacher-forced log-probs under the active weights; never under a mix of two versions.
+
+        Raises ValueError for an empty or too long sequence, an unknown token, or while no version is active.
+        """
         ...
 
     async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
-        """Load the safetensors files into the second buffer while serving. Idempotent. Raises WeightsRejected.
+        """Load the safetensors files into the second buffer while serving. Idempotent. Raises WeightsRejected. The buffer
+        is bounded: engines may drop the oldest prepared version for a newer one.
 
         `tensors` maps a file's name to its verified local path; together they hold one whole state dict.
         """
         ...
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
-        """Swap the prepared weights in between two steps. Raises KeyError if that version is not prepared."""
+        """Swap the prepared weights in between two steps; returns at once if they are active already. Deltas with what the
+        old weights sampled are emitted before this returns. Raises KeyError if that version is not prepared."""
         ...
 
     def discard(self, version: PolicyVersion) -> None:

@@ -35,7 +35,9 @@ class StopRules:
 
     def check(self, params: SamplingParams, *, where: str) -> None:
         if params.stop and self._decode is None:
-            raise ValueError(f"{where}: stop strings need tokenizer.json in the model folder; use stop_token_ids without it")
+            raise ValueError(
+                f"{where}: stop strings need tokenizer.json in the model folder; use stop_token_ids without it"
+            )
 
     def marks(self, params: SamplingParams) -> NDArray[np.uint8]:
         """[vocab] flags: STOP_ID ends the sequence, STOP_TEXT asks for `ends_text`."""

@@ -42,7 +42,15 @@ class TorchEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     beside a busy event loop made a step 28 times slower; False is for debugging."""
 
     def __post_init__(self) -> None:
-        for name in ("slots_max", "context_max", "queue_max", "prefill_tokens_max", "flush_tokens", "prepared_max", "threads"):
+        for name in (
+            "slots_max",
+            "context_max",
+            "queue_max",
+            "prefill_tokens_max",
+            "flush_tokens",
+            "prepared_max",
+            "threads",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.resident_slots_max < 0:

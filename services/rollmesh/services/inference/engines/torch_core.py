@@ -17,7 +17,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.services.inference.engine import EngineLoad, GenerateDelta, GenerateRequest, KvPolicy, ScoreResult
+from rollmesh.services.inference.engine import (
+    NO_VERSION,
+    EngineLoad,
+    GenerateDelta,
+    GenerateRequest,
+    KvPolicy,
+    ScoreResult,
+)
 from rollmesh.services.inference.engines.row_rules import SlotRules
 from rollmesh.services.inference.engines.scheduler import Copy, Scheduler, Sequence
 from rollmesh.services.inference.engines.slots import Slots
@@ -27,9 +34,6 @@ from rollmesh.services.inference.engines.torch_model import Weights
 from rollmesh.services.inference.engines.torch_runner import Drawn, Span, TorchRunner
 from rollmesh.shared.trajectory import FinishReason, IntArray
 from rollmesh.shared.versions import PolicyVersion
-
-NO_VERSION = PolicyVersion(policy="", step=0)
-"""Stands in deltas without tokens that are sent before any version was active."""
 
 _DONE = object()
 ScoreDone = Callable[[list[ScoreResult]], None]
@@ -238,9 +242,7 @@ class TorchCore:
             )
         )
 
-    def _swap(
-        self, version: PolicyVersion, weights: Weights, kv: KvPolicy, done: Callable[[], None]
-    ) -> Iterator[None]:
+    def _swap(self, version: PolicyVersion, weights: Weights, kv: KvPolicy, done: Callable[[], None]) -> Iterator[None]:
         for slot, sequence in self._scheduler.running.items():
             if self._slots.length[slot] > sequence.num_emitted:
                 self._emit(sequence, None)

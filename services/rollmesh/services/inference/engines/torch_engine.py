@@ -23,6 +23,7 @@ import torch
 from tokenizers import Tokenizer
 
 from rollmesh.services.inference.engine import (
+    NO_VERSION,
     Emit,
     EngineBroken,
     EngineBusy,
@@ -36,7 +37,7 @@ from rollmesh.services.inference.engines.model_spec import ModelSpec, read_model
 from rollmesh.services.inference.engines.requests import check_request, check_tokens
 from rollmesh.services.inference.engines.stop import Decode, StopRules
 from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
-from rollmesh.services.inference.engines.torch_core import NO_VERSION, TorchCore
+from rollmesh.services.inference.engines.torch_core import TorchCore
 from rollmesh.services.inference.engines.torch_runner import TorchRunner
 from rollmesh.services.inference.engines.weights_buffer import WeightsBuffer, load_weights
 from rollmesh.shared.trajectory import FinishReason, IntArray
@@ -94,7 +95,9 @@ class TorchEngine:
         check_request(request, vocab_size=self._spec.vocab_size, context_max=self.context_max)
         self._stop_rules.check(request.params, where=f"request {request.request_id!r}")
         if request.request_id in self._emits:
-            raise ValueError(f"request {request.request_id!r} is running already: ids must be unique among live requests")
+            raise ValueError(
+                f"request {request.request_id!r} is running already: ids must be unique among live requests"
+            )
         if len(self._emits) >= self._config.slots_max + self._config.queue_max:
             raise EngineBusy(f"{self._config.queue_max} requests are waiting already")
         self._emits[request.request_id] = emit
@@ -108,7 +111,9 @@ class TorchEngine:
         for index, sequence in enumerate(sequences):
             check_tokens(sequence, where=f"sequence {index}", vocab_size=self._spec.vocab_size)
             if len(sequence) > self.context_max:
-                raise ValueError(f"sequence {index} has {len(sequence)} tokens, more than context_max {self.context_max}")
+                raise ValueError(
+                    f"sequence {index} has {len(sequence)} tokens, more than context_max {self.context_max}"
+                )
         if self._active is None:
             raise ValueError("no weights are active: prepare and activate a version first")
         rows = [np.ascontiguousarray(sequence, dtype=np.int32) for sequence in sequences]
@@ -204,7 +209,9 @@ class TorchEngine:
 
     def _deliver(self, deltas: list[GenerateDelta]) -> None:
         for delta in deltas:
-            emit = self._emits.get(delta.request_id) if delta.finish is None else self._emits.pop(delta.request_id, None)
+            emit = (
+                self._emits.get(delta.request_id) if delta.finish is None else self._emits.pop(delta.request_id, None)
+            )
             if emit is not None:
                 emit(delta)
 

@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Tables [context_max, 1, head_dim / 2], float32."""
+    """Tables [context_max, 1, head_dim], float32; the sine of the first half is negated, see `rotate`."""
 
     cos: Tensor
     sin: Tensor
@@ -69,7 +69,8 @@ def rotary_tables(head_dim: int, theta: float, context_max: int, device: torch.d
     """Angles position * theta ** (-2 i / head_dim) (RoFormer, arXiv:2104.09864, in the half-split layout)."""
     inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     angles = torch.arange(context_max, dtype=torch.float32, device=device)[:, None] * inverse
-    return Rotary(cos=angles.cos()[:, None, :].contiguous(), sin=angles.sin()[:, None, :].contiguous())
+    cos, sin = angles.cos(), angles.sin()
+    return Rotary(cos=torch.cat((cos, cos), dim=1)[:, None], sin=torch.cat((-sin, sin), dim=1)[:, None])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,10 +85,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on [N, heads, head_dim] with tables [N, 1, head_dim / 2]."""
+    """Rotary positions on [N, heads, head_dim] with tables [N, 1, head_dim]: halves swapped, signs in the table."""
     half = x.shape[-1] // 2
-    low, high = x[:, :, :half], x[:, :, half:]
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
+    return torch.addcmul(x * cos, torch.cat((x[:, :, half:], x[:, :, :half]), dim=-1), sin)
 
 
 def attention_mask(batch: Batch, groups: int, dtype: torch.dtype) -> Tensor:

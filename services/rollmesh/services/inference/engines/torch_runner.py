@@ -163,13 +163,13 @@ class TorchRunner:
             any_greedy=bool((rules.temperature <= 0.0).any()),
         )
         with torch.inference_mode():
-            drawn = self._sample_step(
+            tokens, logprobs, logprobs_model = self._sample_step(
                 weights, self._shape, self._rotary, self.keys, self.values, batch, self._ints(picks), tensors
             )
         return Drawn(
-            tokens=drawn.tokens.to(dtype=torch.int32, device="cpu").numpy(),
-            logprobs=drawn.logprobs.cpu().numpy(),
-            logprobs_model=drawn.logprobs_model.cpu().numpy(),
+            tokens=tokens.to(dtype=torch.int32, device="cpu").numpy(),
+            logprobs=logprobs.cpu().numpy(),
+            logprobs_model=logprobs_model.cpu().numpy(),
         )
 
     def _ints(self, array: Ints) -> Tensor:

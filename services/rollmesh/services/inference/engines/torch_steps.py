@@ -6,13 +6,13 @@ Annotations are evaluated (no `from __future__ import annotations`): TorchScript
 import torch
 from torch import Tensor
 
-from rollmesh.services.inference.engines.sampling import Rules, Sampled, sample
+from rollmesh.services.inference.engines.sampling import Rules, sample
 from rollmesh.services.inference.engines.torch_model import Batch, Rotary, Shape, Weights, forward, logits_of
 
 
 def sample_step(
     w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: Batch, picks: Tensor, rules: Rules
-) -> Sampled:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Forward, then draw the token after each of the packed tokens numbered `picks` [B]."""
     hidden = forward(w, shape, rotary, keys, values, batch)
     return sample(logits_of(w, shape, hidden.index_select(0, picks)), rules)

@@ -83,7 +83,9 @@ def _check(spec: ModelSpec, state: dict[str, Tensor]) -> None:
         _check_tensor(name, state[name], shape)
     for name in state:
         if name not in expected:
-            raise WeightsRejected(f"tensor {name} does not belong to this model: send weights of the configured model only")
+            raise WeightsRejected(
+                f"tensor {name} does not belong to this model: send weights of the configured model only"
+            )
 
 
 def _check_tied(state: dict[str, Tensor]) -> None:

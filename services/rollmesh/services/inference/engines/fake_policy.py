@@ -1,0 +1,89 @@
+"""The fake engine's model: a real categorical distribution per position, made from hashes, without torch.
+
+Logits are a pure function of (weights key, position), so that generating and scoring agree to rounding, a new version
+changes every log-prob, and a whole stretch of tokens is one vectorised draw. The random stream is keyed by (seed, position)
+as in the real engine: SplitMix64 (Steele, Lea, Flood 2014), here with one uniform per position and an inverse CDF.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollmesh.shared.trajectory import SamplingParams
+from rollmesh.shared.versions import PolicyVersion
+
+_PERIOD = 64
+"""Positions that differ by this share a distribution."""
+_SPREAD = 4.0
+"""Range of the logits, in nats."""
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+Floats = NDArray[np.float64]
+
+
+def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser, elementwise."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def uniforms(key: int, counters: NDArray[np.int64]) -> Floats:
+    """Numbers in [0, 1), a pure function of (key, counter)."""
+    start = mix64(np.array([key % 2**64], np.uint64) + _GAMMA)
+    bits = mix64(start + counters.astype(np.uint64) * _GAMMA) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+class FakePolicy:
+    """The distributions of one version."""
+
+    def __init__(self, version: PolicyVersion, vocab_size: int) -> None:
+        name = version.weights_digest or f"{version.policy}@{version.step}.{version.incarnation}"
+        numbers = uniforms(zlib.crc32(name.encode()), np.arange(_PERIOD * vocab_size)).reshape(_PERIOD, vocab_size)
+        self._logits = numbers * _SPREAD
+        self._plain = log_softmax(self._logits)
+
+    def logprobs_model(self, token_ids: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+        picked: Floats = self._plain[positions % _PERIOD, token_ids]
+        return picked.astype(np.float32)
+
+    def draw(
+        self, params: SamplingParams, positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """Tokens at these positions and their log-probs under the sampling distribution."""
+        if params.temperature == 0.0:
+            tokens = self._logits[positions % _PERIOD].argmax(axis=1).astype(np.int32)
+            return tokens, self.logprobs_model(tokens, positions)
+        logprobs = truncate(self._logits[positions % _PERIOD] / params.temperature, params)
+        cumulative = np.exp(logprobs).cumsum(axis=1)
+        # Scaled by the total, so that rounding can not push a draw past the last token that has mass.
+        marks = uniforms(params.seed, positions)[:, None] * cumulative[:, -1:]
+        tokens = (cumulative <= marks).sum(axis=1).astype(np.int32)
+        return tokens, logprobs[np.arange(len(positions)), tokens].astype(np.float32)
+
+
+def truncate(logits: Floats, params: SamplingParams) -> Floats:
+    """Log-probs [n, vocab] after top-k, then the nucleus, renormalised; -inf outside."""
+    if not params.top_k and params.top_p >= 1.0:
+        return log_softmax(logits)
+    order = np.argsort(-logits, axis=1, kind="stable")
+    ordered = np.take_along_axis(logits, order, axis=1)
+    if params.top_k:
+        ordered[:, params.top_k :] = -np.inf
+    probs = np.exp(log_softmax(ordered))
+    outside = probs.cumsum(axis=1) - probs >= params.top_p
+    outside[:, 0] = False
+    ordered[outside & (params.top_p < 1.0)] = -np.inf
+    kept = np.empty_like(ordered)
+    np.put_along_axis(kept, order, ordered, axis=1)
+    return log_softmax(kept)
+
+
+def log_softmax(logits: Floats) -> Floats:
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return result

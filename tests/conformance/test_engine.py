@@ -1,0 +1,430 @@
+"""What every engine must do, on each of them: the port's contract, through the port alone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollmesh.services.inference.engine import (
+    Engine,
+    EngineBroken,
+    EngineBusy,
+    GenerateDelta,
+    GenerateRequest,
+    KvPolicy,
+    WeightsRejected,
+)
+from rollmesh.services.inference.engines.fake_engine import FakeEngine, FakeEngineConfig
+from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch_engine import TorchEngine
+from rollmesh.shared.trajectory import FinishReason, SamplingParams
+from rollmesh.shared.versions import PolicyVersion
+
+VOCAB = 112
+CONTEXT = 240
+PROMPT = [20, 33, 47, 5, 90, 61]
+
+
+def version(step: int) -> PolicyVersion:
+    return PolicyVersion(policy="main", step=step, weights_digest=f"d{step}")
+
+
+@dataclass
+class Call:
+    """One request and what came back."""
+
+    request: GenerateRequest
+    deltas: list[GenerateDelta] = field(default_factory=list)
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def emit(self, delta: GenerateDelta) -> None:
+        assert not self.ended.is_set(), "a delta after the last one"
+        self.deltas.append(delta)
+        if len(delta.token_ids):
+            self.first.set()
+        if delta.finish is not None:
+            self.ended.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [int(token) for delta in self.deltas for token in delta.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [float(logprob) for delta in self.deltas for logprob in delta.logprobs]
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return self.deltas[-1].finish
+
+
+@dataclass
+class Kit:
+    """A started engine and weight files for it."""
+
+    engine: Engine
+    folder: Path
+    file: Callable[[int], Path]
+    rename: str
+    """Name of one tensor of the files."""
+    num_calls: int = 0
+
+    def call(self, token_ids: Sequence[int], *, session: str = "", name: str = "", **params: Any) -> Call:
+        self.num_calls += 1
+        params.setdefault("max_tokens", 12)
+        request = GenerateRequest(
+            request_id=name or f"r{self.num_calls}",
+            token_ids=np.array(token_ids, np.int32),
+            params=SamplingParams(**params),
+            session=session,
+        )
+        call = Call(request)
+        self.engine.submit(request, call.emit)
+        return call
+
+    async def end(self, *calls: Call) -> None:
+        for call in calls:
+            await asyncio.wait_for(call.ended.wait(), 20)
+
+    async def run(self, token_ids: Sequence[int], **options: Any) -> Call:
+        call = self.call(token_ids, **options)
+        await self.end(call)
+        return call
+
+    async def prepare(self, step: int) -> None:
+        await self.engine.prepare(version(step), {"model.safetensors": self.file(step % 2)})
+
+    async def activate(self, step: int, kv: KvPolicy = KvPolicy.RECOMPUTE) -> None:
+        await self.prepare(step)
+        await self.engine.activate(version(step), kv)
+
+    def changed_file(self, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+        state = load_file(self.file(0))
+        change(state)
+        path = self.folder / "changed.safetensors"
+        save_file(state, path)
+        return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("qwen3")
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=96, max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=0.15,
+    )  # fmt: skip
+    for index in range(2):
+        torch.manual_seed(index)
+        Qwen3ForCausalLM(config).save_pretrained(folder / str(index))
+    config.save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE(vocab={chr(32 + i) if i < 95 else f"<|{i}|>": i for i in range(VOCAB)}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def torch_kit(checkpoint: Path, folder: Path, sizes: dict[str, int]) -> Kit:
+    engine = TorchEngine(TorchEngineConfig(model=str(checkpoint), context_max=CONTEXT, flush_tokens=3, **sizes))
+    return Kit(engine, folder, lambda index: checkpoint / str(index) / "model.safetensors", "model.norm.weight")
+
+
+def fake_kit(checkpoint: Path, folder: Path, sizes: dict[str, int]) -> Kit:
+    save_file({"w": torch.zeros(4, 4)}, folder / "w.safetensors")
+    config = FakeEngineConfig(vocab_size=VOCAB, context_max=CONTEXT, tokens_per_step=2, tensors={"w": (4, 4)}, **sizes)
+    return Kit(FakeEngine(config), folder, lambda index: folder / "w.safetensors", "w")
+
+
+Build = Callable[..., Awaitable[Kit]]
+
+
+@pytest.fixture(params=[fake_kit, torch_kit], ids=["fake", "torch"])
+async def build(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> AsyncIterator[Build]:
+    kits: list[Kit] = []
+
+    async def make(*, slots_max: int = 16, queue_max: int = 64, active: bool = True) -> Kit:
+        kit: Kit = request.param(checkpoint, tmp_path, {"slots_max": slots_max, "queue_max": queue_max})
+        await kit.engine.start()
+        kits.append(kit)
+        if active:
+            await kit.activate(0)
+        return kit
+
+    yield make
+    for kit in kits:
+        await kit.engine.close()
+
+
+@pytest.fixture
+async def kit(build: Build) -> Kit:
+    return await build()
+
+
+async def test_request_ends_once_at_max_tokens(kit: Kit) -> None:
+    calls = [kit.call(PROMPT, seed=i, max_tokens=1 + 3 * i) for i in range(8)]
+    await kit.end(*calls)
+    for i, call in enumerate(calls):
+        assert len(call.tokens) == len(call.logprobs) == 1 + 3 * i
+        assert [delta.finish for delta in call.deltas[:-1]] == [None] * (len(call.deltas) - 1)
+        assert call.finish is FinishReason.LENGTH
+        assert {delta.version for delta in call.deltas} == {version(0)}
+        assert {delta.kv_step_oldest for delta in call.deltas} == {0}
+
+
+async def test_logprobs_agree_with_score(kit: Kit) -> None:
+    plain = await kit.run(PROMPT, seed=1, max_tokens=30)
+    shaped = await kit.run(PROMPT, seed=1, max_tokens=30, temperature=0.6, top_p=0.9, top_k=20)
+    for call in (plain, shaped):
+        (scored,) = await kit.engine.score([np.array(PROMPT + call.tokens, np.int32)])
+        assert scored.version == version(0)
+        assert scored.logprobs[0] == 0
+        model = np.concatenate([delta.logprobs_model for delta in call.deltas])  # type: ignore[misc]
+        np.testing.assert_allclose(model, scored.logprobs[len(PROMPT) :], atol=1e-4)
+    np.testing.assert_allclose(plain.logprobs, model_logprobs(plain), atol=1e-6)
+    assert sum(shaped.logprobs) > sum(model_logprobs(shaped))
+
+
+def model_logprobs(call: Call) -> list[float]:
+    return [float(x) for delta in call.deltas if delta.logprobs_model is not None for x in delta.logprobs_model]
+
+
+async def test_seed_decides_the_tokens_whatever_runs_beside(kit: Kit) -> None:
+    alone = await kit.run(PROMPT, seed=5, max_tokens=40)
+    crowd = [kit.call([i, 2 * i, 3], seed=i, max_tokens=10 + 4 * i, temperature=0.5 + i / 10) for i in range(12)]
+    again = kit.call(PROMPT, seed=5, max_tokens=40)
+    other = kit.call(PROMPT, seed=6, max_tokens=40)
+    await kit.end(again, other, *crowd)
+    assert again.tokens == alone.tokens
+    np.testing.assert_allclose(again.logprobs, alone.logprobs, atol=1e-4)
+    assert other.tokens != alone.tokens
+
+
+async def test_resume_from_received_tokens_goes_on_the_same(kit: Kit) -> None:
+    whole = await kit.run(PROMPT, seed=2**64 - 1, max_tokens=40, top_p=0.9)
+    rest = await kit.run(PROMPT + whole.tokens[:17], seed=2**64 - 1, max_tokens=23, top_p=0.9)
+    assert rest.tokens == whole.tokens[17:]
+
+
+async def test_greedy_does_not_depend_on_the_seed(kit: Kit) -> None:
+    calls = [await kit.run(PROMPT, seed=seed, temperature=0.0) for seed in (1, 2)]
+    assert calls[0].tokens == calls[1].tokens
+    np.testing.assert_allclose(calls[0].logprobs, model_logprobs(calls[0]), atol=1e-6)
+
+
+async def test_stop_id_ends_and_is_kept(kit: Kit) -> None:
+    free = await kit.run(PROMPT, seed=3, max_tokens=60)
+    stop = free.tokens[20]
+    call = await kit.run(PROMPT, seed=3, max_tokens=60, stop_token_ids=(stop,))
+    assert call.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert call.finish is FinishReason.STOP
+
+
+async def test_stop_string_ends_and_is_kept(kit: Kit) -> None:
+    free = await kit.run(PROMPT, seed=3, max_tokens=60)
+    at = next(i for i in range(10, 50) if max(free.tokens[i : i + 2]) < 95)
+    string = "".join(chr(32 + token) for token in free.tokens[at : at + 2])
+    call = await kit.run(PROMPT, seed=3, max_tokens=60, stop=("not in there", string))
+    text = "".join(chr(32 + token) if token < 95 else "\0" for token in free.tokens)
+    assert call.tokens == free.tokens[: text.index(string) + 2]
+    assert call.finish is FinishReason.STOP
+
+
+async def test_sequence_ends_when_the_context_is_full(kit: Kit) -> None:
+    call = await kit.run([7] * (CONTEXT - 5), max_tokens=50)
+    assert len(call.tokens) == 5
+    assert call.finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "params", "message"),
+    [
+        ([], {}, "non-empty"),
+        ([1] * CONTEXT, {}, "no room in a context of 240"),
+        ([1, VOCAB], {}, "token 112 is outside the vocabulary of 112"),
+        ([1, -1], {}, "token -1 is outside"),
+        ([1], {"max_tokens": 0}, "max_tokens"),
+        ([1], {"temperature": -1.0}, "temperature"),
+        ([1], {"top_p": 0.0}, "top_p"),
+        ([1], {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
+    ],
+)
+async def test_request_that_can_never_run_is_refused(
+    kit: Kit, token_ids: list[int], params: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        kit.call(token_ids, **params)
+    assert (await kit.run(PROMPT)).finish is FinishReason.LENGTH
+
+
+async def test_id_may_be_used_again_once_it_ended(kit: Kit) -> None:
+    first = kit.call(PROMPT, name="same")
+    with pytest.raises(ValueError, match="running already"):
+        kit.call(PROMPT, name="same")
+    await kit.end(first)
+    assert (await kit.run(PROMPT, name="same")).tokens == first.tokens
+
+
+async def test_cancel_ends_with_what_was_sampled(kit: Kit) -> None:
+    free = await kit.run(PROMPT, seed=8, max_tokens=200)
+    call = kit.call(PROMPT, seed=8, max_tokens=200)
+    await asyncio.wait_for(call.first.wait(), 20)
+    kit.engine.cancel(call.request.request_id)
+    kit.engine.cancel("unknown")
+    await kit.end(call)
+    assert call.finish is FinishReason.CANCELLED
+    assert 0 < len(call.tokens) < 200
+    assert call.tokens == free.tokens[: len(call.tokens)]
+
+
+async def test_cancel_of_a_waiting_request_ends_it_without_tokens(build: Build) -> None:
+    kit = await build(slots_max=1)
+    running = kit.call(PROMPT, max_tokens=200)
+    waiting = kit.call(PROMPT, max_tokens=200)
+    kit.engine.cancel(waiting.request.request_id)
+    await kit.end(waiting)
+    assert (waiting.tokens, waiting.finish) == ([], FinishReason.CANCELLED)
+    assert not running.ended.is_set()
+
+
+async def test_full_queue_is_busy_and_drains(build: Build) -> None:
+    kit = await build(slots_max=2, queue_max=3)
+    calls = [kit.call(PROMPT, seed=i) for i in range(5)]
+    with pytest.raises(EngineBusy):
+        kit.call(PROMPT)
+    await kit.end(*calls)
+    await kit.run(PROMPT)
+
+
+async def test_request_waits_for_the_first_weights(build: Build) -> None:
+    kit = await build(active=False)
+    assert kit.engine.active is None
+    with pytest.raises(ValueError, match="no weights are active"):
+        await kit.engine.score([np.array(PROMPT, np.int32)])
+    call = kit.call(PROMPT)
+    await kit.activate(0)
+    await kit.end(call)
+    assert {delta.version for delta in call.deltas} == {version(0)}
+
+
+async def swapped_call(kit: Kit, kv: KvPolicy) -> Call:
+    """A request whose weights change after its first tokens."""
+    await kit.prepare(1)
+    call = kit.call(PROMPT, seed=4, max_tokens=200)
+    await asyncio.wait_for(call.first.wait(), 20)
+    await kit.engine.activate(version(1), kv)
+    assert kit.engine.active == version(1)
+    await kit.end(call)
+    steps = [delta.version.step for delta in call.deltas]
+    assert steps == sorted(steps)
+    assert set(steps) == {0, 1}
+    return call
+
+
+async def test_swap_with_recompute_continues_under_the_new_weights_exactly(kit: Kit) -> None:
+    call = await swapped_call(kit, KvPolicy.RECOMPUTE)
+    assert all(delta.kv_step_oldest == delta.version.step for delta in call.deltas)
+    (scored,) = await kit.engine.score([np.array(PROMPT + call.tokens, np.int32)])
+    old = sum(len(delta.token_ids) for delta in call.deltas if delta.version == version(0))
+    np.testing.assert_allclose(call.logprobs[old:], scored.logprobs[len(PROMPT) + old :], atol=1e-4)
+    assert not np.allclose(call.logprobs[:old], scored.logprobs[len(PROMPT) : len(PROMPT) + old], atol=1e-4)
+
+
+async def test_swap_with_keep_stamps_the_oldest_step_of_the_cache(kit: Kit) -> None:
+    call = await swapped_call(kit, KvPolicy.KEEP)
+    assert {delta.kv_step_oldest for delta in call.deltas} == {0}
+    after = await kit.run(PROMPT)
+    assert {(delta.version.step, delta.kv_step_oldest) for delta in after.deltas} == {(1, 1)}
+
+
+async def test_activate_of_what_is_not_prepared_is_a_key_error(kit: Kit) -> None:
+    with pytest.raises(KeyError):
+        await kit.engine.activate(version(9), KvPolicy.RECOMPUTE)
+    await kit.prepare(1)
+    kit.engine.discard(version(1))
+    kit.engine.discard(version(7))
+    with pytest.raises(KeyError):
+        await kit.engine.activate(version(1), KvPolicy.RECOMPUTE)
+    assert kit.engine.active == version(0)
+
+
+async def test_prepare_and_activate_are_idempotent(kit: Kit) -> None:
+    await kit.prepare(1)
+    await kit.prepare(1)
+    await kit.engine.activate(version(1), KvPolicy.RECOMPUTE)
+    await kit.engine.activate(version(1), KvPolicy.RECOMPUTE)
+    await kit.prepare(1)
+    assert kit.engine.active == version(1)
+
+
+@pytest.mark.parametrize("fault", ["shape", "nan", "missing", "extra", "garbage"])
+async def test_unfit_weights_are_rejected_while_serving_goes_on(kit: Kit, fault: str) -> None:
+    name = kit.rename
+    changes: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+        "shape": lambda state: state.update({name: torch.zeros(3)}),
+        "nan": lambda state: state[name].view(-1)[0].fill_(float("nan")),
+        "missing": lambda state: (state.pop(name), state.update({"other": torch.zeros(1)})),
+        "extra": lambda state: state.update({"other": torch.zeros(1)}),
+        "garbage": lambda state: None,
+    }
+    path = kit.changed_file(changes[fault])
+    if fault == "garbage":
+        path.write_bytes(b"\xff" * 100)
+    call = kit.call(PROMPT, max_tokens=100)
+    with pytest.raises(WeightsRejected, match=path.name if fault == "garbage" else f"{name}|other"):
+        await kit.engine.prepare(version(1), {"model.safetensors": path})
+    await kit.end(call)
+    assert (call.finish, kit.engine.active) == (FinishReason.LENGTH, version(0))
+
+
+async def test_next_turn_of_a_session_prefills_its_new_tokens_only(kit: Kit) -> None:
+    prefix = list(PROMPT)
+    for turn in range(4):
+        before = kit.engine.load()
+        call = await kit.run(prefix, session="s", seed=turn)
+        new = len(PROMPT) if turn == 0 else 4  # three observed tokens and the last sampled one, which was never fed
+        assert call.deltas[0].num_prompt_prefilled == new
+        assert call.deltas[0].num_prompt_cached == len(prefix) - new
+        after = kit.engine.load()
+        assert after.tokens_prefilled - before.tokens_prefilled == new
+        assert after.tokens_prefix_hit - before.tokens_prefix_hit == len(prefix) - new
+        assert after.tokens_generated - before.tokens_generated == len(call.tokens)
+        prefix += [*call.tokens, 50, 51, 52]
+
+
+async def test_prefix_is_not_reused_across_an_update(kit: Kit) -> None:
+    first = await kit.run(PROMPT, session="s")
+    await kit.activate(1)
+    second = await kit.run([*PROMPT, *first.tokens, 9], session="s")
+    assert second.deltas[0].num_prompt_cached == 0
+
+
+async def test_load_returns_to_nothing_running(kit: Kit) -> None:
+    calls = [kit.call(PROMPT, seed=i) for i in range(20)]
+    await kit.end(*calls)
+    load = kit.engine.load()
+    assert (load.num_running, load.num_waiting, load.slots_max) == (0, 0, 16)
+    assert load.tokens_generated == sum(len(call.tokens) for call in calls)
+    assert load.steps > 0
+
+
+async def test_close_ends_everything_and_later_calls_raise(kit: Kit) -> None:
+    calls = [kit.call(PROMPT, seed=i, max_tokens=200) for i in range(30)]
+    await asyncio.wait_for(calls[0].first.wait(), 20)
+    await kit.engine.close()
+    assert all(call.ended.is_set() for call in calls)
+    assert calls[-1].finish is FinishReason.CANCELLED
+    with pytest.raises(EngineBroken, match="closed"):
+        kit.call(PROMPT)
+    with pytest.raises(EngineBroken):
+        await kit.engine.score([np.array(PROMPT, np.int32)])
+    await kit.engine.close()
