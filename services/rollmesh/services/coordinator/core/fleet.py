@@ -2,8 +2,8 @@
 
 A version goes out in two phases: every node prepares it while serving; the first node (the canary) activates it and scores its
 probes; when they come out right, the rest activate. One node failing is that node's trouble; the canary failing is the
-version's: it is refused and the fleet stays where it is. An evaluation pins its step: nodes activate pinned versions in order
-and do not run past one while its episodes are open.
+version's: it is refused and the fleet stays where it is (so is a version that no node can even prepare). An evaluation pins
+its step: nodes activate pinned versions in order and do not run past one while its episodes are open.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class Node:
     """The command it has not answered yet."""
     ordered_until: float = 0.0
     failures: int = 0
-    """Failed preparations in a row."""
+    """Failed preparations of `failed` in a row."""
+    failed: Version | None = None
     retry_at: float = 0.0
 
 
@@ -207,8 +208,9 @@ class Fleet:
             node.failures += 1
             node.prepared = None
             node.cause = cause
-            node.retry_at = now + RETRY_S * 2**node.failures
-            if node.failures >= PREPARE_TRIES_MAX and self._is_canary(node):
+            node.retry_at = now + RETRY_S * 2 ** min(node.failures, 6)
+            node.failed = version
+            if not self._healthy():
                 self._refuse_unverified(run, version, cause)
 
     def _refuse_unverified(self, run: str, version: Version, cause: str) -> None:
@@ -276,9 +278,11 @@ class Fleet:
 
     def _order(self, node: Node, goal: WeightGoal, now: float) -> Iterable[FleetEvent]:
         """The next weight command for one node, if any."""
+        wanted = choose(node.active, goal)
+        if wanted != node.failed:
+            node.failures, node.failed, node.retry_at = 0, None, now
         if node.state not in (NodeState.JOINING, NodeState.STALE, NodeState.READY) or now < node.retry_at:
             return
-        wanted = choose(node.active, goal)
         if wanted is None or wanted == node.active:
             return
         if node.ordered is not None and now < node.ordered_until:
@@ -298,10 +302,13 @@ class Fleet:
 
     def _is_canary(self, node: Node) -> bool:
         """The first node, by id, of those that can take weights: it goes first with every version."""
+        return node.node_id == min((n.node_id for n in self._healthy()), default="")
+
+    def _healthy(self) -> list[Node]:
+        """Inference nodes that can take weights."""
         able = (NodeState.JOINING, NodeState.STALE, NodeState.READY)
-        peers = [n for n in self.nodes.values() if n.kind is NodeKind.INFERENCE and n.state in able]
-        healthy = [n for n in peers if n.failures < PREPARE_TRIES_MAX] or peers
-        return node.node_id == min((n.node_id for n in [*healthy, *([node] if node.failures else [])]), default="")
+        nodes = (n for n in self.nodes.values() if n.kind is NodeKind.INFERENCE and n.state in able)
+        return [n for n in nodes if n.failures < PREPARE_TRIES_MAX]
 
     def _forget_dead(self, now: float) -> None:
         """Dead nodes stay visible for a while, then leave memory."""

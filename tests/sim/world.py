@@ -1,0 +1,309 @@
+"""A world around the coordinator core: workers, a trainer with checkpoints, a data and a reward service, and crashes.
+
+Everything happens on one virtual clock and one seed. The trainer is modelled by what its weights *contain*: the list of
+sample ids per update. The checks here share no arithmetic with the core: they recompute staleness from the spans that the
+workers reported.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.core import Core, Decision
+from rollmesh.services.coordinator.core.facts import Fact
+from rollmesh.services.coordinator.core.records import (
+    GroupDecision,
+    Purpose,
+    Reward,
+    RunSpec,
+    SampleMeta,
+    StepSpan,
+    Task,
+    Version,
+)
+from rollmesh.services.coordinator.core.state import State
+from rollmesh.services.coordinator.core.turn import CancelEpisodes, DrawTasks, Effect, FinalizeGroup, Refusal, Reply
+
+NAMES = {"policy": "main", "learner": "main"}
+
+
+@dataclass
+class Checkpoint:
+    update: int
+    digest: str
+    incarnation: int
+    content: list[tuple[int, tuple[str, ...]]]
+
+
+@dataclass
+class Trainer:
+    """What a trainer process knows. `content` is what its weights contain: (update, sample ids)."""
+
+    epoch: int = 0
+    update: int = 0
+    incarnation: int = 0
+    digest: str = ""
+    content: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    lease: i.Batch | None = None
+    stepped: bool = False
+    """The weights have moved for the leased batch, but the commit is not answered."""
+
+
+@dataclass
+class World:
+    """Drives one core through a run, with faults on demand."""
+
+    spec: RunSpec
+    rng: random.Random
+    core: Core = field(default_factory=Core)
+    now: float = 0.0
+    ledger: list[tuple[Fact, ...]] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    tickets: int = 0
+    leases: list[i.EpisodeLease] = field(default_factory=list)
+    spans: dict[str, tuple[StepSpan, ...]] = field(default_factory=dict)
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    trainer: Trainer = field(default_factory=Trainer)
+    node_step: tuple[int, int] = (0, 0)
+    """(incarnation, step) that the inference fleet serves."""
+    rollbacks: list[tuple[int, int]] = field(default_factory=list)
+
+    # --- the coordinator -------------------------------------------------------------------------------------
+
+    def ask(self, request: i.Input, *, lose_reply: bool = False) -> object:
+        """Hand one input to the core, store its facts, release its effects; the reply to `request` if there is one now."""
+        decision = self.core.handle(request, self.now)
+        return self._release(decision, getattr(request, "ticket", 0), lose_reply=lose_reply)
+
+    def _release(self, decision: Decision, ticket: int, *, lose_reply: bool) -> object:
+        if decision.facts:
+            self.ledger.append(decision.facts)
+        answer = None
+        for effect in decision.effects:
+            if isinstance(effect, Reply) and effect.ticket == ticket:
+                answer = None if lose_reply else effect.value
+            else:
+                self.effects.append(effect)
+        return answer
+
+    def ticket(self) -> int:
+        self.tickets += 1
+        return self.tickets
+
+    def crash_coordinator(self) -> None:
+        """Kill it: effects not yet released, waiting lists and deadlines are gone. Recovery folds the ledger."""
+        before = msgspec.msgpack.encode(self.core.state)
+        self.core = Core()
+        self.effects = []
+        for facts in self.ledger:
+            self.core.replay(facts)
+        assert msgspec.msgpack.encode(self.core.state) == before, "recovery reaches the same state"
+        self._release(self.core.resume(self.now), 0, lose_reply=True)
+
+    def restore_from_snapshot(self) -> None:
+        """Recovery through a snapshot gives the same state as through facts alone."""
+        stored = msgspec.msgpack.encode(self.core.state)
+        state = msgspec.msgpack.decode(stored, type=State)
+        assert msgspec.msgpack.encode(state) == stored
+        self.core = Core(state)
+        self.effects = []
+        self._release(self.core.resume(self.now), 0, lose_reply=True)
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.ask(i.Tick())
+
+    # --- data, reward ----------------------------------------------------------------------------------------
+
+    def serve_questions(self, decide: GroupDecision = GroupDecision.KEEP) -> None:
+        """Answer what the core has asked the data and reward services."""
+        questions, self.effects = self.effects, []
+        for effect in questions:
+            if isinstance(effect, DrawTasks):
+                self._draw(effect)
+            elif isinstance(effect, FinalizeGroup):
+                self.ask(i.GroupDecided(group=effect.group, decision=decide, reason="ZERO_VARIANCE", num_extend=1))
+            elif isinstance(effect, Reply) and isinstance(effect.value, i.Acquired):
+                self.leases.extend(effect.value.leases)
+            elif isinstance(effect, CancelEpisodes):
+                self.leases = [lease for lease in self.leases if lease.lease_id not in effect.lease_ids]
+
+    def _draw(self, question: DrawTasks) -> None:
+        draws = range(question.first_draw, question.first_draw + question.num)
+        tasks = tuple((d, Task(task_id=f"t{d}", labels={"level": str(d % 3)})) for d in draws)
+        self.ask(
+            i.TasksDrawn(purpose=question.purpose, tasks=tasks, step=question.step, incarnation=question.incarnation)
+        )
+
+    # --- workers ---------------------------------------------------------------------------------------------
+
+    def acquire(self, num: int) -> None:
+        answer = self.ask(i.AcquireRollouts(ticket=self.ticket(), node_id="worker", num_max=num, wait_s=5.0))
+        if isinstance(answer, i.Acquired):
+            self.leases.extend(answer.leases)
+        self.serve_questions()
+
+    def finish_episode(self, *, outcome: i.EpisodeOutcome, keep_lease: bool = False, num_samples: int = 1) -> None:
+        """Report one of the episodes held; its tokens are of steps between its minimum and what nodes serve now."""
+        if not self.leases:
+            return
+        lease = self.leases[self.rng.randrange(len(self.leases))]
+        if not keep_lease:
+            self.leases.remove(lease)
+        samples = tuple(self._sample(lease, n) for n in range(num_samples))
+        report = i.EpisodeReport(
+            lease_id=lease.lease_id,
+            group=lease.group,
+            episode=lease.episode,
+            attempt=lease.attempt,
+            outcome=outcome,
+            samples=samples if outcome is i.EpisodeOutcome.COMPLETED else (),
+            cause="the jail broke",
+        )
+        answer = self.ask(i.ReportEpisodes(ticket=self.ticket(), node_id="worker", reports=(report,)))
+        if isinstance(answer, i.Reported) and answer.results == ("",):
+            self.spans.update({s.sample_id: s.steps for s in report.samples if s.sample_id not in self.spans})
+
+    def _sample(self, lease: i.EpisodeLease, number: int) -> SampleMeta:
+        incarnation, step = self.node_step
+        if lease.purpose is Purpose.EVAL:
+            incarnation, step = lease.incarnation_min, lease.step_min
+        oldest = self.rng.randint(min(lease.step_min, step), step)
+        spans = (StepSpan(step=oldest, incarnation=incarnation, num_tokens=3),)
+        if oldest < step:
+            spans += (StepSpan(step=step, incarnation=incarnation, num_tokens=2),)
+        return SampleMeta(
+            sample_id=f"{lease.episode}/{number}",
+            policy="main",
+            steps=spans,
+            num_tokens=9,
+            rewards=(Reward(name="correct", value=float(self.rng.random() < 0.5), segment=-1, scorer="exact@1"),),
+        )
+
+    # --- the trainer -----------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """A trainer process starts from the newest checkpoint."""
+        newest = self.checkpoints[-1] if self.checkpoints else Checkpoint(0, "", 0, [])
+        answer = self.ask(
+            i.AttachTrainer(ticket=self.ticket(), last_update=newest.update, digest=newest.digest, **NAMES)
+        )
+        assert isinstance(answer, i.Attached)
+        if answer.resolution is i.Resolution.ROLLED_BACK:
+            self.rollbacks.append((answer.incarnation, newest.update))
+        assert answer.next_update == newest.update + 1
+        self.trainer = Trainer(
+            epoch=answer.trainer_epoch,
+            update=newest.update,
+            incarnation=answer.incarnation,
+            digest=newest.digest,
+            content=list(newest.content),
+        )
+        self.publish()
+
+    def publish(self) -> None:
+        t = self.trainer
+        version = Version(policy="main", step=t.update, incarnation=t.incarnation, weights_digest=f"w{t.update}")
+        self.ask(i.PublishVersion(ticket=self.ticket(), trainer_epoch=t.epoch, version=version, **NAMES))
+        self.node_step = (t.incarnation, t.update)
+
+    def lease_batch(self) -> None:
+        t = self.trainer
+        answer = self.ask(
+            i.LeaseBatch(ticket=self.ticket(), trainer_epoch=t.epoch, update=t.update + 1, wait_s=0.0, **NAMES)
+        )
+        self.serve_questions()
+        if isinstance(answer, i.Batch) and answer.lease_id:
+            t.lease, t.stepped = answer, False
+
+    def step_and_commit(self, *, lose_reply: bool, dropped: Sequence[str] = (), applied: bool = True) -> None:
+        """Move the weights, then commit; with `lose_reply` the trainer dies or never hears."""
+        t = self.trainer
+        if t.lease is None:
+            return
+        used = tuple(s.meta.sample_id for s in t.lease.samples) if applied else ()
+        t.stepped = True
+        answer = self.ask(
+            i.CommitUpdate(
+                ticket=self.ticket(),
+                trainer_epoch=t.epoch,
+                update=t.update + 1,
+                lease_ids=(t.lease.lease_id,),
+                applied=applied,
+                **NAMES,
+            ),
+            lose_reply=lose_reply,
+        )
+        if not isinstance(answer, i.Committed):
+            return
+        t.update += 1
+        t.content.append((t.update, used))
+        t.digest = answer.digest
+        t.lease, t.stepped = None, False
+
+    def checkpoint(self, *, report: bool) -> None:
+        """Make the weights durable, and say so (or die in between)."""
+        t = self.trainer
+        if t.stepped:
+            return
+        self.checkpoints.append(Checkpoint(t.update, t.digest, t.incarnation, list(t.content)))
+        if report:
+            self.ask(
+                i.ReportCheckpoint(
+                    ticket=self.ticket(), trainer_epoch=t.epoch, update=t.update, digest=t.digest, **NAMES
+                )
+            )
+
+    def lose_newest_checkpoint(self) -> None:
+        if self.checkpoints:
+            self.checkpoints.pop()
+
+    def train(self, *, stragglers: int = 0) -> None:
+        """One ordinary update, while up to `stragglers` episodes are left running."""
+        for _ in range(20):
+            self.acquire(8)
+            while len(self.leases) > stragglers:
+                self.finish_episode(outcome=i.EpisodeOutcome.COMPLETED)
+            self.serve_questions()
+            if self.trainer.lease is None:
+                self.lease_batch()
+            if self.trainer.lease is not None:
+                self.step_and_commit(lose_reply=False)
+                self.publish()
+                return
+            self.advance(0.1)
+
+    # --- what must always hold -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        state = self.core.state
+        walked = sum(g.num_live for g in state.groups.values() if g.purpose is not Purpose.EVAL)
+        assert state.accounts.live == walked, "live samples are where the accounts say"
+        assert state.accounts.conserved, state.accounts
+        assert state.eval_accounts.conserved, state.eval_accounts
+        for content in [self.trainer.content, *(c.content for c in self.checkpoints[-2:])]:
+            self._check_content(content)
+
+    def _check_content(self, content: list[tuple[int, tuple[str, ...]]]) -> None:
+        seen: set[str] = set()
+        for update, used in content:
+            for sample_id in used:
+                assert sample_id not in seen, f"{sample_id} trained twice in one history of weights"
+                seen.add(sample_id)
+                oldest = min(span.step for span in self.spans[sample_id])
+                lag = update - 1 - oldest
+                assert 0 <= lag <= self.spec.max_staleness, f"{sample_id} trained {lag} updates late"
+
+
+def refused(world: World, request: i.Input) -> str:
+    """The reason the core refuses `request` for; fails if it does not."""
+    try:
+        world.core.handle(request, world.now)
+    except Refusal as refusal:
+        return refusal.reason
+    raise AssertionError(f"{request} was not refused")
