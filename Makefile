@@ -1,0 +1,55 @@
+# Every target sets up what it needs. `make demo` trains; `make test` proves; `make check` reads.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BUF := .tools/node_modules/.bin/buf
+# Compute threads of torch spin on barriers and collapse when cores are busy; see docs/benchmarks.md.
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := PASSIVE
+
+.PHONY: setup demo test check protos verify lint-protos sim soak chaos bench clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[trainer,verify]" --group dev --group codegen
+	touch $@
+
+demo: setup ## train the demo with a live display; the report lies in runs/<run>/report.html
+	$(BIN)/rollmesh demo
+
+test: setup ## all fast tests
+	$(BIN)/python -m pytest -q
+
+check: setup ## style, types, import contracts, layout
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+protos: setup ## regenerate the Python code of protos/
+	PYTHON=$(BIN)/python .ci/protos.sh
+
+verify: setup ## the committed generated code is what protos/ generates
+	rm -rf .tools/generated && PYTHON=$(BIN)/python .ci/protos.sh .tools/generated
+	for f in .tools/generated/rollmesh/v1/*; do diff -q $$f protos/rollmesh/v1/$$(basename $$f) || exit 1; done
+
+lint-protos: $(BUF) ## style and comments of protos/
+	$(BUF) lint
+
+$(BUF):
+	mkdir -p .tools && npm install --silent --no-audit --no-fund --prefix .tools @bufbuild/buf@1.75.0
+
+sim: setup ## long seeded simulations of the coordinator core
+	ROLLMESH_SEEDS=$$(seq -s, 0 199) $(BIN)/python -m pytest -q tests/sim
+
+soak: setup ## slow suites: full demo per seed, 10,000 samples under kills
+	$(BIN)/python -m pytest -q -m slow --timeout 1800
+
+bench: setup ## figures of docs/benchmarks.md
+	$(BIN)/python -m tests.bench
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis

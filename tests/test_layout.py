@@ -1,0 +1,44 @@
+"""The house: PEP 420 portions, one namespace, light imports, and generated code that matches its sources."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PORTIONS = ["protos", "shared", "services", "trainer", "sandbox_runtime"]
+LIGHT = [
+    "rollmesh.v1.run_pb2_grpc",
+    "rollmesh.services.coordinator",
+    "rollmesh.services.gateway",
+    "rollmesh.services.mesh",
+    "rollmesh.services.cli.__main__",
+]
+
+
+def test_namespace_has_no_init_and_all_portions() -> None:
+    import rollmesh
+
+    assert getattr(rollmesh, "__file__", None) is None
+    assert {Path(p).parent.name for p in rollmesh.__path__} == set(PORTIONS)
+
+
+@pytest.mark.parametrize("portion", PORTIONS)
+def test_portion_root_holds_no_module(portion: str) -> None:
+    assert not list((ROOT / portion / "rollmesh").glob("*.py"))
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_light_module_loads_no_heavy_library(module: str) -> None:
+    code = f"import {module}, sys; print([m for m in ('torch', 'transformers', 'vllm', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_package_says_what_it_is_for() -> None:
+    for portion in PORTIONS:
+        for init in (ROOT / portion).rglob("__init__.py"):
+            assert init.read_text().startswith('"""'), f"{init} has no docstring"
