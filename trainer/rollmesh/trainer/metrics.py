@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.trajectory import FloatArray, GroupContext, TrainingSample
 from rollmesh.trainer.advantages.base import usable_rewards
+from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX
 from rollmesh.trainer.samples import NO_LAG, num_trained
-
-LOG_RATIO_MAX = 20.0
 
 
 def effective_sample_size(weights: FloatArray) -> float:
