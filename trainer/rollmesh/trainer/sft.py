@@ -43,8 +43,8 @@ class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     clip_norm: float = 1.0
     target_success: float = 0.45
     """Stop at this validation success. Higher leaves RL less to show; below 0.3 it rises slowly."""
-    evaluate_every: int = 25
-    """Steps between evaluations, once all levels are in."""
+    evaluate_every: int = 10
+    """Steps between evaluations, once all levels are in. Success can rise by 0.4 within 25 steps: rare ones overshoot."""
     steps_max: int = 3000
     """Give up after this many steps."""
     packing: PackingConfig = PackingConfig()
@@ -100,14 +100,12 @@ def warm_start(
     Deterministic: the same model, seed and callbacks give the same weights.
     """
     rng = np.random.default_rng([seed, 0])
-    muon, adamw = _make_optimisers(model, config)
-    level, smoothed, num_tokens, success = config.levels_first, math.inf, 0, None
+    optimizers = _make_optimisers(model, config)
+    level, smoothed, num_tokens = config.levels_first, math.inf, 0
     for step in range(1, config.steps_max + 1):
-        warm = min(1.0, step / config.warmup_steps)
-        set_lr(muon, config.muon_lr * warm)
-        set_lr(adamw, config.adamw_lr * warm)
+        _set_rates(optimizers, config, step)
         demos = [demonstrate(_draw_level(level, rng), rng) for _ in range(config.batch_size)]
-        loss = imitation_step(model, demos, (muon, adamw), config)
+        loss = imitation_step(model, demos, optimizers, config)
         smoothed = loss if math.isinf(smoothed) else 0.9 * smoothed + 0.1 * loss
         num_tokens += sum(len(d.token_ids) for d in demos)
         due = level == config.levels and step % config.evaluate_every == 0
@@ -118,8 +116,7 @@ def warm_start(
         on_step(progress)
         if success is not None and success >= config.target_success:
             return progress
-        if smoothed < config.promote_loss and level < config.levels:
-            level += 1
+        level += smoothed < config.promote_loss and level < config.levels
     raise WarmStartFailed(
         f"success stayed below {config.target_success} in {config.steps_max} steps (level {level} of {config.levels}, "
         f"loss {smoothed:.3f}); another seed, or a larger steps_max, may reach it"
@@ -167,6 +164,13 @@ def _make_optimisers(model: PreTrainedModel, config: WarmStartConfig) -> tuple[M
     rest = [p for p in model.parameters() if p.ndim != 2 or id(p) in outer]
     adamw = torch.optim.AdamW(rest, lr=config.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     return Muon(hidden, lr=config.muon_lr), adamw
+
+
+def _set_rates(optimizers: tuple[Muon, torch.optim.AdamW], config: WarmStartConfig, step: int) -> None:
+    """Linear warm-up, then constant."""
+    warm = min(1.0, step / config.warmup_steps)
+    for optimizer, peak in zip(optimizers, (config.muon_lr, config.adamw_lr), strict=True):
+        set_lr(optimizer, peak * warm)
 
 
 def _draw_level(level: int, rng: np.random.Generator) -> int:
