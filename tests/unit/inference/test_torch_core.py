@@ -1,27 +1,18 @@
 """The torch engine's core, step by step, against transformers."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 
-from rollmesh.services.inference.engine import KvPolicy
+from rollmesh.services.inference.engine import KvPolicy, ScoreResult
 from rollmesh.shared.trajectory import FinishReason
-from rollmesh.shared.versions import PolicyVersion
+
+from .builders import Build, TinyModel, random_prompt, read_chars, version
 
 PROMPT = [20, 33, 47, 5, 90, 61]
 
 
-def version(step: int) -> PolicyVersion:
-    return PolicyVersion(policy="main", step=step)
-
-
-def random_prompt(seed: int, num_tokens: int) -> list[int]:
-    return [int(token) for token in np.random.default_rng(seed).integers(0, 112, num_tokens)]
-
-
-def test_logprobs_equal_a_transformers_forward(stepper: Callable, tiny) -> None:
+def test_logprobs_equal_a_transformers_forward(stepper: Build, tiny: TinyModel) -> None:
     run = stepper()
     prompts = {f"r{i}": random_prompt(i, 3 + 5 * i) for i in range(8)}
     for name, prompt in prompts.items():
@@ -33,7 +24,7 @@ def test_logprobs_equal_a_transformers_forward(stepper: Callable, tiny) -> None:
         np.testing.assert_allclose(run.logprobs_model(name), expected, atol=1e-4)
 
 
-def test_greedy_equals_transformers_generate(stepper: Callable, tiny) -> None:
+def test_greedy_equals_transformers_generate(stepper: Build, tiny: TinyModel) -> None:
     run = stepper()
     run.submit("r", PROMPT, temperature=0.0, max_tokens=40)
     run.run()
@@ -42,7 +33,9 @@ def test_greedy_equals_transformers_generate(stepper: Callable, tiny) -> None:
     assert run.tokens("r") == expected.tolist()
 
 
-def test_tempered_and_truncated_logprobs_are_those_of_the_distribution_sampled_from(stepper: Callable, tiny) -> None:
+def test_tempered_and_truncated_logprobs_are_those_of_the_distribution_sampled_from(
+    stepper: Build, tiny: TinyModel
+) -> None:
     run = stepper()
     run.submit("r", PROMPT, temperature=0.7, top_k=12, top_p=0.8, max_tokens=40)
     run.run()
@@ -59,13 +52,13 @@ def test_tempered_and_truncated_logprobs_are_those_of_the_distribution_sampled_f
         assert logprob == pytest.approx(expected, abs=1e-4)
 
 
-def test_recompute_in_mid_sequence_gives_the_new_weights_logprobs(stepper: Callable, tiny) -> None:
+def test_recompute_in_mid_sequence_gives_the_new_weights_logprobs(stepper: Build, tiny: TinyModel) -> None:
     run = stepper(flush_tokens=1000)
     for i in range(4):
         run.submit(f"r{i}", PROMPT + random_prompt(i, 3 * i), max_tokens=30, seed=i)
     for _ in range(12):
         run.step()
-    run.core.activate(version(1), tiny.weights(1), KvPolicy.RECOMPUTE, lambda: None)
+    run.activate(1, tiny.weights(1))
     run.run()
     for i in range(4):
         prompt, name = PROMPT + random_prompt(i, 3 * i), f"r{i}"
@@ -78,13 +71,13 @@ def test_recompute_in_mid_sequence_gives_the_new_weights_logprobs(stepper: Calla
             at += len(delta.token_ids)
 
 
-def test_keep_over_two_updates_stamps_the_oldest_step(stepper: Callable, tiny) -> None:
+def test_keep_over_two_updates_stamps_the_oldest_step(stepper: Build, tiny: TinyModel) -> None:
     run = stepper(flush_tokens=2)
     run.submit("old", PROMPT, max_tokens=20)
     for step in (1, 2):
         for _ in range(4):
             run.step()
-        run.core.activate(version(step), tiny.weights(step % 2), KvPolicy.KEEP, lambda: None)
+        run.activate(step, tiny.weights(step % 2), KvPolicy.KEEP)
     run.step()
     run.submit("new", PROMPT, max_tokens=4)
     run.run()
@@ -94,16 +87,16 @@ def test_keep_over_two_updates_stamps_the_oldest_step(stepper: Callable, tiny) -
     np.testing.assert_allclose(run.logprobs("new"), expected, atol=1e-4)
 
 
-def test_tied_head_follows_an_update(stepper: Callable, tiny) -> None:
+def test_tied_head_follows_an_update(stepper: Build, tiny: TinyModel) -> None:
     run = stepper()
-    run.core.activate(version(1), tiny.weights(1), KvPolicy.RECOMPUTE, lambda: None)
+    run.activate(1, tiny.weights(1))
     run.step()
     run.submit("r", PROMPT, max_tokens=20)
     run.run()
     np.testing.assert_allclose(run.logprobs("r"), tiny.logprobs(1, PROMPT + run.tokens("r"))[len(PROMPT) :], atol=1e-4)
 
 
-def test_late_request_gets_its_first_token_within_two_steps_while_31_decode(stepper: Callable) -> None:
+def test_late_request_gets_its_first_token_within_two_steps_while_31_decode(stepper: Build) -> None:
     run = stepper(slots_max=32)
     for i in range(31):
         run.submit(f"r{i}", random_prompt(i, 10), max_tokens=60)
@@ -119,7 +112,7 @@ def test_late_request_gets_its_first_token_within_two_steps_while_31_decode(step
     assert all(len(run.tokens(f"r{i}")) > 0 for i in range(31))
 
 
-def test_long_prefix_is_computed_in_chunks_while_others_decode(stepper: Callable, tiny) -> None:
+def test_long_prefix_is_computed_in_chunks_while_others_decode(stepper: Build, tiny: TinyModel) -> None:
     run = stepper(prefill_tokens_max=16, flush_tokens=1)
     run.submit("short", PROMPT, max_tokens=40)
     run.step()
@@ -133,7 +126,7 @@ def test_long_prefix_is_computed_in_chunks_while_others_decode(stepper: Callable
     np.testing.assert_allclose(run.logprobs("long"), expected, atol=1e-4)
 
 
-def test_next_turn_of_a_session_computes_its_new_tokens_only(stepper: Callable, tiny) -> None:
+def test_next_turn_of_a_session_computes_its_new_tokens_only(stepper: Build, tiny: TinyModel) -> None:
     run = stepper()
     prefix, observation = list(PROMPT), [50, 51, 52]
     for turn in range(4):
@@ -149,7 +142,7 @@ def test_next_turn_of_a_session_computes_its_new_tokens_only(stepper: Callable, 
         prefix = prefix + run.tokens(f"t{turn}") + observation
 
 
-def test_group_members_compute_their_common_prompt_once(stepper: Callable, tiny) -> None:
+def test_group_members_compute_their_common_prompt_once(stepper: Build, tiny: TinyModel) -> None:
     run = stepper()
     prompt = random_prompt(7, 40)
     for i in range(16):
@@ -164,12 +157,12 @@ def test_group_members_compute_their_common_prompt_once(stepper: Callable, tiny)
     assert len({tuple(run.tokens(f"r{i}")) for i in range(16)}) > 1
 
 
-def test_prefix_entries_do_not_survive_an_update(stepper: Callable, tiny) -> None:
+def test_prefix_entries_do_not_survive_an_update(stepper: Build, tiny: TinyModel) -> None:
     run = stepper()
     run.submit("a", PROMPT, session="s", max_tokens=6)
     run.run()
     turn = PROMPT + run.tokens("a") + [40]
-    run.core.activate(version(1), tiny.weights(1), KvPolicy.KEEP, lambda: None)
+    run.activate(1, tiny.weights(1), KvPolicy.KEEP)
     run.step()
     run.submit("b", turn, session="s", max_tokens=6)
     run.run()
@@ -177,7 +170,7 @@ def test_prefix_entries_do_not_survive_an_update(stepper: Callable, tiny) -> Non
     np.testing.assert_allclose(run.logprobs("b"), tiny.logprobs(1, turn + run.tokens("b"))[len(turn) :], atol=1e-4)
 
 
-def test_tokens_do_not_depend_on_batch_composition(stepper: Callable) -> None:
+def test_tokens_do_not_depend_on_batch_composition(stepper: Build) -> None:
     alone = stepper()
     alone.submit("r", PROMPT, seed=5, max_tokens=40)
     alone.run()
@@ -192,7 +185,7 @@ def test_tokens_do_not_depend_on_batch_composition(stepper: Callable) -> None:
     np.testing.assert_allclose(crowd.logprobs("r"), alone.logprobs("r"), atol=1e-4)
 
 
-def test_slots_are_reused_under_pressure_without_mixing_sequences(stepper: Callable, tiny) -> None:
+def test_slots_are_reused_under_pressure_without_mixing_sequences(stepper: Build, tiny: TinyModel) -> None:
     run = stepper(slots_max=3)
     prompts = {f"r{i}": random_prompt(i % 5, 4 + 3 * (i % 7)) for i in range(24)}
     for i, (name, prompt) in enumerate(prompts.items()):
@@ -206,13 +199,13 @@ def test_slots_are_reused_under_pressure_without_mixing_sequences(stepper: Calla
     assert run.core.load().num_running == run.core.load().num_waiting == 0
 
 
-def test_stop_string_ends_at_the_token_that_completes_it(stepper: Callable) -> None:
+def test_stop_string_ends_at_the_token_that_completes_it(stepper: Build) -> None:
     free = stepper()
     free.submit("r", PROMPT, seed=3, max_tokens=60)
     free.run()
     tokens = free.tokens("r")
-    at = next(i for i in range(5, 50) if tokens[i] >= 16 and tokens[i + 1] >= 16)
-    string = chr(tokens[at] + 16) + chr(tokens[at + 1] + 16)
+    at = next(i for i in range(5, 50) if tokens[i] != tokens[i + 1])
+    string = read_chars(tokens[at : at + 2])
     run = stepper()
     run.submit("r", PROMPT, seed=3, max_tokens=60, stop=("never to be seen", string))
     run.run()
@@ -220,32 +213,21 @@ def test_stop_string_ends_at_the_token_that_completes_it(stepper: Callable) -> N
     assert run.deltas["r"][-1].finish is FinishReason.STOP
 
 
-def test_higher_priority_waits_less(stepper: Callable) -> None:
-    from rollmesh.services.inference.engine import GenerateRequest
-    from rollmesh.shared.trajectory import SamplingParams
-
+def test_higher_priority_waits_less(stepper: Build) -> None:
     run = stepper(slots_max=1)
-    for name, priority in (("low", 0), ("high", 1)):
-        run.deltas[name] = []
-        run.core.submit(
-            GenerateRequest(
-                request_id=name,
-                token_ids=np.array(PROMPT, np.int32),
-                params=SamplingParams(max_tokens=3),
-                priority=priority,
-            )
-        )
+    run.submit("low", PROMPT, priority=0)
+    run.submit("high", PROMPT, priority=1)
     while not run.deltas["high"]:
         run.step()
     assert run.deltas["low"] == []
 
 
-def test_score_under_a_swap_waiting_behind_it_is_of_one_version(stepper: Callable, tiny) -> None:
+def test_score_under_a_swap_waiting_behind_it_is_of_one_version(stepper: Build, tiny: TinyModel) -> None:
     run = stepper(prefill_tokens_max=16)
     rows = [np.array(random_prompt(i, 12), np.int32) for i in range(5)]
-    scores: list = []
+    scores: list[ScoreResult] = []
     run.core.score(rows, scores.extend)
-    run.core.activate(version(1), tiny.weights(1), KvPolicy.RECOMPUTE, lambda: None)
+    run.activate(1, tiny.weights(1))
     run.run()
     assert run.core.version == version(1)
     assert [result.version.step for result in scores] == [0] * 5

@@ -10,14 +10,15 @@ from safetensors.torch import load_file, save_file
 from rollmesh.services.inference.engine import WeightsRejected
 from rollmesh.services.inference.engines.model_spec import read_model_spec
 from rollmesh.services.inference.engines.weights_buffer import WeightsBuffer, load_weights
-from rollmesh.shared.versions import PolicyVersion
+
+from .builders import TinyModel, version
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 State = dict[str, torch.Tensor]
 
 
-def load(tiny, tmp_path: Path, change: Callable[[State], object]) -> None:
+def load(tiny: TinyModel, tmp_path: Path, change: Callable[[State], object]) -> None:
     state = load_file(tiny.file(0))
     change(state)
     save_file(state, tmp_path / "w.safetensors")
@@ -37,18 +38,18 @@ def load(tiny, tmp_path: Path, change: Callable[[State], object]) -> None:
     ],
 )
 def test_unfit_weights_are_rejected_by_name(
-    tiny, tmp_path: Path, change: Callable[[State], object], message: str
+    tiny: TinyModel, tmp_path: Path, change: Callable[[State], object], message: str
 ) -> None:
     with pytest.raises(WeightsRejected, match=message):
         load(tiny, tmp_path, change)
 
 
-def test_redundant_equal_head_and_lower_precision_are_accepted(tiny, tmp_path: Path) -> None:
+def test_redundant_equal_head_and_lower_precision_are_accepted(tiny: TinyModel, tmp_path: Path) -> None:
     load(tiny, tmp_path, lambda s: s.update({HEAD: s[EMBED].clone()}))
     load(tiny, tmp_path, lambda s: s.update({name: tensor.bfloat16() for name, tensor in s.items()}))
 
 
-def test_state_split_over_files_loads_and_a_tensor_in_two_is_refused(tiny, tmp_path: Path) -> None:
+def test_state_split_over_files_loads_and_a_tensor_in_two_is_refused(tiny: TinyModel, tmp_path: Path) -> None:
     state = load_file(tiny.file(0))
     first = {EMBED: state.pop(EMBED)}
     save_file(first, tmp_path / "a")
@@ -60,16 +61,16 @@ def test_state_split_over_files_loads_and_a_tensor_in_two_is_refused(tiny, tmp_p
         load_weights(spec, {"a": tmp_path / "a", "b": tmp_path / "b", "c": tmp_path / "a"}, torch.float32, cpu)
 
 
-def test_file_that_is_not_safetensors_is_rejected_by_path(tiny, tmp_path: Path) -> None:
+def test_file_that_is_not_safetensors_is_rejected_by_path(tiny: TinyModel, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(b"not tensors")
     with pytest.raises(WeightsRejected, match="w.safetensors is not readable"):
         load_weights(read_model_spec(tiny.folder), {"w": path}, torch.float32, torch.device("cpu"))
 
 
-def test_buffer_drops_the_oldest_beyond_its_limit(tiny) -> None:
+def test_buffer_drops_the_oldest_beyond_its_limit(tiny: TinyModel) -> None:
     buffer, weights = WeightsBuffer(2), tiny.weights(0)
-    versions = [PolicyVersion(policy="main", step=step) for step in range(3)]
-    for version in versions:
-        buffer.put(version, weights)
-    assert [version in buffer for version in versions] == [False, True, True]
+    versions = [version(step) for step in range(3)]
+    for each in versions:
+        buffer.put(each, weights)
+    assert [each in buffer for each in versions] == [False, True, True]

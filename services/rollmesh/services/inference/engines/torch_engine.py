@@ -86,6 +86,8 @@ class TorchEngine:
             await asyncio.to_thread(self._thread.join, _CLOSE_S_MAX)
             # The thread's last deltas were put on the loop before it ended; let them be delivered.
             await asyncio.sleep(0)
+        if self._emits:
+            self._break(f"no answer to close within {_CLOSE_S_MAX:g} s")
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._broken = self._broken or "engine is closed"
         self._fail_calls()

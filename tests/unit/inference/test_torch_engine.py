@@ -1,0 +1,118 @@
+"""The engine's thread: what happens when it breaks, idles, or is scripted."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmesh.services.inference.engine import EngineBroken, GenerateDelta, GenerateRequest, KvPolicy
+from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch_engine import TorchEngine
+from rollmesh.shared.trajectory import FinishReason, SamplingParams
+
+from .builders import Build, TinyModel, version
+
+PROMPT = [20, 33, 47, 5, 90, 61]
+
+
+def request(name: str, max_tokens: int = 100) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name, token_ids=np.array(PROMPT, np.int32), params=SamplingParams(max_tokens=max_tokens)
+    )
+
+
+@pytest.fixture
+async def engine(tiny: TinyModel) -> AsyncIterator[TorchEngine]:
+    built = TorchEngine(TorchEngineConfig(model=str(tiny.folder), context_max=128, slots_max=4))
+    await built.start()
+    await built.prepare(version(0), {"w": tiny.file(0)})
+    await built.activate(version(0), KvPolicy.RECOMPUTE)
+    yield built
+    await built.close()
+
+
+async def test_broken_thread_ends_every_request_with_the_cause(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engine._runner, "decode", fail)
+    ended: asyncio.Queue[GenerateDelta] = asyncio.Queue()
+    for i in range(8):  # more than there are slots: waiting ones end as well
+        engine.submit(request(f"r{i}"), lambda delta: ended.put_nowait(delta) if delta.finish is not None else None)
+    deltas = [await asyncio.wait_for(ended.get(), 20) for _ in range(8)]
+    assert {delta.request_id for delta in deltas} == {f"r{i}" for i in range(8)}
+    assert {delta.finish for delta in deltas} == {FinishReason.ERROR}
+    assert all("RuntimeError: device lost" in delta.error for delta in deltas)
+    with pytest.raises(EngineBroken, match="device lost"):
+        engine.submit(request("later"), lambda delta: None)
+    with pytest.raises(EngineBroken, match="device lost"):
+        await engine.score([np.array(PROMPT, np.int32)])
+
+
+async def test_call_waiting_for_a_thread_that_breaks_raises(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> None:
+        raise MemoryError("no room to score")
+
+    monkeypatch.setattr(engine._runner, "score", fail)
+    with pytest.raises(EngineBroken, match="no room to score"):
+        await asyncio.wait_for(engine.score([np.array(PROMPT, np.int32)]), 20)
+
+
+async def test_model_that_does_not_load_is_a_value_error_naming_its_path(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        await TorchEngine(TorchEngineConfig(model=str(tmp_path))).start()
+
+
+async def test_context_beyond_the_models_positions_is_refused(tiny: TinyModel) -> None:
+    with pytest.raises(ValueError, match="context_max 512 is beyond its 256 positions"):
+        await TorchEngine(TorchEngineConfig(model=str(tiny.folder), context_max=512)).start()
+
+
+async def test_tokens_are_emitted_in_runs_and_the_first_at_once(engine: TorchEngine) -> None:
+    deltas: list[GenerateDelta] = []
+    ended = asyncio.Event()
+
+    def emit(delta: GenerateDelta) -> None:
+        deltas.append(delta)
+        if delta.finish is not None:
+            ended.set()
+
+    engine.submit(request("r", max_tokens=20), emit)
+    await asyncio.wait_for(ended.wait(), 20)
+    assert [len(delta.token_ids) for delta in deltas] == [1, 8, 8, 3]
+
+
+async def test_idle_thread_does_not_spin(engine: TorchEngine) -> None:
+    assert engine._thread is not None
+    assert engine._thread.ident is not None
+    clock = time.pthread_getcpuclockid(engine._thread.ident)
+    await engine.score([np.array(PROMPT, np.int32)])
+    before, until = time.clock_gettime(clock), time.thread_time() + 0.05
+    while time.thread_time() < until:
+        np.linalg.inv(np.eye(50))  # lets the interpreter lock go, so that a spinning thread would run
+    assert time.clock_gettime(clock) - before < 0.005
+
+
+@pytest.mark.parametrize("field", ["slots_max", "context_max", "flush_tokens", "threads", "prefill_tokens_max"])
+def test_config_out_of_range_names_field_and_value(field: str) -> None:
+    settings: dict[str, Any] = {field: 0}
+    with pytest.raises(ValueError, match=f"{field} must be at least 1, got 0"):
+        TorchEngineConfig(model="m", **settings)
+
+
+def test_scripted_and_eager_steps_agree(stepper: Build) -> None:
+    runs = [stepper(torchscript=scripted) for scripted in (False, True)]
+    for run in runs:
+        for i in range(5):
+            run.submit(f"r{i}", PROMPT[: i + 1], seed=i, max_tokens=20, temperature=0.8, top_p=0.9)
+        run.run()
+    for i in range(5):
+        assert runs[0].tokens(f"r{i}") == runs[1].tokens(f"r{i}")
+        np.testing.assert_allclose(runs[0].logprobs(f"r{i}"), runs[1].logprobs(f"r{i}"), atol=1e-5)
