@@ -8,9 +8,12 @@ from typing import Any, cast
 import msgspec
 
 from rollmesh.services.data.calc_source import CalcConfig, calc_pool
+from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.jsonl_source import JsonlConfig, jsonl_pools
 from rollmesh.services.data.selector import Selector
 from rollmesh.services.data.task import Split, TaskPool
+from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Registry
 
@@ -77,3 +80,19 @@ def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | No
     """A fresh selector over `pool`. A user's relative file is looked up in `base_dir`. ConfigError."""
     chosen = config.selector
     return cast(Selector, SELECTORS.make(chosen.name, chosen.options, base_dir, pool=pool, seed=config.seed))
+
+
+def build_engine(config: DataConfig, *, bus: Bus, clock: Clock, base_dir: str | Path | None = None) -> DataEngine:
+    """Everything the service runs on. ConfigError, or RecordError for a malformed task file."""
+    pools = build_pools(config)
+    build_selector(config, pools[Split.TRAIN], base_dir)  # a wrong selector is told now, not at the first draw
+    return DataEngine(
+        pools=pools,
+        new_selector=lambda pool: build_selector(config, pool, base_dir),
+        bus=bus,
+        clock=clock,
+        success_reward=config.success_reward,
+        epochs_max=config.epochs_max,
+        catch_up_s_max=config.catch_up_s_max,
+        runs_max=config.runs_max,
+    )

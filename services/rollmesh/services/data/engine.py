@@ -1,0 +1,122 @@
+"""The data service's words: tasks for draws, snapshot and restore, for any number of runs over one source.
+
+A run is followed from the first call that names it. Training draws go through its selector; evaluation and export take the
+tasks of a split in order, the same for every run and every step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from rollmesh.services.data.draws import RunDraws
+from rollmesh.services.data.follower import RunFollower
+from rollmesh.services.data.selector import Selector
+from rollmesh.services.data.task import Split, Task, TaskPool
+from rollmesh.shared.bus.bus import Bus, UnknownStream
+from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import OutOfRange, ResourceExhausted, UnknownRun, UnknownSplit
+
+DrawnTasks = list[tuple[int, Task]]
+"""Draw index and task, in the order of draws."""
+
+
+class DataEngine:
+    """Tasks of one source for the runs of one bus. Use as an async context manager, or call `close`."""
+
+    def __init__(
+        self,
+        *,
+        pools: Mapping[Split, TaskPool],
+        new_selector: Callable[[TaskPool], Selector],
+        bus: Bus,
+        clock: Clock,
+        success_reward: str = "",
+        epochs_max: int = 0,
+        catch_up_s_max: float = 5.0,
+        runs_max: int = 16,
+    ) -> None:
+        """Units and defaults as in `DataConfig`."""
+        self._pools = dict(pools)
+        self._new_selector = new_selector
+        self._bus = bus
+        self._clock = clock
+        self._success_reward = success_reward
+        self._epochs_max = epochs_max
+        self._catch_up_s_max = catch_up_s_max
+        self._runs_max = runs_max
+        self._runs: dict[str, RunFollower] = {}
+        self._opening = asyncio.Lock()
+
+    async def next_tasks(
+        self, *, run: str, policy: str, first_draw: int, num: int, ledger_position: int = 0
+    ) -> DrawnTasks:
+        """Training tasks for draws [first_draw, first_draw + num). UnknownRun, CatchingUp, OutOfRange."""
+        follower = await self._follower(run)
+        positions = await follower.positions(
+            policy=policy, first_draw=first_draw, num=num, ledger_position=ledger_position
+        )
+        pool = self._pools[Split.TRAIN]
+        return [(first_draw + offset, pool.task(position)) for offset, position in enumerate(positions)]
+
+    def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
+        """Tasks [first_draw, first_draw + num) of a split, fewer at its end. UnknownSplit, OutOfRange beyond the end."""
+        known = [name for name, pool in self._pools.items() if len(pool)]
+        if split not in known:
+            raise UnknownSplit(f"there are no tasks in split `{split}`; there are in: {', '.join(known)}", split=split)
+        pool = self._pools[Split(split)]
+        if first_draw >= len(pool):
+            raise OutOfRange(
+                f"split `{split}` has {len(pool)} tasks, draw {first_draw} is beyond them", draw=first_draw
+            )
+        return [(draw, pool.task(draw)) for draw in range(first_draw, min(first_draw + num, len(pool)))]
+
+    async def snapshot(self, run: str) -> tuple[bytes, int]:
+        """The run's state and the ledger sequence it stands at. UnknownRun, CatchingUp."""
+        return await (await self._follower(run)).snapshot()
+
+    async def restore(self, run: str, state: bytes) -> int:
+        """Replaces the run's state; the ledger sequence it now stands at. UnknownRun, CorruptSnapshot."""
+        return await (await self._follower(run)).restore(state)
+
+    async def close(self) -> None:
+        """Stops following all runs."""
+        for follower in self._runs.values():
+            await follower.close()
+        self._runs.clear()
+
+    async def _follower(self, run: str) -> RunFollower:
+        async with self._opening:
+            if run not in self._runs:
+                await self._make_room()
+                self._runs[run] = await self._open(run)
+            return self._runs[run]
+
+    async def _open(self, run: str) -> RunFollower:
+        try:
+            ledger = await self._bus.open(run_streams(run).ledger.name)
+        except UnknownStream:
+            raise UnknownRun(f"run `{run}` has no ledger; CreateRun first", run=run) from None
+        pool = self._pools[Split.TRAIN]
+        draws = RunDraws(
+            pool=pool,
+            new_selector=self._new_selector,
+            success_reward=self._success_reward,
+            num_draws_max=self._epochs_max * len(pool),
+        )
+        follower = RunFollower(
+            run=run, ledger=ledger, draws=draws, clock=self._clock, catch_up_s_max=self._catch_up_s_max
+        )
+        await follower.start()
+        return follower
+
+    async def _make_room(self) -> None:
+        for name, follower in list(self._runs.items()):
+            if len(self._runs) >= self._runs_max and follower.ended:
+                del self._runs[name]
+                await follower.close()
+        if len(self._runs) >= self._runs_max:
+            raise ResourceExhausted(
+                f"{len(self._runs)} runs are followed, the limit is `runs_max`; stop one or raise it"
+            )

@@ -1,0 +1,78 @@
+"""DataService over gRPC: translates between protobuf and the engine's words."""
+
+from __future__ import annotations
+
+from rollmesh.services.data.engine import DataEngine, DrawnTasks
+from rollmesh.services.data.facts import DEFAULT_POLICY
+from rollmesh.services.data.task import Split, Task
+from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.v1 import data_pb2, data_pb2_grpc, types_pb2
+
+NUM_TASKS_MAX = 1024
+
+
+class DataServicer(data_pb2_grpc.DataServiceServicer):
+    """Serves one engine."""
+
+    def __init__(self, engine: DataEngine) -> None:
+        self._engine = engine
+
+    async def NextTasks(self, request: data_pb2.NextTasksRequest, context: object) -> data_pb2.NextTasksResponse:
+        _check_range(request)
+        if request.purpose == types_pb2.PURPOSE_TRAIN:
+            tasks = await self._engine.next_tasks(
+                run=_run(request.run),
+                policy=request.policy or DEFAULT_POLICY,
+                first_draw=request.first_draw,
+                num=request.num,
+                ledger_position=request.ledger_position,
+            )
+        elif request.purpose in (types_pb2.PURPOSE_EVAL, types_pb2.PURPOSE_EXPORT):
+            tasks = self._engine.tasks_in_order(
+                split=request.split or Split.TEST, first_draw=request.first_draw, num=request.num
+            )
+        else:
+            raise _invalid("purpose", "must be TRAIN, EVAL or EXPORT")
+        return _encode(tasks)
+
+    async def Snapshot(self, request: data_pb2.SnapshotRequest, context: object) -> data_pb2.SnapshotResponse:
+        state, position = await self._engine.snapshot(_run(request.run))
+        return data_pb2.SnapshotResponse(state=state, ledger_position=position)
+
+    async def Restore(self, request: data_pb2.RestoreRequest, context: object) -> data_pb2.RestoreResponse:
+        position = await self._engine.restore(_run(request.run), request.state)
+        return data_pb2.RestoreResponse(ledger_position=position)
+
+
+def encode_task(task: Task) -> types_pb2.Task:
+    """The public part of a task; the domain type holds nothing else."""
+    return types_pb2.Task(
+        task_id=task.task_id,
+        messages=[types_pb2.Message(role=m.role, content=m.content) for m in task.messages],
+        tools=task.tools,
+        oracle_ref=task.oracle_ref,
+        split=task.split,
+        labels=dict(task.labels),
+    )
+
+
+def _encode(tasks: DrawnTasks) -> data_pb2.NextTasksResponse:
+    drawn = [data_pb2.DrawnTask(draw=draw, task=encode_task(task)) for draw, task in tasks]
+    return data_pb2.NextTasksResponse(tasks=drawn)
+
+
+def _check_range(request: data_pb2.NextTasksRequest) -> None:
+    if not 1 <= request.num <= NUM_TASKS_MAX:
+        raise _invalid("num", f"must be in [1, {NUM_TASKS_MAX}], got {request.num}")
+    if request.first_draw < 0:
+        raise _invalid("first_draw", f"must be >= 0, got {request.first_draw}")
+
+
+def _run(run: str) -> str:
+    if not run:
+        raise _invalid("run", "must name a run")
+    return run
+
+
+def _invalid(field: str, what: str) -> InvalidInput:
+    return InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)])

@@ -1,0 +1,157 @@
+"""RewardService over real gRPC: the wire, typed errors, and where the answer key may not be seen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.services.reward.config import RewardConfig, build_engine
+from rollmesh.services.reward.servicer import RewardServicer
+from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.errors import InvalidInput, UnknownOracle
+from rollmesh.shared.jsonl import read_jsonl
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.server import RpcServer
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import reward_pb2, reward_pb2_grpc, types_pb2
+
+OK = types_pb2.REWARD_OUTCOME_OK
+INFRA = types_pb2.REWARD_OUTCOME_INFRA_FAILURE
+
+BROKEN = """
+class Broken:
+    async def score(self, item):
+        raise RuntimeError(f"the judge does not know {item.answer_key.answers[0]}")
+"""
+
+
+@asynccontextmanager
+async def serving(
+    settings: dict[str, Any], base_dir: Path | None = None
+) -> AsyncIterator[reward_pb2_grpc.RewardServiceAsyncStub]:
+    config = config_from_dict(RewardConfig, settings)
+    engine = build_engine(config, base_dir)
+    try:
+        async with RpcServer(token="t") as server:
+            server.add(
+                reward_pb2_grpc.add_RewardServiceServicer_to_server,
+                RewardServicer(engine, finalizer_name=config.finalizer.name),
+            )
+            await server.start()
+            async with open_channel(server.address, token="t") as channel:
+                yield reward_pb2_grpc.RewardServiceStub(channel)
+    finally:
+        await engine.close()
+
+
+def episode(said: str, *, oracle_ref: str = "calc:6*7", num_samples: int = 1) -> reward_pb2.ScoreItem:
+    return reward_pb2.ScoreItem(
+        key=types_pb2.EpisodeKey(run="r", task="t", group="g0", episode="g0.0", attempt=1),
+        task=types_pb2.Task(task_id="t", oracle_ref=oracle_ref),
+        messages=[types_pb2.Message(role="user", content="6*7"), types_pb2.Message(role="assistant", content=said)],
+        samples=[types_pb2.Sample(sample_id=f"s{i}") for i in range(num_samples)],
+        num_action_tokens=[8] * num_samples,
+        finishes=[types_pb2.FINISH_REASON_STOP] * num_samples,
+    )
+
+
+def request(*items: reward_pb2.ScoreItem) -> reward_pb2.ScoreEpisodesRequest:
+    return reward_pb2.ScoreEpisodesRequest(run="r", items=items)
+
+
+def group(*values: float) -> reward_pb2.FinalizeGroupRequest:
+    members = [
+        types_pb2.MemberOutcome(
+            sample_id=f"s{i}",
+            rewards=[types_pb2.Reward(name="correct", value=value, segment=-1, outcome=OK)],
+            end="ready",
+        )
+        for i, value in enumerate(values)
+    ]
+    return reward_pb2.FinalizeGroupRequest(run="r", group=types_pb2.GroupContext(group="g0", task="t", members=members))
+
+
+async def test_scores_come_per_sample_in_order_with_scorer_and_outcome() -> None:
+    settings = {
+        "scorers": [
+            {"scorer": "exact", "name": "correct"},
+            {"scorer": "length", "options": {"form": "linear", "scale_tokens": 8}},
+        ]
+    }
+    async with serving(settings) as stub:
+        response = await stub.Score(
+            request(episode("<answer>42</answer>", num_samples=2), episode("<answer>7</answer>"))
+        )
+    assert [sample.sample_id for sample in response.samples] == ["s0", "s1", "s0"]
+    found = [[(r.name, r.value, r.scorer, r.segment, r.outcome) for r in s.rewards] for s in response.samples]
+    length = ("length", -1.0, "length@1", -1, OK)
+    assert found[0] == [("correct", 1.0, "exact@1", -1, OK), length]
+    assert found[2] == [("correct", 0.0, "exact@1", -1, OK), length]
+
+
+async def test_the_answer_key_of_a_file_is_used_and_never_sent(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(json.dumps({"question": "?", "answer": "#### Zanzibar"}) + "\n")
+    (tmp_path / "own.py").write_text(BROKEN)
+    ref = f"jsonl:mine@{read_jsonl(path, num_lines_max=9).digest[:16]}#1"
+    settings = {
+        "scorers": [{"scorer": "exact", "name": "correct"}, {"scorer": "own.py:Broken"}],
+        "answer_files": {"mine": {"path": str(path), "answer_pattern": r"#### (\S+)"}},
+    }
+    async with serving(settings, tmp_path) as stub:
+        response = await stub.Score(request(episode("<answer>Paris</answer>", oracle_ref=ref)))
+        right = await stub.Score(request(episode("<answer>Zanzibar</answer>", oracle_ref=ref)))
+        wrong_file = f"jsonl:mine@{'0' * 16}#1"
+        with pytest.raises(UnknownOracle) as caught, typed_errors():
+            await stub.Score(request(episode("x", oracle_ref=wrong_file)))
+    assert right.samples[0].rewards[0].value == 1.0
+    assert response.samples[0].rewards[0].value == 0.0
+    assert response.samples[0].rewards[1].outcome == INFRA
+    assert response.samples[0].rewards[1].evidence == "RuntimeError: the judge does not know [answer key]"
+    assert b"Zanzibar" not in response.SerializeToString()
+    assert "Zanzibar" not in str(caught.value)
+
+
+async def test_a_group_is_kept_or_filtered_with_its_reason() -> None:
+    async with serving({}) as stub:
+        assert (await stub.FinalizeGroup(group(1.0, 0.0))).decision == reward_pb2.GROUP_DECISION_KEEP
+        filtered = await stub.FinalizeGroup(group(1.0, 1.0))
+        assert (filtered.decision, filtered.reason) == (reward_pb2.GROUP_DECISION_FILTER, "ZERO_VARIANCE")
+    async with serving({"finalizer": {"options": {"extend_by": 3}}}) as stub:
+        extended = await stub.FinalizeGroup(group(1.0, 1.0))
+        assert (extended.decision, extended.num_extend) == (reward_pb2.GROUP_DECISION_EXTEND, 3)
+
+
+async def test_scorers_are_listed_with_what_they_are() -> None:
+    async with serving({}) as stub:
+        response = await stub.ListScorers(reward_pb2.ListScorersRequest())
+    assert response.finalizer == "zero_variance"
+    (info,) = response.scorers
+    assert (info.name, info.scorer, list(info.rewards)) == ("correct", "exact@1", ["correct"])
+    assert info.description.startswith("String equality")
+
+
+async def test_bad_requests_name_the_field() -> None:
+    no_samples, no_task, uneven, unknown = (episode("x") for _ in range(4))
+    del no_samples.samples[:]
+    no_task.ClearField("task")
+    uneven.num_action_tokens.append(1)
+    unknown.finishes[0] = 99  # type: ignore[call-overload]
+    cases = {
+        r"items\[0\].samples": request(no_samples),
+        r"items\[1\].task": request(episode("x"), no_task),
+        r"items\[0\].num_action_tokens": request(uneven),
+        r"items\[0\].finishes": request(unknown),
+        "items` has 257": request(*[episode("x")] * 257),
+    }
+    async with serving({}) as stub:
+        for message, bad in cases.items():
+            with pytest.raises(InvalidInput, match=message), typed_errors():
+                await stub.Score(bad)
+        with pytest.raises(InvalidInput, match=r"group.members"), typed_errors():
+            await stub.FinalizeGroup(group())

@@ -1,0 +1,75 @@
+"""Small pools, selectors and ledger records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rollmesh.services.data.config import SELECTORS
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.selector import Selector
+from rollmesh.services.data.task import Task, TaskPool
+from rollmesh.shared.trajectory import Message
+from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
+
+
+def pool(num_tasks: int) -> MemoryPool:
+    return MemoryPool(
+        Task(task_id=f"t{i}", messages=(Message(role="user", content=str(i)),), labels={"level": str(i % 3)})
+        for i in range(num_tasks)
+    )
+
+
+def factory(name: str = "thompson", **options: Any) -> Callable[[TaskPool], Selector]:
+    return lambda tasks: SELECTORS.make(name, options, pool=tasks, seed=0)
+
+
+def record(*facts: events_pb2.Fact) -> events_pb2.LedgerRecord:
+    return events_pb2.LedgerRecord(record_id="r", facts=facts)
+
+
+def created(success_reward: str = "correct") -> events_pb2.Fact:
+    spec = events_pb2.RunSpec(run="r", success_reward=success_reward)
+    return events_pb2.Fact(run_created=events_pb2.RunCreated(spec=spec))
+
+
+def reserved(
+    draw: int, task_id: str, *, num_episodes: int = 2, purpose: types_pb2.Purpose.ValueType = types_pb2.PURPOSE_TRAIN
+) -> events_pb2.Fact:
+    group = events_pb2.GroupReserved(
+        group=f"g{draw}",
+        purpose=purpose,
+        policy="main",
+        task=types_pb2.Task(task_id=task_id),
+        draw=draw,
+        num_episodes=num_episodes,
+    )
+    return events_pb2.Fact(group_reserved=group)
+
+
+def lost(draw: int) -> events_pb2.Fact:
+    return events_pb2.Fact(episode_ended=events_pb2.EpisodeEnded(group=f"g{draw}", end=types_pb2.SAMPLE_END_FAILED))
+
+
+def added(draw: int, num_episodes: int) -> events_pb2.Fact:
+    return events_pb2.Fact(episodes_added=events_pb2.EpisodesAdded(group=f"g{draw}", num_episodes=num_episodes))
+
+
+def ended() -> events_pb2.Fact:
+    return events_pb2.Fact(run_ended=events_pb2.RunEnded(reason="UPDATES_MAX"))
+
+
+def finalized(
+    draw: int,
+    *values: float | None,
+    name: str = "correct",
+    decision: reward_pb2.GroupDecision.ValueType = reward_pb2.GROUP_DECISION_KEEP,
+) -> events_pb2.Fact:
+    """A decided group; None stands for a member whose scorer failed."""
+    members: list[reward_pb2.SampleRewards] = []
+    for value in values:
+        outcome = types_pb2.REWARD_OUTCOME_INFRA_FAILURE if value is None else types_pb2.REWARD_OUTCOME_OK
+        reward = types_pb2.Reward(name=name, value=value or 0.0, segment=-1, outcome=outcome)
+        members.append(reward_pb2.SampleRewards(sample_id=f"g{draw}.{len(members)}", rewards=[reward]))
+    group = events_pb2.GroupFinalized(group=f"g{draw}", decision=decision, members=members)
+    return events_pb2.Fact(group_finalized=group)

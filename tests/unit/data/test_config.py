@@ -1,0 +1,74 @@
+"""Building the data service from configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.services.data.config import DataConfig, build_engine, build_pools
+from rollmesh.services.data.task import Split
+from rollmesh.shared.bus.memory_bus import MemoryBus
+from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.errors import ConfigError
+
+
+def config(**settings: Any) -> DataConfig:
+    return config_from_dict(DataConfig, settings)
+
+
+def test_a_jsonl_file_is_a_matter_of_configuration(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n' * 2)
+    source = {
+        "kind": "jsonl",
+        "path": str(tmp_path / "mine.jsonl"),
+        "answer_pattern": r"#### (\S+)",
+        "validation_share": 0.0,
+        "test_share": 0.0,
+    }
+    pools = build_pools(config(source=source, selector={"name": "thompson", "options": {"target": 0.3}}))
+    assert len(pools[Split.TRAIN]) == 2
+
+
+def test_a_source_without_training_tasks_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"question": "1+1", "answer": "2", "split": "test"}\n')
+    with pytest.raises(ConfigError, match="no task is in the train split"):
+        build_pools(config(source={"kind": "jsonl", "path": str(tmp_path / "mine.jsonl"), "split": "split"}))
+
+
+OWN = """
+class Last:
+    def __init__(self, *, pool, seed):
+        self.num_tasks = len(pool)
+    def draw(self, index, in_flight):
+        return self.num_tasks - 1
+    def observe(self, result): ...
+    def snapshot(self): return b""
+    def restore(self, state): ...
+"""
+
+
+def test_a_users_own_selector_is_loaded_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    made = config(source={"kind": "calc", "num_train": 10}, selector={"name": "own.py:Last"})
+    build_engine(made, bus=MemoryBus(), clock=ManualClock(), base_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"selector": {"name": "thomson"}}, "no selector `thomson`; known: uniform, thompson"),
+        ({"selector": {"name": "thompson", "options": {"taget": 1}}}, "taget.*did you mean `target`"),
+        ({"selector": {"name": "uniform", "options": {"x": 1}}}, "options of selector `uniform`.*x"),
+        ({"source": {"kind": "sql"}}, "source"),
+        ({"source": {"kind": "jsonl"}}, "path.*required"),
+        ({"source": {"kind": "calc", "level_max": 99}}, "level_min and level_max"),
+        ({"epochs_max": -1}, "epochs_max.*-1"),
+        ({"catch_up_s_max": 1e9}, "catch_up_s_max"),
+    ],
+)
+def test_a_wrong_setting_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_engine(config(**settings), bus=MemoryBus(), clock=ManualClock())

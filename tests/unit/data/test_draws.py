@@ -1,0 +1,234 @@
+"""The fold of the ledger: what it remembers, what it forgets, and that it repeats itself."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+
+import pytest
+
+from rollmesh.services.data.draws import DRAWS_OUTSTANDING_MAX, RunDraws
+from rollmesh.services.data.facts import facts_of
+from rollmesh.services.data.selector import GroupResult
+from rollmesh.services.data.task import TaskPool
+from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
+from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
+
+from .builders import added, created, ended, factory, finalized, lost, pool, record, reserved
+
+EXTEND = reward_pb2.GROUP_DECISION_EXTEND
+
+
+class Recorder:
+    """A selector that draws the index itself and keeps what it is told."""
+
+    def __init__(self, tasks: TaskPool) -> None:
+        self.results: list[GroupResult] = []
+        self.in_flight: set[int] = set()
+
+    def draw(self, index: int, in_flight: AbstractSet[int]) -> int:
+        self.in_flight = set(in_flight)
+        return index
+
+    def observe(self, result: GroupResult) -> None:
+        self.results.append(result)
+
+    def snapshot(self) -> bytes:
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        """Nothing to restore."""
+
+
+def recorded(num_tasks: int = 20, **settings: str) -> tuple[RunDraws, Recorder]:
+    recorder = Recorder(pool(0))
+    return RunDraws(pool=pool(num_tasks), new_selector=lambda _: recorder, **settings), recorder  # type: ignore[arg-type]
+
+
+def fold(draws: RunDraws, *facts: events_pb2.Fact) -> None:
+    draws.apply(facts_of(record(*facts)))
+
+
+def learning(num_tasks: int = 30) -> RunDraws:
+    return RunDraws(pool=pool(num_tasks), new_selector=factory())
+
+
+def history(draws: RunDraws, num_groups: int, first: int = 0) -> None:
+    """A run in which prompts with an even number are solved and the others are not, drawn as `draws` says."""
+    fold(draws, created())
+    for draw in range(first, first + num_groups):
+        (position,) = draws.positions("main", draw, 1)
+        solved = float(position % 2 == 0)
+        fold(draws, reserved(draw, f"t{position}"))
+        fold(draws, finalized(draw, solved, 0.5))
+
+
+def test_a_selector_learns_the_success_reward_of_the_run_from_members_that_have_one() -> None:
+    draws, recorder = recorded()
+    fold(draws, created("correct"), reserved(0, "t7"))
+    fold(draws, finalized(0, 1.0, 0.25, None, 0.0))
+    assert recorder.results == [GroupResult(position=7, successes=1.25, failures=1.75)]
+
+
+def test_rewards_beyond_the_unit_interval_are_clipped() -> None:
+    draws, recorder = recorded()
+    fold(draws, created("correct"), reserved(0, "t7"))
+    fold(draws, finalized(0, 3.0, -2.0))
+    assert recorder.results == [GroupResult(position=7, successes=1.0, failures=1.0)]
+
+
+def test_a_configured_success_reward_wins_over_the_runs() -> None:
+    draws, recorder = recorded(success_reward="mine")
+    fold(draws, created("correct"), reserved(0, "t1"), reserved(1, "t2"))
+    fold(draws, finalized(0, 1.0, name="mine"), finalized(1, 1.0, name="correct"))
+    assert [result.position for result in recorder.results] == [1]
+    assert draws.num_unlearned == 1
+
+
+def test_extending_a_group_is_no_result_and_keeps_it_in_flight() -> None:
+    draws, recorder = recorded()
+    fold(draws, created(), reserved(0, "t1"))
+    fold(draws, finalized(0, 1.0, 1.0, decision=EXTEND), added(0, 2))
+    assert recorder.results == []
+    assert draws.num_open_groups == 1
+
+
+def test_evaluation_groups_teach_nothing_and_take_no_draw() -> None:
+    draws, recorder = recorded()
+    fold(draws, created(), reserved(0, "t5", purpose=types_pb2.PURPOSE_EVAL))
+    fold(draws, finalized(0, 1.0))
+    assert recorder.results == []
+    assert draws.positions("main", 0, 1) == [0]
+
+
+def test_open_groups_and_issued_draws_are_in_flight_until_decided() -> None:
+    draws, recorder = recorded()
+    fold(draws, created(), reserved(0, "t11"))
+    draws.positions("main", 1, 1)
+    draws.positions("main", 2, 1)
+    assert recorder.in_flight == {11, 1}
+    fold(draws, finalized(0, 1.0))
+    draws.positions("main", 3, 1)
+    assert recorder.in_flight == {1, 2}
+
+
+def test_a_group_that_lost_all_its_episodes_is_no_longer_in_flight_unless_refilled() -> None:
+    draws, _ = recorded()
+    fold(draws, created(), reserved(0, "t1", num_episodes=2), reserved(1, "t2", num_episodes=1))
+    fold(draws, lost(0))
+    assert draws.num_open_groups == 2
+    fold(draws, lost(0), lost(1), added(1, 1))
+    assert draws.num_open_groups == 1
+
+
+def test_the_end_of_a_run_leaves_nothing_in_flight() -> None:
+    draws, _ = recorded()
+    fold(draws, created(), reserved(0, "t1"))
+    fold(draws, ended())
+    assert draws.num_open_groups == 0
+
+
+def test_draws_given_up_long_ago_stop_counting_as_in_flight() -> None:
+    draws, recorder = recorded(num_tasks=DRAWS_OUTSTANDING_MAX + 10)
+    draws.positions("main", 0, 1)
+    fold(draws, created(), reserved(DRAWS_OUTSTANDING_MAX + 1, "t9"))
+    fold(draws, finalized(DRAWS_OUTSTANDING_MAX + 1, 1.0))
+    draws.positions("main", DRAWS_OUTSTANDING_MAX + 2, 1)
+    assert recorder.in_flight == set()
+
+
+def test_asking_again_gives_the_same_tasks_also_after_new_facts() -> None:
+    draws = learning()
+    history(draws, 20)
+    first = draws.positions("main", 20, 10)
+    fold(draws, reserved(20, f"t{first[0]}"))
+    fold(draws, finalized(20, 1.0, 1.0))
+    assert draws.positions("main", 20, 10) == first
+
+
+def test_a_batch_holds_no_task_twice_while_others_are_left() -> None:
+    draws = learning()
+    history(draws, 20)
+    batch = draws.positions("main", 20, 30)
+    assert sorted(batch) == list(range(30))
+
+
+def test_a_recorded_draw_is_answered_from_the_ledger() -> None:
+    draws = learning()
+    fold(draws, created(), reserved(0, "t17"))
+    assert draws.positions("main", 0, 1) == [17]
+
+
+def test_policies_draw_apart() -> None:
+    draws, _ = recorded()
+    fold(draws, created(), reserved(0, "t17"))
+    assert draws.positions("other", 0, 1) == [0]
+
+
+def test_same_snapshot_and_same_facts_give_the_same_next_draws() -> None:
+    draws, other = learning(), learning()
+    history(draws, 25)
+    other.restore(draws.snapshot())
+    for part in (draws, other):
+        history(part, 5, first=25)
+    assert other.snapshot() == draws.snapshot()
+    assert other.positions("main", 30, 8) == draws.positions("main", 30, 8)
+
+
+def test_folding_the_ledger_again_gives_the_state_of_the_snapshot() -> None:
+    draws, again = learning(), learning()
+    facts: list[events_pb2.Fact] = [created()]
+    fold(draws, created())
+    for draw in range(12):
+        (position,) = draws.positions("main", draw, 1)
+        new = [reserved(draw, f"t{position}"), finalized(draw, 1.0, 0.0)]
+        fold(draws, *new)
+        facts += new
+    for fact in facts:
+        fold(again, fact)
+    assert again.snapshot() == draws.snapshot()
+
+
+def test_what_was_only_issued_is_not_in_the_snapshot() -> None:
+    draws = learning()
+    history(draws, 5)
+    before = draws.snapshot()
+    draws.positions("main", 5, 8)
+    assert draws.snapshot() == before
+
+
+def test_epochs_end_and_the_last_answer_is_shorter() -> None:
+    draws = RunDraws(pool=pool(5), new_selector=factory("uniform"), num_draws_max=10)
+    assert len(draws.positions("main", 8, 4)) == 2
+    with pytest.raises(OutOfRange, match="raise `epochs_max`"):
+        draws.positions("main", 10, 1)
+
+
+def test_uniform_draws_of_a_run_cover_each_epoch_also_across_restarts() -> None:
+    def fresh() -> RunDraws:
+        return RunDraws(pool=pool(12), new_selector=factory("uniform"))
+
+    drawn = [fresh().positions("main", first, 4) for first in range(0, 24, 4)]
+    flat = [position for part in drawn for position in part]
+    assert sorted(flat[:12]) == sorted(flat[12:]) == list(range(12))
+
+
+def test_facts_about_unknown_groups_and_tasks_change_nothing() -> None:
+    draws, recorder = recorded()
+    fold(draws, created(), reserved(0, "not-ours"), finalized(0, 1.0), finalized(9, 1.0), lost(9), added(9, 1))
+    assert recorder.results == []
+    assert draws.num_open_groups == 0
+
+
+@pytest.mark.parametrize("state", [b"", b"junk", b"\x80", b"\xc1"])
+def test_restore_refuses_what_is_not_a_snapshot_and_keeps_the_state(state: bytes) -> None:
+    draws = learning()
+    history(draws, 3)
+    before = draws.snapshot()
+    with pytest.raises(CorruptSnapshot):
+        draws.restore(state)
+    assert draws.snapshot() == before
+
+
+def test_restore_refuses_a_snapshot_of_another_source() -> None:
+    with pytest.raises(CorruptSnapshot, match="another task source"):
+        learning(30).restore(learning(31).snapshot())
