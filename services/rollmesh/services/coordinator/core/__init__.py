@@ -16,7 +16,11 @@ simulator alike, and it never decides.
 | apply.py    | fact -> state                                                                          |
 | bound.py    | the staleness bound and admission: the arithmetic of docs/staleness.md                  |
 | rollouts.py | decisions about groups and episodes                                                    |
-| training.py | decisions about trainers, batches, commits, checkpoints, versions                      |
+| epochs.py   | decisions about who trains, and what the last trainer left                             |
+| guards.py   | what a trainer's request must pass first                                               |
+| batches.py  | decisions about batch leases                                                           |
+| commits.py  | decisions about what weights contain: commits, checkpoints, versions                    |
+| ending.py   | decisions about the end of a run                                                       |
 | core.py     | dispatch, waiting lists, deadlines, recovery                                           |
 | fleet.py    | nodes and the weight rollout plan: volatile, rebuilt as nodes join again                |
 """

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rollmesh.services.coordinator.core import batches, commits, ending, epochs, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core import rollouts, training
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.state import GroupPhase, State
 from rollmesh.services.coordinator.core.turn import Effect, Refusal, Turn, Volatile, refuse
@@ -49,16 +49,16 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     i.DrawFailed: rollouts.draw_failed,
     i.GroupDecided: rollouts.group_decided,
     i.NodeDead: rollouts.node_dead,
-    i.AttachTrainer: training.attach,
-    i.LeaseBatch: training.lease_batch,
-    i.GetBatch: training.get_batch,
-    i.RenewBatch: training.renew_batch,
-    i.CommitUpdate: training.commit,
-    i.ReleaseBatch: training.release_batch,
-    i.ReportCheckpoint: training.report_checkpoint,
-    i.PublishVersion: training.publish,
-    i.VersionRefused: training.version_refused,
-    i.StopRun: training.stop,
+    i.AttachTrainer: epochs.attach,
+    i.LeaseBatch: batches.lease_batch,
+    i.GetBatch: batches.get_batch,
+    i.RenewBatch: batches.renew_batch,
+    i.CommitUpdate: commits.commit,
+    i.ReleaseBatch: batches.release_batch,
+    i.ReportCheckpoint: commits.report_checkpoint,
+    i.PublishVersion: commits.publish,
+    i.VersionRefused: commits.version_refused,
+    i.StopRun: ending.stop,
     i.Tick: lambda turn, _: None,
 }
 
@@ -114,7 +114,7 @@ class Core:
         turn = Turn(self.state, self.volatile, 0.0)
         found = {f"worker/{w.node_id}": rollouts.why_no_work(turn) for w in self.volatile.workers}
         if self.volatile.trainers:
-            found[f"learner/{turn.clock.learner}"] = training.why_no_batch(turn)
+            found[f"learner/{turn.clock.learner}"] = batches.why_no_batch(turn)
         finalizing = sum(g.phase is GroupPhase.FINALIZING for g in self.state.groups.values())
         if finalizing:
             found["groups"] = f"{finalizing} wait for the reward service to finalise them"
@@ -130,11 +130,11 @@ class Core:
     def _pump(self, turn: Turn) -> None:
         """Everything that follows from the new state, in the order in which one step enables the next."""
         rollouts.expire(turn)
-        training.expire(turn)
+        epochs.expire(turn)
         rollouts.want_finalized(turn)
         rollouts.want_eval(turn)
-        training.grant_batches(turn)
-        training.finish(turn)
+        batches.grant_batches(turn)
+        ending.finish(turn)
         rollouts.want_tasks(turn)
         rollouts.grant(turn)
 

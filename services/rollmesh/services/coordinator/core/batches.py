@@ -1,0 +1,182 @@
+"""Decisions about batch leases: choosing whole groups within the bound, renewing, giving back."""
+
+from __future__ import annotations
+
+from rollmesh.services.coordinator.core import bound
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.guards import check_epoch, held_batch, refuse_expired
+from rollmesh.services.coordinator.core.records import SampleEnd, SampleMeta
+from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
+from rollmesh.services.coordinator.core.turn import BatchWait, Turn, refuse
+
+
+def lease_batch(turn: Turn, request: i.LeaseBatch) -> None:
+    """Lease the batch of the next update, now or when there is enough; idempotent by (epoch, update)."""
+    check_epoch(turn, request)
+    held = next((b for b in turn.state.batches.values() if b.update == request.update), None)
+    if held is not None and held.in_doubt:
+        refuse_expired(held.lease_id)
+    if held is not None:
+        turn.reply(request.ticket, _describe_batch(turn, held))
+        return
+    _check_update(turn, request.update)
+    turn.volatile.trainers.append(BatchWait(request.ticket, request, request.trainer_epoch, turn.now + request.wait_s))
+
+
+def _check_update(turn: Turn, update: int) -> None:
+    clock, spec = turn.clock, turn.spec
+    if turn.state.ended or (spec.updates_max and clock.applied >= spec.updates_max):
+        refuse("RUN_ENDED", f"run {spec.run} has ended: {turn.state.ended or 'UPDATES_MAX'}")
+    if update != clock.applied + 1:
+        refuse(
+            "WRONG_UPDATE",
+            f"update {update} asked for, the next one is {clock.applied + 1}",
+            next_update=clock.applied + 1,
+        )
+    if clock.published is None:
+        refuse(
+            "NOT_PUBLISHED",
+            f"publish the weights of step {clock.applied}, incarnation {clock.incarnation}, before leasing a batch",
+        )
+
+
+def grant_batches(turn: Turn) -> None:
+    """Answer waiting trainers that can have their batch, or whose wait is over."""
+    for waiter in list(turn.volatile.trainers):
+        request = waiter.request
+        assert isinstance(request, i.LeaseBatch)
+        chosen = _choose(turn, request)
+        if chosen:
+            turn.volatile.trainers.remove(waiter)
+            turn.reply(waiter.ticket, _lease(turn, request, chosen))
+        elif turn.now >= waiter.deadline or turn.state.ended:
+            turn.volatile.trainers.remove(waiter)
+            turn.reply(waiter.ticket, i.Batch(waiting_for=why_no_batch(turn)))
+
+
+def sweep(turn: Turn, update: int) -> None:
+    """End READY samples that can no longer be trained at `update` or later. Whole groups stay comparable: rewards are kept."""
+    for group in turn.state.training_groups(GroupPhase.READY):
+        ended: dict[str, list[str]] = {}
+        for sample in group.live_samples():
+            reason = bound.why_inadmissible(sample, update=update, spec=turn.spec, clock=turn.clock)
+            if reason:
+                ended.setdefault(reason, []).append(sample.sample_id)
+        for reason, ids in ended.items():
+            turn.emit(f.SamplesEnded(group=group.group, sample_ids=tuple(ids), end=SampleEnd.STALE, reason=reason))
+
+
+def _choose(turn: Turn, request: i.LeaseBatch) -> list[GroupState]:
+    """Whole groups in order of admission until the amount is reached; empty if there is not enough."""
+    sweep(turn, request.update)
+    amount = request.amount or turn.spec.batch_groups
+    chosen: list[GroupState] = []
+    total = 0
+    for group in turn.state.training_groups(GroupPhase.READY):
+        chosen.append(group)
+        total += _size(group, request.unit if request.amount else i.GeometryUnit.GROUPS)
+        if total >= amount:
+            return chosen
+    return []
+
+
+def _size(group: GroupState, unit: i.GeometryUnit) -> int:
+    if unit is i.GeometryUnit.GROUPS:
+        return 1
+    if unit is i.GeometryUnit.SAMPLES:
+        return sum(1 for _ in group.live_samples())
+    return sum(span.num_tokens for s in group.live_samples() for span in s.steps)
+
+
+def why_no_batch(turn: Turn) -> str:
+    """For people: what a trainer without a batch waits for."""
+    state = turn.state
+    if state.ended:
+        return f"run ended: {state.ended}"
+    ready = len(state.training_groups(GroupPhase.READY))
+    busy = len(state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING))
+    return f"READY groups: {ready} of {turn.spec.batch_groups}, {busy} on their way"
+
+
+def _lease(turn: Turn, request: i.LeaseBatch, chosen: list[GroupState]) -> i.Batch:
+    sample_ids = tuple(s.sample_id for g in chosen for s in g.live_samples())
+    lease_id = f"b{request.trainer_epoch}.{request.update}.{turn.clock.incarnation}"
+    turn.emit(
+        f.BatchLeased(
+            lease_id=lease_id,
+            policy=request.policy,
+            learner=request.learner,
+            trainer_epoch=request.trainer_epoch,
+            update=request.update,
+            groups=tuple(g.group for g in chosen),
+            sample_ids=sample_ids,
+        )
+    )
+    turn.volatile.batch_deadlines[lease_id] = turn.now + turn.spec.batch_lease_s
+    return _describe_batch(turn, turn.state.batches[lease_id])
+
+
+def _describe_batch(turn: Turn, batch: BatchState) -> i.Batch:
+    groups = [turn.state.groups[name] for name in batch.groups]
+    return i.Batch(
+        lease_id=batch.lease_id,
+        samples=tuple(_leased_sample(turn, g, s, batch.update) for g in groups for s in g.live_samples()),
+        groups=tuple(_members(g) for g in groups),
+        lease_s=turn.spec.batch_lease_s,
+    )
+
+
+def _leased_sample(turn: Turn, group: GroupState, sample: SampleState, update: int) -> i.LeasedSample:
+    spans = bound.trained_spans(sample.steps, update=update, spec=turn.spec)
+    meta = SampleMeta(
+        sample_id=sample.sample_id,
+        policy=sample.policy,
+        leaf=sample.leaf,
+        steps=sample.steps,
+        num_tokens=sample.num_tokens,
+        rewards=sample.rewards,
+        trainable=sample.trainable,
+    )
+    return i.LeasedSample(
+        meta=meta,
+        group=group.group,
+        task=group.task.task_id,
+        payload=group.episodes[sample.episode].payload,
+        staleness=bound.sample_staleness(spans, update=update),
+        mask_below_step=bound.mask_below_step(sample, update=update, spec=turn.spec),
+    )
+
+
+def _members(group: GroupState) -> i.GroupMembers:
+    members = tuple(
+        i.Member(
+            sample_id=s.sample_id,
+            rewards=s.rewards,
+            end="ready" if s.end is SampleEnd.LIVE else f"{s.end.name.lower()}/{s.reason}",
+        )
+        for s in group.samples.values()
+    )
+    return i.GroupMembers(group=group.group, task=group.task.task_id, members=members)
+
+
+def get_batch(turn: Turn, request: i.GetBatch) -> None:
+    """The contents of a lease, for the gateway; it names no policy."""
+    if request.trainer_epoch != turn.clock.trainer_epoch:
+        refuse("FENCED", f"trainer epoch {request.trainer_epoch} is fenced by {turn.clock.trainer_epoch}")
+    turn.reply(request.ticket, _describe_batch(turn, held_batch(turn, request.lease_id)))
+
+
+def renew_batch(turn: Turn, request: i.RenewBatch) -> None:
+    check_epoch(turn, request)
+    batch = held_batch(turn, request.lease_id)
+    turn.volatile.batch_deadlines[batch.lease_id] = turn.now + turn.spec.batch_lease_s
+    turn.reply(request.ticket, i.Renewed(gone=(), lease_s=turn.spec.batch_lease_s))
+
+
+def release_batch(turn: Turn, request: i.ReleaseBatch) -> None:
+    check_epoch(turn, request)
+    batch = held_batch(turn, request.lease_id)
+    turn.volatile.batch_deadlines.pop(batch.lease_id, None)
+    turn.emit(f.BatchReturned(lease_id=batch.lease_id, reason="RELEASED"))
+    turn.reply(request.ticket, i.Done())

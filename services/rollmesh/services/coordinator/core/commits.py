@@ -1,0 +1,129 @@
+"""Decisions about what weights contain: commits, checkpoints, published and refused versions."""
+
+from __future__ import annotations
+
+from rollmesh.services.coordinator.core import bound
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.guards import check_epoch, held_batch
+from rollmesh.services.coordinator.core.records import DroppedSample
+from rollmesh.services.coordinator.core.state import BatchState
+from rollmesh.services.coordinator.core.turn import Turn, describe, refuse
+from rollmesh.shared.digest import next_digest
+
+SKIPPED = "SKIPPED_UPDATE"
+
+
+def commit(turn: Turn, request: i.CommitUpdate) -> None:
+    """Make update k's samples APPLIED, after checking the bound once more. Idempotent."""
+    check_epoch(turn, request)
+    if request.update <= turn.clock.applied:
+        turn.reply(request.ticket, _committed_before(turn, request))
+        return
+    if request.update != turn.clock.applied + 1:
+        refuse("WRONG_UPDATE", f"update {request.update} committed, the next one is {turn.clock.applied + 1}")
+    batches = [held_batch(turn, lease_id) for lease_id in request.lease_ids]
+    for batch in batches:
+        if batch.update != request.update:
+            refuse("WRONG_UPDATE", f"lease {batch.lease_id} is bound to update {batch.update}, not {request.update}")
+    used, dropped = _dispositions(request, [s for b in batches for s in b.sample_ids])
+    _check_bound(turn, batches, used, request.update)
+    digest = next_digest(turn.clock.digest, request.update, used)
+    turn.emit(
+        f.UpdateCommitted(
+            policy=request.policy,
+            learner=request.learner,
+            trainer_epoch=request.trainer_epoch,
+            update=request.update,
+            incarnation=turn.clock.incarnation,
+            lease_ids=request.lease_ids,
+            used=used,
+            dropped=dropped,
+            applied=request.applied,
+            digest=digest,
+        )
+    )
+    for lease_id in request.lease_ids:
+        turn.volatile.batch_deadlines.pop(lease_id, None)
+    if turn.clock.keeps_no_checkpoints:
+        note_checkpoint(turn, request.update)
+    turn.reply(request.ticket, i.Committed(digest=digest))
+
+
+def _committed_before(turn: Turn, request: i.CommitUpdate) -> i.Committed:
+    record = turn.clock.updates.get(request.update)
+    same = record is not None and record.lease_ids == request.lease_ids and record.applied == request.applied
+    if record is None or not same:
+        refuse(
+            "COMMIT_CONFLICT",
+            f"update {request.update} was committed with other leases or another outcome; attach again from the newest checkpoint",
+        )
+    return i.Committed(digest=record.digest)
+
+
+def _dispositions(request: i.CommitUpdate, leased: list[str]) -> tuple[tuple[str, ...], tuple[DroppedSample, ...]]:
+    strangers = sorted(set(request.named) - set(leased))
+    if strangers:
+        refuse("UNKNOWN_SAMPLE", f"sample {strangers[0]!r} is not in the leases of update {request.update}")
+    if not request.applied:
+        return (), tuple(DroppedSample(sample_id=s, reason=SKIPPED) for s in leased)
+    left_out = {d.sample_id for d in request.dropped}
+    return tuple(s for s in leased if s not in left_out), request.dropped
+
+
+def _check_bound(turn: Turn, batches: list[BatchState], used: tuple[str, ...], update: int) -> None:
+    wanted = set(used)
+    for group in (turn.state.groups[name] for b in batches for name in b.groups):
+        for sample in group.live_samples():
+            if sample.sample_id in wanted:
+                reason = bound.why_inadmissible(sample, update=update, spec=turn.spec, clock=turn.clock)
+                if reason:
+                    refuse(
+                        "BEYOND_BOUND",
+                        f"sample {sample.sample_id} may not be trained at update {update}: {reason}; drop it and train again",
+                        sample_id=sample.sample_id,
+                    )
+
+
+def report_checkpoint(turn: Turn, request: i.ReportCheckpoint) -> None:
+    check_epoch(turn, request)
+    record = turn.clock.updates.get(request.update)
+    if request.update > turn.clock.applied or (request.update > 0 and record is None):
+        refuse("UNKNOWN_UPDATE", f"update {request.update} was never committed; the last is {turn.clock.applied}")
+    if record is not None and record.digest != request.digest:
+        refuse("DIGEST_MISMATCH", f"the digest after update {request.update} is {record.digest[:12]!r}")
+    if request.update > turn.clock.checkpoint:
+        note_checkpoint(turn, request.update)
+    turn.reply(request.ticket, i.Done())
+
+
+def note_checkpoint(turn: Turn, update: int) -> None:
+    turn.emit(f.CheckpointReported(policy=turn.clock.policy, learner=turn.clock.learner, update=update))
+
+
+def publish(turn: Turn, request: i.PublishVersion) -> None:
+    """Announce uploaded weights of the newest committed step. Idempotent for the same digest."""
+    check_epoch(turn, request)
+    clock, version = turn.clock, request.version
+    if version.policy != clock.policy or version.incarnation != clock.incarnation or version.step != clock.applied:
+        refuse(
+            "WRONG_VERSION",
+            f"{describe(version)} is not the present {clock.policy}@{clock.applied}.{clock.incarnation}",
+            applied=clock.applied,
+            incarnation=clock.incarnation,
+        )
+    last = clock.published
+    if last is not None and last.step == version.step:
+        if last.weights_digest != version.weights_digest:
+            refuse(
+                "VERSION_CONFLICT",
+                f"{describe(version)} was published with digest {last.weights_digest[:12]!r}, not {version.weights_digest[:12]!r}",
+            )
+    else:
+        turn.emit(f.VersionPublished(version=version))
+    turn.reply(request.ticket, i.Done())
+
+
+def version_refused(turn: Turn, refused: i.VersionRefused) -> None:
+    if refused.version not in turn.clock.quarantined:
+        turn.emit(f.VersionQuarantined(version=refused.version, cause=refused.cause))

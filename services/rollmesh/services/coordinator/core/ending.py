@@ -1,0 +1,39 @@
+"""Decisions about the end of a run."""
+
+from __future__ import annotations
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import rollouts
+from rollmesh.services.coordinator.core.state import GroupPhase
+from rollmesh.services.coordinator.core.turn import Turn
+
+
+def stop(turn: Turn, request: i.StopRun) -> None:
+    end_run(turn, f"STOPPED: {request.reason}" if request.reason else "STOPPED")
+    turn.reply(request.ticket, i.Done())
+
+
+def end_run(turn: Turn, reason: str) -> None:
+    if not turn.state.ended:
+        _cancel_unused(turn, include_evals=True)
+        turn.emit(f.RunEnded(reason=reason))
+
+
+def finish(turn: Turn) -> None:
+    """After the last update nothing more is generated; the run ends when its last weights are safe and measured."""
+    spec, clock = turn.spec, turn.clock
+    if turn.state.ended or not spec.updates_max or clock.applied < spec.updates_max:
+        return
+    _cancel_unused(turn, include_evals=False)
+    published = clock.published is not None and clock.published.step == clock.applied
+    if published and clock.checkpoint == clock.applied and not turn.volatile.eval_deadlines:
+        end_run(turn, "UPDATES_MAX")
+
+
+def _cancel_unused(turn: Turn, *, include_evals: bool) -> None:
+    groups = turn.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
+    if include_evals:
+        groups += [g for g in turn.state.groups.values() if g not in groups and g.phase is GroupPhase.OPEN]
+    for group in groups:
+        rollouts.cancel_group(turn, group, "RUN_ENDED")

@@ -1,0 +1,144 @@
+"""Decisions about who trains: attach, fencing, and settling what the last trainer left.
+
+The trainer's checkpoint is the commit point. A batch lease is bound to one update and one epoch; whatever is leased when its
+lease is lost stays in doubt until the next attach says what the weights contain.
+"""
+
+from __future__ import annotations
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.commits import note_checkpoint
+from rollmesh.services.coordinator.core.guards import check_names
+from rollmesh.services.coordinator.core.records import SampleEnd
+from rollmesh.services.coordinator.core.state import BatchState
+from rollmesh.services.coordinator.core.turn import Turn, refuse
+from rollmesh.shared.digest import next_digest
+
+
+def attach(turn: Turn, request: i.AttachTrainer) -> None:
+    """Make the caller the one trainer and settle what the last one left; its checkpoint is the truth."""
+    check_names(turn, request.policy, request.learner)
+    resolution = _resolution(turn, request)
+    for waiter in turn.volatile.trainers:
+        turn.reply(waiter.ticket, i.Batch(waiting_for="fenced: a newer trainer has attached"))
+    turn.volatile.trainers.clear()
+    for batch in _open_batches(turn):
+        _doubt(turn, batch, "FENCED")
+    was_forgetful = turn.clock.keeps_no_checkpoints
+    epoch = turn.clock.trainer_epoch + 1
+    turn.emit(
+        f.TrainerAttached(
+            policy=request.policy,
+            learner=request.learner,
+            trainer_epoch=epoch,
+            last_update=request.last_update,
+            holder=request.holder,
+            keeps_no_checkpoints=request.keeps_no_checkpoints,
+        )
+    )
+    if resolution is i.Resolution.ROLLED_FORWARD:
+        _roll_forward(turn, request)
+    _settle_doubt(turn, forgetful=was_forgetful or request.keeps_no_checkpoints)
+    if resolution is i.Resolution.ROLLED_BACK:
+        turn.emit(
+            f.RolledBack(
+                policy=request.policy,
+                learner=request.learner,
+                to_update=request.last_update,
+                incarnation=turn.clock.incarnation + 1,
+            )
+        )
+    if request.last_update > turn.clock.checkpoint:
+        note_checkpoint(turn, request.last_update)
+    turn.reply(
+        request.ticket,
+        i.Attached(
+            trainer_epoch=epoch,
+            next_update=turn.clock.applied + 1,
+            incarnation=turn.clock.incarnation,
+            resolution=resolution,
+        ),
+    )
+
+
+def _resolution(turn: Turn, request: i.AttachTrainer) -> i.Resolution:
+    """How the checkpoint (last_update, digest) relates to the ledger; refuses one of another history."""
+    clock, last = turn.clock, request.last_update
+    if last == clock.applied + 1 and _doubted(turn, request) is not None:
+        return i.Resolution.ROLLED_FORWARD
+    if last < 0 or last > clock.applied:
+        refuse(
+            "UNKNOWN_UPDATE",
+            f"the checkpoint holds update {last}, the ledger ends at {clock.applied}: it belongs to another run or the ledger is "
+            "lost; attach with this run's checkpoint or create a new run",
+            last_update=last,
+            applied=clock.applied,
+        )
+    if last > 0 and last not in clock.updates:
+        refuse(
+            "UNKNOWN_UPDATE", f"update {last} is older than the digests kept; use a newer checkpoint", last_update=last
+        )
+    known = clock.updates[last].digest if last else ""
+    if known != request.digest:
+        refuse(
+            "DIGEST_MISMATCH",
+            f"the checkpoint's digest after update {last} is {request.digest[:12]!r}, the ledger's {known[:12]!r}: it is of "
+            "another history; attach with this run's checkpoint or create a new run",
+        )
+    return i.Resolution.CONTINUED if last == clock.applied else i.Resolution.ROLLED_BACK
+
+
+def _doubted(turn: Turn, request: i.AttachTrainer) -> BatchState | None:
+    """The open or doubtful batch of exactly the update that the checkpoint holds beyond the ledger."""
+    for batch in turn.state.batches.values():
+        expected = next_digest(turn.clock.digest, batch.update, batch.sample_ids)
+        if batch.update == request.last_update and expected == request.digest:
+            return batch
+    return None
+
+
+def _roll_forward(turn: Turn, request: i.AttachTrainer) -> None:
+    batch = _doubted(turn, request)
+    assert batch is not None, "resolved as rolled forward"
+    turn.emit(
+        f.UpdateCommitted(
+            policy=request.policy,
+            learner=request.learner,
+            trainer_epoch=batch.trainer_epoch,
+            update=batch.update,
+            incarnation=turn.clock.incarnation,
+            lease_ids=(batch.lease_id,),
+            used=batch.sample_ids,
+            digest=request.digest,
+        )
+    )
+
+
+def _settle_doubt(turn: Turn, *, forgetful: bool) -> None:
+    """What is not in the checkpoint was not trained; a trainer without checkpoints can't say: rather lost than doubled."""
+    for batch in list(turn.state.batches.values()):
+        if not forgetful:
+            turn.emit(f.BatchReturned(lease_id=batch.lease_id, reason="NOT_IN_CHECKPOINT"))
+            continue
+        groups = [turn.state.groups[name] for name in batch.groups if name in turn.state.groups]
+        turn.emit(f.BatchReturned(lease_id=batch.lease_id, reason="IN_DOUBT"))
+        for group in groups:
+            live = tuple(s.sample_id for s in group.live_samples())
+            turn.emit(f.SamplesEnded(group=group.group, sample_ids=live, end=SampleEnd.FAILED, reason="IN_DOUBT"))
+
+
+def _open_batches(turn: Turn) -> list[BatchState]:
+    return [b for b in turn.state.batches.values() if not b.in_doubt]
+
+
+def _doubt(turn: Turn, batch: BatchState, reason: str) -> None:
+    turn.volatile.batch_deadlines.pop(batch.lease_id, None)
+    turn.emit(f.BatchInDoubt(lease_id=batch.lease_id, reason=reason))
+
+
+def expire(turn: Turn) -> None:
+    """Overdue batch leases are in doubt: their trainer may or may not have used them."""
+    for batch in _open_batches(turn):
+        if turn.now >= turn.volatile.batch_deadlines.get(batch.lease_id, turn.now):
+            _doubt(turn, batch, "LEASE_EXPIRED")

@@ -1,0 +1,48 @@
+"""What a trainer's request must pass before anything is decided: names, epoch, a lease that lives."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.state import BatchState
+from rollmesh.services.coordinator.core.turn import Turn, refuse
+
+
+def check_names(turn: Turn, policy: str, learner: str) -> None:
+    clock = turn.clock
+    if policy != clock.policy or learner != clock.learner:
+        refuse(
+            "UNKNOWN_LEARNER",
+            f"run {turn.spec.run} trains policy {clock.policy!r} with learner {clock.learner!r}, not {policy!r} with {learner!r}",
+        )
+
+
+def check_epoch(turn: Turn, request: i.TrainerRequest) -> None:
+    check_names(turn, request.policy, request.learner)
+    current = turn.clock.trainer_epoch
+    if request.trainer_epoch != current:
+        refuse(
+            "FENCED",
+            f"trainer epoch {request.trainer_epoch} is fenced by {current}: a newer trainer has attached; stop, or attach again "
+            "from the newest checkpoint",
+            trainer_epoch=request.trainer_epoch,
+            current_epoch=current,
+        )
+
+
+def refuse_expired(lease_id: str) -> NoReturn:
+    refuse(
+        "LEASE_EXPIRED",
+        f"batch lease {lease_id} has expired and its samples are in doubt: go back to the newest checkpoint and attach again",
+        lease_id=lease_id,
+    )
+
+
+def held_batch(turn: Turn, lease_id: str) -> BatchState:
+    batch = turn.state.batches.get(lease_id)
+    if batch is None:
+        refuse("UNKNOWN_LEASE", f"no batch lease {lease_id!r}: never given, committed or released", lease_id=lease_id)
+    if batch.in_doubt:
+        refuse_expired(lease_id)
+    return batch
