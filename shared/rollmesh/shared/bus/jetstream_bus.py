@@ -1,0 +1,288 @@
+"""The bus over NATS JetStream: an embedded nats-server or a cluster, one URL and a token.
+
+Each stream has one subject, its own name. Reads follow an ephemeral consumer that is made again wherever it was lost, appends go
+through `append_pipeline`. While the server is away every call waits for it up to its own deadline, then raises `BusUnavailable`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from typing import TypeVar
+
+import msgspec
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.js import api
+
+from rollmesh.shared.bus.append_pipeline import AppendPipeline
+from rollmesh.shared.bus.bus import (
+    BusUnavailable,
+    Discard,
+    Record,
+    StreamInfo,
+    StreamSpec,
+    UnknownRecord,
+    UnknownStream,
+    check_append,
+)
+from rollmesh.shared.bus.link import INSUFFICIENT_STORAGE, STREAM_NOT_FOUND, Link
+from rollmesh.shared.bus.stream_reader import StreamReader, make_record
+from rollmesh.shared.errors import DiskFull, InvalidInput
+from rollmesh.shared.rpc.trace_interceptor import trace_headers
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+
+class JetStreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a client of JetStream behaves."""
+
+    deadline_s: float = 30.0
+    """How long a call may wait for the server, reconnects included, unless it says otherwise."""
+    connect_s: float = 5.0
+    """How long the first connection may take."""
+    attempt_s: float = 5.0
+    """How long one request waits for its answer before it is sent again."""
+    reconnect_wait_s: float = 0.1
+    """Pause between attempts to reconnect. They never end: a run outlives its server's restarts."""
+    inflight_max: int = 256
+    """Appends of one stream that may be unacknowledged; further ones wait."""
+    inflight_bytes_max: int = 64 * 1024 * 1024
+    """The same in payload bytes."""
+    pull_batch: int = 128
+    """Records that a reader asks for at once; each may be as large as a record can be."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+class JetStreamBus:
+    """A connection to JetStream. Make it with `connect`."""
+
+    def __init__(self, client: Client, link: Link, config: JetStreamConfig) -> None:
+        self._client = client
+        self._link = link
+        self._config = config
+        self._streams: dict[str, JetStreamLog] = {}
+
+    @classmethod
+    async def connect(cls, url: str, *, token: str = "", config: JetStreamConfig | None = None) -> JetStreamBus:
+        """Connects to a server or cluster (`url` may list several, comma-separated). Raises `BusUnavailable`."""
+        config = config or JetStreamConfig()
+        client = Client()
+        link = Link(client, config.attempt_s)
+        problem: Exception | None = None
+
+        async def note(err: Exception) -> None:
+            nonlocal problem
+            problem = err
+            _log.debug("nats: %s: %s", type(err).__name__, err)
+            if isinstance(err, nats.errors.AuthorizationError) and not limit.expired() and not client.is_connected:
+                limit.reschedule(0.0)  # trying again will not make the token right
+
+        try:
+            async with asyncio.timeout(config.connect_s) as limit:
+                await client.connect(
+                    servers=url.split(","),
+                    token=token or None,
+                    reconnect_time_wait=config.reconnect_wait_s,  # type: ignore[arg-type]
+                    max_reconnect_attempts=-1,
+                    ping_interval=10,
+                    error_cb=note,
+                    disconnected_cb=link.disconnected,
+                    reconnected_cb=link.reconnected,
+                    closed_cb=link.disconnected,
+                )
+                await link.listen_for_acks()
+        except (OSError, TimeoutError, nats.errors.Error) as err:
+            await client.close()
+            raise BusUnavailable(
+                f"cannot reach NATS at {url}: {problem or err}; is the server running, and the token right?", url=url
+            ) from err
+        return cls(client, link, config)
+
+    async def create(self, spec: StreamSpec) -> JetStreamLog:
+        config = _stream_config(spec)
+
+        async def create_or_update() -> None:
+            try:
+                await self._link.js.add_stream(config)
+            except nats.js.errors.BadRequestError:  # exists with other limits
+                await self._link.js.update_stream(config)
+
+        try:
+            await self._link.call(create_or_update, self._config.deadline_s, f"create {spec.name}")
+        except nats.js.errors.APIError as err:
+            if err.err_code == INSUFFICIENT_STORAGE:
+                raise DiskFull(
+                    f"NATS has no room to reserve {spec.bytes_max} bytes for {spec.name}; lower bytes_max or raise its store limit"
+                ) from err
+            raise InvalidInput(f"NATS refuses stream {spec.name}: {err.description}", stream=spec.name) from err
+        return self._log_of(spec.name)
+
+    async def open(self, name: str) -> JetStreamLog:
+        log = self._log_of(name)
+        await log.info()
+        return log
+
+    async def delete(self, name: str) -> None:
+        if (log := self._streams.pop(name, None)) is not None:
+            await log.close()
+        try:
+            await self._link.call(lambda: self._link.js.delete_stream(name), self._config.deadline_s, f"delete {name}")
+        except nats.js.errors.NotFoundError:
+            return
+
+    async def close(self) -> None:
+        for log in self._streams.values():
+            await log.close()
+        await self._client.close()
+
+    def _log_of(self, name: str) -> JetStreamLog:
+        if name not in self._streams:
+            self._streams[name] = JetStreamLog(name, self._link, self._config)
+        return self._streams[name]
+
+
+class JetStreamLog:
+    """One stream of JetStream."""
+
+    def __init__(self, name: str, link: Link, config: JetStreamConfig) -> None:
+        self._name = name
+        self._link = link
+        self._config = config
+        self._pipeline = AppendPipeline(
+            name,
+            link,
+            self.read,
+            inflight_max=config.inflight_max,
+            inflight_bytes_max=config.inflight_bytes_max,
+        )
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    async def append(
+        self,
+        payload: bytes,
+        *,
+        msg_id: str,
+        expected_last_seq: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        deadline_s: float | None = None,
+    ) -> int:
+        future = await self.append_pipelined(
+            payload, msg_id=msg_id, expected_last_seq=expected_last_seq, headers=headers, deadline_s=deadline_s
+        )
+        return await future
+
+    async def append_pipelined(
+        self,
+        payload: bytes,
+        *,
+        msg_id: str,
+        expected_last_seq: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        deadline_s: float | None = None,
+    ) -> asyncio.Future[int]:
+        check_append(msg_id, headers)
+        deadline_s = self._config.deadline_s if deadline_s is None else deadline_s
+        return await self._pipeline.submit(
+            payload, msg_id, expected_last_seq, {**(headers or {}), **trace_headers()}, deadline_s
+        )
+
+    async def read(self, seq: int) -> Record:
+        try:
+            # Not the direct form: that may answer from a replica that lags, and this read decides who is fenced.
+            raw = await self._call(lambda: self._link.js.get_msg(self._name, seq=seq), f"read {seq}")
+        except nats.js.errors.NotFoundError as err:
+            if err.err_code == STREAM_NOT_FOUND:
+                raise self._unknown() from err
+            raise UnknownRecord(
+                f"{self._name} has no record {seq}: purged, or not yet written", stream=self._name, seq=seq
+            ) from err
+        return _record_of_raw(raw)
+
+    async def read_range(self, from_seq: int = 1) -> AsyncGenerator[Record, None]:
+        info = await self.info()
+        if info.num_records == 0 or from_seq > info.last_seq:
+            return
+        async with aclosing(self._reader().follow(max(from_seq, info.first_seq))) as records:
+            async for record in records:
+                if record.seq <= info.last_seq:
+                    yield record
+                if record.seq >= info.last_seq:
+                    return
+
+    def follow(self, from_seq: int = 1) -> AsyncGenerator[Record, None]:
+        return self._reader().follow(from_seq)
+
+    async def last(self) -> Record | None:
+        try:
+            raw = await self._call(lambda: self._link.js.get_last_msg(self._name, self._name), "read the last record")
+        except nats.js.errors.NotFoundError as err:
+            if err.err_code == STREAM_NOT_FOUND:
+                raise self._unknown() from err
+            return None
+        return _record_of_raw(raw)
+
+    async def purge_below(self, seq: int) -> None:
+        try:
+            await self._call(lambda: self._link.js.purge_stream(self._name, seq=seq), f"purge below {seq}")
+        except nats.js.errors.NotFoundError as err:
+            raise self._unknown() from err
+        except nats.js.errors.APIError as err:
+            raise InvalidInput(f"{self._name} cannot be purged: {err.description}", stream=self._name) from err
+
+    async def info(self) -> StreamInfo:
+        try:
+            state = (await self._call(lambda: self._link.js.stream_info(self._name), "ask for its state")).state
+        except nats.js.errors.NotFoundError as err:
+            raise self._unknown() from err
+        first_seq = state.first_seq if state.messages else state.last_seq + 1
+        return StreamInfo(
+            first_seq=first_seq, last_seq=state.last_seq, num_records=state.messages, num_bytes=state.bytes
+        )
+
+    async def close(self) -> None:
+        """Fails what is in flight with `BusUnavailable`."""
+        await self._pipeline.close()
+
+    async def _call(self, verb: Callable[[], Awaitable[_T]], what: str) -> _T:
+        return await self._link.call(verb, self._config.deadline_s, f"{what} of {self._name}")
+
+    def _reader(self) -> StreamReader:
+        return StreamReader(
+            self._name, self._link, batch=self._config.pull_batch, deadline_s=self._config.deadline_s
+        )
+
+    def _unknown(self) -> UnknownStream:
+        return UnknownStream(f"there is no stream {self._name}", stream=self._name)
+
+
+def _stream_config(spec: StreamSpec) -> api.StreamConfig:
+    return api.StreamConfig(
+        name=spec.name,
+        subjects=[spec.name],
+        retention=api.RetentionPolicy.LIMITS,
+        storage=api.StorageType.FILE,
+        max_bytes=spec.bytes_max,
+        discard=api.DiscardPolicy.NEW if spec.discard is Discard.NEW else api.DiscardPolicy.OLD,
+        duplicate_window=spec.dedup_s,
+        deny_delete=True,
+        deny_purge=spec.deny_purge,
+        num_replicas=spec.num_replicas,
+    )
+
+
+def _record_of_raw(raw: api.RawStreamMsg) -> Record:
+    assert raw.seq is not None
+    return make_record(raw.seq, raw.data, raw.headers)

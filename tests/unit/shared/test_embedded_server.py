@@ -1,0 +1,81 @@
+"""The embedded nats-server keeps its port, dies with its parent, and says why it does not start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollmesh.shared.bus.bus import BusUnavailable
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+
+
+async def test_the_port_is_kept_over_restarts(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path, token="t") as server:
+        url = server.url
+        assert await server.restart() == url
+        server.kill()
+        assert server.pid is None
+    async with EmbeddedServer(tmp_path, token="t") as again:
+        assert again.url == url
+
+
+async def test_a_taken_port_is_named_with_the_remedy(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path, token="t") as server:
+        port = int(server.url.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        with pytest.raises(BusUnavailable, match=f"another process listens on port {port}"):
+            await server.start()
+        assert server.pid is None
+
+
+async def test_a_second_server_over_the_same_folder_is_refused_before_it_opens_the_store(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path, token="t"):
+        with pytest.raises(BusUnavailable, match="another nats-server runs over this folder"):
+            await EmbeddedServer(tmp_path, token="t").start()
+
+
+async def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path, token="t") as server:
+        with pytest.raises(BusUnavailable, match="token"):
+            await JetStreamBus.connect(server.url, token="wrong")
+
+
+async def test_the_file_with_the_token_is_private(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path, token="t"):
+        assert stat.S_IMODE((tmp_path / "nats.conf").stat().st_mode) == 0o600
+
+
+PARENT = """
+import asyncio, sys
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
+async def main():
+    server = EmbeddedServer(sys.argv[1], token="t")
+    await server.start()
+    print(server.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+async def test_the_server_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PARENT, str(tmp_path), stdout=subprocess.PIPE
+    )
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    death = os.pidfd_open(pid)
+    died = asyncio.Event()
+    asyncio.get_running_loop().add_reader(death, died.set)
+    parent.kill()
+    await parent.wait()
+    await asyncio.wait_for(died.wait(), 10)
+    asyncio.get_running_loop().remove_reader(death)
+    os.close(death)
