@@ -1,0 +1,1 @@
+"""Rollout workers: they lease episodes, run agents on them, score them and report them."""

@@ -1,0 +1,13 @@
+"""The agent without tools: one turn, whatever it says."""
+
+from __future__ import annotations
+
+from rollmesh.services.rollout.agent import Task
+from rollmesh.services.rollout.environment import Environment
+
+
+class SingleTurnAgent:
+    """Lets the model answer once."""
+
+    async def run(self, task: Task, env: Environment) -> None:
+        await env.generate()

@@ -1,0 +1,262 @@
+"""What an agent acts on: it generates, calls tools and observes; every token of that lands in the recorder.
+
+An `Environment` is one line of the conversation, with an end that grows; `fork` gives a second line with the same past, `context`
+begins a new one with other messages. All lines of an episode share its recorder, tools, limits and fate.
+
+Failures stick: an agent that catches the error of a broken node and goes on does not turn it into a finished episode. The same
+holds for limits. Prefixes are concatenated from recorded ids, never encoded again from text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rollmesh.services.rollout.agent import LimitReached, Task, ToolResult, Turn
+from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, SamplingConfig
+from rollmesh.services.rollout.failures import EpisodeFailed, boundary
+from rollmesh.services.rollout.ports import Generated, Generator, Target
+from rollmesh.services.rollout.recorder import Recorder
+from rollmesh.services.rollout.tokenizer import Tokenizer
+from rollmesh.services.rollout.tools import ToolBox, shorten
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import EngineFailed
+from rollmesh.shared.trajectory import (
+    ROOT,
+    EpisodeKey,
+    FinishReason,
+    IntArray,
+    Message,
+    Role,
+    Sample,
+    SamplingParams,
+    Source,
+)
+
+_ENDED = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(slots=True, kw_only=True)
+class EpisodeState:
+    """What the lines of one episode share."""
+
+    key: EpisodeKey
+    task: Task
+    target: Target
+    generator: Generator
+    tokenizer: Tokenizer
+    tools: ToolBox
+    clock: Clock
+    format: FormatConfig
+    sampling: SamplingConfig
+    limits: LimitsConfig
+    recorder: Recorder
+    num_turns: int = 0
+    num_tokens: int = 0
+    """Sampled tokens so far."""
+    limit: str = ""
+    """The limit that ended the episode."""
+    failure: EpisodeFailed | None = None
+    """The first infra failure."""
+    marked: list[Sample] = field(default_factory=list)
+    stage_s: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        start_s = self.clock.monotonic_s()
+        try:
+            yield
+        finally:
+            self.stage_s[stage] = self.stage_s.get(stage, 0.0) + self.clock.monotonic_s() - start_s
+
+    @contextmanager
+    def crossing(self, name: str) -> Iterator[None]:
+        """Around a call into the mesh: attributes its failure, and remembers the first."""
+        try:
+            with boundary(name):
+                yield
+        except EpisodeFailed as err:
+            self.failure = self.failure or err
+            raise
+
+    def check(self) -> None:
+        """Raises again what has ended the episode."""
+        if self.failure is not None:
+            raise self.failure
+        if self.limit:
+            raise LimitReached(self.limit)
+
+    def end_at(self, limit: str) -> LimitReached:
+        self.limit = self.limit or limit
+        return LimitReached(self.limit)
+
+
+class Environment:
+    """One line of an episode's conversation."""
+
+    def __init__(self, state: EpisodeState) -> None:
+        self._state = state
+        self._head = ROOT
+        self._tokens: list[IntArray] = []
+        self._num_tokens = 0
+
+    # Acting -----------------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        *,
+        stop: Sequence[str] | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        train: bool = True,
+    ) -> Turn:
+        """Lets the model go on from here until one of `stop` (by default the end of its turn), which is kept.
+
+        What isn't given comes from the config. `train=False` keeps the tokens out of the loss. Raises `LimitReached`.
+        """
+        state = self._state
+        state.check()
+        params = self._params(stop, max_tokens, temperature)
+        with state.timed("generate"), state.crossing("inference"):
+            generated = await self._ask(params)
+        return self._record(generated, params, train=train)
+
+    async def tool(self, name: str, text: str) -> ToolResult:
+        """Calls a tool of the task. What goes wrong inside it is an answer, not an error; nothing is observed by this."""
+        state = self._state
+        state.check()
+        with state.timed("tool"), state.crossing("sandbox"):
+            return await state.tools.call(name, text)
+
+    def observe(self, text: str, *, source: Source = Source.TOOL) -> None:
+        """Tells the model something, in the format's observation frame, up to where it goes on."""
+        state = self._state
+        text = shorten(text, state.limits.observation_chars_max)
+        before, after = state.format.observation.split("{text}")
+        encoder = state.tokenizer
+        parts = [encoder.encode_markup(before), encoder.encode_text(text), encoder.encode_markup(after)]
+        message = Message(role=state.format.tool_role, content=text)
+        self._give(Role.OBSERVATION, source, np.concatenate(parts), [message])
+
+    def context(self, messages: Sequence[Message], *, source: Source = Source.PROMPT) -> None:
+        """Begins anew with other messages: what was said so far stays a sample of its own."""
+        state = self._state
+        token_ids = state.tokenizer.encode_prompt(messages, state.task.tools)
+        self._head, self._tokens, self._num_tokens = ROOT, [], 0
+        self._give(Role.CONTEXT, source, token_ids, messages)
+
+    def append(self, token_ids: IntArray, *, role: Role = Role.CONTEXT, source: Source = Source.HINT) -> None:
+        """Adds tokens [n] as they are: a hint, the beginning of an answer."""
+        self._give(role, source, np.asarray(token_ids, dtype=np.int32), [])
+
+    def fork(self) -> Environment:
+        """A second line with the same past."""
+        twin = Environment(self._state)
+        twin._head, twin._tokens, twin._num_tokens = self._head, list(self._tokens), self._num_tokens
+        return twin
+
+    def sample(self, *, role: str = "", weight: float = 1.0, trainable: bool = True) -> None:
+        """Makes this line, up to its last action, a sample. Without any call, every line that acted becomes one."""
+        state = self._state
+        leaf = state.recorder.last_action(self._head)
+        if leaf is None:
+            raise ValueError("sample() before anything was generated on this line")
+        policy = state.target.policy
+        state.marked.append(
+            Sample(sample_id="", leaf=leaf, role=role, policy=policy, weight=weight, trainable=trainable)
+        )
+
+    # Looking ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def task(self) -> Task:
+        return self._state.task
+
+    @property
+    def format(self) -> FormatConfig:
+        return self._state.format
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The text view of this line."""
+        return self._state.recorder.messages(self._head)
+
+    @property
+    def token_ids(self) -> IntArray:
+        """The whole line, [n] int32."""
+        return np.concatenate(self._tokens) if self._tokens else np.zeros(0, dtype=np.int32)
+
+    @property
+    def turns_left(self) -> int:
+        """Generations that the episode may still ask for."""
+        return max(0, self._state.limits.turns_max - self._state.num_turns)
+
+    @property
+    def tokens_left(self) -> int:
+        """Most tokens that the next generation could have."""
+        limits = self._state.limits
+        left = min(limits.tokens_max - self._state.num_tokens, limits.context_tokens_max - self._num_tokens)
+        return max(0, left)
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _params(self, stop: Sequence[str] | None, max_tokens: int | None, temperature: float | None) -> SamplingParams:
+        """Counts the turn: two generations that run at once must not both take the last one."""
+        state, sampling = self._state, self._state.sampling
+        if not self.turns_left:
+            raise state.end_at("turns")
+        if not self.tokens_left:
+            raise state.end_at("tokens")
+        state.num_turns += 1
+        words = (state.format.turn_end,) if stop is None else tuple(stop)
+        ids = {word: state.tokenizer.token_id(word) for word in words}
+        return SamplingParams(
+            temperature=sampling.temperature if temperature is None else temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=min(max_tokens or sampling.max_tokens, self.tokens_left),
+            stop=tuple(word for word, number in ids.items() if number is None),
+            stop_token_ids=tuple(number for number in ids.values() if number is not None),
+            seed=state.recorder.draw_key(self._head),
+        )
+
+    async def _ask(self, params: SamplingParams) -> Generated:
+        state = self._state
+        session = f"{state.key.episode}.{state.key.attempt}"
+        generated = await state.generator.generate(
+            self.token_ids, params, target=state.target, session=session, key=state.key
+        )
+        spans = tuple(span for span in generated.spans if span.token_ids.size)
+        if generated.finish not in _ENDED or not spans:
+            raise EngineFailed(
+                f"the engine ended a request with {generated.finish.name} after {len(spans)} spans; retry"
+            )
+        return replace(generated, spans=spans)
+
+    def _record(self, generated: Generated, params: SamplingParams, *, train: bool) -> Turn:
+        state = self._state
+        token_ids = np.concatenate([span.token_ids for span in generated.spans])
+        text = state.tokenizer.decode(token_ids)
+        message = Message(role=state.format.assistant_role, content=text.removesuffix(state.format.turn_end))
+        self._head = state.recorder.add_generated(self._head, generated, params, train=train, message=message)
+        self._grow(token_ids)
+        state.num_tokens += token_ids.size
+        self._check_segments()
+        return Turn(text=text, finish=generated.finish, token_ids=token_ids)
+
+    def _give(self, role: Role, source: Source, token_ids: IntArray, messages: Sequence[Message]) -> None:
+        self._state.check()
+        self._head = self._state.recorder.add_given(self._head, role, source, token_ids, messages)
+        self._grow(token_ids)
+        self._check_segments()
+
+    def _grow(self, token_ids: IntArray) -> None:
+        self._tokens.append(token_ids)
+        self._num_tokens += int(token_ids.size)
+
+    def _check_segments(self) -> None:
+        if len(self._state.recorder.segments) >= self._state.limits.segments_max:
+            raise self._state.end_at("segments")

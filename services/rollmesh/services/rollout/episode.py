@@ -1,0 +1,221 @@
+"""One episode from its lease to its report: INIT, RUN, SCORE, hand-over.
+
+Order: the payload is appended to the sample stream before the report names it, so that a reported sample always has one. A payload
+whose report never arrives is an orphan nobody trains.
+
+This is the one place where failures become records: whatever goes wrong, in the mesh or in a user's agent, is reported as an infra
+failure with its boundary. Only cancellation passes, and leaves nothing: sessions end with their block, requests with their task.
+Limits are the model's doing: the episode is scored as far as it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rollmesh.services.rollout.agent import Agent, LimitReached
+from rollmesh.services.rollout.config import RolloutConfig
+from rollmesh.services.rollout.environment import Environment, EpisodeState
+from rollmesh.services.rollout.failures import EpisodeFailed, boundary, to_failure
+from rollmesh.services.rollout.lease import Lease, decode_lease
+from rollmesh.services.rollout.ports import Generator, SampleLog, Sandbox, Scorer
+from rollmesh.services.rollout.progress import Progress
+from rollmesh.services.rollout.recorder import Recorder, numbered_samples
+from rollmesh.services.rollout.scoring import finish_of, score_item, scored
+from rollmesh.services.rollout.stages import Stage, Stages
+from rollmesh.services.rollout.time_limit import time_limit
+from rollmesh.services.rollout.tokenizer import Tokenizer
+from rollmesh.services.rollout.tools import ToolBox
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.codec.trajectory import encode_key, episode_to_bytes, sample_meta
+from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, InvalidInput
+from rollmesh.shared.trajectory import Episode, Purpose, Sample
+from rollmesh.v1 import coordinator_pb2, types_pb2
+
+Report = coordinator_pb2.EpisodeReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeParts:
+    """What all episodes of a worker share."""
+
+    config: RolloutConfig
+    agent: Agent
+    tokenizer: Tokenizer
+    generator: Generator
+    sandbox: Sandbox
+    scorer: Scorer
+    samples: SampleLog
+    clock: Clock
+    stages: Stages
+    progress: Progress
+
+
+class EpisodeRunner:
+    """Runs episodes."""
+
+    def __init__(self, parts: EpisodeParts) -> None:
+        self._parts = parts
+
+    async def run(self, message: coordinator_pb2.EpisodeLease) -> Report:
+        """The report of an episode that ended; never raises but for cancellation."""
+        try:
+            with boundary("rollout"):
+                lease = decode_lease(message)
+            return await self._run(lease)
+        except EpisodeFailed as err:
+            return self._failed(message, err)
+        except Exception as err:  # noqa: BLE001 - the recording point: one broken episode must not end its siblings
+            return self._failed(message, EpisodeFailed("rollout", err))
+
+    async def _run(self, lease: Lease) -> Report:
+        stages, limits = self._parts.stages, self._parts.config.stages
+        with boundary("sandbox"):
+            state = self._state(lease)
+        async with state.tools:
+            async with stages.enter(Stage.INIT, state.stage_s), self._infra_limit("init", limits.init_s_max):
+                env = await self._init(state)
+            async with stages.enter(Stage.RUN, state.stage_s):
+                await self._act(state, env)
+        # The sessions are ended here: scoring must not hold jails.
+        async with stages.enter(Stage.SCORE, state.stage_s), self._infra_limit("score", limits.score_s_max):
+            samples = await self._score(lease, state)
+        episode = _episode(lease, state, samples, env)
+        return await self._hand_over(lease, episode)
+
+    # INIT -------------------------------------------------------------------------------------------------------------
+
+    def _state(self, lease: Lease) -> EpisodeState:
+        parts, config = self._parts, self._parts.config
+        sampling = config.sampling
+        if lease.purpose is Purpose.EVAL and config.eval_sampling is not None:
+            sampling = config.eval_sampling
+        return EpisodeState(
+            key=lease.key,
+            task=lease.task,
+            target=lease.target,
+            generator=parts.generator,
+            tokenizer=parts.tokenizer,
+            tools=ToolBox(parts.sandbox, config.tools, lease.task.tools, lease.key, config.session_ttl_s),
+            clock=parts.clock,
+            format=config.format,
+            sampling=sampling,
+            limits=config.limits,
+            recorder=Recorder(lease.seed),
+        )
+
+    async def _init(self, state: EpisodeState) -> Environment:
+        env = Environment(state)
+        with boundary("task"):
+            env.context(state.task.messages)
+            if not env.tokens_left:
+                raise InvalidInput(
+                    f"the prompt has {env.token_ids.size} tokens, the context {state.limits.context_tokens_max}; "
+                    "raise rollout.limits.context_tokens_max or drop the task"
+                )
+        with boundary("sandbox"):
+            await state.tools.open()
+        return env
+
+    @asynccontextmanager
+    async def _infra_limit(self, stage: str, limit_s: float) -> AsyncIterator[None]:
+        try:
+            async with time_limit(self._parts.clock, limit_s) as limit:
+                yield
+        except TimeoutError as err:
+            if not limit.expired():
+                raise
+            cause = DeadlineExceeded(f"no end within {limit_s} s; retry, or raise rollout.stages.{stage}_s_max")
+            raise EpisodeFailed(stage, cause) from err
+
+    # RUN --------------------------------------------------------------------------------------------------------------
+
+    async def _act(self, state: EpisodeState, env: Environment) -> None:
+        limit_s = state.limits.run_s_max
+        try:
+            async with time_limit(self._parts.clock, limit_s) as limit:
+                await self._agent(state, env)
+        except TimeoutError as err:
+            if not limit.expired():
+                raise EpisodeFailed("agent", err) from err
+            state.end_at("seconds")
+        if state.failure is not None:
+            raise state.failure
+        if state.limit and not state.recorder.leaves():
+            # A limit without a single token says nothing about the model.
+            cause = DeadlineExceeded(
+                f"no token within the {state.limit} of the episode ({limit_s} s); are engines ready?"
+            )
+            raise EpisodeFailed("inference", cause)
+
+    async def _agent(self, state: EpisodeState, env: Environment) -> None:
+        try:
+            await self._parts.agent.run(state.task, env)
+        except LimitReached as err:
+            state.end_at(err.limit)
+        except (EpisodeFailed, TimeoutError):
+            raise
+        except Exception as err:  # a user's code may raise anything: attributed here, recorded in run()
+            raise state.failure or EpisodeFailed("agent", err) from err
+
+    # SCORE ------------------------------------------------------------------------------------------------------------
+
+    async def _score(self, lease: Lease, state: EpisodeState) -> tuple[Sample, ...]:
+        recorder = state.recorder
+        marked = state.marked or [
+            Sample(sample_id="", leaf=leaf, policy=lease.target.policy) for leaf in recorder.leaves()
+        ]
+        samples = numbered_samples(lease.key.episode, marked)
+        if not samples:
+            return ()
+        finishes = [finish_of(recorder.segments[sample.leaf], cut=bool(state.limit)) for sample in samples]
+        item = score_item(lease, samples, recorder, finishes)
+        with boundary("scorer"):
+            rewards = await self._parts.scorer.score(lease.key.run, item)
+        return scored(samples, rewards)
+
+    # Hand-over --------------------------------------------------------------------------------------------------------
+
+    async def _hand_over(self, lease: Lease, episode: Episode) -> Report:
+        with boundary("rollout"):
+            payload = episode_to_bytes(episode)
+        with boundary("bus"):
+            message_id = f"{lease.key.episode}.{lease.key.attempt}"
+            sequence = await self._parts.samples.append(lease.key.run, payload, message_id=message_id)
+        self._parts.progress.add_tokens(episode)
+        return Report(
+            lease_id=lease.lease_id,
+            key=encode_key(lease.key),
+            outcome=coordinator_pb2.EPISODE_OUTCOME_COMPLETED,
+            payload=types_pb2.PayloadRef(sequence=sequence, size_bytes=len(payload)),
+            samples=[sample_meta(episode, sample) for sample in episode.samples],
+        )
+
+    def _failed(self, lease: coordinator_pb2.EpisodeLease, err: EpisodeFailed) -> Report:
+        self._parts.progress.record_failure(err)
+        return _unfinished(lease, coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE, to_failure(err))
+
+
+def cancelled_report(lease: coordinator_pb2.EpisodeLease, reason: str) -> Report:
+    """Gives an episode back unfinished."""
+    failure = types_pb2.Failure(code=Code.CANCELLED.value, reason=Cancelled.reason, message=reason)
+    return _unfinished(lease, coordinator_pb2.EPISODE_OUTCOME_CANCELLED, failure)
+
+
+def _unfinished(
+    lease: coordinator_pb2.EpisodeLease, outcome: coordinator_pb2.EpisodeOutcome.ValueType, failure: types_pb2.Failure
+) -> Report:
+    return Report(lease_id=lease.lease_id, key=lease.key, outcome=outcome, failure=failure)
+
+
+def _episode(lease: Lease, state: EpisodeState, samples: tuple[Sample, ...], env: Environment) -> Episode:
+    return Episode(
+        key=lease.key,
+        purpose=lease.purpose,
+        segments=tuple(state.recorder.segments),
+        sampling_params=tuple(state.recorder.sampling_params),
+        samples=samples,
+        messages=env.messages,
+        stage_s=dict(state.stage_s),
+    )

@@ -1,0 +1,58 @@
+"""Infra failures of an episode: at which boundary, and how they are reported.
+
+A failure is attributed where it crosses a boundary (`boundary`), passes through the agent unchanged, and is recorded once, by
+`episode.EpisodeRunner`. Nothing here is about the model: what it does wrong is text, an outcome of a tool, or a limit.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollmesh.shared.errors import Code, MeshError
+from rollmesh.v1 import types_pb2
+
+TRACEBACK_CHARS_MAX = 4000
+
+
+class EpisodeFailed(Exception):
+    """An infra failure that ends the episode; `where` is the boundary it came from, `cause` what came over it."""
+
+    def __init__(self, where: str, cause: BaseException) -> None:
+        super().__init__(f"{where}: {_text(cause)}")
+        self.where = where
+        self.cause = cause
+
+
+@contextmanager
+def boundary(where: str) -> Iterator[None]:
+    """Attributes the errors of a call into the mesh to `where`."""
+    try:
+        yield
+    except MeshError as err:
+        raise EpisodeFailed(where, err) from err
+
+
+def to_failure(err: EpisodeFailed) -> types_pb2.Failure:
+    """The failure as the coordinator keeps it. Errors that aren't the mesh's own bring their traceback."""
+    cause = err.cause
+    if isinstance(cause, MeshError):
+        return types_pb2.Failure(
+            code=cause.code.value,
+            reason=cause.reason,
+            message=str(err),
+            metadata=cause.metadata,
+            retry_after_s=cause.retry_after_s or 0.0,
+        )
+    lines = "".join(traceback.format_exception(cause))
+    metadata = {"traceback": lines[-TRACEBACK_CHARS_MAX:]}  # the end says what and where
+    return types_pb2.Failure(code=Code.INTERNAL.value, reason=_reason(err.where), message=str(err), metadata=metadata)
+
+
+def _reason(where: str) -> str:
+    return f"{where.split(' ')[0].upper()}_FAILED"
+
+
+def _text(cause: BaseException) -> str:
+    return str(cause) if isinstance(cause, MeshError) else f"{type(cause).__name__}: {cause}"

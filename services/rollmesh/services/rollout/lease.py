@@ -1,0 +1,62 @@
+"""A lease on one episode, as the worker uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollmesh.services.rollout.agent import Task
+from rollmesh.services.rollout.ports import Target
+from rollmesh.shared.codec.trajectory import DEFAULT_POLICY, decode_key
+from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.trajectory import EpisodeKey, Message, Purpose
+from rollmesh.v1 import coordinator_pb2, types_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """Permission to run one episode."""
+
+    lease_id: str
+    key: EpisodeKey
+    purpose: Purpose
+    task: Task
+    task_message: types_pb2.Task
+    """The task as it came, for the reward service."""
+    target: Target
+    seed: int
+    term_s: float
+
+
+def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
+    """Raises `InvalidInput` for a lease no worker can serve."""
+    try:
+        purpose = Purpose(message.purpose)
+    except ValueError as err:
+        raise InvalidInput(
+            f"lease {message.lease_id}: purpose {message.purpose} is not known here; update this worker"
+        ) from err
+    target = Target(
+        policy=message.policy or DEFAULT_POLICY,
+        step=message.step_min,
+        incarnation=message.incarnation_min,
+        exact=purpose is Purpose.EVAL,  # an evaluation measures one step, not whatever came meanwhile
+    )
+    return Lease(
+        lease_id=message.lease_id,
+        key=decode_key(message.key),
+        purpose=purpose,
+        task=_task(message.task),
+        task_message=message.task,
+        target=target,
+        seed=message.seed,
+        term_s=message.lease_s,
+    )
+
+
+def _task(message: types_pb2.Task) -> Task:
+    return Task(
+        task_id=message.task_id,
+        messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
+        tools=tuple(message.tools),
+        labels=dict(message.labels),
+    )

@@ -1,0 +1,160 @@
+"""The tree of segments that an episode grows, and the samples cut from it. Pure: no tokenizer, no clock, no network.
+
+Invariants: parents precede children; sampled segments carry log-probs and version as the engine gave them; a generation that
+several versions sampled is a chain of segments, all but the last UNFINISHED.
+
+Draws: every generation has a seed of its own, made from the episode's seed and its place in the tree (which child of which
+child ...), never from the order in which concurrent branches happen to run. A retry of the episode therefore draws the same
+tokens, and two continuations of one prefix draw different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rollmesh.services.rollout.ports import Generated, Span
+from rollmesh.shared.trajectory import (
+    ROOT,
+    FinishReason,
+    IntArray,
+    Message,
+    Role,
+    Sample,
+    SamplingParams,
+    Segment,
+    Source,
+)
+
+_MASK64 = 2**64 - 1
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where draws below a segment get their seeds from."""
+
+    key: int
+    num_children: int = 0
+
+    def next_key(self) -> int:
+        self.num_children += 1
+        return mix64(self.key + self.num_children)
+
+
+class Recorder:
+    """Segments in the order they came into being."""
+
+    def __init__(self, seed: int) -> None:
+        self.segments: list[Segment] = []
+        self.sampling_params: list[SamplingParams] = []
+        self._sampling_index: dict[SamplingParams, int] = {}
+        self._messages: dict[int, tuple[Message, ...]] = {}
+        self._root = _Place(seed & _MASK64)
+        self._places: list[_Place] = []
+
+    def add_given(
+        self, parent: int, role: Role, source: Source, token_ids: IntArray, messages: Sequence[Message] = ()
+    ) -> int:
+        """Records tokens that nobody sampled here; returns their segment."""
+        key = self._place(parent).next_key()
+        segment = Segment(parent=parent, role=role, source=source, token_ids=token_ids)
+        return self._append(segment, key, messages)
+
+    def draw_key(self, parent: int) -> int:
+        """The seed of the next generation below `parent`."""
+        return self._place(parent).next_key()
+
+    def add_generated(
+        self, parent: int, generated: Generated, params: SamplingParams, *, train: bool, message: Message
+    ) -> int:
+        """Records a generation, a segment per version; returns the last one."""
+        assert generated.spans, "a generation has at least one span"
+        sampling = self._sampling_of(params)
+        last = len(generated.spans) - 1
+        for number, span in enumerate(generated.spans):
+            finish = generated.finish if number == last else FinishReason.UNFINISHED
+            segment = _sampled(parent, span, sampling, finish, train=train)
+            parent = self._append(segment, mix64(params.seed), [message] if number == last else [])
+        return parent
+
+    def path(self, leaf: int) -> list[int]:
+        """Segments from the root to `leaf`."""
+        chain = []
+        while leaf != ROOT:
+            chain.append(leaf)
+            leaf = self.segments[leaf].parent
+        return chain[::-1]
+
+    def messages(self, leaf: int) -> tuple[Message, ...]:
+        """The text view of the path to `leaf`."""
+        return tuple(message for index in self.path(leaf) for message in self._messages.get(index, ()))
+
+    def leaves(self) -> list[int]:
+        """The last action of every path, in order: what follows it teaches nothing, and what it continues is part of it."""
+        covered: set[int] = set()
+        actions = [i for i, segment in enumerate(self.segments) if segment.role is Role.ACTION]
+        for index in reversed(actions):
+            parent = self.segments[index].parent
+            while parent != ROOT and parent not in covered:
+                covered.add(parent)
+                parent = self.segments[parent].parent
+        return [index for index in actions if index not in covered]
+
+    def last_action(self, leaf: int) -> int | None:
+        """The last segment on the path to `leaf` that a policy chose; None if it chose nothing."""
+        while leaf != ROOT and self.segments[leaf].role is not Role.ACTION:
+            leaf = self.segments[leaf].parent
+        return None if leaf == ROOT else leaf
+
+    def num_action_tokens(self, sample: Sample) -> int:
+        path = self.path(sample.leaf)
+        return sum(self.segments[i].num_tokens for i in path if self.segments[i].role is Role.ACTION)
+
+    def _append(self, segment: Segment, key: int, messages: Sequence[Message]) -> int:
+        index = len(self.segments)
+        assert ROOT <= segment.parent < index
+        self.segments.append(segment)
+        self._places.append(_Place(key))
+        if messages:
+            self._messages[index] = tuple(messages)
+        return index
+
+    def _place(self, parent: int) -> _Place:
+        return self._root if parent == ROOT else self._places[parent]
+
+    def _sampling_of(self, params: SamplingParams) -> int:
+        index = self._sampling_index.setdefault(params, len(self.sampling_params))
+        if index == len(self.sampling_params):
+            self.sampling_params.append(params)
+        return index
+
+
+def numbered_samples(episode: str, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+    """The samples with their ids: unique in the run, and equal in every try of the episode."""
+    return tuple(replace(sample, sample_id=f"{episode}-{number}") for number, sample in enumerate(samples))
+
+
+def mix64(value: int) -> int:
+    """A 64-bit hash of a 64-bit number: the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
+
+
+def _sampled(parent: int, span: Span, sampling: int, finish: FinishReason, *, train: bool) -> Segment:
+    return Segment(
+        parent=parent,
+        role=Role.ACTION,
+        source=Source.POLICY,
+        token_ids=span.token_ids,
+        logprobs=span.logprobs,
+        logprobs_model=span.logprobs_model,
+        loss_mask=np.ones(span.token_ids.shape, dtype=np.uint8) if train else None,
+        version=span.version,
+        kv_step_oldest=span.kv_step_oldest,
+        sampling=sampling,
+        finish=finish,
+    )

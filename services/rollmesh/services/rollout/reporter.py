@@ -1,0 +1,85 @@
+"""Reports of finished episodes, gathered: those that end at about the same time travel in one request.
+
+Reports are idempotent, so a request is tried again until the coordinator answers or `give_up_s` is over. One request is under way at
+a time; what ends meanwhile goes with the next. Bounded by the episodes of the worker: each waits here for its own acknowledgement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from rollmesh.services.rollout.backoff import persist
+from rollmesh.services.rollout.config import WorkerConfig
+from rollmesh.services.rollout.ports import Coordinator
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import MeshError
+from rollmesh.v1 import coordinator_pb2
+
+REPORTS_MAX = 4096
+"""Most reports of one request, by contract."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    report: coordinator_pb2.EpisodeReport
+    result: asyncio.Future[str]
+
+
+class Reporter:
+    """Reports to the coordinator."""
+
+    def __init__(self, coordinator: Coordinator, config: WorkerConfig, clock: Clock) -> None:
+        self._coordinator = coordinator
+        self._config = config
+        self._clock = clock
+        self._waiting: list[_Waiting] = []
+        self._pump: asyncio.Task[None] | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        """Reports not yet sent."""
+        return len(self._waiting)
+
+    async def report(self, report: coordinator_pb2.EpisodeReport) -> str:
+        """Empty once recorded, else the coordinator's reason against it. Raises `MeshError` when given up."""
+        waiting = _Waiting(report, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._pump is None:
+            self._pump = asyncio.ensure_future(self._send_all())
+        try:
+            return await waiting.result
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+    async def close(self) -> None:
+        """Ends the request under way."""
+        if self._pump is not None:
+            self._pump.cancel()
+            await asyncio.wait([self._pump])
+
+    async def _send_all(self) -> None:
+        try:
+            while self._waiting:
+                await self._clock.sleep(self._config.report_window_s)
+                batch = self._waiting[:REPORTS_MAX]
+                del self._waiting[: len(batch)]
+                await self._send(batch)
+        finally:
+            self._pump = None
+
+    async def _send(self, batch: list[_Waiting]) -> None:
+        reports = [waiting.report for waiting in batch]
+        if not reports:
+            return
+        try:
+            results = await persist(lambda: self._coordinator.report(reports), self._config, self._clock)
+        except MeshError as err:
+            for waiting in batch:
+                if not waiting.result.done():
+                    waiting.result.set_exception(err)
+            return
+        for waiting, result in zip(batch, results, strict=True):
+            if not waiting.result.done():
+                waiting.result.set_result(result)

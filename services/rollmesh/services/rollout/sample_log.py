@@ -1,0 +1,35 @@
+"""The sample streams of runs, over the bus: the `ports.SampleLog` of production.
+
+A full stream is back-pressure and a lost server comes back, so an append is tried again until `give_up_s` is over; its message id
+makes that safe. Meanwhile the episode keeps its place, so that a worker in front of a full stream soon stops asking for work.
+"""
+
+from __future__ import annotations
+
+from rollmesh.services.rollout.backoff import persist
+from rollmesh.services.rollout.config import WorkerConfig
+from rollmesh.shared.bus.bus import Bus, StreamLog
+from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.clock import Clock
+
+
+class BusSampleLog:
+    """Appends payloads to `RM_<run>_SAMPLES`. The streams are made by whoever makes the run."""
+
+    def __init__(self, bus: Bus, config: WorkerConfig, clock: Clock) -> None:
+        self._bus = bus
+        self._config = config
+        self._clock = clock
+        self._streams: dict[str, StreamLog] = {}
+
+    async def append(self, run: str, payload: bytes, *, message_id: str) -> int:
+        async def once() -> int:
+            stream = await self._stream(run)
+            return await stream.append(payload, msg_id=message_id, deadline_s=self._config.rpc_s_max)
+
+        return await persist(once, self._config, self._clock)
+
+    async def _stream(self, run: str) -> StreamLog:
+        if run not in self._streams:
+            self._streams[run] = await self._bus.open(run_streams(run).samples.name)
+        return self._streams[run]

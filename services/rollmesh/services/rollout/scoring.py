@@ -1,0 +1,44 @@
+"""Samples to the reward service and rewards back onto samples. A scorer's failure fails the episode: it is never a 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rollmesh.services.rollout.failures import EpisodeFailed
+from rollmesh.services.rollout.lease import Lease
+from rollmesh.services.rollout.recorder import Recorder
+from rollmesh.shared.codec.trajectory import encode_key, encode_sample
+from rollmesh.shared.errors import ScorerFailed
+from rollmesh.shared.trajectory import FinishReason, Outcome, Reward, Sample, Segment
+from rollmesh.v1 import reward_pb2, types_pb2
+
+
+def finish_of(segment: Segment, *, cut: bool) -> FinishReason:
+    """How a sample ended: as its last action did, but LENGTH if the episode was cut by a limit."""
+    return FinishReason.LENGTH if cut else segment.finish
+
+
+def score_item(
+    lease: Lease, samples: Sequence[Sample], recorder: Recorder, finishes: Sequence[FinishReason]
+) -> reward_pb2.ScoreItem:
+    """The text view is that of the last sample's path: with several, scorers tell them apart by leaf and role."""
+    view = recorder.messages(samples[-1].leaf)
+    return reward_pb2.ScoreItem(
+        key=encode_key(lease.key),
+        task=lease.task_message,
+        messages=[types_pb2.Message(role=m.role, content=m.content) for m in view],
+        samples=[encode_sample(sample) for sample in samples],
+        num_action_tokens=[recorder.num_action_tokens(sample) for sample in samples],
+        finishes=[int(finish) for finish in finishes],  # type: ignore[misc]  # equal by definition; the stub has its own type
+    )
+
+
+def scored(samples: Sequence[Sample], rewards: Sequence[tuple[Reward, ...]]) -> tuple[Sample, ...]:
+    """The samples with their rewards. Raises `EpisodeFailed` naming the scorer that failed."""
+    for sample_rewards in rewards:
+        for reward in sample_rewards:
+            if reward.outcome is Outcome.INFRA_FAILURE:
+                cause = ScorerFailed(reward.evidence or f"no value for {reward.name}", reward=reward.name)
+                raise EpisodeFailed(f"scorer {reward.scorer or reward.name}", cause)
+    return tuple(replace(sample, rewards=given) for sample, given in zip(samples, rewards, strict=True))

@@ -1,0 +1,69 @@
+"""The stages of an episode, each with its own number of places.
+
+    leased -> | INIT: prompt, sessions | -> | RUN: the agent | -> | SCORE: rewards, payload | -> reported
+
+  stage   consumes             produces              waits for            unblocked by
+  INIT    a lease              prompt, open sessions init_max places      an episode that goes on to RUN, or fails
+  RUN     an open episode      segments, samples     run_max places       an agent that ends
+  SCORE   samples              rewards, a payload    score_max places     an episode that is handed over
+
+Slow rewards then never keep engines idle, and a burst of leases never starts more jails at once than INIT has places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from enum import StrEnum
+
+from rollmesh.services.rollout.config import StagesConfig
+from rollmesh.shared.clock import Clock
+
+
+class Stage(StrEnum):
+    """Where an episode is."""
+
+    INIT = "init"
+    RUN = "run"
+    SCORE = "score"
+
+
+class Stages:
+    """Places per stage, and who is in them or waits for them."""
+
+    def __init__(self, config: StagesConfig, clock: Clock) -> None:
+        self._clock = clock
+        self._places = {
+            Stage.INIT: asyncio.Semaphore(config.init_max),
+            Stage.RUN: asyncio.Semaphore(config.run_max),
+            Stage.SCORE: asyncio.Semaphore(config.score_max),
+        }
+        self.num_inside = dict.fromkeys(Stage, 0)
+        self.num_waiting = dict.fromkeys(Stage, 0)
+
+    @asynccontextmanager
+    async def enter(self, stage: Stage, stage_s: dict[str, float]) -> AsyncIterator[None]:
+        """Holds a place of `stage`; adds the seconds inside to `stage_s[stage]` and those in front of it to "queue"."""
+        asked_s = self._clock.monotonic_s()
+        await self._wait(stage)
+        entered_s = self._clock.monotonic_s()
+        _add(stage_s, "queue", entered_s - asked_s)
+        self.num_inside[stage] += 1
+        try:
+            yield
+        finally:
+            self.num_inside[stage] -= 1
+            self._places[stage].release()
+            _add(stage_s, stage.value, self._clock.monotonic_s() - entered_s)
+
+    async def _wait(self, stage: Stage) -> None:
+        self.num_waiting[stage] += 1
+        try:
+            await self._places[stage].acquire()
+        finally:
+            self.num_waiting[stage] -= 1
+
+
+def _add(stage_s: dict[str, float], name: str, seconds: float) -> None:
+    stage_s[name] = stage_s.get(name, 0.0) + seconds

@@ -1,0 +1,350 @@
+"""Small in-process stand-ins for what an episode needs, to try an agent or the worker without a mesh.
+
+    mesh = LocalMesh(script=lambda text: "<answer>4</answer><|end|>")
+    report = await mesh.runner(MyAgent()).run(lease(messages=["2+2"]))
+    episode = mesh.samples.episodes[report.payload.sequence - 1]
+
+They count what is open at each moment, so that a test can see that nothing is left behind, and hold a call on demand: who enters a
+`Gate` whose `held` is set waits there. Deterministic: what a model says is a function of the text before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollmesh.services.rollout.agent import Agent
+from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent
+from rollmesh.services.rollout.config import RolloutConfig
+from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
+from rollmesh.services.rollout.ports import Generated, SandboxSession, Span, Target
+from rollmesh.services.rollout.progress import Progress
+from rollmesh.services.rollout.recorder import mix64
+from rollmesh.services.rollout.stages import Stages
+from rollmesh.services.rollout.worker import RolloutWorker
+from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.codec.trajectory import episode_from_bytes
+from rollmesh.shared.errors import MeshError
+from rollmesh.shared.trajectory import (
+    Episode,
+    EpisodeKey,
+    FinishReason,
+    IntArray,
+    Message,
+    Reward,
+    SamplingParams,
+)
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.v1 import coordinator_pb2, reward_pb2, types_pb2
+
+_TAG = re.compile(r"<\|\w+\|>|</?\w+>")
+_FIRST_TAG = 2**20
+
+
+class CharTokenizer:
+    """One id per character; one per tag such as `<|end|>` or `</answer>`, numbered as they come up."""
+
+    def __init__(self) -> None:
+        self._tags: dict[str, int] = {}
+
+    def encode_text(self, text: str) -> IntArray:
+        return np.asarray([ord(char) for char in text], dtype=np.int32)
+
+    def encode_markup(self, text: str) -> IntArray:
+        ids: list[int] = []
+        end = 0
+        for match in _TAG.finditer(text):
+            ids += [ord(char) for char in text[end : match.start()]]
+            ids.append(self._tags.setdefault(match.group(), _FIRST_TAG + len(self._tags)))
+            end = match.end()
+        return np.asarray([*ids, *(ord(char) for char in text[end:])], dtype=np.int32)
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[str]) -> IntArray:
+        system = f"<|system|>{' '.join(tools)}<|end|>" if tools else ""
+        body = "".join(f"<|{message.role}|>{message.content}<|end|>" for message in messages)
+        return self.encode_markup(f"{system}{body}<|assistant|>")
+
+    def decode(self, token_ids: IntArray) -> str:
+        names = {number: tag for tag, number in self._tags.items()}
+        return "".join(names[i] if i >= _FIRST_TAG else chr(i) for i in token_ids.tolist())
+
+    def token_id(self, token: str) -> int | None:
+        ids = self.encode_markup(token)
+        return int(ids[0]) if ids.size == 1 else None
+
+
+class Gate:
+    """Counts who is inside; while `held` is set, they stay there. A `failure` is raised at each entry."""
+
+    def __init__(self) -> None:
+        self.num_inside = 0
+        self.num_entered = 0
+        self.held = False
+        self.failure: MeshError | None = None
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.num_inside += 1
+        self.num_entered += 1
+        try:
+            yield
+        finally:
+            self.num_inside -= 1
+
+    async def enter(self) -> None:
+        with self._counted():
+            if self.failure is not None:
+                raise self.failure
+            await asyncio.sleep(0)
+            if self.held:
+                await asyncio.get_running_loop().create_future()
+
+
+class ScriptedGenerator:
+    """A model that says what `script` makes of the text before it; "?" in it becomes a drawn digit.
+
+    `steps` are the versions that sample one token each in turn, the last one all that follow.
+    """
+
+    def __init__(self, tokenizer: CharTokenizer, script: Callable[[str], str], steps: Sequence[int] = (0,)) -> None:
+        self._tokenizer = tokenizer
+        self._script = script
+        self.steps = tuple(steps)
+        self.gate = Gate()
+        self.asked: list[tuple[IntArray, SamplingParams, Target]] = []
+
+    async def generate(
+        self, token_ids: IntArray, params: SamplingParams, *, target: Target, session: str, key: EpisodeKey
+    ) -> Generated:
+        self.asked.append((token_ids, params, target))
+        await self.gate.enter()
+        text = self._script(self._tokenizer.decode(token_ids))
+        while "?" in text:
+            position = token_ids.size + text.index("?")
+            text = text.replace("?", str(mix64(params.seed + position) % 10), 1)
+        said = self._tokenizer.encode_markup(text)
+        cut = said[: params.max_tokens]
+        return Generated(
+            spans=tuple(self._spans(cut)), finish=FinishReason.STOP if cut.size == said.size else FinishReason.LENGTH
+        )
+
+    def _spans(self, token_ids: IntArray) -> Iterator[Span]:
+        last = len(self.steps) - 1
+        for number, step in enumerate(self.steps):
+            part = token_ids[number:] if number == last else token_ids[number : number + 1]
+            if part.size:
+                logprobs = np.full(part.shape, -0.5, dtype=np.float32)
+                version = PolicyVersion(policy="main", step=step)
+                yield Span(
+                    token_ids=part, logprobs=logprobs, logprobs_model=logprobs, version=version, kv_step_oldest=step
+                )
+
+
+class LocalSandbox:
+    """Functions of this process by name, without isolation; a result that isn't a str must be an `ExecResult`."""
+
+    def __init__(self, functions: Mapping[str, Callable[[str], str | ExecResult]]) -> None:
+        self._functions = functions
+        self.opening = Gate()
+        self.calling = Gate()
+        self.num_sessions = 0
+        self.num_opened = 0
+        self.session_ids: list[str] = []
+
+    @asynccontextmanager
+    async def session(
+        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+    ) -> AsyncIterator[SandboxSession]:
+        await self.opening.enter()
+        self.num_sessions += 1
+        self.num_opened += 1
+        self.session_ids.append(session_id)
+        try:
+            yield _LocalSession(self)
+        finally:
+            self.num_sessions -= 1
+
+    async def call(self, function: str, text: str) -> ExecResult:
+        await self.calling.enter()
+        result = self._functions[function](text)
+        return result if isinstance(result, ExecResult) else ExecResult(outcome=ExecOutcome.OK, result=result)
+
+
+class _LocalSession:
+    def __init__(self, sandbox: LocalSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def call(self, function: str, *arguments: str, wall_s: float = 0.0) -> ExecResult:
+        return await self._sandbox.call(function, *arguments)
+
+    async def run(self, code: str, *, wall_s: float = 0.0) -> ExecResult:
+        return await self._sandbox.call("run", code)
+
+
+class FixedScorer:
+    """Gives every sample the rewards that `rewards` makes of the last message."""
+
+    def __init__(self, rewards: Callable[[str], tuple[Reward, ...]]) -> None:
+        self._rewards = rewards
+        self.gate = Gate()
+        self.items: list[reward_pb2.ScoreItem] = []
+
+    async def score(self, run: str, item: reward_pb2.ScoreItem) -> list[tuple[Reward, ...]]:
+        self.items.append(item)
+        await self.gate.enter()
+        return [self._rewards(item.messages[-1].content) for _ in item.samples]
+
+
+class ListLog:
+    """A sample stream in a list."""
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+        self.gate = Gate()
+
+    @property
+    def episodes(self) -> list[Episode]:
+        return [episode_from_bytes(payload) for payload in self.payloads]
+
+    async def append(self, run: str, payload: bytes, *, message_id: str) -> int:
+        await self.gate.enter()
+        self.payloads.append(payload)
+        return len(self.payloads)
+
+
+class ListCoordinator:
+    """Gives out `leases` in order and keeps the reports. `away` makes every request fail with it."""
+
+    def __init__(self, leases: Sequence[coordinator_pb2.EpisodeLease], clock: Clock) -> None:
+        self._clock = clock
+        self.waiting = list(leases)
+        self.live: dict[str, coordinator_pb2.EpisodeLease] = {}
+        self.gone: set[str] = set()
+        self.reports: list[coordinator_pb2.EpisodeReport] = []
+        self.asked_for: list[int] = []
+        self.renewals: list[list[str]] = []
+        self.report_sizes: list[int] = []
+        self.away: MeshError | None = None
+        self.draining: MeshError | None = None
+
+    async def acquire(self, num_max: int, wait_s: float) -> coordinator_pb2.AcquireRolloutsResponse:
+        self._check()
+        if self.draining is not None:
+            raise self.draining
+        self.asked_for.append(num_max)
+        if not self.waiting:
+            await self._clock.sleep(wait_s)
+            return coordinator_pb2.AcquireRolloutsResponse(waiting_for="admission full")
+        given, self.waiting = self.waiting[:num_max], self.waiting[num_max:]
+        self.live.update((lease.lease_id, lease) for lease in given)
+        return coordinator_pb2.AcquireRolloutsResponse(leases=given)
+
+    async def renew(self, lease_ids: Sequence[str]) -> coordinator_pb2.RenewLeasesResponse:
+        self._check()
+        self.renewals.append(list(lease_ids))
+        gone = [lease_id for lease_id in lease_ids if lease_id in self.gone]
+        for lease_id in gone:
+            self.live.pop(lease_id, None)
+        return coordinator_pb2.RenewLeasesResponse(gone=gone)
+
+    async def report(self, reports: Sequence[coordinator_pb2.EpisodeReport]) -> Sequence[str]:
+        self._check()
+        self.report_sizes.append(len(reports))
+        results = []
+        for report in reports:
+            self.reports.append(report)
+            results.append("" if self.live.pop(report.lease_id, None) is not None else "UNKNOWN_LEASE")
+        return results
+
+    def _check(self) -> None:
+        if self.away is not None:
+            raise self.away
+
+
+def answer_reward(content: str) -> tuple[Reward, ...]:
+    """1 for a message with an answer in it."""
+    return (Reward(name="correct", value=float("<answer>" in content), scorer="answer@1"),)
+
+
+@dataclass(kw_only=True)
+class LocalMesh:
+    """All stand-ins together."""
+
+    script: Callable[[str], str]
+    functions: Mapping[str, Callable[[str], str | ExecResult]] = field(default_factory=dict)
+    rewards: Callable[[str], tuple[Reward, ...]] = answer_reward
+    steps: Sequence[int] = (0,)
+    leases: Sequence[coordinator_pb2.EpisodeLease] = ()
+    config: RolloutConfig = field(default_factory=RolloutConfig)
+    clock: Clock = field(default_factory=SystemClock)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = CharTokenizer()
+        self.generator = ScriptedGenerator(self.tokenizer, self.script, self.steps)
+        self.sandbox = LocalSandbox(self.functions)
+        self.scorer = FixedScorer(self.rewards)
+        self.samples = ListLog()
+        self.coordinator = ListCoordinator(self.leases, self.clock)
+        self.progress = Progress()
+        self.stages = Stages(self.config.stages, self.clock)
+
+    def runner(self, agent: Agent | None = None) -> EpisodeRunner:
+        """Runs single episodes."""
+        return EpisodeRunner(
+            EpisodeParts(
+                config=self.config,
+                agent=agent or ToolCallingAgent(),
+                tokenizer=self.tokenizer,
+                generator=self.generator,
+                sandbox=self.sandbox,
+                scorer=self.scorer,
+                samples=self.samples,
+                clock=self.clock,
+                stages=self.stages,
+                progress=self.progress,
+            )
+        )
+
+    def worker(self, agent: Agent | None = None) -> RolloutWorker:
+        """Runs what the coordinator gives out."""
+        return RolloutWorker(self.coordinator, self.runner(agent), self.progress, self.config.worker, self.clock)
+
+    @property
+    def num_open(self) -> int:
+        """Sessions, requests and places in use: 0 when nothing is left behind."""
+        gates = (self.generator.gate, self.sandbox.opening, self.sandbox.calling, self.scorer.gate, self.samples.gate)
+        return self.sandbox.num_sessions + sum(g.num_inside for g in gates) + sum(self.stages.num_inside.values())
+
+
+def lease(
+    messages: Sequence[str] = ("1+2",),
+    *,
+    lease_id: str = "l1",
+    tools: Sequence[str] = (),
+    purpose: types_pb2.Purpose.ValueType = types_pb2.PURPOSE_TRAIN,
+    attempt: int = 1,
+    seed: int = 7,
+    step_min: int = 0,
+    lease_s: float = 30.0,
+) -> coordinator_pb2.EpisodeLease:
+    """A lease on an episode whose task is a conversation of user messages."""
+    key = types_pb2.EpisodeKey(run="r", task="t", group="g", episode=f"e-{lease_id}", attempt=attempt)
+    task = types_pb2.Task(
+        task_id="t", messages=[types_pb2.Message(role="user", content=content) for content in messages], tools=tools
+    )
+    return coordinator_pb2.EpisodeLease(
+        lease_id=lease_id,
+        key=key,
+        purpose=purpose,
+        task=task,
+        policy="main",
+        step_min=step_min,
+        lease_s=lease_s,
+        seed=seed,
+    )

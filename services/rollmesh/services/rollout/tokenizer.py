@@ -1,0 +1,171 @@
+"""Text to token ids and back, by the model's own tokenizer.json and chat template, without transformers or torch.
+
+Tags (special tokens) come out of templates only: `encode_markup` knows them, `encode_text` treats everything as plain text, so
+that a tool's output holding `<|assistant|>` stays data. Prompts are rendered as transformers' `apply_chat_template` would, equal
+to it by test; a task's own messages may therefore hold tags.
+The libraries load with the first tokenizer, not with this module.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from rollmesh.shared.errors import ConfigError, InvalidInput
+from rollmesh.shared.trajectory import IntArray, Message
+
+
+class Tokenizer(Protocol):
+    """What an episode needs of a tokenizer. Arrays are int32 [n]."""
+
+    def encode_text(self, text: str) -> IntArray:
+        """Plain text: no special token comes out of it."""
+        ...
+
+    def encode_markup(self, text: str) -> IntArray:
+        """Text in which tags mean special tokens."""
+        ...
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[str]) -> IntArray:
+        """A conversation up to where the assistant goes on. Raises `InvalidInput` if the template refuses it."""
+        ...
+
+    def decode(self, token_ids: IntArray) -> str:
+        """The text of tokens, tags included."""
+        ...
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token that stands for exactly this text; None if it takes several."""
+        ...
+
+
+class ChatTokenizer:
+    """A tokenizer of the `tokenizers` library with a Jinja chat template."""
+
+    def __init__(self, core: Any, render: Callable[..., str]) -> None:
+        self._core = core
+        self._render = render
+
+    def encode_text(self, text: str) -> IntArray:
+        self._core.encode_special_tokens = True  # the library's name for "encode them as if they were ordinary text"
+        try:
+            return self._encode(text)
+        finally:
+            self._core.encode_special_tokens = False
+
+    def encode_markup(self, text: str) -> IntArray:
+        return self._encode(text)
+
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[str]) -> IntArray:
+        described = [{"type": "function", "function": {"name": name}} for name in tools]
+        text = self._render(
+            messages=[{"role": m.role, "content": m.content} for m in messages],
+            tools=described or None,
+            documents=None,
+            add_generation_prompt=True,
+        )
+        return self._encode(text)
+
+    def decode(self, token_ids: IntArray) -> str:
+        text: str = self._core.decode(token_ids.tolist(), skip_special_tokens=False)
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        found: int | None = self._core.token_to_id(token)
+        return found
+
+    def _encode(self, text: str) -> IntArray:
+        # No beginning-of-sequence token is added: a template writes its own, and a continuation must have none.
+        return np.asarray(self._core.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+
+def load_tokenizer(model_dir: str | Path) -> ChatTokenizer:
+    """The tokenizer in a model folder. Raises `ConfigError` naming the file that is missing or does not fit."""
+    from tokenizers import Tokenizer as Core
+
+    folder = Path(model_dir)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ConfigError(f"model_dir: there is no {path}; name the folder with the model's tokenizer", file=path)
+    try:
+        core = Core.from_str(path.read_text(encoding="utf-8"))
+    except Exception as err:  # the library raises plain Exception for whatever it cannot read
+        raise ConfigError(f"{path}: not a tokenizer.json of the tokenizers library: {err}", file=path) from err
+    core.no_padding()
+    core.no_truncation()
+    return ChatTokenizer(core, _renderer(folder))
+
+
+def _renderer(folder: Path) -> Callable[..., str]:
+    """The chat template as a function, with the environment and variables that transformers gives to templates."""
+    from jinja2 import TemplateError
+
+    config = _read_config(folder / "tokenizer_config.json")
+    source = _template_source(folder, config)
+    try:
+        template = _environment().from_string(source)
+    except TemplateError as err:
+        raise ConfigError(f"{folder}: the chat template does not compile: {err}", file=folder) from err
+    special = {key: _token_text(value) for key, value in config.items() if key.endswith("_token") and value is not None}
+
+    def render(**variables: Any) -> str:
+        try:
+            text: str = template.render(**special, **variables)
+            return text
+        except TemplateError as err:
+            raise InvalidInput(f"the chat template in {folder} refuses the conversation: {err}") from err
+
+    return render
+
+
+def _environment() -> Any:
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        # Jinja's own filter escapes for HTML; models were trained on plain JSON.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"{path}: cannot be read: {err}; it belongs to the model's tokenizer", file=path) from err
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path}: expected a JSON object", file=path)
+    return config
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str:
+    """transformers writes the template to a file of its own since 4.51, and into the config before."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several by name
+        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+    if not isinstance(source, str):
+        raise ConfigError(
+            f"{folder}: no chat template; expected {path} or `chat_template` in tokenizer_config.json", file=path
+        )
+    return source
+
+
+def _token_text(value: Any) -> str:
+    return str(value["content"]) if isinstance(value, dict) else str(value)

@@ -1,0 +1,73 @@
+"""Extra latency of tool calls, for experiments: a decorator of the sandbox port.
+
+Draws are keyed by (seed, session, call), not taken from one stream, so that they do not depend on which episode calls first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from statistics import NormalDist
+from zlib import crc32
+
+from rollmesh.services.rollout.config import ToolLatencyConfig
+from rollmesh.services.rollout.ports import Sandbox, SandboxSession
+from rollmesh.services.rollout.recorder import mix64
+from rollmesh.shared.clients.sandbox import ExecResult
+from rollmesh.shared.clock import Clock
+
+
+class SlowSandbox:
+    """Waits before each call as the distribution says."""
+
+    def __init__(self, inner: Sandbox, config: ToolLatencyConfig, clock: Clock) -> None:
+        self._inner = inner
+        self._config = config
+        self._clock = clock
+
+    @asynccontextmanager
+    async def session(
+        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+    ) -> AsyncIterator[SandboxSession]:
+        async with self._inner.session(profile, session_id=session_id, owner=owner, ttl_s=ttl_s) as session:
+            yield _SlowSession(session, session_id, self._config, self._clock)
+
+
+class _SlowSession:
+    def __init__(self, inner: SandboxSession, session_id: str, config: ToolLatencyConfig, clock: Clock) -> None:
+        self._inner = inner
+        self._config = config
+        self._clock = clock
+        self._key = mix64(config.seed ^ crc32(session_id.encode()))
+        self._num_calls = 0
+
+    async def call(self, function: str, *arguments: str, wall_s: float = 0.0) -> ExecResult:
+        await self._wait()
+        return await self._inner.call(function, *arguments, wall_s=wall_s)
+
+    async def run(self, code: str, *, wall_s: float = 0.0) -> ExecResult:
+        await self._wait()
+        return await self._inner.run(code, wall_s=wall_s)
+
+    async def _wait(self) -> None:
+        self._num_calls += 1
+        # The middle of one of 2**53 equal slices: never 0 or 1, where the quantiles are infinite.
+        uniform = ((mix64(self._key + self._num_calls) >> 11) + 0.5) / 2**53
+        await self._clock.sleep(latency_s(self._config, uniform))
+
+
+def latency_s(config: ToolLatencyConfig, uniform: float) -> float:
+    """The quantile at `uniform` in (0, 1), seconds, at most `max_s`.
+
+    Pareto (type I) of tail index a has mean x_min a / (a - 1); the lognormal has mean exp(mu + sigma^2 / 2).
+    """
+    if config.distribution == "none" or config.mean_s == 0:
+        return 0.0
+    if config.distribution == "pareto":
+        smallest_s = config.mean_s * (config.shape - 1) / config.shape
+        drawn_s = smallest_s * math.pow(1 - uniform, -1 / config.shape)
+    else:
+        mu = math.log(config.mean_s) - config.shape**2 / 2
+        drawn_s = math.exp(mu + config.shape * NormalDist().inv_cdf(uniform))
+    return min(drawn_s, config.max_s)

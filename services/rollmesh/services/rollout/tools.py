@@ -1,0 +1,104 @@
+"""The tools of one episode: named by its task, run in sandbox sessions that live as long as the episode.
+
+One session per profile, opened in INIT and again after a call that used it up (a limit inside the jail is the model's doing).
+Collaborators: the sandbox port; `environment` (calls), `episode` (opens and closes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from rollmesh.services.rollout.agent import ToolResult
+from rollmesh.services.rollout.config import ToolConfig
+from rollmesh.services.rollout.ports import Sandbox, SandboxSession
+from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
+from rollmesh.shared.errors import NotFound, SandboxFailed
+from rollmesh.shared.trajectory import EpisodeKey
+
+
+class ToolBox:
+    """Calls tools by the names that the task uses."""
+
+    def __init__(
+        self, sandbox: Sandbox, tools: Mapping[str, ToolConfig], names: Sequence[str], key: EpisodeKey, ttl_s: float
+    ) -> None:
+        """Raises `NotFound` for a tool of the task that isn't configured."""
+        missing = [name for name in names if name not in tools]
+        if missing:
+            known = ", ".join(tools) or "none"
+            raise NotFound(f"the task names tool `{missing[0]}`; configured are: {known}; add it to rollout.tools")
+        self._sandbox = sandbox
+        self._tools = {name: tools[name] for name in names}
+        self._key = key
+        self._ttl_s = ttl_s
+        self._stack = AsyncExitStack()
+        self._sessions: dict[str, SandboxSession] = {}
+        self._num_opened = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._tools)
+
+    async def open(self) -> None:
+        """Opens the sessions that the tools need."""
+        for profile in dict.fromkeys(tool.profile for tool in self._tools.values()):
+            await self._session(profile)
+
+    async def call(self, name: str, text: str) -> ToolResult:
+        """What the tool says to `text`. Raises `SandboxFailed` and other `MeshError`s for what isn't the model's doing."""
+        tool = self._tools.get(name)
+        if tool is None:
+            return ToolResult(
+                text=f"error: there is no tool {name!r}; tools: {', '.join(self.names) or 'none'}", ok=False
+            )
+        session = await self._session(tool.profile)
+        result = await (session.call(tool.function, text) if tool.function else session.run(text))
+        if not result.session_alive:
+            self._sessions.pop(tool.profile, None)
+        if result.outcome is ExecOutcome.INFRA_FAILURE:
+            raise SandboxFailed(f"{tool.profile}: {result.error or 'the jail was lost'}; retried elsewhere")
+        return ToolResult(text=result_text(result), ok=result.outcome is ExecOutcome.OK)
+
+    async def _session(self, profile: str) -> SandboxSession:
+        if profile not in self._sessions:
+            self._num_opened += 1
+            key = self._key
+            opening = self._sandbox.session(
+                profile,
+                session_id=f"{key.run}.{key.episode}.{key.attempt}.{self._num_opened}",
+                owner=f"{key.run}/{key.episode}",
+                ttl_s=self._ttl_s,
+            )
+            self._sessions[profile] = await self._stack.enter_async_context(opening)
+        return self._sessions[profile]
+
+    async def __aenter__(self) -> Self:
+        await self._stack.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.__aexit__(exc_type, exc, traceback)
+
+
+def result_text(result: ExecResult) -> str:
+    """A result as one text for the model: what was printed, then the value, or what went wrong."""
+    parts = [
+        result.stdout.rstrip("\n"),
+        result.result if result.outcome is ExecOutcome.OK else f"error: {result.error}",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def shorten(text: str, chars_max: int) -> str:
+    """`text`, or its beginning and end with a mark between them, in at most `chars_max` characters."""
+    if len(text) <= chars_max:
+        return text
+    mark = f"\n[{len(text) - chars_max} characters cut]\n"
+    kept = max(0, chars_max - len(mark))
+    head = kept - kept // 2
+    return (text[:head] + mark + text[len(text) - kept // 2 :])[:chars_max]

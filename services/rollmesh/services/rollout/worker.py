@@ -1,0 +1,204 @@
+"""The worker: leases episodes, runs many at once, reports them, and gives back what it cannot finish.
+
+  loop      consumes            produces           waits for                  unblocked by
+  acquire   free places         leases             a place; work              a reported episode; admission
+  episode   a lease             a report           places of its stages       other episodes (see stages)
+  renew     held leases         gone leases        a third of a term          the clock
+  report    finished episodes   acknowledgements   the coordinator            its answer, or give_up_s
+
+A lease is held from the answer that brought it until its report is acknowledged, given back, or known to be gone; `episodes_max` bounds
+them. Every way out of an episode passes through `_hold`, so that leased = completed + failed + cancelled + lost + running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rollmesh.services.rollout.backoff import Backoff, worth_retrying
+from rollmesh.services.rollout.config import WorkerConfig
+from rollmesh.services.rollout.episode import EpisodeRunner, Report, cancelled_report
+from rollmesh.services.rollout.ports import Coordinator
+from rollmesh.services.rollout.progress import Progress
+from rollmesh.services.rollout.renewer import Renewer
+from rollmesh.services.rollout.reporter import Reporter
+from rollmesh.services.rollout.time_limit import time_limit
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import Draining, MeshError
+from rollmesh.v1 import coordinator_pb2
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A lease in this worker's hands."""
+
+    message: coordinator_pb2.EpisodeLease
+    task: asyncio.Task[None] | None = None
+    report: Report | None = None
+    """Set once the episode has ended; from then on only the acknowledgement is missing."""
+    gone: bool = False
+
+
+class RolloutWorker:
+    """Runs episodes until drained or cancelled."""
+
+    def __init__(
+        self, coordinator: Coordinator, runner: EpisodeRunner, progress: Progress, config: WorkerConfig, clock: Clock
+    ) -> None:
+        self._coordinator = coordinator
+        self._runner = runner
+        self._progress = progress
+        self._config = config
+        self._clock = clock
+        self._held: dict[str, _Held] = {}
+        self._given_back: list[Report] = []
+        self._changed = asyncio.Event()
+        self._acquiring: asyncio.Task[None] | None = None
+        self._reporter = Reporter(coordinator, config, clock)
+        self._renewer = Renewer(coordinator, config, clock, self._held.keys, self._lose)
+        self._waiting_for = "the first answer of the coordinator"
+
+    @property
+    def num_running(self) -> int:
+        """Leases held."""
+        return len(self._held)
+
+    @property
+    def waiting_for(self) -> str:
+        """What the worker waits for; empty while it has work in every place or nothing is wrong."""
+        return self._renewer.trouble or self._waiting_for
+
+    async def run(self) -> None:
+        """Until drained. When cancelled: ends the episodes and gives their leases back, within `drain_s_max`."""
+        self._acquiring = asyncio.ensure_future(self._acquire_forever())
+        try:
+            await asyncio.wait([self._acquiring])  # not awaited itself: draining cancels it, which is not our own end
+            if not self._acquiring.cancelled():
+                self._acquiring.result()
+            while self._held:
+                await self._change()
+        finally:
+            await self._stop()
+
+    def drain(self) -> None:
+        """Takes nothing more; `run` returns when what is held has ended."""
+        if self._acquiring is not None:
+            self._acquiring.cancel()
+
+    def cancel(self, lease_ids: Iterable[str]) -> None:
+        """Gives up episodes whose leases are already gone."""
+        for lease_id in lease_ids:
+            self._lose(lease_id)
+
+    # Acquiring --------------------------------------------------------------------------------------------------------
+
+    async def _acquire_forever(self) -> None:
+        """Until the coordinator says that this node is draining."""
+        backoff = Backoff(self._config, self._clock)
+        while True:
+            free = await self._free_places()
+            try:
+                answer = await self._coordinator.acquire(free, self._config.acquire_wait_s)
+            except MeshError as err:
+                if err.reason == Draining.reason:
+                    return
+                if not worth_retrying(err):
+                    raise
+                self._waiting_for = f"coordinator: {err}"
+                await backoff.pause()
+                continue
+            self._waiting_for = answer.waiting_for
+            for message in answer.leases:
+                self._take(message)
+            if answer.leases:
+                backoff.reset()
+            else:
+                await backoff.pause()  # a coordinator that answers at once must not be asked in a tight loop
+
+    async def _free_places(self) -> int:
+        while len(self._held) >= self._config.episodes_max:
+            self._waiting_for = ""
+            await self._change()
+        return self._config.episodes_max - len(self._held)
+
+    def _take(self, message: coordinator_pb2.EpisodeLease) -> None:
+        if message.lease_id in self._held:
+            return
+        self._progress.num_leased += 1
+        held = _Held(message)
+        self._held[message.lease_id] = held
+        held.task = asyncio.ensure_future(self._hold(held))
+        self._renewer.watch(message.lease_s)
+
+    # Holding ----------------------------------------------------------------------------------------------------------
+
+    async def _hold(self, held: _Held) -> None:
+        try:
+            held.report = await self._runner.run(held.message)
+            refusal = await self._reporter.report(held.report)
+            self._count(held.report.outcome, lost=bool(refusal))
+        except MeshError:
+            self._progress.num_lost += 1  # given up reporting: the lease expires, the episode goes to someone else
+        except asyncio.CancelledError:
+            self._give_back(held)
+            raise
+        finally:
+            del self._held[held.message.lease_id]
+            self._changed.set()
+
+    def _count(self, outcome: int, *, lost: bool) -> None:
+        if lost:
+            self._progress.num_lost += 1
+        elif outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED:
+            self._progress.num_completed += 1
+        else:
+            self._progress.num_failed += 1
+
+    def _give_back(self, held: _Held) -> None:
+        if held.gone:
+            self._progress.num_lost += 1
+            return
+        report = held.report
+        if report is None:
+            self._progress.num_cancelled += 1
+            report = cancelled_report(held.message, "the worker is stopping")
+        else:
+            self._count(report.outcome, lost=False)
+        self._given_back.append(report)
+
+    def _lose(self, lease_id: str) -> None:
+        """A finished episode is left alone: its lease may be gone because its report has just been recorded."""
+        held = self._held.get(lease_id)
+        if held is not None and held.task is not None and held.report is None:
+            held.gone = True
+            held.task.cancel()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    # Stopping ---------------------------------------------------------------------------------------------------------
+
+    async def _stop(self) -> None:
+        tasks = [held.task for held in self._held.values() if held.task is not None]
+        if self._acquiring is not None:
+            tasks.append(self._acquiring)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._config.drain_s_max)
+        await self._renewer.close()
+        await self._reporter.close()
+        await self._send_given_back()
+
+    async def _send_given_back(self) -> None:
+        """One try: a lease that isn't given back expires by itself."""
+        reports, self._given_back = self._given_back, []
+        if not reports:
+            return
+        try:
+            async with time_limit(self._clock, self._config.drain_s_max):
+                await self._coordinator.report(reports)
+        except (MeshError, TimeoutError) as err:
+            self._waiting_for = f"gave up giving back {len(reports)} leases: {err}"

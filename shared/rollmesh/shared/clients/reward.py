@@ -1,0 +1,215 @@
+"""Client of the reward service: episodes that finish at about the same time travel in one request.
+
+An episode waits at most `window_s` for company. One that the service refuses on its merits (an unknown answer key, say) must not take
+its company with it: a refused batch is halved until the culprit stands alone. Scoring is repeatable, so requests are tried again on
+another node when one fails, up to a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import msgspec
+
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.codec.trajectory import decode_rewards
+from rollmesh.shared.errors import InvalidInput, MeshError, NotFound, NotReady, ScorerFailed
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.trajectory import Reward
+from rollmesh.v1 import reward_pb2, reward_pb2_grpc
+
+ITEMS_MAX = 256
+"""Most episodes of one request, by contract."""
+
+Rewards = list[tuple[Reward, ...]]
+
+
+class RewardClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of the reward client."""
+
+    window_s: float = 0.002
+    """How long an episode waits for others, seconds. 0 still gathers what is there in the same turn of the loop."""
+    batch_max: int = 64
+    """Most episodes of one request, at most 256; a full batch goes at once."""
+    inflight_max: int = 8
+    """Requests at once; more wait."""
+    rpc_s_max: float = 60.0
+    """Deadline of one request, seconds."""
+    tries_max: int = 5
+    """Tries of one request, over all nodes."""
+    backoff_s: float = 0.1
+    """First pause between tries, seconds; doubles."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.batch_max <= ITEMS_MAX:
+            raise ValueError(f"batch_max must be in [1, {ITEMS_MAX}], got {self.batch_max}")
+        for name in ("inflight_max", "tries_max"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.window_s < 0:
+            raise ValueError(f"window_s must be >= 0, got {self.window_s}")
+        for name in ("rpc_s_max", "backoff_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class _Waiting:
+    run: str
+    item: reward_pb2.ScoreItem
+    answer: asyncio.Future[Rewards]
+    company: Sequence[_Waiting] = ()
+    sending: asyncio.Task[None] | None = None
+
+    def leave(self) -> None:
+        """Ends the request if everyone in it has been cancelled."""
+        if self.sending is not None and all(entry.answer.done() for entry in self.company):
+            self.sending.cancel()
+
+
+class RewardClient:
+    """Scores at whatever nodes `addresses` names at the moment, in turn."""
+
+    def __init__(
+        self,
+        addresses: Callable[[], Sequence[str]],
+        connect: Callable[[str], grpc.aio.Channel],
+        clock: Clock,
+        config: RewardClientConfig | None = None,
+    ) -> None:
+        self._addresses = addresses
+        self._connect = connect
+        self._clock = clock
+        self._config = config or RewardClientConfig()
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._turns = itertools.count()
+        self._waiting: list[_Waiting] = []
+        self._places = asyncio.Semaphore(self._config.inflight_max)
+        self._window: asyncio.Task[None] | None = None
+        self._sending: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_pending(self) -> int:
+        """Requests being gathered or under way."""
+        return len(self._sending) + bool(self._waiting)
+
+    async def score(self, run: str, item: reward_pb2.ScoreItem) -> Rewards:
+        """Rewards of the item's samples, in their order. Raises `MeshError`; a scorer's failure is inside the rewards."""
+        waiting = _Waiting(run, item, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if len(self._waiting) >= self._config.batch_max:
+            self._flush()
+        elif self._window is None:
+            self._window = asyncio.ensure_future(self._flush_later())
+        try:
+            return await waiting.answer
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            waiting.leave()
+            raise
+
+    async def close(self) -> None:
+        """Ends what is under way; whoever waits gets CancelledError."""
+        tasks = [*self._sending, *([self._window] if self._window else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for waiting in self._waiting:
+            waiting.answer.cancel()
+        channels, self._channels = list(self._channels.values()), {}
+        await asyncio.gather(*(channel.close(None) for channel in channels))
+
+    # Gathering --------------------------------------------------------------------------------------------------------
+
+    async def _flush_later(self) -> None:
+        await self._clock.sleep(self._config.window_s)
+        self._window = None
+        self._flush()
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if self._window is not None:
+            self._window.cancel()
+            self._window = None
+        for run in dict.fromkeys(entry.run for entry in waiting):
+            batch = [entry for entry in waiting if entry.run == run]
+            task = asyncio.ensure_future(self._send(run, batch))
+            for entry in batch:
+                entry.company, entry.sending = batch, task
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+
+    # Sending ----------------------------------------------------------------------------------------------------------
+
+    async def _send(self, run: str, batch: list[_Waiting]) -> None:
+        try:
+            async with self._places:
+                batch = [entry for entry in batch if not entry.answer.done()]  # the others were cancelled meanwhile
+                await self._score_batch(run, batch)
+        except asyncio.CancelledError:
+            for entry in batch:
+                entry.answer.cancel()
+            raise
+
+    async def _score_batch(self, run: str, batch: list[_Waiting]) -> None:
+        if not batch:
+            return
+        try:
+            answers = _by_item(await self._ask(run, batch), batch)
+        except (InvalidInput, NotFound) as err:
+            if len(batch) > 1:
+                half = len(batch) // 2
+                await self._score_batch(run, batch[:half])
+                await self._score_batch(run, batch[half:])
+            else:
+                _refuse(batch, err)
+        except MeshError as err:
+            _refuse(batch, err)
+        else:
+            for entry, answer in zip(batch, answers, strict=True):
+                if not entry.answer.done():
+                    entry.answer.set_result(answer)
+
+    async def _ask(self, run: str, batch: list[_Waiting]) -> reward_pb2.ScoreEpisodesResponse:
+        request = reward_pb2.ScoreEpisodesRequest(run=run, items=[entry.item for entry in batch])
+        pause_s = self._config.backoff_s
+        for tries_left in reversed(range(self._config.tries_max)):
+            try:
+                with typed_errors():
+                    return await self._stub().Score(request, timeout=self._config.rpc_s_max)
+            except MeshError as err:
+                if not err.retryable or not tries_left:
+                    raise
+                await self._clock.sleep(min(max(pause_s, err.retry_after_s or 0.0), self._config.rpc_s_max))
+                pause_s *= 2
+        raise AssertionError("the last try returns or raises")
+
+    def _stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
+        addresses = sorted(self._addresses())
+        if not addresses:
+            raise NotReady("no reward node is known; start one, or wait until it has joined")
+        address = addresses[next(self._turns) % len(addresses)]
+        if address not in self._channels:
+            self._channels[address] = self._connect(address)
+        stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(self._channels[address])
+        return stub
+
+
+def _refuse(batch: Sequence[_Waiting], err: MeshError) -> None:
+    for entry in batch:
+        if not entry.answer.done():
+            entry.answer.set_exception(err)
+
+
+def _by_item(response: reward_pb2.ScoreEpisodesResponse, batch: Sequence[_Waiting]) -> list[Rewards]:
+    """The flat answer cut up by episode. Raises `ScorerFailed` if it isn't about the samples asked for."""
+    asked = [sample.sample_id for entry in batch for sample in entry.item.samples]
+    if [sample.sample_id for sample in response.samples] != asked:
+        raise ScorerFailed("the reward service answered for other samples than asked for; retry")
+    scored = iter(decode_rewards(sample.rewards) for sample in response.samples)
+    return [[next(scored) for _ in entry.item.samples] for entry in batch]

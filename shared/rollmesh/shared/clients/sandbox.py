@@ -1,0 +1,217 @@
+"""Client of a fleet of sandbox nodes: sessions over one stream per node.
+
+    async with client.session("python", session_id="e1.1", owner="run/e1", ttl_s=600) as session:
+        result = await session.run("2 + 2")
+
+A session opens on the node that holds the fewest of this client's sessions; a node that refuses is passed by, and when all refuse
+the client waits with growing pauses, up to a limit. A session ends with its block, however the block ends: the message is queued
+without waiting, so a cancelled task leaves nothing behind. What the program in it does wrong is an `ExecResult`; what the mesh does
+wrong is a `MeshError`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+
+import msgspec
+
+from rollmesh.shared.clients.sandbox_link import Connect, WorkLink
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import MeshError, NotReady
+from rollmesh.v1 import sandbox_pb2
+
+
+class SandboxClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of the sandbox client."""
+
+    inflight_max: int = 1024
+    """Commands under way to one node; more wait."""
+    command_s_max: float = 60.0
+    """Longest wait for the answer to a command beyond its own time limit, seconds."""
+    open_s_max: float = 45.0
+    """How long nodes are asked for a session, seconds; then the last refusal is raised."""
+    backoff_s: float = 0.05
+    """First pause after every node has refused, seconds; doubles up to `backoff_s_max`."""
+    backoff_s_max: float = 2.0
+    """Longest pause, seconds."""
+    close_s_max: float = 2.0
+    """How long the client waits at its end for nodes to confirm ended sessions, seconds; then their time to live ends them."""
+
+    def __post_init__(self) -> None:
+        if self.inflight_max < 1:
+            raise ValueError(f"inflight_max must be >= 1, got {self.inflight_max}")
+        for name in ("command_s_max", "open_s_max", "backoff_s", "backoff_s_max", "close_s_max"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+
+
+class ExecOutcome(IntEnum):
+    """How a command ended. Numbers equal `rollmesh.v1.ExecOutcome`; all but INFRA_FAILURE are the program's own doing."""
+
+    OK = 1
+    ERROR = 2
+    TIME_LIMIT = 3
+    MEMORY_LIMIT = 4
+    PROCESS_LIMIT = 5
+    INFRA_FAILURE = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecResult:
+    """What a command did; the fields are those of `rollmesh.v1.ExecResult`."""
+
+    outcome: ExecOutcome
+    stdout: str = ""
+    stderr: str = ""
+    result: str = ""
+    error: str = ""
+    truncated: bool = False
+    wall_s: float = 0.0
+    session_alive: bool = True
+
+
+class Session:
+    """An open session. Commands run in the order of the calls. Not to be used after its block."""
+
+    def __init__(self, link: WorkLink, session_id: str, config: SandboxClientConfig) -> None:
+        self._link = link
+        self._session_id = session_id
+        self._config = config
+
+    async def call(self, function: str, *arguments: str, wall_s: float = 0.0) -> ExecResult:
+        """Calls a function of the profile; `wall_s` 0 means the session's own limit. Raises `MeshError`."""
+        command = sandbox_pb2.CallFunction(function=function, arguments=arguments, wall_s=wall_s)
+        return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, call=command), wall_s)
+
+    async def run(self, code: str, *, wall_s: float = 0.0) -> ExecResult:
+        """Runs Python source; definitions survive until the next run. Raises `MeshError`."""
+        command = sandbox_pb2.RunCode(language="python", code=code, wall_s=wall_s)
+        return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, run=command), wall_s)
+
+    async def _execute(self, command: sandbox_pb2.WorkRequest, wall_s: float) -> ExecResult:
+        answer = await self._link.request(command, limit_s=wall_s + self._config.command_s_max)
+        return _exec_result(answer.result)
+
+
+class SandboxClient:
+    """Sessions on whatever nodes `addresses` names at the moment."""
+
+    def __init__(
+        self,
+        addresses: Callable[[], Sequence[str]],
+        connect: Connect,
+        clock: Clock,
+        config: SandboxClientConfig | None = None,
+    ) -> None:
+        self._addresses = addresses
+        self._connect = connect
+        self._clock = clock
+        self._config = config or SandboxClientConfig()
+        self._links: dict[str, WorkLink] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions being opened or open."""
+        return sum(link.num_sessions for link in self._links.values())
+
+    @property
+    def num_pending(self) -> int:
+        """Commands under way."""
+        return sum(link.num_pending for link in self._links.values())
+
+    @asynccontextmanager
+    async def session(
+        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+    ) -> AsyncIterator[Session]:
+        """An open session of `profile`; `session_id` is unique among the mesh's live sessions.
+
+        `ttl_s`: idle seconds after which the node ends it by itself; 0 means the node's default. Raises `Overloaded` or another
+        `MeshError` if no node gives one within `open_s_max`.
+        """
+        opening = sandbox_pb2.OpenSession(profile=profile, ttl_s=ttl_s, owner=owner)
+        link, opened_id = await self._open(session_id, opening)
+        try:
+            yield Session(link, opened_id, self._config)
+        finally:
+            link.num_sessions -= 1
+            link.post_close(opened_id)
+
+    async def close(self) -> None:
+        """Ends the streams; posted ends of sessions get `close_s_max` to arrive."""
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close(limit_s=self._config.close_s_max) for link in links), *self._retiring)
+
+    async def _open(self, session_id: str, opening: sandbox_pb2.OpenSession) -> tuple[WorkLink, str]:
+        end_s = self._clock.monotonic_s() + self._config.open_s_max
+        pause_s = self._config.backoff_s
+        refusal: MeshError = NotReady("no sandbox node is known; start one, or wait until it has joined")
+        refused: set[str] = set()
+        num_tries = 0
+        while True:
+            link = self._least_used(refused)
+            if link is None:
+                if self._clock.monotonic_s() + pause_s > end_s:
+                    raise refusal
+                await self._clock.sleep(pause_s)
+                pause_s = min(2 * pause_s, self._config.backoff_s_max)
+                refused.clear()
+                continue
+            # A try whose answer was lost may have opened a session under its id, so every try has its own.
+            opened_id = f"{session_id}.{num_tries}" if num_tries else session_id
+            num_tries += 1
+            try:
+                await self._open_on(link, opened_id, opening)
+                return link, opened_id
+            except MeshError as err:
+                if not err.retryable:
+                    raise
+                refusal = err
+                refused.add(link.address)
+
+    async def _open_on(self, link: WorkLink, session_id: str, opening: sandbox_pb2.OpenSession) -> None:
+        link.num_sessions += 1
+        try:
+            command = sandbox_pb2.WorkRequest(session_id=session_id, open=opening)
+            await link.request(command, limit_s=self._config.command_s_max)
+        except BaseException as err:
+            link.num_sessions -= 1
+            if not isinstance(err, MeshError) or err.reason != "OVERLOADED":
+                link.post_close(session_id)  # cancelled, or the answer was lost: it may be open there
+            raise
+
+    def _least_used(self, refused: set[str]) -> WorkLink | None:
+        addresses = list(dict.fromkeys(self._addresses()))
+        for gone in [a for a, link in self._links.items() if a not in addresses and not link.num_sessions]:
+            self._retire(self._links.pop(gone))
+        candidates = [self._link(address) for address in addresses if address not in refused]
+        return min(candidates, key=lambda link: link.num_sessions, default=None)
+
+    def _retire(self, link: WorkLink) -> None:
+        """Ends the stream to a node that left, on the side: whoever opens a session need not wait for that."""
+        task = asyncio.ensure_future(link.close(limit_s=self._config.close_s_max))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    def _link(self, address: str) -> WorkLink:
+        if address not in self._links:
+            self._links[address] = WorkLink(address, self._connect, inflight_max=self._config.inflight_max)
+        return self._links[address]
+
+
+def _exec_result(message: sandbox_pb2.ExecResult) -> ExecResult:
+    known = int(message.outcome) in set(ExecOutcome)
+    return ExecResult(
+        outcome=ExecOutcome(message.outcome) if known else ExecOutcome.INFRA_FAILURE,
+        stdout=message.stdout,
+        stderr=message.stderr,
+        result=message.result,
+        error=message.error,
+        truncated=message.truncated,
+        wall_s=message.wall_s,
+        session_alive=message.session_alive,
+    )

@@ -1,0 +1,158 @@
+"""One long-lived Work stream to one sandbox node, multiplexed by request id.
+
+The stream opens with the first request and again after it broke. What was in flight then has an unknown fate and fails; sessions
+live on at the node and are used over the next stream. Ends of sessions are posted without waiting, also from a cancelled task, and
+posted again on a new stream until the node has confirmed them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from rollmesh.shared.errors import Code, DeadlineExceeded, MeshError, SandboxFailed, error_for
+from rollmesh.shared.rpc.status import from_rpc_error
+from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc, types_pb2
+
+_Queue = asyncio.Queue[sandbox_pb2.WorkRequest | None]
+"""What is to be sent on one stream; None ends it. Bounded by the places for requests and the number of sessions."""
+
+Connect = Callable[[str], grpc.aio.Channel]
+
+
+class WorkLink:
+    """The stream to the node at `address`."""
+
+    def __init__(self, address: str, connect: Connect, *, inflight_max: int) -> None:
+        self.address = address
+        self.num_sessions = 0
+        """Sessions opened here and not ended; kept by the pool."""
+        self._connect = connect
+        self._channel: grpc.aio.Channel | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._outgoing = _Queue()
+        self._pending: dict[str, asyncio.Future[sandbox_pb2.WorkResponse]] = {}
+        self._closing: dict[str, sandbox_pb2.WorkRequest] = {}
+        self._all_closed = asyncio.Event()
+        self._places = asyncio.Semaphore(inflight_max)
+        self._numbers = itertools.count(1)
+
+    @property
+    def num_pending(self) -> int:
+        """Requests sent and not answered."""
+        return len(self._pending)
+
+    async def request(self, command: sandbox_pb2.WorkRequest, *, limit_s: float) -> sandbox_pb2.WorkResponse:
+        """The answer to a command (its request id is set here). Raises the refusal as a `MeshError`.
+
+        `SandboxFailed` if the stream breaks meanwhile, `DeadlineExceeded` after `limit_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(limit_s), self._places:
+                answer = await self._exchange(command)
+        except TimeoutError as err:
+            raise DeadlineExceeded(
+                f"sandbox {self.address} gave no answer within {limit_s} s; retry elsewhere", address=self.address
+            ) from err
+        if answer.WhichOneof("answer") == "failure":
+            raise error_of(answer.failure)
+        return answer
+
+    def post_close(self, session_id: str) -> None:
+        """Ends a session without waiting for it."""
+        command = sandbox_pb2.WorkRequest(
+            request_id=f"{next(self._numbers)}", session_id=session_id, close=sandbox_pb2.CloseSession()
+        )
+        self._closing[session_id] = command
+        self._all_closed.clear()
+        self._outgoing.put_nowait(command)
+        self._ensure_stream()
+
+    async def close(self, *, limit_s: float) -> None:
+        """Waits up to `limit_s` seconds for posted closes to be confirmed, then ends the stream."""
+        if self._task is not None:
+            if self._closing:
+                confirmed = asyncio.ensure_future(self._all_closed.wait())
+                await asyncio.wait([confirmed, self._task], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                confirmed.cancel()
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._channel is not None:
+            await self._channel.close(None)
+        self._fail_pending(SandboxFailed("the sandbox client was closed"))
+
+    async def _exchange(self, command: sandbox_pb2.WorkRequest) -> sandbox_pb2.WorkResponse:
+        command.request_id = f"{next(self._numbers)}"
+        answer: asyncio.Future[sandbox_pb2.WorkResponse] = asyncio.get_running_loop().create_future()
+        self._pending[command.request_id] = answer
+        try:
+            self._outgoing.put_nowait(command)
+            self._ensure_stream()
+            return await answer
+        finally:
+            del self._pending[command.request_id]
+
+    # The stream -------------------------------------------------------------------------------------------------------
+
+    def _ensure_stream(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.ensure_future(self._serve())
+
+    async def _serve(self) -> None:
+        if self._channel is None:
+            self._channel = self._connect(self.address)
+        stub: sandbox_pb2_grpc.SandboxServiceAsyncStub = sandbox_pb2_grpc.SandboxServiceStub(self._channel)
+        cause: MeshError = SandboxFailed(
+            f"sandbox {self.address} ended the stream; retry elsewhere", address=self.address
+        )
+        outgoing = self._outgoing
+        try:
+            async for answer in stub.Work(_requests(outgoing)):
+                self._take(answer)
+        except grpc.aio.AioRpcError as err:
+            cause = from_rpc_error(err)
+        finally:
+            # gRPC may leave the reader of a broken stream waiting; it must not take what belongs to the next one.
+            outgoing.put_nowait(None)
+            self._outgoing = _Queue()
+            for command in self._closing.values():
+                self._outgoing.put_nowait(command)
+            self._fail_pending(cause)
+
+    def _take(self, answer: sandbox_pb2.WorkResponse) -> None:
+        waiting = self._pending.get(answer.request_id)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(answer)
+            return
+        closing = self._closing.get(answer.session_id)
+        if closing is not None and closing.request_id == answer.request_id:
+            del self._closing[answer.session_id]  # closed, or unknown there: either way it is gone
+            if not self._closing:
+                self._all_closed.set()
+
+    def _fail_pending(self, cause: MeshError) -> None:
+        for waiting in self._pending.values():
+            if not waiting.done():
+                waiting.set_exception(cause)
+
+
+async def _requests(outgoing: _Queue) -> AsyncIterator[sandbox_pb2.WorkRequest]:
+    while (command := await outgoing.get()) is not None:
+        yield command
+
+
+def error_of(failure: types_pb2.Failure) -> MeshError:
+    """The typed error behind a refusal inside a reply."""
+    try:
+        code = Code(failure.code)
+    except ValueError:  # a code of a newer peer, or none at all
+        code = Code.UNKNOWN
+    error = error_for(failure.reason, code)(
+        failure.message or failure.reason, retry_after_s=failure.retry_after_s or None
+    )
+    error.reason = failure.reason or error.reason
+    error.metadata = dict(failure.metadata)
+    return error

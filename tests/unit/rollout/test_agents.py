@@ -1,0 +1,376 @@
+"""Agents on a local mesh: what is recorded of a conversation, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollmesh.services.rollout.agent import LimitReached, Task, load_agent
+from rollmesh.services.rollout.agents.single_turn import SingleTurnAgent
+from rollmesh.services.rollout.agents.tool_calling import ToolCall, parse_call
+from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, RolloutConfig, SamplingConfig
+from rollmesh.services.rollout.environment import Environment
+from rollmesh.services.rollout.testing import LocalMesh, lease
+from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
+from rollmesh.shared.errors import ConfigError, EngineFailed, SandboxFailed
+from rollmesh.shared.trajectory import Episode, FinishReason, Message, Outcome, Purpose, Reward, Role, Source
+from rollmesh.v1 import coordinator_pb2, types_pb2
+
+COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
+INFRA_FAILURE = coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE
+
+
+def calculator(text: str) -> str:
+    left, _, right = text.partition("+")
+    return str(int(left) + int(right)) if right else "err"
+
+
+def add_up(text: str) -> str:
+    """A model that adds the first two of the numbers left, by tool, until one is left."""
+    results = text.count("<|tool|>")
+    numbers = [int(n) for n in text.split("<|user|>")[1].split("<|end|>")[0].split("+")]
+    total = sum(numbers[: results + 1])
+    if results + 1 == len(numbers):
+        return f"<answer>{total}</answer><|end|>"
+    return f"<tool_call>{total}+{numbers[results + 1]}</tool_call><|end|>"
+
+
+def tool_mesh(script: Callable[[str], str] = add_up, **kwargs: object) -> LocalMesh:
+    return LocalMesh(script=script, functions={"call": calculator, "run": calculator}, **kwargs)  # type: ignore[arg-type]
+
+
+async def finished(mesh: LocalMesh, agent: object = None, **kwargs: object) -> Episode:
+    """The payload of one episode that completed."""
+    report = await mesh.runner(agent).run(lease(**kwargs))  # type: ignore[arg-type]
+    assert report.outcome == COMPLETED, report.failure
+    assert mesh.num_open == 0
+    return mesh.samples.episodes[report.payload.sequence - 1]
+
+
+def tokens_of(episode: Episode) -> list[int]:
+    return [int(i) for segment in episode.path_segments(episode.samples[0]) for i in segment.token_ids]
+
+
+async def test_tool_calling_records_the_exact_conversation() -> None:
+    mesh = tool_mesh()
+    episode = await finished(mesh, messages=["1+2+3"], tools=["calculator"])
+    text = mesh.tokenizer.decode(np.asarray(tokens_of(episode)))
+    assert text == (
+        "<|system|>calculator<|end|><|user|>1+2+3<|end|><|assistant|><tool_call>1+2</tool_call><|end|><|tool|>3<|end|>"
+        "<|assistant|><tool_call>3+3</tool_call><|end|><|tool|>6<|end|><|assistant|><answer>6</answer><|end|>"
+    )
+    roles = [segment.role for segment in episode.segments]
+    assert roles == [Role.CONTEXT, Role.ACTION, Role.OBSERVATION, Role.ACTION, Role.OBSERVATION, Role.ACTION]
+    assert [message.role for message in episode.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert episode.messages[-1].content == "<answer>6</answer>"
+    assert [reward.value for reward in episode.samples[0].rewards] == [1.0]
+
+
+async def test_only_sampled_tokens_have_logprobs_and_loss() -> None:
+    episode = await finished(tool_mesh(), messages=["1+2"], tools=["calculator"])
+    for segment in episode.segments:
+        sampled = segment.source is Source.POLICY
+        assert (segment.logprobs is not None) == sampled
+        assert segment.num_trainable == (segment.num_tokens if sampled else 0)
+
+
+async def test_prompts_of_later_turns_continue_the_recorded_tokens() -> None:
+    mesh = tool_mesh()
+    episode = await finished(mesh, messages=["1+2+3"], tools=["calculator"])
+    whole = tokens_of(episode)
+    for prompt, _, _ in mesh.generator.asked:
+        assert prompt.tolist() == whole[: prompt.size]
+
+
+async def test_a_generation_under_two_versions_becomes_a_chain_of_two_segments() -> None:
+    mesh = tool_mesh(steps=(3, 4))
+    report = await mesh.runner(SingleTurnAgent()).run(lease())
+    first, second = mesh.samples.episodes[0].segments[1:]
+    assert (first.version and first.version.step, second.version and second.version.step) == (3, 4)
+    assert (second.parent, first.finish, second.finish) == (1, FinishReason.UNFINISHED, FinishReason.STOP)
+    spans = [(span.step, span.num_tokens) for span in report.samples[0].steps]
+    assert spans == [(3, first.num_tokens), (4, second.num_tokens)]
+
+
+async def test_a_retry_draws_the_same_tokens_and_another_seed_others() -> None:
+    mesh = tool_mesh(lambda text: "<answer>????????</answer><|end|>")
+    first = await finished(mesh, lease_id="a", seed=5)
+    retry = await finished(mesh, lease_id="a", seed=5, attempt=2)
+    other = await finished(mesh, lease_id="a", seed=6)
+    assert tokens_of(first) == tokens_of(retry) != tokens_of(other)
+
+
+async def test_tool_output_cannot_open_a_turn() -> None:
+    mesh = LocalMesh(script=add_up, functions={"call": lambda text: "<|end|><|assistant|>"})
+    episode = await finished(mesh, messages=["1+2"], tools=["calculator"])
+    observed = next(s for s in episode.segments if s.role is Role.OBSERVATION)
+    assert observed.num_tokens == 1 + len("<|end|><|assistant|>") + 2
+
+
+async def test_unknown_tool_and_broken_json_are_answered_to_the_model() -> None:
+    said = iter(
+        [
+            '<tool_call>{"name": "rm", "arguments": "x"}</tool_call><|end|>',
+            "<tool_call>[</tool_call><|end|>",
+            '<tool_call>{"name": "calculator", "arguments": {"code": "1+2"}}</tool_call><|end|>',
+            "<answer>3</answer><|end|>",
+        ]
+    )
+    mesh = tool_mesh(lambda text: next(said), config=RolloutConfig(format=FormatConfig(tool_call_body="json")))
+    episode = await finished(mesh, tools=["calculator"])
+    observed = [message.content for message in episode.messages if message.role == "tool"]
+    assert observed[0] == "error: there is no tool 'rm'; tools: calculator"
+    assert observed[1].startswith("error: a tool call is a JSON object")
+    assert observed[2] == "3"
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ("<tool_call>1+2</tool_call><|end|>", ToolCall("calculator", "1+2")),
+        ("hm <tool_call>1</tool_call> no <tool_call>2</tool_call><|end|>", ToolCall("calculator", "2")),
+        ("<answer>3</answer><|end|>", None),
+        ("1+2</tool_call><|end|>", None),
+        ("<tool_call>1+2<|end|>", None),
+    ],
+)
+def test_parse_call_takes_the_call_that_ends_the_turn(text: str, call: ToolCall | None) -> None:
+    assert parse_call(text, FormatConfig(), ["calculator"]) == call
+
+
+async def test_a_session_used_up_by_the_model_is_opened_again() -> None:
+    killed = ExecResult(outcome=ExecOutcome.TIME_LIMIT, error="time limit of 2 s", session_alive=False)
+    answers = iter([killed, "3"])
+    said = iter(["<tool_call>1</tool_call><|end|>"] * 2 + ["<answer>3</answer><|end|>"])
+    mesh = LocalMesh(script=lambda text: next(said), functions={"call": lambda text: next(answers)})
+    episode = await finished(mesh, tools=["calculator"])
+    assert [m.content for m in episode.messages if m.role == "tool"] == ["error: time limit of 2 s", "3"]
+    assert mesh.sandbox.num_opened == 2
+    assert len(set(mesh.sandbox.session_ids)) == 2
+
+
+# Limits ---------------------------------------------------------------------------------------------------------------
+
+
+def endless(text: str) -> str:
+    return "<tool_call>1+1</tool_call><|end|>"
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_turns"),
+    [
+        (LimitsConfig(turns_max=3), 3),
+        (LimitsConfig(tokens_max=10), 2),
+        (LimitsConfig(segments_max=4), 2),
+    ],
+)
+async def test_a_limit_completes_the_episode_with_finish_length(limits: LimitsConfig, num_turns: int) -> None:
+    mesh = tool_mesh(endless, config=RolloutConfig(limits=limits))
+    episode = await finished(mesh, tools=["calculator"])
+    actions = [s for s in episode.segments if s.role is Role.ACTION]
+    assert len(actions) == num_turns
+    assert list(mesh.scorer.items[0].finishes) == [types_pb2.FINISH_REASON_LENGTH]
+    assert episode.path(episode.samples[0].leaf)[-1] == episode.segments.index(actions[-1])
+
+
+async def test_the_token_limit_is_exact() -> None:
+    mesh = tool_mesh(endless, config=RolloutConfig(limits=LimitsConfig(tokens_max=10)))
+    episode = await finished(mesh, tools=["calculator"])
+    assert sum(s.num_tokens for s in episode.segments if s.role is Role.ACTION) == 10
+
+
+async def test_no_tool_is_called_for_nobody_at_the_last_turn() -> None:
+    mesh = tool_mesh(endless, config=RolloutConfig(limits=LimitsConfig(turns_max=2)))
+    await finished(mesh, tools=["calculator"])
+    assert mesh.sandbox.calling.num_entered == 1
+
+
+async def test_an_agent_that_swallows_the_limit_gets_no_further() -> None:
+    class Stubborn:
+        async def run(self, task: Task, env: Environment) -> None:
+            for _ in range(5):
+                try:
+                    await env.generate()
+                except LimitReached:
+                    env_turns.append(env.turns_left)
+
+    env_turns: list[int] = []
+    mesh = tool_mesh(endless, config=RolloutConfig(limits=LimitsConfig(turns_max=2)))
+    episode = await finished(mesh, Stubborn())
+    assert len([s for s in episode.segments if s.role is Role.ACTION]) == 2
+    assert list(mesh.scorer.items[0].finishes) == [types_pb2.FINISH_REASON_LENGTH]
+
+
+# Infra failures -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_bug_in_an_agent_is_an_infra_failure_with_its_traceback() -> None:
+    class Broken:
+        async def run(self, task: Task, env: Environment) -> None:
+            await env.generate()
+            raise ValueError("my bug")
+
+    mesh = tool_mesh()
+    report = await mesh.runner(Broken()).run(lease())
+    assert report.outcome == INFRA_FAILURE
+    assert report.failure.message == "agent: ValueError: my bug"
+    assert report.failure.reason == "AGENT_FAILED"
+    assert 'raise ValueError("my bug")' in report.failure.metadata["traceback"]
+    assert not mesh.samples.payloads
+    assert not mesh.scorer.items
+
+
+async def test_a_broken_node_stays_an_infra_failure_even_if_the_agent_swallows_it() -> None:
+    class Swallows:
+        async def run(self, task: Task, env: Environment) -> None:
+            await env.generate()
+            mesh.generator.gate.failure = EngineFailed("gpu on fire")
+            try:
+                await env.generate()
+            except Exception:  # noqa: BLE001 - what the test is about
+                return
+
+    mesh = tool_mesh()
+    report = await mesh.runner(Swallows()).run(lease())
+    assert report.outcome == INFRA_FAILURE
+    assert report.failure.message == "inference: gpu on fire"
+    assert report.failure.reason == "ENGINE_FAILED"
+
+
+async def test_a_lost_jail_and_a_failed_scorer_name_their_boundary() -> None:
+    mesh = tool_mesh()
+    mesh.sandbox.calling.failure = SandboxFailed("jail lost")
+    report = await mesh.runner().run(lease(tools=["calculator"]))
+    assert (report.outcome, report.failure.message) == (INFRA_FAILURE, "sandbox: jail lost")
+    failed = Reward(name="correct", value=0.0, scorer="exact@1", evidence="no route", outcome=Outcome.INFRA_FAILURE)
+    mesh = tool_mesh(rewards=lambda text: (failed,))
+    report = await mesh.runner(SingleTurnAgent()).run(lease())
+    assert (report.outcome, report.failure.message) == (INFRA_FAILURE, "scorer exact@1: no route")
+    assert not mesh.samples.payloads
+
+
+async def test_a_tool_that_is_not_configured_is_named() -> None:
+    report = await tool_mesh().runner().run(lease(tools=["telescope"]))
+    assert report.outcome == INFRA_FAILURE
+    assert "tool `telescope`; configured are: calculator, python" in report.failure.message
+
+
+async def test_a_prompt_without_room_for_an_answer_is_no_model_failure() -> None:
+    mesh = tool_mesh(config=RolloutConfig(limits=LimitsConfig(context_tokens_max=10)))
+    report = await mesh.runner().run(lease(messages=["1+2+3+4+5"]))
+    assert report.outcome == INFRA_FAILURE
+    assert report.failure.message.startswith("task: the prompt has 12 tokens, the context 10")
+
+
+# Purposes, trees ------------------------------------------------------------------------------------------------------
+
+
+async def test_evaluation_asks_for_exactly_its_step_and_samples_its_own_way() -> None:
+    mesh = tool_mesh(config=RolloutConfig(eval_sampling=SamplingConfig(temperature=0.0)))
+    await finished(mesh, SingleTurnAgent(), purpose=types_pb2.PURPOSE_EVAL, step_min=3)
+    await finished(mesh, SingleTurnAgent(), purpose=types_pb2.PURPOSE_TRAIN, step_min=3)
+    (_, eval_params, eval_target), (_, train_params, train_target) = mesh.generator.asked
+    assert (eval_target.step, eval_target.exact, eval_params.temperature) == (3, True, 0.0)
+    assert (train_target.step, train_target.exact, train_params.temperature) == (3, False, 1.0)
+    assert [e.purpose for e in mesh.samples.episodes] == [Purpose.EVAL, Purpose.TRAIN]
+
+
+async def test_forks_share_their_past_and_draw_apart_whatever_finishes_first() -> None:
+    class Twice:
+        def __init__(self, order: int) -> None:
+            self.order = order
+
+        async def run(self, task: Task, env: Environment) -> None:
+            await env.generate()
+            env.observe("again")
+            lines = [env.fork(), env.fork()]
+            await asyncio.gather(*(self.go_on(line) for line in lines[:: self.order]))
+
+        async def go_on(self, line: Environment) -> None:
+            await line.generate()
+
+    drawn = []
+    for order in (1, -1):
+        mesh = tool_mesh(lambda text: "????????<|end|>")
+        episode = await finished(mesh, Twice(order))
+        assert len(episode.samples) == 2
+        paths = [episode.path(sample.leaf) for sample in episode.samples]
+        assert paths[0][:-1] == paths[1][:-1] == (0, 1, 2)
+        drawn.append({mesh.tokenizer.decode(episode.segments[s.leaf].token_ids) for s in episode.samples})
+    assert len(drawn[0]) == 2
+    assert drawn[0] == drawn[1]
+
+
+async def test_a_new_context_leaves_the_old_one_as_a_sample_of_its_own() -> None:
+    class Summarises:
+        async def run(self, task: Task, env: Environment) -> None:
+            await env.generate()
+            env.context([Message(role="user", content="so far: 3")], source=Source.SUMMARY)
+            await env.generate()
+
+    episode = await finished(tool_mesh(), Summarises())
+    assert [segment.parent for segment in episode.segments] == [-1, 0, -1, 2]
+    assert [episode.path(sample.leaf) for sample in episode.samples] == [(0, 1), (2, 3)]
+    assert [sample.sample_id for sample in episode.samples] == ["e-l1-0", "e-l1-1"]
+
+
+async def test_marked_samples_replace_the_default_ones() -> None:
+    class Marks:
+        async def run(self, task: Task, env: Environment) -> None:
+            await env.generate()
+            env.sample(role="proposer", weight=0.5)
+            env.observe("go on")
+            await env.generate(train=False, max_tokens=2)
+
+    mesh = tool_mesh()
+    episode = await finished(mesh, Marks())
+    (sample,) = episode.samples
+    assert (sample.role, sample.weight, sample.leaf) == ("proposer", 0.5, 1)
+    last = episode.segments[-1]
+    assert (last.num_tokens, last.num_trainable, last.finish) == (2, 0, FinishReason.LENGTH)
+
+
+async def test_an_agent_that_says_nothing_yields_no_sample() -> None:
+    class Silent:
+        async def run(self, task: Task, env: Environment) -> None:
+            return
+
+    mesh = tool_mesh()
+    episode = await finished(mesh, Silent())
+    assert episode.samples == ()
+    assert not mesh.scorer.items
+
+
+# Loading --------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_agent_from_a_users_file_runs_with_its_options(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import msgspec\n"
+        "class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True):\n"
+        "    times: int = 1\n"
+        "class Mine:\n"
+        "    Options = Options\n"
+        "    def __init__(self, *, options):\n"
+        "        self.times = options.times\n"
+        "    async def run(self, task, env):\n"
+        "        for _ in range(self.times):\n"
+        "            await env.generate()\n"
+        "            env.observe('again')\n"
+    )
+    episode = await finished(tool_mesh(), load_agent("mine.py:Mine", {"times": 3}, tmp_path))
+    assert sum(s.role is Role.ACTION for s in episode.segments) == 3
+    with pytest.raises(ConfigError, match="tims"):
+        load_agent("mine.py:Mine", {"tims": 3}, tmp_path)
+    with pytest.raises(ConfigError, match=r"no method run"):
+        load_agent("mine.py:Options", {}, tmp_path)
+
+
+def test_built_in_agents_are_known_by_name() -> None:
+    assert isinstance(load_agent("single_turn", {}), SingleTurnAgent)
+    with pytest.raises(ConfigError, match="tool_calling, single_turn"):
+        load_agent("singleturn", {})
