@@ -190,7 +190,7 @@ def _convert(type_: type[T], tree: dict[str, Any], places: _Places) -> T:
 def _config_error(type_: type, tree: dict[str, Any], text: str, places: _Places) -> ConfigError:
     match = _MSGSPEC_ERROR.match(text)
     assert match is not None
-    what, path = match["what"], match["path"] or ""
+    what, path = match["what"], _with_keys(type_, tree, match["path"] or "", text)
     names = _field_names(type_, path, tree)
     if unknown := _UNKNOWN_FIELD.match(what):
         path, what = f"{path}.{unknown['name']}", f"unknown key{_did_you_mean(unknown['name'], names)}"
@@ -205,6 +205,33 @@ def _config_error(type_: type, tree: dict[str, Any], text: str, places: _Places)
     return ConfigError(
         f"{where}: `{key}`: {what}", violations=[FieldViolation(key, what)], key=key, file=places.file or ""
     )
+
+
+def _with_keys(type_: type, tree: dict[str, Any], path: str, text: str) -> str:
+    """`path` with each `[...]`, msgspec's word for "some key of this mapping", replaced by the key that is at fault."""
+    while "[...]" in path:
+        before, _, after = path.partition("[...]")
+        found, mapping = _look_up(tree, before)
+        if not found or not isinstance(mapping, dict):
+            break
+        guilty = [key for key in mapping if _fails_alone(type_, tree, before, key, text)]
+        if not guilty:
+            break
+        path = f"{before}.{guilty[0]}{after}"
+    return path
+
+
+def _fails_alone(type_: type, tree: dict[str, Any], path: str, key: str, text: str) -> bool:
+    """Whether the same error comes with `key` as the only one of the mapping at `path`."""
+    trial = msgspec.to_builtins(tree)
+    _, mapping = _look_up(trial, path)
+    for other in [k for k in mapping if k != key]:
+        del mapping[other]
+    try:
+        msgspec.convert(trial, type_)
+    except msgspec.ValidationError as err:
+        return str(err) == text
+    return False
 
 
 def _did_you_mean(name: str, names: Sequence[str]) -> str:
@@ -222,7 +249,7 @@ def _with_value(what: str, tree: object, path: str) -> str:
 
 
 def _steps(path: str) -> list[str | int]:
-    """`.a.b[2].c` as ["a", "b", 2, "c"]. `[...]`, msgspec's word for "some key of a mapping", stays as a string."""
+    """`.a.b[2].c` as ["a", "b", 2, "c"]."""
     steps: list[str | int] = []
     for name, index in re.findall(r"\.([^.\[]+)|\[([^\]]*)\]", path):
         steps.append(name or (int(index) if index.isdecimal() else index))

@@ -71,5 +71,7 @@ def _load_file(name: str, source: str, base_dir: str | Path | None) -> ModuleTyp
 
 
 def _public_names(module: ModuleType) -> str:
-    names = [n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__]
+    names = [
+        n for n, v in vars(module).items() if not n.startswith("_") and getattr(v, "__module__", "") == module.__name__
+    ]
     return f"; it defines: {', '.join(sorted(names))}" if names else ""

@@ -66,9 +66,7 @@ asyncio.run(main())
 
 
 async def test_the_server_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PARENT, str(tmp_path), stdout=subprocess.PIPE
-    )
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, str(tmp_path), stdout=subprocess.PIPE)
     assert parent.stdout is not None
     pid = int(await parent.stdout.readline())
     death = os.pidfd_open(pid)

@@ -77,7 +77,9 @@ class AppendPipeline:
         num_bytes = len(payload) + sum(len(key) + len(value) + 4 for key, value in wire_headers.items()) + 16
         # Checked here with the headers: nats-py counts the payload only, and the server hangs up on what is too large.
         if num_bytes > (limit := self._link.client.max_payload):
-            raise PayloadTooLarge(f"a record of {num_bytes} bytes exceeds NATS's max_payload of {limit}; send less at once")
+            raise PayloadTooLarge(
+                f"a record of {num_bytes} bytes exceeds NATS's max_payload of {limit}; send less at once"
+            )
         entry = _Entry(
             payload=payload,
             headers=wire_headers,
@@ -113,7 +115,9 @@ class AppendPipeline:
                     await self._send(entry)
         except TimeoutError as err:
             if entry not in self._queue:
-                raise BusUnavailable(f"{self._stream}: no room among the appends in flight for the whole deadline") from err
+                raise BusUnavailable(
+                    f"{self._stream}: no room among the appends in flight for the whole deadline"
+                ) from err
 
     def _ensure_collector(self) -> None:
         if self._task is None or self._task.done():
@@ -170,7 +174,9 @@ class AppendPipeline:
                 return await entry.ack
         except nats.js.errors.APIError as err:
             if err.err_code == STORE_FAILED:
-                raise StreamFull(f"{self._stream} is full ({err.description}); purge or wait", stream=self._stream) from err
+                raise StreamFull(
+                    f"{self._stream} is full ({err.description}); purge or wait", stream=self._stream
+                ) from err
             if err.err_code == WRONG_LAST_SEQUENCE:
                 return await self._own_record(entry)
             raise

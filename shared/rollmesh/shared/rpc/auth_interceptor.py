@@ -50,5 +50,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 async def _refuse(requests: Any, context: Context) -> None:
     await abort_with(
         context,
-        Unauthenticated("no valid token; send `authorization: Bearer TOKEN` with the run's token, which its run folder holds"),
+        Unauthenticated(
+            "no valid token; send `authorization: Bearer TOKEN` with the run's token, which its run folder holds"
+        ),
     )

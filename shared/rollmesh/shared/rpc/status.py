@@ -119,5 +119,7 @@ def _build(
 
 def _bad_request(violations: tuple[FieldViolation, ...]) -> error_details_pb2.BadRequest:
     entry = error_details_pb2.BadRequest.FieldViolation
-    cut = [entry(field=v.field[:METADATA_CHARS_MAX], description=v.description[:METADATA_CHARS_MAX]) for v in violations]
+    cut = [
+        entry(field=v.field[:METADATA_CHARS_MAX], description=v.description[:METADATA_CHARS_MAX]) for v in violations
+    ]
     return error_details_pb2.BadRequest(field_violations=cut[:5])
