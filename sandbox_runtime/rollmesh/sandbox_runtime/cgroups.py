@@ -81,6 +81,11 @@ class Hierarchy:
             yield from parent.glob(f"{PREFIX}{name_prefix}*")
 
 
+def detect_here() -> Hierarchy | None:
+    """`detect` for this process."""
+    return detect(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
+
+
 def detect(mounts: str, memberships: str) -> Hierarchy | None:
     """What can be used here, from the texts of /proc/self/mounts and /proc/self/cgroup; None if nothing is writable.
 

@@ -72,8 +72,9 @@ def _fill(read_only: Iterable[str]) -> None:
         with open(f"/etc/{name}", "w", encoding="ascii") as file:
             file.write(text)
     os.mkdir(PRIVATE_DIR)
-    os.symlink(PRIVATE_DIR, "/tmp")
-    os.symlink(PRIVATE_DIR, "/dev/shm")
+    for name in ("/tmp", "/dev/shm"):
+        if not os.path.lexists(name):  # a library path below /tmp makes that a plain read-only directory
+            os.symlink(PRIVATE_DIR, name)
 
 
 def _bind(path: str) -> None:

@@ -30,6 +30,7 @@ def isolate_children(*, user: bool, outer_uid: int, outer_gid: int) -> None:
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         write_id_maps(proc, inner=0, outer_uid=outer_uid, outer_gid=outer_gid)
         os.close(proc)
+    syscalls.sethostname("sandbox")  # once: a session's namespace begins as a copy of this one
 
 
 def fork_as_init(own_pid_namespace: int) -> int:
@@ -64,7 +65,6 @@ def isolate_session(*, user: bool, proc: int, inner: int) -> None:
     syscalls.unshare(APART | (CLONE_NEWUSER if user else 0))
     if user:
         write_id_maps(proc, inner=inner, outer_uid=0, outer_gid=0)
-    syscalls.sethostname("sandbox")
 
 
 def write_id_maps(proc: int, *, inner: int, outer_uid: int, outer_gid: int) -> None:

@@ -66,7 +66,7 @@ class JailEngine:
         self._live: dict[str, _Live] = {}
 
     async def start(self) -> None:
-        hierarchy = _detect_cgroups() if self._config.cgroups else None
+        hierarchy = cgroups.detect_here() if self._config.cgroups else None
         await asyncio.to_thread(self._state.acquire)
         cleared = await asyncio.to_thread(self._state.clear_leftovers, hierarchy)
         if cleared.num_processes or cleared.num_groups:
@@ -283,10 +283,6 @@ class JailEngine:
                 return await waiting
         await live.zygote.close()
         return await live.ended
-
-
-def _detect_cgroups() -> cgroups.Hierarchy | None:
-    return cgroups.detect(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
 
 
 def _to_result(reply: Reply) -> RunResult:

@@ -1,0 +1,54 @@
+"""The claims that rest on another mechanism without root, once more as an ordinary user: the jail then stands on user namespaces instead of on root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UID = 12345
+CLAIMS = (
+    "sockets or abstract or host_paths or written or remounted or each_other or inherits or privileges"
+    " or memory_bomb or fork_bomb or endless or disk or told_apart"
+)
+SUITE = Path(__file__).with_name("test_sandbox_isolation.py")
+ROOTS = ("protos", "shared", "services", "trainer", "sandbox_runtime")
+
+
+def readable_python() -> str | None:
+    """An interpreter of our minor version that any user can execute; root's own may lie in a closed home."""
+    name = f"python3.{sys.version_info.minor}"
+    for candidate in (f"/usr/bin/{name}", f"/usr/local/bin/{name}", sys.executable):
+        path = Path(candidate).resolve()
+        if path.exists() and all(folder.stat().st_mode & 0o001 for folder in path.parents):
+            return candidate
+    return None
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="already an ordinary user, or no setpriv"
+)
+def test_isolation_holds_for_an_ordinary_user(tmp_path: Path) -> None:
+    python = readable_python()
+    if python is None:
+        pytest.skip("no interpreter that another user may execute")
+    folder = Path("/tmp") / f"rollmesh-unprivileged-{os.getpid()}"
+    folder.mkdir()
+    os.chown(folder, UID, UID)
+    paths = [str(SUITE.parents[2] / root) for root in ROOTS] + site.getsitepackages()
+    try:
+        done = subprocess.run(
+            ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", python, "-m", "pytest", "-q", str(SUITE),
+             "-p", "no:cacheprovider", f"--basetemp={folder / 'base'}", "-k", CLAIMS],
+            env={"PYTHONPATH": os.pathsep.join(paths), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
+            cwd=SUITE.parents[2], capture_output=True, text=True, timeout=100, check=False,
+        )  # fmt: skip
+    finally:
+        shutil.rmtree(folder)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,63 @@
+"""Finding writable control groups, on trees laid out as version 1, version 2 and mixed hosts have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollmesh.sandbox_runtime import cgroups
+from rollmesh.sandbox_runtime.limits import Limits
+
+
+def v1_host(root: Path) -> tuple[str, str]:
+    (root / "memory/own").mkdir(parents=True)
+    (root / "pids").mkdir()
+    (root / "unified").mkdir()
+    (root / "unified/cgroup.subtree_control").write_text("hugetlb\n")
+    mounts = (
+        f"cgroup {root}/memory cgroup rw,memory 0 0\ncgroup {root}/pids cgroup rw,pids 0 0\n"
+        f"cgroup2 {root}/unified cgroup2 rw 0 0\n"
+    )
+    return mounts, "4:memory:/own\n3:pids:/\n0::/\n"
+
+
+def test_version_1_controllers_are_found_where_version_2_has_none(tmp_path: Path) -> None:
+    found = cgroups.detect(*v1_host(tmp_path))
+    assert found is not None
+    assert (found.version, found.parents) == (1, {"memory": tmp_path / "memory/own", "pids": tmp_path / "pids"})
+
+
+def test_version_2_wins_where_controllers_are_delegated(tmp_path: Path) -> None:
+    own = tmp_path / "user"
+    own.mkdir()
+    (own / "cgroup.subtree_control").write_text("cpu memory pids\n")
+    found = cgroups.detect(f"cgroup2 {tmp_path} cgroup2 rw 0 0\n", "0::/user\n")
+    assert found is not None
+    assert (found.version, found.parents) == (2, {"memory": own, "pids": own})
+
+
+def test_nothing_is_found_where_nothing_is_mounted() -> None:
+    assert cgroups.detect("proc /proc proc rw 0 0\n", "0::/\n") is None
+
+
+def test_group_writes_limits_once_and_reads_kills(tmp_path: Path) -> None:
+    hierarchy = cgroups.detect(*v1_host(tmp_path))
+    assert hierarchy is not None
+    group = hierarchy.make("run-0")
+    memory = tmp_path / "memory/own/rollmesh-sandbox-run-0"
+    group.limit(Limits(memory_bytes=1000, disk_bytes=24, processes_max=7))
+    assert (memory / "memory.limit_in_bytes").read_text() == "1024"
+    assert (tmp_path / "pids/rollmesh-sandbox-run-0/pids.max").read_text() == "7"
+    (memory / "memory.limit_in_bytes").write_text("untouched")
+    group.limit(Limits(memory_bytes=1000, disk_bytes=24, processes_max=7))
+    assert (memory / "memory.limit_in_bytes").read_text() == "untouched"
+    (memory / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert group.num_oom_kills() == 3
+
+
+def test_leftovers_are_known_by_name(tmp_path: Path) -> None:
+    hierarchy = cgroups.detect(*v1_host(tmp_path))
+    assert hierarchy is not None
+    hierarchy.make("old-0")
+    hierarchy.make("new-0")
+    assert cgroups.remove_all(hierarchy.leftovers("old-")) == 2
+    assert [path.name for path in hierarchy.leftovers("")] == ["rollmesh-sandbox-new-0"] * 2

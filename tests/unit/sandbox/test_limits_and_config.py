@@ -1,0 +1,48 @@
+"""Limits and configuration refuse what can't be meant, naming field and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.shared.config import config_from_dict, to_yaml
+from rollmesh.shared.errors import ConfigError
+
+
+@pytest.mark.parametrize("field", list(Limits().as_dict()))
+def test_limits_must_be_positive(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"limits\.{field} must be positive, is 0"):
+        Limits(**{field: 0})
+
+
+def test_flood_limit_is_not_below_what_is_kept() -> None:
+    with pytest.raises(ValueError, match=r"limits\.flood_bytes 5 is below limits\.output_bytes 6"):
+        Limits(flood_bytes=5, output_bytes=6)
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"sessions_max": 0}, "sessions_max must be positive, got 0"),
+        ({"ttl_s": 10.0, "ttl_s_max": 5.0}, "ttl_s must not exceed ttl_s_max 5.0, got 10.0"),
+        ({"engine": "none"}, "engine must be jail or fake, got 'none'"),
+        ({"warm": ["nope"]}, "warm names 'nope'"),
+        ({"profiles": {"p": {"limits": {"memroy_bytes": 1}}}}, "unknown limit 'memroy_bytes'"),
+        ({"profiles": {"p": {"limits": {"call_s": -1}}}}, "limits.call_s must be positive, is -1"),
+        ({"profiles": {"p": {"library_paths": ["lib"]}}}, "library_paths must be absolute, got 'lib'"),
+    ],
+)
+def test_config_names_what_is_wrong(values: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        config_from_dict(SandboxConfig, values)
+    assert told in str(raised.value)
+
+
+def test_config_survives_yaml() -> None:
+    import yaml
+
+    config = SandboxConfig(warm=("calc",))
+    assert config_from_dict(SandboxConfig, yaml.safe_load(to_yaml(config))) == config

@@ -1,0 +1,189 @@
+"""Leases over the fake engine and a manual clock: every session has one end, and the counts add up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engines.fake_engine import FakeEngine
+from rollmesh.services.sandbox.sessions import End, Sessions
+from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, Overloaded, SandboxFailed, UnknownSession
+
+CONFIG = SandboxConfig(engine="fake", sessions_max=3, ttl_s=10.0, ttl_s_max=100.0)
+
+
+class ScriptedEngine(FakeEngine):
+    """The fake engine, where some texts stand for what a real one meets."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        super().__init__(config)
+        self.gate = asyncio.Event()
+
+    async def open(self, session_id: str, profile: str, limits: Limits) -> None:
+        if session_id == "bad":
+            raise SandboxFailed("no jail")
+        await super().open(session_id, profile, limits)
+
+    async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
+        match arguments:
+            case ["die"]:
+                await self.end(session_id)
+                return RunResult(outcome=Outcome.EXITED, session_alive=False)
+            case ["lose"]:
+                await self.end(session_id)
+                raise SandboxFailed("zygote gone")
+            case ["wait"]:
+                await self.gate.wait()
+        return await super().call(session_id, function, arguments, wall_s)
+
+
+def make() -> tuple[Sessions, ScriptedEngine, ManualClock]:
+    clock, engine = ManualClock(), ScriptedEngine(CONFIG)
+    return Sessions(engine, CONFIG, clock), engine, clock
+
+
+async def open_session(sessions: Sessions, session_id: str = "s", ttl_s: float = 0, **limits: float) -> None:
+    await sessions.open(session_id, profile="calc", limits=limits, ttl_s=ttl_s, owner="test")
+
+
+def assert_counts_add_up(sessions: Sessions) -> None:
+    counts = sessions.counts()
+    assert counts.created == counts.live + sum(counts.ended.values())
+
+
+async def test_use_renews_the_lease() -> None:
+    sessions, _, clock = make()
+    await open_session(sessions)
+    for _ in range(5):
+        clock.advance(9.0)
+        assert await sessions.sweep() == 0
+        await sessions.run("s", "1+1", 0)
+    clock.advance(9.999)
+    assert await sessions.sweep() == 0
+    clock.advance(0.001)
+    assert await sessions.sweep() == 1
+    with pytest.raises(UnknownSession):
+        await sessions.run("s", "1", 0)
+    assert sessions.counts().ended[End.REAPED] == 1
+
+
+async def test_lease_cannot_run_out_during_use() -> None:
+    sessions, engine, clock = make()
+    await open_session(sessions)
+    calling = asyncio.create_task(sessions.call("s", "call", ["wait"], 0))
+    await asyncio.sleep(0)
+    clock.advance(1000.0)
+    assert await sessions.sweep() == 0
+    engine.gate.set()
+    await calling
+    assert await sessions.sweep() == 0
+    clock.advance(10.0)
+    assert await sessions.sweep() == 1
+
+
+async def test_open_run_and_close_keep_their_order_without_waiting() -> None:
+    sessions, _, _ = make()
+    tasks = [
+        asyncio.create_task(open_session(sessions)),
+        asyncio.create_task(sessions.run("s", "1+1", 0)),
+        asyncio.create_task(sessions.close("s")),
+        asyncio.create_task(sessions.run("s", "1+1", 0)),
+    ]
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(done[1], RunResult)
+    assert isinstance(done[3], UnknownSession)
+
+
+async def test_commands_queued_on_an_open_that_fails_are_refused() -> None:
+    sessions, _, _ = make()
+    opening = asyncio.create_task(open_session(sessions, "bad"))
+    running = asyncio.create_task(sessions.run("bad", "1", 0))
+    done = await asyncio.gather(opening, running, return_exceptions=True)
+    assert [type(error) for error in done] == [SandboxFailed, UnknownSession]
+    assert_counts_add_up(sessions)
+
+
+@pytest.mark.parametrize(("text", "end"), [("die", End.DIED), ("lose", End.LOST)])
+async def test_programs_end_and_lost_jail_are_told_apart(text: str, end: End) -> None:
+    sessions, _, _ = make()
+    await open_session(sessions)
+    try:
+        await sessions.call("s", "call", [text], 0)
+    except SandboxFailed:
+        assert end is End.LOST
+    assert {key: number for key, number in sessions.counts().ended.items() if number} == {end: 1}
+
+
+async def test_cancelled_command_ends_its_session() -> None:
+    sessions, _, _ = make()
+    await open_session(sessions)
+    calling = asyncio.create_task(sessions.call("s", "call", ["wait"], 0))
+    await asyncio.sleep(0)
+    calling.cancel()
+    await asyncio.wait({calling})
+    assert sessions.counts().live == 0
+    assert_counts_add_up(sessions)
+
+
+async def test_bad_requests_are_refused_without_a_session() -> None:
+    sessions, _, _ = make()
+    for arguments, told in (
+        ({"session_id": ""}, "session_id must not be empty"),
+        ({"ttl_s": 101.0}, "ttl_s must be between 0 and 100.0, got 101.0"),
+        ({"memory_bytes": float(1 << 40)}, "limits.memory_bytes must be between 0 and the profile's"),
+    ):
+        with pytest.raises(InvalidInput, match=told):
+            await open_session(sessions, **{"session_id": "s", **arguments})  # type: ignore[arg-type]
+    await open_session(sessions, memory_bytes=1e6, cpu_s=0.5)
+    with pytest.raises(AlreadyExists, match="by 'test'"):
+        await open_session(sessions)
+    with pytest.raises(InvalidInput, match="wall_s must be between 0 and the session's limit 2.0, got 3"):
+        await sessions.run("s", "1", 3)
+    for path in ("../x", "/etc/passwd", "a/../../b", ""):
+        with pytest.raises(InvalidInput, match="must be relative"):
+            await sessions.get_files("s", [path])
+    assert (sessions.counts().created, sessions.counts().live) == (1, 1)
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["open", "1+1", "die", "lose", "close", "advance", "no function"]),
+        st.sampled_from(["a", "b", "c", "d", "bad"]),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ACTIONS)
+def test_counts_add_up_at_every_moment(actions: list[tuple[str, str]]) -> None:
+    async def play() -> None:
+        sessions, engine, clock = make()
+        for action, session_id in actions:
+            try:
+                match action:
+                    case "open":
+                        await open_session(sessions, session_id)
+                    case "close":
+                        await sessions.close(session_id)
+                    case "advance":
+                        clock.advance(6.0)
+                        await sessions.sweep()
+                    case "no function":
+                        await sessions.call(session_id, "solve", [], 0)
+                    case text:
+                        await sessions.call(session_id, "call", [text], 0)
+            except (UnknownSession, AlreadyExists, Overloaded, SandboxFailed, InvalidInput) as refused:
+                assert isinstance(refused, MeshError)
+            assert_counts_add_up(sessions)
+            assert set(sessions.owners()) == set(engine._files), "the engine holds exactly the live sessions"
+
+    asyncio.run(play())
