@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,11 @@ import pytest
 
 from rollmesh.services.data.config import DataConfig, build_engine
 from rollmesh.services.data.servicer import DataServicer
+from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.memory_bus import MemoryBus
-from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import (
@@ -38,7 +41,7 @@ OK = types_pb2.REWARD_OUTCOME_OK
 
 
 @asynccontextmanager
-async def serving(settings: dict[str, Any], bus: MemoryBus) -> AsyncIterator[data_pb2_grpc.DataServiceAsyncStub]:
+async def serving(settings: dict[str, Any], bus: Bus) -> AsyncIterator[data_pb2_grpc.DataServiceAsyncStub]:
     engine = build_engine(config_from_dict(DataConfig, settings), bus=bus, clock=SystemClock())
     try:
         async with RpcServer(token="t") as server:
@@ -50,20 +53,27 @@ async def serving(settings: dict[str, Any], bus: MemoryBus) -> AsyncIterator[dat
         await engine.close()
 
 
-async def run_bus() -> MemoryBus:
-    bus = MemoryBus()
-    await bus.create(run_streams("r").ledger)
-    return bus
+@pytest.fixture(params=["memory", "jetstream"])
+async def bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bus]:
+    """A bus with the ledger of run `r`; the second kind is a real nats-server."""
+    async with AsyncExitStack() as stack:
+        made: Bus = MemoryBus()
+        if request.param == "jetstream":
+            server = await stack.enter_async_context(EmbeddedServer(tmp_path / "nats", token="bus"))
+            made = await JetStreamBus.connect(server.url, token="bus")
+        stack.push_async_callback(made.close)
+        await made.create(run_streams("r", StreamLimits(ledger_bytes_max=1 << 20)).ledger)
+        yield made
 
 
-async def write(bus: MemoryBus, *facts: events_pb2.Fact) -> int:
+async def write(bus: Bus, *facts: events_pb2.Fact) -> int:
     ledger = await bus.open(run_streams("r").ledger.name)
     last = (await ledger.info()).last_seq
     payload = events_pb2.LedgerRecord(record_id=f"m{last}", facts=facts).SerializeToString()
     return await ledger.append(payload, msg_id=f"m{last}", expected_last_seq=last)
 
 
-async def train(bus: MemoryBus, drawn: data_pb2.DrawnTask, *values: float) -> int:
+async def train(bus: Bus, drawn: data_pb2.DrawnTask, *values: float) -> int:
     """Writes what the coordinator writes about a drawn group from admission to decision; the ledger's last sequence."""
     group = f"g{drawn.draw}"
     reserved = events_pb2.GroupReserved(
@@ -93,8 +103,7 @@ def ask_eval(first_draw: int, num: int, split: str = "") -> data_pb2.NextTasksRe
     return ask(first_draw, num, purpose=types_pb2.PURPOSE_EVAL, split=split)
 
 
-async def test_a_run_draws_learns_restarts_and_goes_on_the_same() -> None:
-    bus = await run_bus()
+async def test_a_run_draws_learns_restarts_and_goes_on_the_same(bus: Bus) -> None:
     spec = events_pb2.RunSpec(run="r", success_reward="correct")
     position = await write(bus, events_pb2.Fact(run_created=events_pb2.RunCreated(spec=spec)))
     async with serving(CALC, bus) as stub:
@@ -116,8 +125,7 @@ async def test_a_run_draws_learns_restarts_and_goes_on_the_same() -> None:
         assert await stub.NextTasks(ask(10, 8)) != expected
 
 
-async def test_evaluation_takes_the_first_tasks_of_a_split_whatever_the_run_does() -> None:
-    bus = await run_bus()
+async def test_evaluation_takes_the_first_tasks_of_a_split_whatever_the_run_does(bus: Bus) -> None:
     async with serving(CALC, bus) as stub:
         found = await stub.NextTasks(ask_eval(0, 100))
         assert [drawn.draw for drawn in found.tasks] == list(range(7))
@@ -128,7 +136,7 @@ async def test_evaluation_takes_the_first_tasks_of_a_split_whatever_the_run_does
         assert not prompts[0] & prompts[1]
 
 
-async def test_the_answer_of_a_file_is_in_no_message(tmp_path: Path) -> None:
+async def test_the_answer_of_a_file_is_in_no_message(bus: Bus, tmp_path: Path) -> None:
     lines = [{"question": f"q{i}", "answer": f"#### Zanzibar{i}", "level": i % 3} for i in range(20)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     source = {
@@ -139,7 +147,6 @@ async def test_the_answer_of_a_file_is_in_no_message(tmp_path: Path) -> None:
         "validation_share": 0.2,
         "test_share": 0.2,
     }
-    bus = await run_bus()
     async with serving({"source": source, "selector": {"name": "thompson"}}, bus) as stub:
         drawn = await stub.NextTasks(ask(0, 20))
         held_out = await stub.NextTasks(ask_eval(0, 20))
@@ -150,8 +157,7 @@ async def test_the_answer_of_a_file_is_in_no_message(tmp_path: Path) -> None:
     assert all(task.task.oracle_ref.startswith("jsonl:tasks@") for task in drawn.tasks)
 
 
-async def test_what_cannot_be_answered_is_a_typed_error_with_its_remedy() -> None:
-    bus = await run_bus()
+async def test_what_cannot_be_answered_is_a_typed_error_with_its_remedy(bus: Bus) -> None:
     cases: list[tuple[data_pb2.NextTasksRequest, type[MeshError], str]] = [
         (ask(0, 0), InvalidInput, "num"),
         (ask(0, 1025), InvalidInput, "num"),

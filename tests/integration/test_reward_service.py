@@ -101,7 +101,7 @@ async def test_the_answer_key_of_a_file_is_used_and_never_sent(tmp_path: Path) -
     ref = f"jsonl:mine@{read_jsonl(path, num_lines_max=9).digest[:16]}#1"
     settings = {
         "scorers": [{"scorer": "exact", "name": "correct"}, {"scorer": "own.py:Broken"}],
-        "answer_files": {"mine": {"path": str(path), "answer_pattern": r"#### (\S+)"}},
+        "answer_files": {"mine": {"path": "mine.jsonl", "answer_pattern": r"#### (\S+)"}},
     }
     async with serving(settings, tmp_path) as stub:
         response = await stub.Score(request(episode("<answer>Paris</answer>", oracle_ref=ref)))

@@ -23,12 +23,12 @@ def test_a_jsonl_file_is_a_matter_of_configuration(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n' * 2)
     source = {
         "kind": "jsonl",
-        "path": str(tmp_path / "mine.jsonl"),
+        "path": "mine.jsonl",
         "answer_pattern": r"#### (\S+)",
         "validation_share": 0.0,
         "test_share": 0.0,
     }
-    pools = build_pools(config(source=source, selector={"name": "thompson", "options": {"target": 0.3}}))
+    pools = build_pools(config(source=source, selector={"name": "thompson", "options": {"target": 0.3}}), tmp_path)
     assert len(pools[Split.TRAIN]) == 2
 
 

@@ -159,6 +159,14 @@ async def test_a_snapshot_of_another_run_or_a_later_ledger_is_refused_and_follow
     await fresh.close()
 
 
+async def test_a_selector_that_cannot_learn_is_told_once(bus: MemoryBus, caplog: pytest.LogCaptureFixture) -> None:
+    draws = engine(bus, success_reward="correkt")
+    position = await write_history(bus, draws, 3)
+    await ids(draws, 3, 1, position)
+    assert [entry.message.count("no reward `correkt`") for entry in caplog.records] == [1]
+    await draws.close()
+
+
 async def test_an_unknown_run_is_named(bus: MemoryBus) -> None:
     draws = engine(bus)
     with pytest.raises(UnknownRun, match="run `none` has no ledger"):

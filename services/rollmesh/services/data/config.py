@@ -64,13 +64,13 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(f"runs_max must be >= 1, got {self.runs_max}")
 
 
-def build_pools(config: DataConfig) -> dict[Split, TaskPool]:
-    """The pools of all splits. ConfigError or RecordError if the source is unusable or has nothing to train on."""
+def build_pools(config: DataConfig, base_dir: str | Path | None = None) -> dict[Split, TaskPool]:
+    """The pools of all splits; a relative file is looked up in `base_dir`. ConfigError or RecordError if the source is unusable or has nothing to train on."""
     pools: dict[Split, TaskPool]
     if isinstance(config.source, CalcConfig):
         pools = {split: calc_pool(config.source, split) for split in Split}
     else:
-        pools = dict(jsonl_pools(config.source))
+        pools = dict(jsonl_pools(config.source, base_dir))
     if not len(pools[Split.TRAIN]):
         raise ConfigError("`data.source`: no task is in the train split; give it more tasks or smaller held-out shares")
     return pools
@@ -84,7 +84,7 @@ def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | No
 
 def build_engine(config: DataConfig, *, bus: Bus, clock: Clock, base_dir: str | Path | None = None) -> DataEngine:
     """Everything the service runs on. ConfigError, or RecordError for a malformed task file."""
-    pools = build_pools(config)
+    pools = build_pools(config, base_dir)
     build_selector(config, pools[Split.TRAIN], base_dir)  # a wrong selector is told now, not at the first draw
     return DataEngine(
         pools=pools,

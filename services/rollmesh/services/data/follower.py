@@ -10,6 +10,7 @@ from a half-folded state.
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 
 import msgpack
@@ -22,8 +23,12 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import CatchingUp, CorruptSnapshot, DataLoss
 from rollmesh.v1 import events_pb2
 
+_log = logging.getLogger(__name__)
+
 RECONNECT_S = 0.5
 """Pause after the bus gave up on a follower; the bus itself has retried by then."""
+
+CANCEL_AGAIN_S = 0.05
 
 _SCHEMA = "data@1"
 
@@ -46,6 +51,7 @@ class RunFollower:
         self._task: asyncio.Task[None] | None = None
         self._cause = ""
         """Why the fold stands still, if it does."""
+        self._warned = False
         self.ended = False
         """Whether the run has ended."""
 
@@ -64,8 +70,11 @@ class RunFollower:
         """Stops following. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
-            task.cancel()
-            await asyncio.wait({task})
+            # More than once: the NATS client waits with `asyncio.wait_for`, which before Python 3.12 swallows a cancellation
+            # that arrives together with the answer; the task would then go on following.
+            while not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
             if not task.cancelled():
                 task.exception()  # told to every caller already; asking marks it as seen
 
@@ -139,10 +148,21 @@ class RunFollower:
         facts = list(facts_of(_decode(record, self.run)))
         if facts:
             self._draws.apply(facts)
+            self._warn_if_blind()
         self.ended = self.ended or any(isinstance(fact, RunClosed) for fact in facts)
         self._position = record.seq
         self._cause = ""
         self._notify()
+
+    def _warn_if_blind(self) -> None:
+        if self._draws.num_unlearned and not self._warned:
+            self._warned = True
+            _log.warning(
+                "run %s: a decided group has no reward `%s`, so the selector learns nothing from it; "
+                "set `success_reward` to a reward that a scorer gives",
+                self.run,
+                self._draws.success_reward,
+            )
 
 
 def _decode(record: Record, run: str) -> events_pb2.LedgerRecord:

@@ -24,7 +24,7 @@ class JsonlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Settings of a JSONL source. Field names may reach into nested objects with dots."""
 
     path: str
-    """The file, one JSON object per line, UTF-8."""
+    """The file, one JSON object per line, UTF-8; relative to the configuration's folder."""
     name: str = "tasks"
     """Prefix of task ids and of oracle references; letters, digits, `_` and `-`."""
     prompt: str = "question"
@@ -66,19 +66,19 @@ class JsonlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"num_lines_max must be in [1, {NUM_LINES_MAX}], got {self.num_lines_max}")
 
 
-def jsonl_pools(config: JsonlConfig) -> dict[Split, MemoryPool]:
-    """The pools of all splits, tasks in file order.
+def jsonl_pools(config: JsonlConfig, base_dir: str | Path | None = None) -> dict[Split, MemoryPool]:
+    """The pools of all splits, tasks in file order. A relative path is looked up in `base_dir`, else in the current folder.
 
     Raises ConfigError if the file cannot be read, `rollmesh.shared.jsonl.RecordError` naming file, line and field.
     """
     tasks: dict[Split, list[Task]] = {split: [] for split in Split}
-    for task in _tasks(config):
+    for task in _tasks(config, Path(base_dir or ".") / config.path):
         tasks[task.split].append(task)
     return {split: MemoryPool(found) for split, found in tasks.items()}
 
 
-def _tasks(config: JsonlConfig) -> Iterator[Task]:
-    file = read_jsonl(Path(config.path), num_lines_max=config.num_lines_max)
+def _tasks(config: JsonlConfig, path: Path) -> Iterator[Task]:
+    file = read_jsonl(path, num_lines_max=config.num_lines_max)
     pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
     for record in file.records:
         if config.answer:

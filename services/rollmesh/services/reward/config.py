@@ -86,7 +86,7 @@ def build_engine(config: RewardConfig, base_dir: str | Path | None = None) -> Re
     return RewardEngine(
         scorers=scorers,
         finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer.name, config.finalizer.options, base_dir)),
-        oracles=Oracles({"calc": CalcOracle(), "jsonl": JsonlOracle(config.answer_files)}),
+        oracles=Oracles({"calc": CalcOracle(), "jsonl": JsonlOracle(config.answer_files, base_dir)}),
         concurrency_max=config.concurrency_max,
         queue_samples_max=config.queue_samples_max,
     )

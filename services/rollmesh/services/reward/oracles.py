@@ -42,7 +42,7 @@ class AnswerFileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """A JSONL file with answers; the same file and fields as the data service's source of that name."""
 
     path: str
-    """The file, one JSON object per line, UTF-8."""
+    """The file, one JSON object per line, UTF-8; relative to the configuration's folder."""
     answer: str = "answer"
     """Field with the reference answer, or with a list of accepted ones."""
     answer_pattern: str = ""
@@ -96,9 +96,12 @@ class CalcOracle:
 class JsonlOracle:
     """Answers from JSONL files, by name. Files are read when the service starts."""
 
-    def __init__(self, files: Mapping[str, AnswerFileConfig]) -> None:
-        """ConfigError if a file cannot be read, RecordError naming file, line and field of a malformed one."""
-        self._files = {name: _read(config) for name, config in files.items()}
+    def __init__(self, files: Mapping[str, AnswerFileConfig], base_dir: str | Path | None = None) -> None:
+        """Relative paths are looked up in `base_dir`, else in the current folder.
+
+        ConfigError if a file cannot be read, RecordError naming file, line and field of a malformed one.
+        """
+        self._files = {name: _read(config, Path(base_dir or ".") / config.path) for name, config in files.items()}
 
     def resolve(self, rest: str) -> AnswerKey:
         name, _, place = rest.partition("@")
@@ -119,8 +122,8 @@ class JsonlOracle:
         return UnknownOracle(f"oracle `jsonl:{rest}`: {cause}", oracle_ref=f"jsonl:{rest}")
 
 
-def _read(config: AnswerFileConfig) -> tuple[dict[int, AnswerKey], str]:
-    file = read_jsonl(Path(config.path), num_lines_max=config.num_lines_max)
+def _read(config: AnswerFileConfig, path: Path) -> tuple[dict[int, AnswerKey], str]:
+    file = read_jsonl(path, num_lines_max=config.num_lines_max)
     pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
     return {record.line: _key(record, config.answer, pattern) for record in file.records}, file.digest
 
