@@ -1,0 +1,254 @@
+"""The live requests of one client, and what waits to be sent about them.
+
+Deltas of one engine step reach the outbox in one go and leave in one frame. The outbox is bounded by tokens: a client that does not read
+loses its stream, never the node its memory. Tokens of weights without a verdict stay in the outbox (see `gate`).
+
+A request ends exactly once: by the engine's last delta, or by a refusal in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.inference.engine import EngineBroken, EngineBusy, GenerateDelta, GenerateRequest
+from rollmesh.services.inference.state import NodeState
+from rollmesh.shared.codec.arrays import decode_ints, encode_floats, encode_ints
+from rollmesh.shared.codec.failure import encode_failure
+from rollmesh.shared.codec.trajectory import decode_sampling_params, encode_version
+from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
+from rollmesh.shared.trajectory import FinishReason
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.v1 import inference_pb2, types_pb2
+
+_stream_numbers = itertools.count()
+
+
+@dataclass(slots=True)
+class _Live:
+    request_id: str
+    engine_id: str
+    exact: PolicyVersion | None
+    """The only version that may sample it, for EXACT."""
+    ended_by: MeshError | None = None
+    """Why this side ended it; takes the place of the engine's CANCELLED."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    delta: inference_pb2.GenerateDelta
+    version: PolicyVersion | None
+    """The weights that sampled it; None for refusals, which nothing holds back."""
+    num_tokens: int
+
+
+class Continuations:
+    """Requests of one Generate stream, or of one GenerateOne."""
+
+    def __init__(self, state: NodeState, config: InferenceConfig) -> None:
+        self._state = state
+        self._config = config
+        self._prefix = f"s{next(_stream_numbers)}/"
+        self._live: dict[str, _Live] = {}
+        self._outbox: deque[_Waiting] = deque()
+        self._outbox_tokens = 0
+        self._wake = asyncio.Event()
+        self._input_ended = False
+        self._failure: BaseException | None = None
+        state.gate.listen(self._on_verdict)
+        state.listen_swap(self._on_swap)
+
+    # What the client says ---------------------------------------------------------------------------------------------
+
+    def submit(self, submission: inference_pb2.Submission) -> None:
+        """Hands a request to the engine; a refusal is answered in the outbox."""
+        try:
+            self._submit(submission)
+        except MeshError as err:
+            self._refuse(submission.request_id, err)
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request; its last delta brings what was not yet sent. Unknown ids are ignored."""
+        if live := self._live.get(request_id):
+            self._state.engine.cancel(live.engine_id)
+
+    def end_input(self, failure: BaseException | None = None) -> None:
+        """The client will say no more. With a failure, the stream ends with it."""
+        self._input_ended = True
+        self._failure = self._failure or failure
+        self._wake.set()
+
+    # What the client gets ---------------------------------------------------------------------------------------------
+
+    async def frame(self) -> list[inference_pb2.GenerateDelta]:
+        """Everything new, waiting for it if there is nothing; empty at the end. Raises what ended the stream."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if deltas := list(self._take()):
+                return deltas
+            if self._input_ended and not self._live and not self._outbox:
+                return []
+            self._wake.clear()
+            await self._wake.wait()
+
+    def end_all(self, err: MeshError) -> None:
+        """Ends every live request with `err` after the tokens it has."""
+        for live in list(self._live.values()):
+            self._end(live, err)
+
+    def close(self) -> None:
+        """Ends every request at the engine; nobody listens any more."""
+        self._state.gate.unlisten(self._on_verdict)
+        self._state.unlisten_swap(self._on_swap)
+        for live in list(self._live.values()):
+            self._forget(live)
+            self._state.engine.cancel(live.engine_id)
+        self._outbox.clear()
+
+    # Inside -----------------------------------------------------------------------------------------------------------
+
+    def _submit(self, submission: inference_pb2.Submission) -> None:
+        if not submission.request_id or submission.request_id in self._live:
+            raise InvalidInput(
+                f"request_id: {submission.request_id!r} is empty or in use; make each unique on its stream"
+            )
+        if len(self._live) >= self._config.requests_per_stream_max:
+            raise Overloaded(
+                f"{len(self._live)} requests are live on this stream, the most allowed; wait for some to end"
+            )
+        version = self._state.check_target(submission.target)
+        request = self._engine_request(submission)
+        exact = submission.target.selector == inference_pb2.Target.SELECTOR_EXACT
+        live = _Live(submission.request_id, request.request_id, version if exact else None)
+        self._live[live.request_id] = live
+        self._state.num_live += 1
+        try:
+            self._hand_over(live, request)
+        except MeshError:
+            self._forget(live)
+            raise
+
+    def _hand_over(self, live: _Live, request: GenerateRequest) -> None:
+        try:
+            self._state.engine.submit(request, lambda delta: self._on_delta(live, delta))
+        except ValueError as err:
+            raise InvalidInput(str(err)) from err
+        except EngineBusy as err:
+            raise Overloaded(f"{err}; retry later or go to another node") from err
+        except EngineBroken as err:
+            raise EngineFailed(f"{err}; go to another node") from err
+
+    def _engine_request(self, submission: inference_pb2.Submission) -> GenerateRequest:
+        token_ids = decode_ints(submission.token_ids, "token_ids")
+        if not 0 <= submission.num_resumed < max(1, token_ids.size):
+            raise InvalidInput(
+                f"num_resumed: {submission.num_resumed} of {token_ids.size} tokens; some must be the prompt"
+            )
+        return GenerateRequest(
+            request_id=self._prefix + submission.request_id,
+            token_ids=token_ids,
+            params=decode_sampling_params(submission.params),
+            session=submission.session,
+            priority=submission.priority,
+            num_resumed=submission.num_resumed,
+        )
+
+    def _on_delta(self, live: _Live, delta: GenerateDelta) -> None:
+        if self._live.get(live.request_id) is not live:
+            return  # ended meanwhile, by a refusal
+        if live.exact is not None and delta.token_ids.size and delta.version != live.exact:
+            # Cancelled at the swap already; no token of other weights may slip out all the same.
+            self._drop(
+                live, StaleWeights(f"weights changed to {delta.version}; the request was pinned to {live.exact}")
+            )
+            return
+        message = _encode(live, delta)
+        if delta.finish is not None:
+            self._forget(live)
+        self._append(_Waiting(message, delta.version, int(delta.token_ids.size)))
+
+    def _append(self, waiting: _Waiting) -> None:
+        self._outbox.append(waiting)
+        self._outbox_tokens += waiting.num_tokens
+        if self._outbox_tokens > self._config.outbox_tokens_max and self._failure is None:
+            self._failure = Overloaded(f"{self._outbox_tokens} tokens wait to be read; read the stream faster")
+        self._wake.set()
+
+    def _take(self) -> Iterator[inference_pb2.GenerateDelta]:
+        num_tokens = 0
+        while self._outbox and num_tokens < self._config.frame_tokens_max:
+            head = self._outbox[0]
+            if head.version is not None and not self._state.gate.admits(head.version):
+                return
+            self._outbox.popleft()
+            num_tokens += head.num_tokens
+            self._outbox_tokens -= head.num_tokens
+            yield head.delta
+
+    def _refuse(self, request_id: str, err: MeshError) -> None:
+        delta = inference_pb2.GenerateDelta(
+            request_id=request_id, finish=types_pb2.FINISH_REASON_ERROR, failure=encode_failure(err)
+        )
+        self._append(_Waiting(delta, None, 0))
+
+    def _end(self, live: _Live, err: MeshError) -> None:
+        """Ends at the engine, which brings the last tokens; `err` takes the place of CANCELLED."""
+        live.ended_by = err
+        self._state.engine.cancel(live.engine_id)
+
+    def _drop(self, live: _Live, err: MeshError) -> None:
+        """Ends at once, without further tokens."""
+        self._forget(live)
+        self._state.engine.cancel(live.engine_id)
+        self._refuse(live.request_id, err)
+
+    def _forget(self, live: _Live) -> None:
+        if self._live.pop(live.request_id, None) is not None:
+            self._state.num_live -= 1
+
+    def _on_swap(self, version: PolicyVersion) -> None:
+        for live in list(self._live.values()):
+            if live.exact is not None and live.exact != version:
+                self._end(live, StaleWeights(f"weights change to {version}; the request was pinned to {live.exact}"))
+
+    def _on_verdict(self) -> None:
+        """Good: what was held may go. Bad: what was held is dropped, and every request ends."""
+        failure = self._state.gate.failure
+        if failure is not None:
+            held = [w for w in self._outbox if w.version is not None and not self._state.gate.admits(w.version)]
+            self._outbox = deque(w for w in self._outbox if w not in held)
+            self._outbox_tokens -= sum(w.num_tokens for w in held)
+            for live in list(self._live.values()):
+                self._drop(live, failure)
+            told = {w.delta.request_id for w in self._outbox if w.version is None}
+            for request_id in {w.delta.request_id for w in held} - told:
+                self._refuse(request_id, failure)
+        self._wake.set()
+
+
+def _encode(live: _Live, delta: GenerateDelta) -> inference_pb2.GenerateDelta:
+    message = inference_pb2.GenerateDelta(
+        request_id=live.request_id,
+        token_ids=encode_ints(delta.token_ids),
+        logprobs=encode_floats(delta.logprobs),
+        logprobs_model=b"" if delta.logprobs_model is None else encode_floats(delta.logprobs_model),
+        version=encode_version(delta.version),
+        kv_step_oldest=delta.kv_step_oldest,
+        num_prompt_cached=delta.num_prompt_cached,
+        num_prompt_prefilled=delta.num_prompt_prefilled,
+    )
+    failure = live.ended_by
+    if delta.finish is FinishReason.ERROR:
+        failure = EngineFailed(f"the engine failed: {delta.error}; go to another node")
+    if delta.finish in (FinishReason.ERROR, FinishReason.CANCELLED) and failure is not None:
+        message.finish = types_pb2.FINISH_REASON_ERROR
+        message.failure.CopyFrom(encode_failure(failure))
+    elif delta.finish is not None:
+        message.finish = cast("types_pb2.FinishReason.ValueType", int(delta.finish))
+    return message

@@ -1,0 +1,141 @@
+"""InferenceService: protobuf to the engine's verbs and back. What may be served is decided in `state`, what may leave in `gate`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.inference.continuations import Continuations
+from rollmesh.services.inference.engine import EngineBroken, ScoreResult
+from rollmesh.services.inference.state import NodeState, mismatch
+from rollmesh.shared.codec.arrays import decode_ints, encode_floats
+from rollmesh.shared.codec.failure import decode_failure
+from rollmesh.shared.codec.trajectory import encode_version
+from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded
+from rollmesh.shared.rpc.handlers import Context
+from rollmesh.shared.trajectory import IntArray
+from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """One per node."""
+
+    def __init__(self, state: NodeState, config: InferenceConfig) -> None:
+        self._state = state
+        self._config = config
+        self._streams: set[Continuations] = set()
+
+    async def Generate(
+        self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        if len(self._streams) >= self._config.streams_max:
+            raise Overloaded(f"{len(self._streams)} streams are open, the most allowed; use fewer, they multiplex")
+        stream = self._open()
+        reader = asyncio.create_task(_read(request_iterator, stream))
+        try:
+            while deltas := await stream.frame():
+                yield inference_pb2.GenerateResponse(deltas=deltas)
+        finally:
+            reader.cancel()
+            self._close(stream)
+            await asyncio.wait([reader])
+
+    async def GenerateOne(
+        self, request: inference_pb2.GenerateOneRequest, context: Context
+    ) -> inference_pb2.GenerateOneResponse:
+        stream = self._open()
+        answer = inference_pb2.GenerateOneResponse()
+        try:
+            stream.submit(request.submission)
+            stream.end_input()
+            while deltas := await stream.frame():
+                for delta in deltas:
+                    _extend(answer, delta)
+        finally:
+            self._close(stream)
+        if answer.deltas[-1].finish == types_pb2.FINISH_REASON_ERROR:
+            raise decode_failure(answer.deltas[-1].failure)
+        return answer
+
+    async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
+        self._state.check_target(request.target)
+        if not request.token_ids:
+            raise InvalidInput("token_ids: empty; give at least one sequence")
+        sequences = [decode_ints(data, f"token_ids[{i}]") for i, data in enumerate(request.token_ids)]
+        results = await self._score(sequences)
+        version = results[0].version
+        if any(result.version != version for result in results):
+            raise EngineFailed("the engine scored under a mix of versions; ask again")
+        if (stale := mismatch(request.target, version)) is not None:  # weights changed while it waited
+            raise stale
+        await self._state.gate.verdict(version)
+        return inference_pb2.ScoreResponse(
+            logprobs=[encode_floats(result.logprobs) for result in results], version=encode_version(version)
+        )
+
+    async def GetLoad(self, request: inference_pb2.GetLoadRequest, context: Context) -> inference_pb2.GetLoadResponse:
+        load = self._state.engine.load()
+        active = self._state.active
+        return inference_pb2.GetLoadResponse(
+            active=encode_version(active) if active is not None else None,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            slots_max=load.slots_max,
+            kv_tokens_used=load.kv_tokens_used,
+            kv_tokens_max=load.kv_tokens_max,
+            tokens_generated=load.tokens_generated,
+            tokens_prefilled=load.tokens_prefilled,
+            tokens_prefix_hit=load.tokens_prefix_hit,
+            steps=load.steps,
+        )
+
+    def end_all(self, err: MeshError) -> None:
+        """Ends every request of every stream with `err`, after the tokens it has."""
+        for stream in list(self._streams):
+            stream.end_all(err)
+
+    async def _score(self, sequences: list[IntArray]) -> list[ScoreResult]:
+        try:
+            return await self._state.engine.score(sequences)
+        except ValueError as err:
+            raise InvalidInput(str(err)) from err
+        except EngineBroken as err:
+            raise EngineFailed(f"{err}; go to another node") from err
+
+    def _open(self) -> Continuations:
+        stream = Continuations(self._state, self._config)
+        self._streams.add(stream)
+        return stream
+
+    def _close(self, stream: Continuations) -> None:
+        self._streams.discard(stream)
+        stream.close()
+
+
+async def _read(requests: AsyncIterator[inference_pb2.GenerateRequest], stream: Continuations) -> None:
+    failure: BaseException | None = None
+    try:
+        async for request in requests:
+            for submission in request.submissions:
+                stream.submit(submission)
+            for cancellation in request.cancellations:
+                stream.cancel(cancellation.request_id)
+    except Exception as err:  # noqa: BLE001 (handed to the handler of this call, which raises it)
+        failure = err
+    stream.end_input(failure)
+
+
+def _extend(answer: inference_pb2.GenerateOneResponse, delta: inference_pb2.GenerateDelta) -> None:
+    """Adds a delta to the answer's last one if both are of the same weights."""
+    if answer.deltas and (answer.deltas[-1].version == delta.version or not delta.token_ids):
+        last = answer.deltas[-1]
+        last.token_ids += delta.token_ids
+        last.logprobs += delta.logprobs
+        last.logprobs_model += delta.logprobs_model
+        last.kv_step_oldest = min(last.kv_step_oldest, delta.kv_step_oldest) if delta.token_ids else last.kv_step_oldest
+        last.finish = delta.finish
+        if delta.HasField("failure"):
+            last.failure.CopyFrom(delta.failure)
+    else:
+        answer.deltas.append(delta)

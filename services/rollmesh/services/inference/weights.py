@@ -1,0 +1,240 @@
+"""The node side of weights: prepare while serving, activate by swapping, trust nothing that was not checked.
+
+prepare:  fetch manifest and chunks (hashed) -> put files together -> engine loads them into its second buffer
+activate: hold the new version's tokens -> engine swaps -> probes are scored -> verdict: release, or quarantine for good
+
+A node whose active weights do not score the probes right serves nothing any more until its process is started anew: a real
+engine was seen to report success and serve something else, and asking it again would not make it honest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.inference.engine import EngineBroken, KvPolicy
+from rollmesh.services.inference.engine import WeightsRejected as EngineRejects
+from rollmesh.services.inference.state import NodeState
+from rollmesh.shared.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    EngineFailed,
+    MeshError,
+    NotPrepared,
+    ProbeMismatch,
+    UnknownPolicy,
+    WeightsRejected,
+)
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.digests import check_digest
+from rollmesh.shared.weights.manifest import PROBE_TOLERANCE, probes_of, version_owner
+from rollmesh.shared.weights.transfer import Fetcher, OpenChannel
+from rollmesh.v1 import weights_pb2
+
+T = TypeVar("T")
+
+
+class WeightKeeper:
+    """One per node. A call goes on when its caller is cancelled, and a second call for the same version joins it."""
+
+    def __init__(self, state: NodeState, store: BlobStore, open_channel: OpenChannel, config: InferenceConfig) -> None:
+        self._state = state
+        self._store = store
+        self._open_channel = open_channel
+        self._config = config
+        self._prepared: dict[PolicyVersion, weights_pb2.WeightManifest] = {}
+        self._preparing: dict[PolicyVersion, asyncio.Task[int]] = {}
+        self._activating: dict[PolicyVersion, asyncio.Task[float]] = {}
+        self._swap = asyncio.Lock()
+        self._probe_error = 0.0
+
+    async def prepare(self, version: PolicyVersion, sources: Sequence[str]) -> int:
+        """Fetches, verifies and loads a version; returns the bytes that crossed the network. Idempotent.
+
+        Raises `UnknownBlob`, `HashMismatch`, `WeightsRejected`, `DiskFull`, `DeadlineExceeded`, `EngineFailed`.
+        """
+        self._check(version)
+        if version in self._prepared or version == self._state.active:
+            return 0
+        return await _joined(self._preparing, version, lambda: self._prepare(version, sources))
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy) -> float:
+        """Swaps and scores the probes; returns the largest error in nats. Idempotent. Waits for a prepare in progress.
+
+        Raises `NotPrepared`; `ProbeMismatch` or `EngineFailed`, after which the node is quarantined.
+        """
+        self._check(version)
+        if (preparing := self._preparing.get(version)) is not None:
+            await asyncio.wait([preparing])  # its failure is its caller's; here it shows as NotPrepared
+        return await _joined(self._activating, version, lambda: self._activate(version, kv))
+
+    async def discard(self, version: PolicyVersion) -> None:
+        """Drops a prepared version, or stops preparing it. Idempotent; the active one stays."""
+        if (preparing := self._preparing.get(version)) is not None:
+            preparing.cancel()
+            await asyncio.wait([preparing])
+        if version == self._state.engine.active:
+            return
+        if self._prepared.pop(version, None) is not None:
+            self._state.engine.discard(version)
+        self._store.release(version_owner(version))
+
+    async def close(self) -> None:
+        tasks: list[asyncio.Task[Any]] = [*self._preparing.values(), *self._activating.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # Prepare ----------------------------------------------------------------------------------------------------------
+
+    async def _prepare(self, version: PolicyVersion, sources: Sequence[str]) -> int:
+        fetcher = Fetcher(self._store, self._open_channel, self._config.transfer)
+        try:
+            async with asyncio.timeout(self._config.prepare_s):
+                manifest = await fetcher.version(version.weights_digest, sources, owner=version_owner(version))
+                await self._load(version, manifest)
+        except TimeoutError as err:
+            raise DeadlineExceeded(f"{version} was not prepared within prepare_s = {self._config.prepare_s}") from err
+        finally:
+            await fetcher.close()
+        self._prepared[version] = manifest
+        return fetcher.fetched_bytes
+
+    async def _load(self, version: PolicyVersion, manifest: weights_pb2.WeightManifest) -> None:
+        folder = self._store.directory / f"files-{version.weights_digest}"
+        try:
+            files = await self._files(manifest, folder)
+            await self._state.engine.prepare(version, files)
+        except EngineRejects as err:
+            raise WeightsRejected(f"{version}: {err}", version=version) from err
+        except EngineBroken as err:
+            raise EngineFailed(f"{version} was not prepared: {err}") from err
+        finally:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _files(self, manifest: weights_pb2.WeightManifest, folder: Path) -> Mapping[str, Path]:
+        """Local path per file name: the blob itself where a file is one chunk, else put together in `folder`."""
+        files: dict[str, Path] = {}
+        for file in manifest.files:
+            parts = [await self._store.open(chunk.digest) for chunk in file.chunks]
+            if len(parts) == 1:
+                files[file.name] = parts[0]
+            else:
+                files[file.name] = folder / file.name
+                await asyncio.to_thread(_concatenate, parts, files[file.name])
+        return files
+
+    # Activate ---------------------------------------------------------------------------------------------------------
+
+    async def _activate(self, version: PolicyVersion, kv: KvPolicy) -> float:
+        async with self._swap:
+            self._check(version)
+            if version == self._state.active:
+                return self._probe_error
+            manifest = self._prepared.get(version)
+            if manifest is None:
+                raise NotPrepared(f"{version} is not prepared on this node; prepare it first", version=version)
+            self._probe_error = await self._swap_and_judge(version, manifest, kv)
+            self._forget_others(version)
+            return self._probe_error
+
+    async def _swap_and_judge(
+        self, version: PolicyVersion, manifest: weights_pb2.WeightManifest, kv: KvPolicy
+    ) -> float:
+        verdict: MeshError | None = EngineFailed(f"activating {version} broke off; restart the node")
+        self._state.announce_swap(version)
+        try:
+            async with asyncio.timeout(self._config.activate_s):
+                await self._state.engine.activate(version, kv)
+                error = await self._worst_probe(version, manifest)
+            verdict = _judge(version, error, manifest.probe_tolerance or PROBE_TOLERANCE)
+        except KeyError:  # the engine dropped it for newer ones; nothing was swapped
+            verdict = None
+            del self._prepared[version]
+            raise NotPrepared(f"{version} is no longer prepared on this node; prepare it again") from None
+        except (TimeoutError, EngineBroken, ValueError) as err:
+            cause = str(err) or f"no answer within activate_s = {self._config.activate_s}"
+            verdict = EngineFailed(f"activating {version} failed: {cause}; restart the node")
+            raise verdict from err
+        finally:
+            self._decide(verdict)
+        if verdict is not None:
+            raise verdict
+        return error
+
+    def _decide(self, verdict: MeshError | None) -> None:
+        if verdict is None:
+            self._state.gate.release()
+        else:
+            self._state.gate.fail(verdict)
+
+    async def _worst_probe(self, version: PolicyVersion, manifest: weights_pb2.WeightManifest) -> float:
+        """Largest |log-prob difference| over all probes, nats; infinite if the engine answers for other weights."""
+        probes = probes_of(manifest)
+        if not probes:
+            return 0.0
+        results = await self._state.engine.score([probe.token_ids for probe in probes])
+        if any(result.version != version for result in results):
+            return float("inf")
+        pairs = zip(results, probes, strict=True)
+        return max(float(np.abs(result.logprobs[1:] - probe.logprobs[1:]).max()) for result, probe in pairs)
+
+    def _forget_others(self, version: PolicyVersion) -> None:
+        """Drops what the new version makes useless. Blobs of the active one stay: peers fetch them from here."""
+        order = (version.incarnation, version.step)
+        for other in [v for v in self._prepared if (v.incarnation, v.step) < order]:
+            del self._prepared[other]
+            self._state.engine.discard(other)
+        self._prepared.pop(version, None)
+        kept = {version_owner(v) for v in (version, *self._prepared, *self._preparing)}
+        for owner in self._store.owners - kept:
+            self._store.release(owner)
+
+    def _check(self, version: PolicyVersion) -> None:
+        if self._state.gate.failure is not None:
+            raise self._state.gate.failure
+        if version.policy != self._state.policy:
+            raise UnknownPolicy(f"this node serves policy {self._state.policy!r}, not {version.policy!r}")
+        check_digest(version.weights_digest, "version.weights_digest")
+
+
+def _judge(version: PolicyVersion, error: float, tolerance: float) -> MeshError | None:
+    if error <= tolerance:  # a NaN is no pass
+        return None
+    return ProbeMismatch(
+        f"{version} scores its probes wrong by {error:.4g} nats, {tolerance:g} allowed: the engine serves other weights than "
+        "were uploaded; this node is quarantined, restart it",
+        version=version,
+        probe_error=error,
+        probe_tolerance=tolerance,
+    )
+
+
+def _concatenate(parts: Sequence[Path], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as file:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, file, 1 << 20)
+
+
+async def _joined(
+    tasks: dict[PolicyVersion, asyncio.Task[T]], version: PolicyVersion, work: Callable[[], Coroutine[Any, Any, T]]
+) -> T:
+    """Runs `work` as the one task for `version`, or waits for the one that runs already. Outlives its caller."""
+    task = tasks.get(version)
+    if task is None:
+        task = tasks[version] = asyncio.create_task(work())
+        task.add_done_callback(lambda _: tasks.pop(version))
+    await asyncio.wait([task])
+    if task.cancelled():
+        raise Cancelled(f"{version} was given up meanwhile: it was discarded, or the node stops")
+    return task.result()
