@@ -33,6 +33,15 @@ def test_family_scores_like_transformers(family: str, fields: dict[str, Any], tm
         np.testing.assert_allclose(scored, hf_logprobs(model, row), atol=1e-4)
 
 
+def test_bfloat16_scores_close_to_float32(tiny: TinyModel) -> None:
+    spec, row = read_model_spec(tiny.folder), np.array(random_prompt(3, 40), np.int32)
+    weights = load_weights(spec, {"w": tiny.file(0)}, torch.bfloat16, torch.device("cpu"))
+    runner = TorchRunner(spec, slots=1, context_max=64, device="cpu", dtype=torch.bfloat16, torchscript=False)
+    (scored,) = runner.score(weights, [row])
+    differences = np.abs(scored - tiny.logprobs(0, row))
+    assert 0 < differences.mean() < 0.1
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -87,6 +87,23 @@ def test_keep_over_two_updates_stamps_the_oldest_step(stepper: Build, tiny: Tiny
     np.testing.assert_allclose(run.logprobs("new"), expected, atol=1e-4)
 
 
+def test_mixed_cache_is_no_prefix_even_when_its_first_version_is_active_again(stepper: Build, tiny: TinyModel) -> None:
+    run = stepper(flush_tokens=1)
+    run.submit("old", PROMPT, max_tokens=60)
+    for step in (1, 0):
+        for _ in range(6):
+            run.step()
+        run.activate(step, tiny.weights(step), KvPolicy.KEEP)
+    run.step()
+    prefix = PROMPT + run.tokens("old")[:-1]
+    run.submit("new", prefix, max_tokens=4)
+    run.run()
+    assert run.deltas["new"][0].num_prompt_cached == 0
+    np.testing.assert_allclose(
+        run.logprobs("new"), tiny.logprobs(0, prefix + run.tokens("new"))[len(prefix) :], atol=1e-4
+    )
+
+
 def test_tied_head_follows_an_update(stepper: Build, tiny: TinyModel) -> None:
     run = stepper()
     run.activate(1, tiny.weights(1))

@@ -65,6 +65,28 @@ async def test_call_waiting_for_a_thread_that_breaks_raises(
         await asyncio.wait_for(engine.score([np.array(PROMPT, np.int32)]), 20)
 
 
+async def test_callback_that_raises_starves_no_other_request(engine: TorchEngine) -> None:
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+    ended = asyncio.Event()
+
+    def raises(delta: GenerateDelta) -> None:
+        raise RuntimeError("bad callback")
+
+    engine.submit(request("bad"), raises)
+    engine.submit(request("good"), lambda delta: ended.set() if delta.finish is FinishReason.LENGTH else None)
+    await asyncio.wait_for(ended.wait(), 20)
+    assert "bad callback" in str(reported[0]["exception"])
+
+
+async def test_load_counts_requests_that_wait_for_weights(tiny: TinyModel) -> None:
+    engine = TorchEngine(TorchEngineConfig(model=str(tiny.folder), context_max=128))
+    await engine.start()
+    engine.submit(request("r"), lambda delta: None)
+    assert (engine.load().num_waiting, engine.load().num_running) == (1, 0)
+    await engine.close()
+
+
 async def test_model_that_does_not_load_is_a_value_error_naming_its_path(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match=str(tmp_path)):
         await TorchEngine(TorchEngineConfig(model=str(tmp_path))).start()

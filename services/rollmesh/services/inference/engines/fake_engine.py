@@ -124,7 +124,7 @@ class FakeEngine:
             self._task.cancel()
             await asyncio.wait([self._task])
         for request_id in list(self._live):
-            self.cancel(request_id)
+            self._end(request_id, FinishReason.CANCELLED)
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
         self._check_alive()
@@ -140,10 +140,9 @@ class FakeEngine:
         self._work.set()
 
     def cancel(self, request_id: str) -> None:
-        running = self._live.get(request_id)
-        if running is not None:
-            none = np.empty(0, np.float32)
-            self._emit(running, np.empty(0, np.int32), none, none, FinishReason.CANCELLED)
+        if request_id in self._live:
+            # Later, as an engine with a thread would: the caller need not expect an emit inside its own call.
+            asyncio.get_running_loop().call_soon(self._end, request_id, FinishReason.CANCELLED)
 
     async def score(self, sequences: Sequence[IntArray]) -> list[ScoreResult]:
         self._check_alive()
@@ -203,14 +202,21 @@ class FakeEngine:
         )
 
     async def _run(self) -> None:
-        while True:
-            if self._active is None or not self._live:
-                self._work.clear()
-                await self._work.wait()
-                continue
-            await self._clock.sleep(self._config.step_s)
-            if self._active is not None:
-                self._step(*self._active)
+        try:
+            while True:
+                await self._wait_for_work()
+                await self._clock.sleep(self._config.step_s)
+                if self._active is not None:
+                    self._step(*self._active)
+        except Exception as error:  # noqa: BLE001 - the one recording point: the cause goes to every live request
+            self._broken = f"engine task ended with {type(error).__name__}: {error}"
+            for request_id in list(self._live):
+                self._end(request_id, FinishReason.ERROR)
+
+    async def _wait_for_work(self) -> None:
+        while self._active is None or not self._live:
+            self._work.clear()
+            await self._work.wait()
 
     def _step(self, version: PolicyVersion, policy: FakePolicy) -> None:
         self._num_steps += 1
@@ -259,6 +265,12 @@ class FakeEngine:
                 return index + 1, True
         return len(tokens), False
 
+    def _end(self, request_id: str, finish: FinishReason) -> None:
+        running = self._live.get(request_id)
+        if running is not None:
+            none = np.empty(0, np.float32)
+            self._emit(running, np.empty(0, np.int32), none, none, finish)
+
     def _emit(
         self,
         running: _Running,
@@ -281,6 +293,7 @@ class FakeEngine:
                 version=version,
                 kv_step_oldest=running.kv_step_oldest if len(tokens) else version.step,
                 finish=finish,
+                error=self._broken if finish is FinishReason.ERROR else "",
                 num_prompt_cached=running.num_cached if first else 0,
                 num_prompt_prefilled=len(request.token_ids) - running.num_cached if first else 0,
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -91,6 +92,7 @@ class TorchEngine:
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._broken = self._broken or "engine is closed"
         self._fail_calls()
+        await asyncio.sleep(0)
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
         self._check_alive()
@@ -151,7 +153,8 @@ class TorchEngine:
         self._buffer.discard(version)
 
     def load(self) -> EngineLoad:
-        return self._load
+        # Requests the thread has not taken yet wait as well.
+        return dataclasses.replace(self._load, num_waiting=max(0, len(self._emits) - self._load.num_running))
 
     def _build(self) -> TorchCore:
         config = self._config
@@ -210,12 +213,13 @@ class TorchEngine:
                 raise
 
     def _deliver(self, deltas: list[GenerateDelta]) -> None:
+        """Each emit is a callback of its own: one that raises is reported by the loop and starves no other request."""
         for delta in deltas:
-            emit = (
-                self._emits.get(delta.request_id) if delta.finish is None else self._emits.pop(delta.request_id, None)
-            )
+            emit = self._emits.get(delta.request_id)
+            if delta.finish is not None:
+                self._emits.pop(delta.request_id, None)
             if emit is not None:
-                emit(delta)
+                self._loop.call_soon(emit, delta)
 
     def _break(self, cause: str) -> None:
         self._broken = f"compute thread ended with {cause}"
