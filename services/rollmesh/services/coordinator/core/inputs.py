@@ -10,6 +10,7 @@ from rollmesh.services.coordinator.core.records import (
     GroupDecision,
     PayloadRef,
     Purpose,
+    Reward,
     RunSpec,
     SampleMeta,
     SampleRewards,
@@ -205,7 +206,7 @@ class LeasedSample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     sample_id: str
-    rewards: tuple[object, ...]
+    rewards: tuple[Reward, ...]
     end: str
 
 

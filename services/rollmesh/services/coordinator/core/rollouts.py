@@ -133,7 +133,9 @@ def tasks_drawn(turn: Turn, answer: i.TasksDrawn) -> None:
 def draw_failed(turn: Turn, answer: i.DrawFailed) -> None:
     """Nothing was drawn. Training asks again with the next turn; an evaluation without tasks is given up."""
     if answer.purpose is Purpose.EVAL:
-        turn.volatile.eval_deadlines.pop((answer.step, answer.incarnation), None)
+        key = (answer.step, answer.incarnation)
+        turn.volatile.eval_deadlines.pop(key, None)
+        turn.volatile.evals_given_up.add(key)
     else:
         turn.volatile.drawing = False
         turn.volatile.data_waiting = f"the data service: {answer.cause}"

@@ -1,0 +1,293 @@
+"""Drives one run's core: inputs in, decisions stored, effects out, all in one order.
+
+    ask / post --> inputs --> decide: core.handle, ledger.append --> releases --> stored? --> replies, calls, commands
+
+A decision is acted upon only when its record is stored, and no answer overtakes an earlier one: what is refused or merely read was
+judged by a state that may not be stored yet. If the ledger refuses a record, the state in memory is ahead of what is true; the driver
+then fails as a whole, and so does the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from rollmesh.services.coordinator.config import RunLimits
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.core import Core, Decision
+from rollmesh.services.coordinator.core.fleet import WeightGoal
+from rollmesh.services.coordinator.core.turn import Effect, Refusal, Reply
+from rollmesh.services.coordinator.effects import Effects
+from rollmesh.services.coordinator.goals import weight_goal
+from rollmesh.services.coordinator.ledger import Ledger
+from rollmesh.services.coordinator.refusals import to_error
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import Internal, MeshError, NotReady, Overloaded
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """An input, with whoever waits for its answer (`ticket` 0: nobody)."""
+
+    request: i.Input
+    ticket: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Look:
+    """A read of the core between two decisions."""
+
+    read: Callable[[Core, int], Any]
+    answer: asyncio.Future[Any]
+
+
+@dataclass(slots=True, eq=False)
+class _Release:
+    """What follows once everything before it is stored."""
+
+    position: int
+    stored: asyncio.Future[int] | None = None
+    effects: tuple[Effect, ...] = ()
+    goal: WeightGoal | None = None
+    act: Callable[[], None] | None = None
+
+
+class RunDriver:
+    """One run of this coordinator. `start` it after recovery."""
+
+    def __init__(
+        self,
+        run: str,
+        core: Core,
+        ledger: Ledger,
+        make_effects: Callable[[RunDriver], Effects],
+        *,
+        clock: Clock,
+        limits: RunLimits,
+        on_failure: Callable[[str, MeshError], None],
+    ) -> None:
+        self.run = run
+        self.goal: WeightGoal | None = None
+        """What the nodes of this run should serve, as far as stored."""
+        self._core = core
+        self._ledger = ledger
+        self._clock = clock
+        self._limits = limits
+        self._on_failure = on_failure
+        self._inputs: asyncio.Queue[_Question | _Look] = asyncio.Queue(limits.inputs_max)
+        self._releases: asyncio.Queue[_Release] = asyncio.Queue(limits.releases_max)
+        self._tickets = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[object]] = {}
+        self._looking: set[asyncio.Future[Any]] = set()
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closed: MeshError | None = None
+        self._effects = make_effects(self)
+
+    # From outside -----------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin: leases get their grace and open questions are asked again."""
+        decision = self._core.resume(self._clock.monotonic_s())
+        await self._releases.put(await self._record(decision))
+        loops = {"decide": self._decide_forever, "release": self._release_forever, "tick": self._tick_forever}
+        self._tasks = [asyncio.create_task(self._guarded(loop), name=f"{self.run} {k}") for k, loop in loops.items()]
+
+    async def ask(self, make: Callable[[int], i.Input]) -> Any:
+        """The answer to an input made with its ticket. Raises the typed refusal; if cancelled, nobody waits any longer."""
+        ticket = next(self._tickets)
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._check_open()
+        self._waiting[ticket] = answer
+        try:
+            self._put(_Question(make(ticket), ticket))
+            return await answer
+        finally:
+            if self._waiting.pop(ticket, None) is not None:
+                self._core.forget(ticket)
+
+    async def post(self, request: i.Input) -> None:
+        """An input without an answer; waits for room."""
+        if self._closed is None:
+            await self._inputs.put(_Question(request))
+
+    async def look(self, read: Callable[[Core, int], T]) -> T:
+        """`read(core, ledger position)` between two decisions, once all it saw is stored. `read` must not keep the core."""
+        self._check_open()
+        answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._looking.add(answer)
+        answer.add_done_callback(self._looking.discard)
+        self._put(_Look(read, answer))
+        return await answer
+
+    async def watch(self, read: Callable[[Core, int], T]) -> AsyncIterator[T]:
+        """`look(read)` now and after changes, at most every `watch_interval_s`; a slow watcher skips states."""
+        while True:
+            changed = self._changed
+            yield await self.look(read)
+            await self._clock.sleep(self._limits.watch_interval_s)
+            await self._idle(changed)
+
+    def stored_record_id(self) -> str:
+        """Id of the newest record; belongs to the position that `look` hands out in the same step."""
+        return self._ledger.record_id
+
+    async def close(self) -> None:
+        """Stop deciding; who waits is told to try again."""
+        self._shut(NotReady(f"the coordinator of run {self.run} is stopping; try again"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._effects.close()
+
+    # Deciding ---------------------------------------------------------------------------------------------------------
+
+    async def _decide_forever(self) -> None:
+        while True:
+            item = await self._inputs.get()
+            release = self._look(item) if isinstance(item, _Look) else await self._decide(item)
+            await self._releases.put(release)
+
+    async def _decide(self, question: _Question) -> _Release:
+        try:
+            decision = self._core.handle(question.request, self._clock.monotonic_s())
+        except Refusal as refusal:
+            error = to_error(refusal)
+            return _Release(self._ledger.position, act=lambda: self._answer(question.ticket, error))
+        if question.ticket and question.ticket not in self._waiting:
+            self._core.forget(question.ticket)  # cancelled while it was queued
+        return await self._record(decision)
+
+    async def _record(self, decision: Decision) -> _Release:
+        stored = await self._ledger.append(decision.facts) if decision.facts else None
+        goal = weight_goal(self._core) if self._core.state.spec is not None else None
+        return _Release(self._ledger.position, stored, decision.effects, goal)
+
+    def _look(self, item: _Look) -> _Release:
+        value = item.read(self._core, self._ledger.position)
+
+        def act() -> None:
+            if not item.answer.done():
+                item.answer.set_result(value)
+
+        return _Release(self._ledger.position, act=act)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await self._clock.sleep(self._limits.tick_s)
+            deadline = self._core.next_deadline()
+            if deadline is not None and deadline <= self._clock.monotonic_s():
+                await self.post(i.Tick())
+
+    # Releasing --------------------------------------------------------------------------------------------------------
+
+    async def _release_forever(self) -> None:
+        while True:
+            release = await self._releases.get()
+            if release.stored is not None:
+                try:
+                    await release.stored
+                except MeshError as error:
+                    raise self._ledger.failure(error) from error
+            self._release(release)
+
+    def _release(self, release: _Release) -> None:
+        if release.goal is not None:
+            self.goal = release.goal
+        for effect in release.effects:
+            if isinstance(effect, Reply):
+                self._answer(effect.ticket, effect.value)
+            else:
+                self._effects.perform(effect, release.position)
+        if release.act is not None:
+            release.act()
+        if release.stored is not None:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def _answer(self, ticket: int, value: object) -> None:
+        answer = self._waiting.pop(ticket, None)
+        if answer is None or answer.done():
+            self._unheard(value)
+        elif isinstance(value, MeshError):
+            answer.set_exception(value)
+        else:
+            answer.set_result(value)
+
+    def _unheard(self, value: object) -> None:
+        """Leases granted to a worker that hung up go back at once, without costing a try."""
+        if isinstance(value, i.Acquired) and value.leases:
+            reports = tuple(
+                i.EpisodeReport(
+                    lease_id=lease.lease_id,
+                    group=lease.group,
+                    episode=lease.episode,
+                    attempt=lease.attempt,
+                    outcome=i.EpisodeOutcome.CANCELLED,
+                    cause="the worker hung up",
+                )
+                for lease in value.leases
+            )
+            with contextlib.suppress(asyncio.QueueFull):  # then they expire
+                self._inputs.put_nowait(_Question(i.ReportEpisodes(ticket=0, node_id="", reports=reports)))
+
+    # Ending -----------------------------------------------------------------------------------------------------------
+
+    async def _guarded(self, loop: Callable[[], Any]) -> None:
+        try:
+            await loop()
+        except MeshError as error:
+            self._fail(error)
+        except Exception as error:  # noqa: BLE001 (the one recording point for bugs of the core)
+            _log.exception("the coordinator of run %s failed", self.run)
+            self._fail(Internal(f"the coordinator of run {self.run} failed with {type(error).__name__}; see its log"))
+
+    def _fail(self, error: MeshError) -> None:
+        if self._closed is None:
+            self._shut(
+                NotReady(f"the coordinator of run {self.run} has stopped; try again at the one that leads it now")
+            )
+            for task in self._tasks:
+                if task is not asyncio.current_task():
+                    task.cancel()
+            self._on_failure(self.run, error)
+
+    def _shut(self, error: MeshError) -> None:
+        self._closed = self._closed or error
+        for answer in [*self._waiting.values(), *self._looking]:
+            if not answer.done():
+                answer.set_exception(error)
+                answer.exception()  # whoever asked may be gone
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+
+    def _put(self, item: _Question | _Look) -> None:
+        try:
+            self._inputs.put_nowait(item)
+        except asyncio.QueueFull:
+            raise Overloaded(
+                f"{self._limits.inputs_max} questions wait for run {self.run}'s coordinator; try again later",
+                run=self.run,
+            ) from None
+
+    async def _idle(self, changed: asyncio.Event) -> None:
+        """Until something changed, or `watch_idle_s` is over."""
+        waits = [
+            asyncio.ensure_future(changed.wait()),
+            asyncio.ensure_future(self._clock.sleep(self._limits.watch_idle_s)),
+        ]
+        try:
+            await asyncio.wait(cast("list[asyncio.Future[Any]]", waits), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()

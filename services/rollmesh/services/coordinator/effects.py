@@ -1,0 +1,183 @@
+"""Carries out what a stored decision calls for, and brings the answers back as inputs.
+
+Every question of the core is answered in the end: a failing service is asked again with growing pauses, an empty answer waits one, so
+that the core may ask again at once without a hot loop. Work under way is bounded; closing cancels it, and recovery asks anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+import msgspec
+
+from rollmesh.services.coordinator.config import RunLimits
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.records import GroupDecision, Purpose, RunSpec
+from rollmesh.services.coordinator.core.turn import CancelEpisodes, DeadLetter, DrawTasks, Effect, FinalizeGroup
+from rollmesh.services.coordinator.questions import finalize_request, group_decided, next_tasks_request, tasks_drawn
+from rollmesh.shared.bus.bus import StreamLog
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import MeshError
+from rollmesh.shared.ids import IdSource
+from rollmesh.v1 import data_pb2, reward_pb2
+
+_log = logging.getLogger(__name__)
+
+
+class Outside(Protocol):
+    """The services and nodes that a run's coordinator turns to. Calls raise MeshError."""
+
+    async def next_tasks(self, request: data_pb2.NextTasksRequest) -> data_pb2.NextTasksResponse: ...
+
+    async def finalize_group(self, request: reward_pb2.FinalizeGroupRequest) -> reward_pb2.FinalizeGroupResponse: ...
+
+    def cancel_episodes(self, run: str, command: CancelEpisodes) -> None: ...
+
+
+class Inbox(Protocol):
+    """Where answers go: the driver."""
+
+    async def post(self, request: i.Input) -> None: ...
+
+
+class Effects:
+    """The effects of one run."""
+
+    def __init__(
+        self,
+        core: Core,
+        inbox: Inbox,
+        outside: Outside,
+        dead: StreamLog,
+        *,
+        clock: Clock,
+        ids: IdSource,
+        limits: RunLimits,
+    ) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._outside = outside
+        self._dead = dead
+        self._clock = clock
+        self._ids = ids
+        self._limits = limits
+        self._places = asyncio.Semaphore(limits.calls_max)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._draws_failed = 0
+
+    def perform(self, effect: Effect, position: int) -> None:
+        """Begin what `effect` calls for; `position` is the ledger record it follows from."""
+        if isinstance(effect, CancelEpisodes):
+            self._outside.cancel_episodes(self._spec.run, effect)
+        elif isinstance(effect, DrawTasks):
+            self._spawn(self._draw_eval(effect) if effect.purpose is Purpose.EVAL else self._draw(effect, position))
+        elif isinstance(effect, FinalizeGroup):
+            self._spawn(self._finalize(effect))
+        elif isinstance(effect, DeadLetter):
+            self._spawn(self._bury(effect))
+
+    async def close(self) -> None:
+        """Cancel what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def _spec(self) -> RunSpec:
+        return self._core.state.the_spec
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("an effect of run %s failed", self._spec.run, exc_info=error)
+
+    async def _draw(self, effect: DrawTasks, position: int) -> None:
+        """Training tasks: one try; the core asks again when it is told that there was nothing."""
+        try:
+            drawn = tasks_drawn(
+                effect, await self._outside.next_tasks(next_tasks_request(self._spec, effect, position))
+            )
+        except MeshError as error:
+            await self._pause(self._draws_failed)
+            self._draws_failed += 1
+            await self._inbox.post(i.DrawFailed(purpose=effect.purpose, cause=str(error)))
+            return
+        if not drawn.tasks:
+            await self._pause(self._draws_failed)
+        self._draws_failed = 0 if drawn.tasks else self._draws_failed + 1
+        await self._inbox.post(drawn)
+
+    async def _draw_eval(self, effect: DrawTasks) -> None:
+        """Evaluation tasks: tried until the evaluation's own time is over, then given up."""
+        give_up_at = self._clock.monotonic_s() + self._spec.eval_s_max
+        num_failed = 0
+        while True:
+            try:
+                drawn = tasks_drawn(effect, await self._outside.next_tasks(next_tasks_request(self._spec, effect, 0)))
+                cause = "the split has no tasks"
+            except MeshError as error:
+                drawn, cause = None, str(error)
+            if drawn is not None and drawn.tasks:
+                await self._inbox.post(drawn)
+                return
+            if self._clock.monotonic_s() >= give_up_at:
+                failed = i.DrawFailed(
+                    purpose=effect.purpose, cause=cause, step=effect.step, incarnation=effect.incarnation
+                )
+                await self._inbox.post(failed)
+                return
+            await self._pause(num_failed)
+            num_failed += 1
+
+    async def _finalize(self, effect: FinalizeGroup) -> None:
+        """Ask until there is a decision: a reward service that is away must not decide by its absence."""
+        num_failed = 0
+        while True:
+            request = finalize_request(self._core.state, effect)
+            if request is None:  # cancelled meanwhile: the core only wants to hear that the question is settled
+                await self._inbox.post(i.GroupDecided(group=effect.group, decision=GroupDecision.KEEP))
+                return
+            try:
+                async with self._places:
+                    answer = await self._outside.finalize_group(request)
+                await self._inbox.post(group_decided(effect.group, answer))
+                return
+            except MeshError as error:
+                level = logging.WARNING if num_failed % 10 == 9 else logging.DEBUG
+                _log.log(level, "group %s is not finalised yet: %s", effect.group, error)
+            await self._pause(num_failed)
+            num_failed += 1
+
+    async def _bury(self, letter: DeadLetter) -> None:
+        """Record what was given up, for operators; losing it after the bus's own deadline harms no sample."""
+        payload = json.dumps(
+            {
+                "subject": letter.subject,
+                "cause": letter.cause,
+                "task": msgspec.to_builtins(letter.task),
+                "time_unix_s": self._clock.wall_s(),
+            }
+        )
+        try:
+            await self._dead.append(payload.encode(), msg_id=self._ids.new("dead"))
+        except MeshError as error:
+            _log.warning(
+                "run %s: %s was given up (%s) and could not be recorded: %s",
+                self._spec.run,
+                letter.subject,
+                letter.cause,
+                error,
+            )
+
+    async def _pause(self, num_failed: int) -> None:
+        await self._clock.sleep(min(self._limits.backoff_s * 2 ** min(num_failed, 16), self._limits.backoff_s_max))

@@ -1,0 +1,161 @@
+"""Records of the core <-> protobuf, by field name: facts and ledger records, and the values that servicers share with them.
+
+A mapper is built once per record class from its type hints. It relies on one rule, which tests/unit/coordinator/test_fact_codec.py holds
+for every class: a record and its message have the same field names. What the core does not model (defaults of RunSpec, long polls) is
+the servicers' business.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, TypeVar
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.v1 import events_pb2
+
+T = TypeVar("T")
+E = TypeVar("E", bound=IntEnum)
+Message = Any  # generated messages; reached by field name, which their stubs cannot type
+
+
+class _Field(NamedTuple):
+    name: str
+    put: Callable[[Message, Any], None]
+    get: Callable[[Message], Any]
+
+
+def encode_into(value: object, message: Message) -> None:
+    """Fill `message`, assumed empty, from a record."""
+    for field in _fields(type(value)):
+        field.put(message, getattr(value, field.name))
+
+
+def known_member(type_: type[E], value: int) -> E | None:
+    """The member of `type_` with this number, if there is one."""
+    return type_(value) if value in set(type_) else None
+
+
+def encode(value: object, message_type: Callable[[], T]) -> T:
+    """`value` as a new message."""
+    message = message_type()
+    encode_into(value, message)
+    return message
+
+
+def decode(type_: type[T], message: Message) -> T:
+    """`message` as a record. Raises InvalidInput for an enum value the record does not know, ValueError for one out of range."""
+    return type_(**{field.name: field.get(message) for field in _fields(type_)})
+
+
+_FIELDS: dict[type, tuple[_Field, ...]] = {}
+"""Mappers by record class, built when first needed."""
+
+
+def _fields(type_: type) -> tuple[_Field, ...]:
+    found = _FIELDS.get(type_)
+    if found is None:
+        hints = typing.get_type_hints(type_)
+        found = _FIELDS[type_] = tuple(_field(name, hint) for name, hint in hints.items() if not name.startswith("_"))
+    return found
+
+
+def _field(name: str, hint: Any) -> _Field:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return _tuple(name, args[0])
+    if origin is dict:
+        return _dict(name)
+    if origin in (types.UnionType, typing.Union):
+        return _optional(name, next(arg for arg in args if arg is not types.NoneType))
+    if issubclass(hint, IntEnum):
+        return _enum(name, hint)
+    if hint in (str, int, float, bool):
+        return _Field(name, lambda m, v: setattr(m, name, v), lambda m: getattr(m, name))
+    return _Field(name, lambda m, v: _put_message(m, name, v), lambda m: decode(hint, getattr(m, name)))
+
+
+def _put_message(message: Message, name: str, value: object) -> None:
+    below = getattr(message, name)
+    below.SetInParent()
+    encode_into(value, below)
+
+
+def _tuple(name: str, item: Any) -> _Field:
+    if item in (str, int, float, bool):
+        return _Field(name, lambda m, v: getattr(m, name).extend(v), lambda m: tuple(getattr(m, name)))
+
+    def put(message: Message, values: Sequence[object]) -> None:
+        repeated = getattr(message, name)
+        for value in values:
+            encode_into(value, repeated.add())
+
+    return _Field(name, put, lambda m: tuple(decode(item, below) for below in getattr(m, name)))
+
+
+def _dict(name: str) -> _Field:
+    return _Field(name, lambda m, v: getattr(m, name).update(v), lambda m: dict(getattr(m, name)))
+
+
+def _optional(name: str, type_: Any) -> _Field:
+    def put(message: Message, value: object) -> None:
+        if value is not None:
+            _put_message(message, name, value)
+
+    return _Field(name, put, lambda m: decode(type_, getattr(m, name)) if m.HasField(name) else None)
+
+
+def _enum(name: str, type_: type[IntEnum]) -> _Field:
+    known = {int(member): member for member in type_}
+
+    def get(message: Message) -> IntEnum:
+        value = getattr(message, name)
+        if value not in known:
+            choices = ", ".join(f"{m.value} ({m.name})" for m in type_)
+            what = f"is {value}; expected one of {choices}"
+            raise InvalidInput(f"{name} {what}", violations=[FieldViolation(name, what)])
+        return known[value]
+
+    return _Field(name, lambda m, v: setattr(m, name, int(v)), get)
+
+
+# Facts ----------------------------------------------------------------------------------------------------------------
+
+
+def fact_field(type_: type) -> str:
+    """Name in the `Fact` oneof of a fact class: BatchInDoubt -> batch_in_doubt."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", type_.__name__).lower()
+
+
+FACT_TYPES: dict[str, type] = {fact_field(type_): type_ for type_ in typing.get_args(f.Fact)}
+"""Every fact class by its name in the oneof."""
+
+
+def encode_record(record_id: str, time_unix_s: float, facts: Sequence[f.Fact]) -> bytes:
+    """One decision as the bytes of a LedgerRecord."""
+    record = events_pb2.LedgerRecord(record_id=record_id, time_unix_s=time_unix_s)
+    for fact in facts:
+        below = getattr(record.facts.add(), fact_field(type(fact)))
+        below.SetInParent()  # a fact of defaults alone must still be present
+        encode_into(fact, below)
+    return record.SerializeToString()
+
+
+def decode_record(payload: bytes) -> tuple[str, tuple[f.Fact, ...]]:
+    """(record id, facts) of a LedgerRecord. Raises InvalidInput if it holds a fact of another version of the code."""
+    record = events_pb2.LedgerRecord.FromString(payload)
+    return record.record_id, tuple(decode_fact(fact) for fact in record.facts)
+
+
+def decode_fact(message: events_pb2.Fact) -> f.Fact:
+    name = message.WhichOneof("fact")
+    if name is None or name not in FACT_TYPES:
+        raise InvalidInput(
+            "a ledger record holds a fact unknown to this version; read it with the version that wrote it"
+        )
+    fact: f.Fact = decode(FACT_TYPES[name], getattr(message, name))
+    return fact

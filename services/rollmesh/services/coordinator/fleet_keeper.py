@@ -1,0 +1,253 @@
+"""The nodes' streams and the pure Fleet behind them: reports in, commands and the fleet's picture out.
+
+A node has one live stream; joining again replaces it. Commands wait in a bounded queue per stream: who does not read loses the stream and
+joins again, which tells everything anew. The picture is sent to all when it has changed, at most once per `PLAN_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Protocol
+
+from rollmesh.services.coordinator.config import FleetLimits
+from rollmesh.services.coordinator.core import fleet as fl
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.fleet import Fleet, FleetEvent, Node, NodeKind, NodeState, WeightGoal
+from rollmesh.services.coordinator.core.records import Version
+from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import FailedPrecondition, FieldViolation, InvalidInput, MeshError, Overloaded, UnknownNode
+from rollmesh.v1 import coordinator_pb2 as pb
+
+PLAN_S = 0.05
+"""Seconds between two looks at the fleet."""
+_log = logging.getLogger(__name__)
+
+
+class Run(Protocol):
+    """What the keeper needs of a run's driver."""
+
+    goal: WeightGoal | None
+
+    async def post(self, request: i.Input) -> None: ...
+
+
+class NodeStream:
+    """Commands to one node. Ends when the node leaves, is replaced, or does not read."""
+
+    def __init__(self, node_id: str, commands_max: int) -> None:
+        self.node_id = node_id
+        self._queue: asyncio.Queue[pb.JoinResponse | None] = asyncio.Queue(commands_max)
+        self._error: MeshError | None = None
+
+    def send(self, message: pb.JoinResponse) -> None:
+        try:
+            self._queue.put_nowait(message)
+        except asyncio.QueueFull:
+            self.end(Overloaded(f"node {self.node_id} does not read its commands; join again", node_id=self.node_id))
+
+    def end(self, error: MeshError | None = None) -> None:
+        """End the stream after what was sent, or at once if the queue is full."""
+        self._error = self._error or error
+        if self._queue.full():
+            self._queue.get_nowait()
+        self._queue.put_nowait(None)
+
+    async def messages(self) -> AsyncIterator[pb.JoinResponse]:
+        """What was sent, until the end. Raises the error it ended with."""
+        while (message := await self._queue.get()) is not None:
+            yield message
+        if self._error is not None:
+            raise self._error
+
+
+class FleetKeeper:
+    """All nodes of a coordinator."""
+
+    def __init__(
+        self,
+        limits: FleetLimits,
+        runs: Callable[[], Mapping[str, Run]],
+        *,
+        clock: Clock,
+        coordinator_id: str,
+        commands_max: int,
+    ) -> None:
+        self._fleet = Fleet(limits.for_core())
+        self._limits = limits
+        self._runs = runs
+        self._clock = clock
+        self._coordinator_id = coordinator_id
+        self._commands_max = commands_max
+        self._streams: dict[str, NodeStream] = {}
+        self._picture: bytes = b""
+
+    async def run(self) -> None:
+        """Look at the fleet for ever: silence, weight commands, changes of the picture."""
+        while True:
+            await self.step()
+            await self._clock.sleep(PLAN_S)
+
+    async def step(self) -> None:
+        """One look."""
+        for event in self._fleet.plan(self._goals(), self._clock.monotonic_s()):
+            await self._carry_out(event)
+        view = self._view()
+        picture = view.SerializeToString(deterministic=True)
+        if picture != self._picture:
+            self._picture = picture
+            for stream in list(self._streams.values()):
+                stream.send(pb.JoinResponse(fleet=view))
+
+    # Nodes ------------------------------------------------------------------------------------------------------------
+
+    def join(self, hello: pb.NodeHello) -> NodeStream:
+        """A node's new stream, with the welcome and the picture in it. Raises InvalidInput."""
+        _check_hello(hello)
+        if (old := self._streams.pop(hello.node_id, None)) is not None:
+            old.end()
+        self._fleet.joined(
+            node_id=hello.node_id,
+            kind=NodeKind(hello.kind),
+            address=hello.address,
+            capacity=hello.capacity,
+            runs=tuple(hello.runs),
+            active=decode(Version, hello.active) if hello.HasField("active") else None,
+            now=self._clock.monotonic_s(),
+        )
+        stream = self._streams[hello.node_id] = NodeStream(hello.node_id, self._commands_max)
+        welcome = pb.Welcome(heartbeat_s=self._limits.heartbeat_s, coordinator_id=self._coordinator_id)
+        stream.send(pb.JoinResponse(welcome=welcome))
+        stream.send(pb.JoinResponse(fleet=self._view()))
+        return stream
+
+    def report(self, stream: NodeStream, report: pb.NodeReport) -> None:
+        """A sign of life. Raises UnknownNode if the node was given up meanwhile."""
+        node = self._node(stream.node_id)
+        now = self._clock.monotonic_s()
+        self._fleet.reported(
+            node.node_id,
+            num_running=report.num_running,
+            num_waiting=report.num_waiting,
+            waiting_for=report.waiting_for,
+            now=now,
+        )
+        for weights in report.weights:
+            self._fleet.weights_reported(
+                node.node_id,
+                version=decode(Version, weights.version),
+                phase=_weight_phase(weights),
+                cause=weights.failure.message,
+                run=fl.run_of(node, self._goals()),
+                now=now,
+            )
+
+    def leave(self, stream: NodeStream) -> None:
+        """The stream broke; if it was the node's live one, the node is silent from now on."""
+        if self._streams.get(stream.node_id) is stream:
+            del self._streams[stream.node_id]
+            self._fleet.lost(stream.node_id)
+
+    def drain(self, node_id: str) -> None:
+        """Give a node nothing new and tell it to finish. Raises UnknownNode."""
+        self._node(node_id)
+        self._fleet.drain(node_id)
+        self.send(node_id, pb.JoinResponse(drain=pb.DrainCommand()))
+
+    def send(self, node_id: str, message: pb.JoinResponse) -> None:
+        """Send to a node, if it listens."""
+        if (stream := self._streams.get(node_id)) is not None:
+            stream.send(message)
+
+    def check_may_work(self, node_id: str) -> tuple[str, ...]:
+        """The runs a worker serves (none named: all). Raises UnknownNode, or FailedPrecondition for one that drains."""
+        node = self._node(node_id)
+        if node.draining:
+            error = FailedPrecondition(f"node {node_id} is draining: it gets no more work", node_id=node_id)
+            error.reason = "DRAINING"
+            raise error
+        return node.runs
+
+    def addresses(self, kind: NodeKind, run: str) -> list[str]:
+        """Where the usable nodes of a kind that serve `run` listen."""
+        return [n.address for n in self._fleet.usable(kind) if not n.runs or run in n.runs or not run]
+
+    def nodes(self, kind: NodeKind | None) -> list[pb.FleetNode]:
+        """Every node, of a kind or of all."""
+        chosen = (n for n in self._fleet.nodes.values() if kind in (None, n.kind))
+        return [self._describe(n) for n in sorted(chosen, key=lambda n: n.node_id)]
+
+    def _node(self, node_id: str) -> Node:
+        node = self._fleet.nodes.get(node_id)
+        if node is None or node.state is NodeState.DEAD:
+            raise UnknownNode(f"node {node_id!r} has not joined or was given up as silent; join again", node_id=node_id)
+        return node
+
+    # Plans ------------------------------------------------------------------------------------------------------------
+
+    def _goals(self) -> dict[str, WeightGoal]:
+        return {run: driver.goal for run, driver in self._runs().items() if driver.goal is not None}
+
+    async def _carry_out(self, event: FleetEvent) -> None:
+        if isinstance(event, fl.SendWeights):
+            self.send(event.node_id, pb.JoinResponse(weights=self._weight_command(event)))
+        elif isinstance(event, fl.NodeDied):
+            for run in list(self._runs().values()):
+                await run.post(i.NodeDead(node_id=event.node_id))
+        elif isinstance(event, fl.Refused):
+            if (refusing := self._runs().get(event.run)) is not None:
+                await refusing.post(i.VersionRefused(version=event.version, cause=event.cause))
+        else:
+            _log.info("node %s is %s %s", event.node_id, event.state.name, event.cause)
+
+    def _weight_command(self, event: fl.SendWeights) -> pb.WeightCommand:
+        sources = [node.address for node in self._fleet.usable(NodeKind.DEPOT)]
+        command = pb.WeightCommand(verb=pb.WeightCommand.Verb.ValueType(event.verb), sources=sources)
+        encode_into(event.version, command.version)
+        return command
+
+    def _view(self) -> pb.FleetView:
+        ready = (n for kind in NodeKind for n in self._fleet.usable(kind))
+        view = pb.FleetView(nodes=[self._describe(n) for n in ready])
+        for node in view.nodes:  # what changes all the time is not part of the picture
+            node.ClearField("num_running")
+            node.ClearField("silent_s")
+        return view
+
+    def _describe(self, node: Node) -> pb.FleetNode:
+        message = pb.FleetNode(
+            node_id=node.node_id,
+            kind=pb.NodeKind.ValueType(node.kind),
+            address=node.address,
+            state=pb.NodeState.ValueType(node.state),
+            capacity=node.capacity,
+            num_running=node.num_running,
+            silent_s=self._clock.monotonic_s() - node.last_seen,
+            cause=node.cause,
+        )
+        for version, place in ((node.active, message.active), (node.prepared, message.prepared)):
+            if version is not None:
+                encode_into(version, place)
+        return message
+
+
+def _check_hello(hello: pb.NodeHello) -> None:
+    missing = "node_id" if not hello.node_id else ""
+    kind = known_member(NodeKind, hello.kind)
+    if kind is None:
+        missing = "kind"
+    elif not hello.address and kind not in (NodeKind.ROLLOUT, NodeKind.LEARNER):
+        missing = "address"
+    if missing:
+        what = f"{missing} is missing; a node names its id, its kind and, if it serves anything, its address"
+        raise InvalidInput(what, violations=[FieldViolation(f"hello.{missing}", "is missing")])
+
+
+def _weight_phase(report: pb.WeightReport) -> fl.WeightPhase:
+    phase = known_member(fl.WeightPhase, report.phase)
+    if phase is None:
+        what = f"is {report.phase}; expected 1 to {len(fl.WeightPhase)}"
+        raise InvalidInput(f"weights.phase {what}", violations=[FieldViolation("weights.phase", what)])
+    return phase

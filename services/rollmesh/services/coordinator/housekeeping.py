@@ -1,0 +1,101 @@
+"""What a run's coordinator does now and then: snapshots, and purging payloads that nobody can need.
+
+A payload may go when its sequence lies below those of all live groups *in the stored state*, and below where the stream stood one
+safety term ago: workers store a payload first and report it afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+
+from rollmesh.services.coordinator.config import RunLimits
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.state import State
+from rollmesh.services.coordinator.driver import RunDriver
+from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapshot
+from rollmesh.shared.bus.bus import StreamLog
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import MeshError
+
+REPORT_TERMS = 2.0
+"""Episode lease terms after which a stored payload has been reported, or never will be."""
+_log = logging.getLogger(__name__)
+
+
+class Housekeeper:
+    """Snapshots and purges one run."""
+
+    def __init__(
+        self,
+        driver: RunDriver,
+        store: SnapshotStore,
+        samples: StreamLog,
+        *,
+        clock: Clock,
+        limits: RunLimits,
+        position: int,
+    ) -> None:
+        self._driver = driver
+        self._store = store
+        self._samples = samples
+        self._clock = clock
+        self._limits = limits
+        self._snapshot_position = position
+        self._stream_ends: deque[tuple[float, int]] = deque()
+        self._purged_below = 0
+
+    async def run(self) -> None:
+        """Look for ever. What fails is tried again at the next look."""
+        while True:
+            await self._clock.sleep(self._limits.housekeeping_s)
+            try:
+                await self.snapshot_if_due()
+                await self.purge()
+            except (MeshError, OSError) as error:
+                _log.warning("housekeeping of run %s failed, and goes on: %s", self._driver.run, error)
+
+    async def snapshot_if_due(self) -> bool:
+        """Snapshot once `snapshot_records` have been stored since the last."""
+        body, position = await self._driver.look(self._encode_if_due)
+        if not body:
+            return False
+        await asyncio.to_thread(self._store.save, body, position)
+        self._snapshot_position = position
+        return True
+
+    def _encode_if_due(self, core: Core, position: int) -> tuple[bytes, int]:
+        if position - self._snapshot_position < self._limits.snapshot_records:
+            return b"", position
+        return encode_snapshot(core.state, position, self._driver.stored_record_id()), position
+
+    async def purge(self) -> int:
+        """Drop payloads that are dead; returns the sequence below which they are gone."""
+        lowest, term_s = await self._driver.look(lambda core, _: (lowest_live(core.state), _report_s(core.state)))
+        end = (await self._samples.info()).last_seq
+        now = self._clock.monotonic_s()
+        self._stream_ends.append((now, end))
+        settled = self._settled_end(now - term_s)
+        below = min(settled + 1, lowest if lowest else settled + 1)
+        if below > self._purged_below:
+            await self._samples.purge_below(below)
+            self._purged_below = below
+        return self._purged_below
+
+    def _settled_end(self, before: float) -> int:
+        """The end of the stream at the latest look not after `before`; 0 if there was none."""
+        while len(self._stream_ends) > 1 and self._stream_ends[1][0] <= before:
+            self._stream_ends.popleft()
+        when, end = self._stream_ends[0]
+        return end if when <= before else 0
+
+
+def lowest_live(state: State) -> int:
+    """The lowest payload sequence that a live group refers to; 0 if there is none."""
+    sequences = (e.payload.sequence for g in state.groups.values() for e in g.episodes.values() if e.payload.sequence)
+    return min(sequences, default=0)
+
+
+def _report_s(state: State) -> float:
+    return REPORT_TERMS * state.the_spec.episode_lease_s if state.spec is not None else 0.0

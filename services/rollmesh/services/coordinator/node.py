@@ -1,0 +1,130 @@
+"""A coordinator as a node: bus, runs, fleet and both services behind one gRPC server.
+
+    async with CoordinatorNode(config, folder=..., token=..., bus_url=...) as node:
+        node.address                # both CoordinatorService and RunService
+        await node.failed()         # raises if it can't lead on: fenced by another coordinator, or the ledger is out of reach
+
+Leaving the context stops it; a later node over the same folder and bus goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+from rollmesh.services.coordinator.config import CoordinatorConfig
+from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
+from rollmesh.services.coordinator.outgoing import Outgoing
+from rollmesh.services.coordinator.run_servicer import RunServicer
+from rollmesh.services.coordinator.runs import Runs
+from rollmesh.services.coordinator.servicer import CoordinatorServicer
+from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.errors import MeshError
+from rollmesh.shared.ids import IdSource, RandomIds
+from rollmesh.shared.rpc.server import RpcServer
+from rollmesh.v1 import coordinator_pb2_grpc, run_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+
+class CoordinatorNode:
+    """One coordinator. Give it a bus, or the URL of one."""
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        *,
+        folder: str | Path,
+        token: str,
+        bus: Bus | None = None,
+        bus_url: str = "",
+        clock: Clock | None = None,
+        ids: IdSource | None = None,
+    ) -> None:
+        assert (bus is None) != (not bus_url), "a bus or the URL of one"
+        self._config = config
+        self._folder = Path(folder)
+        self._token = token
+        self._bus = bus
+        self._bus_url = bus_url
+        self._clock = clock or SystemClock()
+        self._ids = ids or RandomIds()
+        self._stack = AsyncExitStack()
+        self._server = RpcServer(config.server, token=token)
+        self._failure: asyncio.Future[NoReturn] | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port of CoordinatorService and RunService."""
+        return self._server.address
+
+    async def failed(self) -> NoReturn:
+        """Wait until this coordinator can't lead on, and raise why: Fenced or DataLoss. The process should exit then."""
+        assert self._failure is not None, "not started"
+        await asyncio.shield(self._failure)
+        raise AssertionError("a failure is an exception")
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        """Server last: nothing is answered before every run is recovered."""
+        self._failure = asyncio.get_running_loop().create_future()
+        self._failure.add_done_callback(lambda failure: failure.exception() if not failure.cancelled() else None)
+        bus = self._bus
+        if bus is None:
+            bus = await JetStreamBus.connect(self._bus_url, token=self._token)
+            stack.push_async_callback(bus.close)
+        keeper = FleetKeeper(
+            self._config.fleet,
+            lambda: runs.drivers,
+            clock=self._clock,
+            coordinator_id=self._ids.new("coordinator"),
+            commands_max=self._config.commands_max,
+        )
+        outgoing = Outgoing(keeper, token=self._token, call_s=self._config.run.call_s)
+        stack.push_async_callback(outgoing.close)
+        runs = Runs(
+            bus,
+            self._folder / "runs",
+            outgoing,
+            clock=self._clock,
+            ids=self._ids,
+            config=self._config,
+            on_failure=self._on_failure,
+        )
+        stack.push_async_callback(runs.close)
+        await runs.recover_all()
+        plan = asyncio.create_task(keeper.run(), name="fleet")
+        stack.push_async_callback(_cancel, plan)
+        self._server.add(
+            coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
+            CoordinatorServicer(runs, keeper, self._clock),
+        )
+        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, RunServicer(runs, keeper, outgoing))
+        stack.push_async_callback(self._server.stop)
+        await self._server.start()
+
+    def _on_failure(self, run: str, error: MeshError) -> None:
+        _log.error("run %s: %s", run, error)
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,180 @@
+"""RunService at the coordinator: the decisions. Payloads are the gateway's, which forwards everything else to here."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from rollmesh.services.coordinator import wire
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.fleet import NodeKind
+from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.fact_codec import encode_into
+from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
+from rollmesh.services.coordinator.outgoing import Outgoing
+from rollmesh.services.coordinator.run_state import run_state
+from rollmesh.services.coordinator.runs import Runs
+from rollmesh.shared.errors import NotUploaded, Unimplemented, UnknownRun
+from rollmesh.shared.rpc.handlers import Context
+from rollmesh.v1 import run_pb2 as pb
+from rollmesh.v1 import run_pb2_grpc
+
+DEFAULT = wire.DEFAULT_NAME
+
+
+class RunServicer(run_pb2_grpc.RunServiceServicer):
+    """The decisions among RunService's verbs."""
+
+    def __init__(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing) -> None:
+        self._runs = runs
+        self._keeper = keeper
+        self._outgoing = outgoing
+
+    async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
+        return pb.CreateRunResponse(created=await self._runs.create(wire.run_spec(request.spec)))
+
+    async def AttachTrainer(self, request: pb.AttachTrainerRequest, context: Context) -> pb.AttachTrainerResponse:
+        driver = await self._runs.get(request.run)
+        attached: i.Attached = await driver.ask(
+            lambda ticket: i.AttachTrainer(
+                ticket=ticket,
+                policy=request.policy or DEFAULT,
+                learner=request.learner or DEFAULT,
+                last_update=request.last_update,
+                digest=request.digest,
+                holder=request.holder,
+                keeps_no_checkpoints=request.keeps_no_checkpoints,
+            )
+        )
+        spec = await driver.look(lambda core, _: core.state.the_spec)
+        return self._attached(request, attached, spec)
+
+    def _attached(
+        self, request: pb.AttachTrainerRequest, attached: i.Attached, spec: RunSpec
+    ) -> pb.AttachTrainerResponse:
+        response = pb.AttachTrainerResponse(
+            trainer_epoch=attached.trainer_epoch,
+            next_update=attached.next_update,
+            incarnation=attached.incarnation,
+            resolution=pb.AttachResolution.ValueType(attached.resolution),
+            lease_s=spec.batch_lease_s,
+            weights_address=next(iter(self._keeper.addresses(NodeKind.DEPOT, request.run)), ""),
+            rolled_back_to=request.last_update if attached.resolution is i.Resolution.ROLLED_BACK else 0,
+        )
+        encode_into(spec, response.spec)
+        return response
+
+    async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
+        wait_s = wire.wait_s(request.wait_s, context.time_remaining())
+        driver = await self._runs.get(request.run)
+        batch: i.Batch = await driver.ask(lambda ticket: wire.lease_batch(ticket, request, wait_s))
+        return wire.batch_response(batch)
+
+    async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:
+        driver = await self._runs.get(request.run)
+        renewed: i.Renewed = await driver.ask(
+            lambda ticket: i.RenewBatch(
+                ticket=ticket,
+                policy=request.policy or DEFAULT,
+                learner=request.learner or DEFAULT,
+                trainer_epoch=request.trainer_epoch,
+                lease_id=request.lease_id,
+            )
+        )
+        return pb.RenewBatchResponse(lease_s=renewed.lease_s)
+
+    async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
+        driver = await self._runs.get(request.run)
+        committed: i.Committed = await driver.ask(lambda ticket: wire.commit_update(ticket, request))
+        position = await driver.look(lambda _, position: position)
+        return pb.CommitUpdateResponse(digest=committed.digest, ledger_position=position)
+
+    async def ReleaseBatch(self, request: pb.ReleaseBatchRequest, context: Context) -> pb.ReleaseBatchResponse:
+        driver = await self._runs.get(request.run)
+        await driver.ask(
+            lambda ticket: i.ReleaseBatch(
+                ticket=ticket,
+                policy=request.policy or DEFAULT,
+                learner=request.learner or DEFAULT,
+                trainer_epoch=request.trainer_epoch,
+                lease_id=request.lease_id,
+            )
+        )
+        return pb.ReleaseBatchResponse()
+
+    async def ReportCheckpoint(
+        self, request: pb.ReportCheckpointRequest, context: Context
+    ) -> pb.ReportCheckpointResponse:
+        driver = await self._runs.get(request.run)
+        await driver.ask(
+            lambda ticket: i.ReportCheckpoint(
+                ticket=ticket,
+                policy=request.policy or DEFAULT,
+                learner=request.learner or DEFAULT,
+                trainer_epoch=request.trainer_epoch,
+                update=request.update,
+                digest=request.digest,
+            )
+        )
+        return pb.ReportCheckpointResponse()
+
+    async def PublishVersion(self, request: pb.PublishVersionRequest, context: Context) -> pb.PublishVersionResponse:
+        version = wire.version_of(request)
+        driver = await self._runs.get(request.run)
+        missing = await self._outgoing.missing_blobs(request.run, version.weights_digest)
+        if missing:
+            raise NotUploaded(
+                f"the depot lacks {len(missing)} blobs of {version.weights_digest[:12]}, first {missing[0][:12]}: upload them, "
+                "then publish again",
+                missing=len(missing),
+                first=missing[0],
+            )
+        await driver.ask(
+            lambda ticket: i.PublishVersion(
+                ticket=ticket,
+                policy=version.policy,
+                learner=request.learner or DEFAULT,
+                trainer_epoch=request.trainer_epoch,
+                version=version,
+            )
+        )
+        return pb.PublishVersionResponse()
+
+    async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
+        raise Unimplemented("tasks come from the data service in this version; configure a task file there")
+
+    async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
+        raise Unimplemented("samples come from rollouts alone in this version")
+
+    async def FetchSamples(
+        self, request: pb.FetchSamplesRequest, context: Context
+    ) -> AsyncIterator[pb.FetchSamplesResponse]:
+        raise Unimplemented("the coordinator holds no payloads; ask the gateway")
+        yield  # makes it a stream
+
+    async def StreamSamples(
+        self, request: pb.StreamSamplesRequest, context: Context
+    ) -> AsyncIterator[pb.StreamSamplesResponse]:
+        raise Unimplemented("every run of this version has a learner; lease batches instead")
+        yield  # makes it a stream
+
+    async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
+        driver = await self._runs.get(request.run)
+        async for state in driver.watch(_state):
+            command = pb.TRAINER_COMMAND_STOP if state.ended else pb.TRAINER_COMMAND_UNSPECIFIED
+            yield pb.WatchRunResponse(state=state, command=command)
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        driver = await self._runs.get(request.run)
+        return pb.GetRunResponse(state=await driver.look(_state))
+
+    async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
+        driver = await self._runs.get(request.run)
+        await driver.ask(lambda ticket: i.StopRun(ticket=ticket, reason=request.reason))
+        return pb.StopRunResponse()
+
+
+def _state(core: Core, position: int) -> pb.RunState:
+    if core.state.spec is None:
+        raise UnknownRun("the run has streams but no beginning; CreateRun again")
+    return run_state(core, position)

@@ -1,0 +1,77 @@
+"""RunState as people and trainers see it, read from a run's core."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
+from rollmesh.services.coordinator.core.state import Accounts, EpisodeStatus, EvalState, GroupPhase, GroupState, State
+from rollmesh.v1 import run_pb2 as pb
+
+_PHASES = {
+    GroupPhase.FINALIZING: "finalizing",
+    GroupPhase.READY: "ready",
+    GroupPhase.LEASED: "leased",
+    GroupPhase.IN_DOUBT: "in_doubt",
+    GroupPhase.APPLIED: "applied",
+}
+
+
+def run_state(core: Core, position: int) -> pb.RunState:
+    """The state after the ledger record at `position`."""
+    state = core.state
+    return pb.RunState(
+        run=state.the_spec.run,
+        ended=state.ended,
+        samples=sample_counts(state.accounts),
+        eval_samples=sample_counts(state.eval_accounts),
+        policies=[_policy(state)],
+        evals=[_eval(result, state) for result in state.evals],
+        waiting=core.waiting(),
+        mean_rewards=state.the_clock.mean_rewards,
+        ledger_position=position,
+    )
+
+
+def sample_counts(accounts: Accounts) -> pb.SampleCounts:
+    ends = {end.name.lower(): accounts.ends.get(end, 0) for end in SampleEnd if end is not SampleEnd.LIVE}
+    return pb.SampleCounts(reserved=accounts.reserved, live=accounts.live, reasons=accounts.reasons, **ends)
+
+
+def _policy(state: State) -> pb.PolicyState:
+    clock = state.the_clock
+    groups = Counter(_phase(group) for group in state.groups.values() if group.purpose is not Purpose.EVAL)
+    return pb.PolicyState(
+        policy=clock.policy,
+        applied_step=clock.applied,
+        published_step=clock.published.step if clock.published is not None else -1,
+        incarnation=clock.incarnation,
+        digest=clock.digest,
+        checkpoint_update=clock.checkpoint,
+        trainer_epoch=clock.trainer_epoch,
+        groups=groups,
+        trained_by_staleness=clock.trained_by_staleness,
+        tokens_trained=clock.tokens_trained,
+        tokens_generated=clock.tokens_generated,
+    )
+
+
+def _phase(group: GroupState) -> str:
+    if group.phase is not GroupPhase.OPEN:
+        return _PHASES[group.phase]
+    begun = any(e.status is not EpisodeStatus.PENDING for e in group.episodes.values())
+    return "generating" if begun else "pending"
+
+
+def _eval(result: EvalState, state: State) -> pb.EvalResult:
+    num = max(1, result.num_samples)
+    return pb.EvalResult(
+        step=result.step,
+        incarnation=result.incarnation,
+        split=result.split,
+        num_samples=result.num_samples,
+        mean_rewards={name: total / num for name, total in result.reward_sums.items()},
+        success_by_label={key: total / result.label_nums[key] for key, total in result.label_sums.items()},
+        complete=result.num_open == 0 and result.num_samples >= result.num_reserved,
+    )

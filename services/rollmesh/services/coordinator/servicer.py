@@ -1,0 +1,185 @@
+"""CoordinatorService: nodes join, workers lease episodes and report them, the gateway asks for batches."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+from rollmesh.services.coordinator import wire
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.fleet import NodeKind
+from rollmesh.services.coordinator.driver import RunDriver
+from rollmesh.services.coordinator.fact_codec import known_member
+from rollmesh.services.coordinator.fleet_keeper import FleetKeeper, NodeStream
+from rollmesh.services.coordinator.lease_names import from_wire, to_wire
+from rollmesh.services.coordinator.runs import Runs
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, Unimplemented, UnknownRun
+from rollmesh.shared.rpc.handlers import Context
+from rollmesh.v1 import coordinator_pb2 as pb
+from rollmesh.v1 import coordinator_pb2_grpc
+
+SLICE_S = 0.5
+"""How long a worker of several runs waits at each of them in turn."""
+REPORTS_MAX = 4096
+
+
+class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """The inside of the mesh."""
+
+    def __init__(self, runs: Runs, keeper: FleetKeeper, clock: Clock) -> None:
+        self._runs = runs
+        self._keeper = keeper
+        self._clock = clock
+        self._turn = itertools.count()
+
+    async def Join(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> AsyncIterator[pb.JoinResponse]:
+        first = await anext(aiter(requests), None)
+        if first is None or not first.HasField("hello"):
+            raise InvalidInput("the first message must be a hello", violations=[FieldViolation("hello", "is missing")])
+        stream = self._keeper.join(first.hello)
+        reader = asyncio.create_task(self._read(stream, requests))
+        try:
+            async for message in stream.messages():
+                yield message
+        finally:
+            self._keeper.leave(stream)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(self, stream: NodeStream, requests: AsyncIterator[pb.JoinRequest]) -> None:
+        """Take a node's reports until it hangs up or one is refused; either ends the stream."""
+        try:
+            async for request in requests:
+                if not request.HasField("report"):
+                    raise InvalidInput(
+                        "after the hello only reports follow", violations=[FieldViolation("report", "is missing")]
+                    )
+                self._keeper.report(stream, request.report)
+        except MeshError as error:
+            stream.end(error)
+        else:
+            stream.end()
+
+    async def AcquireRollouts(self, request: pb.AcquireRolloutsRequest, context: Context) -> pb.AcquireRolloutsResponse:
+        if not 1 <= request.num_max <= wire.NUM_MAX:
+            raise wire.invalid("num_max", f"is {request.num_max}; expected 1 to {wire.NUM_MAX}")
+        wait_s = wire.wait_s(request.wait_s, context.time_remaining())
+        runs = await self._runs_of(request.node_id)
+        if len(runs) == 1:
+            return _acquired(runs[0].run, await self._acquire(runs[0], request, wait_s))
+        return await self._acquire_in_turn(runs, request, wait_s)
+
+    async def _runs_of(self, node_id: str) -> list[RunDriver]:
+        named = self._keeper.check_may_work(node_id)
+        if not named:
+            return list(self._runs.drivers.values())
+        found = []
+        for run in named:
+            try:
+                found.append(await self._runs.get(run))
+            except UnknownRun:
+                continue  # not created yet
+        return found
+
+    async def _acquire_in_turn(
+        self, runs: list[RunDriver], request: pb.AcquireRolloutsRequest, wait_s: float
+    ) -> pb.AcquireRolloutsResponse:
+        """Several runs: ask one after the other, beginning with another one each time; none: wait for one."""
+        until = self._clock.monotonic_s() + wait_s
+        waiting_for = "a run"
+        while True:
+            first = next(self._turn)
+            for offset in range(len(runs)):
+                driver = runs[(first + offset) % len(runs)]
+                left = max(0.0, until - self._clock.monotonic_s())
+                acquired = await self._acquire(driver, request, min(SLICE_S, left))
+                if acquired.leases:
+                    return _acquired(driver.run, acquired)
+                waiting_for = acquired.waiting_for
+            left = until - self._clock.monotonic_s()
+            if left <= 0:
+                return pb.AcquireRolloutsResponse(waiting_for=waiting_for)
+            if not runs:
+                await self._clock.sleep(min(SLICE_S / 5, left))
+            runs = await self._runs_of(request.node_id)
+
+    async def _acquire(self, driver: RunDriver, request: pb.AcquireRolloutsRequest, wait_s: float) -> i.Acquired:
+        acquired: i.Acquired = await driver.ask(
+            lambda ticket: i.AcquireRollouts(
+                ticket=ticket, node_id=request.node_id, num_max=request.num_max, wait_s=wait_s
+            )
+        )
+        return acquired
+
+    async def ExtendGroup(self, request: pb.ExtendGroupRequest, context: Context) -> pb.ExtendGroupResponse:
+        raise Unimplemented("groups are extended by the finaliser in this version; let FinalizeGroup answer EXTEND")
+
+    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
+        by_run: dict[str, list[str]] = {}
+        for name in request.lease_ids:
+            run, lease_id = from_wire(name)
+            by_run.setdefault(run, []).append(lease_id)
+        gone: list[str] = []
+        lease_s = 0.0
+        for run, lease_ids in by_run.items():
+            try:
+                renewed = await self._renew(await self._runs.get(run), request.node_id, tuple(lease_ids))
+            except UnknownRun:
+                gone += [to_wire(run, lease_id) for lease_id in lease_ids]
+                continue
+            gone += [to_wire(run, lease_id) for lease_id in renewed.gone]
+            lease_s = min(lease_s, renewed.lease_s) if lease_s else renewed.lease_s
+        return pb.RenewLeasesResponse(gone=gone, lease_s=lease_s)
+
+    async def _renew(self, driver: RunDriver, node_id: str, lease_ids: tuple[str, ...]) -> i.Renewed:
+        renewed: i.Renewed = await driver.ask(
+            lambda ticket: i.RenewLeases(ticket=ticket, node_id=node_id, lease_ids=lease_ids)
+        )
+        return renewed
+
+    async def ReportEpisodes(self, request: pb.ReportEpisodesRequest, context: Context) -> pb.ReportEpisodesResponse:
+        if len(request.reports) > REPORTS_MAX:
+            raise wire.invalid("reports", f"are {len(request.reports)}; expected at most {REPORTS_MAX}")
+        results = [""] * len(request.reports)
+        places: dict[str, list[int]] = {}
+        for index, report in enumerate(request.reports):
+            places.setdefault(report.key.run, []).append(index)
+        for run, indices in places.items():
+            reports = tuple(wire.episode_report(request.reports[index]) for index in indices)
+            for index, result in zip(indices, await self._report(run, request.node_id, reports), strict=True):
+                results[index] = result
+        return pb.ReportEpisodesResponse(results=results)
+
+    async def _report(self, run: str, node_id: str, reports: tuple[i.EpisodeReport, ...]) -> tuple[str, ...]:
+        try:
+            driver = await self._runs.get(run)
+        except UnknownRun:
+            return ("UNKNOWN_LEASE",) * len(reports)
+        reported: i.Reported = await driver.ask(
+            lambda ticket: i.ReportEpisodes(ticket=ticket, node_id=node_id, reports=reports)
+        )
+        return reported.results
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        self._keeper.drain(request.node_id)
+        return pb.DrainResponse()
+
+    async def GetFleet(self, request: pb.GetFleetRequest, context: Context) -> pb.GetFleetResponse:
+        return pb.GetFleetResponse(nodes=self._keeper.nodes(known_member(NodeKind, request.kind)))
+
+    async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
+        driver = await self._runs.get(request.run)
+        batch: i.Batch = await driver.ask(
+            lambda ticket: i.GetBatch(
+                ticket=ticket, policy="", learner="", trainer_epoch=request.trainer_epoch, lease_id=request.lease_id
+            )
+        )
+        return pb.GetBatchResponse(samples=wire.leased_samples(batch.samples))
+
+
+def _acquired(run: str, acquired: i.Acquired) -> pb.AcquireRolloutsResponse:
+    leases: list[Any] = [wire.episode_lease(run, lease) for lease in acquired.leases]
+    return pb.AcquireRolloutsResponse(leases=leases, waiting_for=acquired.waiting_for)

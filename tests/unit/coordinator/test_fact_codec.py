@@ -1,0 +1,124 @@
+"""Every fact survives the wire, and records and messages agree field by field."""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmesh.services.coordinator import fact_codec
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import records
+from rollmesh.shared.errors import InvalidInput
+from rollmesh.v1 import events_pb2, reward_pb2, run_pb2, types_pb2
+
+FACTS = typing.get_args(f.Fact)
+VALUES: dict[type, Any] = {
+    records.Version: types_pb2.PolicyVersion,
+    records.Message: types_pb2.Message,
+    records.Task: types_pb2.Task,
+    records.Reward: types_pb2.Reward,
+    records.SampleRewards: reward_pb2.SampleRewards,
+    records.StepSpan: types_pb2.StepSpan,
+    records.SampleMeta: types_pb2.SampleMeta,
+    records.PayloadRef: types_pb2.PayloadRef,
+    records.DroppedSample: events_pb2.DroppedSample,
+    records.RunSpec: events_pb2.RunSpec,
+}
+INTEGERS = {"segment": st.integers(-(2**31), 2**31 - 1), "leaf": st.integers(-(2**31), 2**31 - 1)}
+
+
+def strategy(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return st.lists(strategy(args[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)
+    if origin in (types.UnionType, typing.Union):
+        return strategy(args[0])
+    if hint is str:
+        return st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    if hint is bool:
+        return st.booleans()
+    if hint is float:
+        return st.floats(allow_nan=False)
+    if hint is int:
+        return INTEGERS.get(name, st.integers(0, 2**63 - 1))
+    if hint is records.RunSpec:
+        return run_specs()
+    if issubclass(hint, records.Record):
+        return st.builds(hint, **{n: strategy(h, n) for n, h in typing.get_type_hints(hint).items()})
+    return st.sampled_from(list(hint))
+
+
+def run_specs() -> st.SearchStrategy[records.RunSpec]:
+    names = typing.get_type_hints(records.RunSpec)
+    fields = {name: strategy(hint, name) for name, hint in names.items()}
+    fields |= {name: st.floats(0.001, 1e6) for name in fields if name.endswith(("_s", "_s_max"))}
+    fields |= {name: st.integers(1, 1000) for name in ("batch_groups", "group_size", "tries_max")}
+    fields["publish_every"] = st.just(1)
+    return st.builds(records.RunSpec, **fields)
+
+
+@pytest.mark.parametrize("fact_type", FACTS, ids=lambda t: t.__name__)
+def test_every_fact_survives_the_wire(fact_type: type) -> None:
+    @settings(max_examples=40, deadline=None)
+    @given(st.lists(strategy(fact_type), min_size=1, max_size=3))
+    def survives(facts: list[f.Fact]) -> None:
+        payload = fact_codec.encode_record("r1", 1.5, facts)
+        assert fact_codec.decode_record(payload) == ("r1", tuple(facts))
+
+    survives()
+
+
+def test_every_fact_has_its_place_in_the_oneof() -> None:
+    assert set(fact_codec.FACT_TYPES) == {field.name for field in events_pb2.Fact.DESCRIPTOR.fields}
+
+
+@pytest.mark.parametrize("type_", [*FACTS, *VALUES], ids=lambda t: t.__name__)
+def test_a_record_and_its_message_have_the_same_fields(type_: type) -> None:
+    message = VALUES.get(type_) or getattr(events_pb2, type_.__name__)
+    assert set(type_.__struct_fields__) == {field.name for field in message.DESCRIPTOR.fields}  # type: ignore[attr-defined]
+
+
+ENUMS = [
+    (records.Purpose, types_pb2.Purpose, "PURPOSE"),
+    (records.SampleEnd, types_pb2.SampleEnd, "SAMPLE_END"),
+    (records.BoundPolicy, events_pb2.BoundPolicy, "BOUND_POLICY"),
+    (records.GroupDecision, reward_pb2.GroupDecision, "GROUP_DECISION"),
+    (records.RewardOutcome, types_pb2.RewardOutcome, "REWARD_OUTCOME"),
+]
+
+
+@pytest.mark.parametrize(("enum", "message", "prefix"), ENUMS, ids=lambda v: v if isinstance(v, str) else "")
+def test_enums_agree_by_name_and_number(enum: Any, message: Any, prefix: str) -> None:
+    ours = {f"{prefix}_{m.name}": m.value for m in enum if m.value}
+    assert ours == {name: number for name, number in message.items() if number}
+
+
+def test_an_unset_enum_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInput, match="outcome is 0; expected one of 1 \\(OK\\)") as caught:
+        fact_codec.decode(records.Reward, types_pb2.Reward(name="x"))
+    assert caught.value.violations[0].field == "outcome"
+
+
+def test_a_fact_of_a_later_version_is_refused_not_skipped() -> None:
+    with pytest.raises(InvalidInput, match="unknown to this version"):
+        fact_codec.decode_record(events_pb2.LedgerRecord(facts=[events_pb2.Fact()]).SerializeToString())
+
+
+def test_a_spec_that_cannot_work_is_a_value_error() -> None:
+    message = run_pb2.CreateRunRequest(spec=events_pb2.RunSpec(run="r", beyond=events_pb2.BOUND_POLICY_DROP)).spec
+    with pytest.raises(ValueError, match="batch_groups = 0"):
+        fact_codec.decode(records.RunSpec, message)
+
+
+def test_a_decoded_value_is_stored_by_a_snapshot_as_the_original() -> None:
+    reward = records.Reward(name="a", value=0.5, segment=-1, scorer="s@1")
+    message = fact_codec.encode(reward, types_pb2.Reward)
+    assert msgspec.msgpack.encode(fact_codec.decode(records.Reward, message)) == msgspec.msgpack.encode(reward)
