@@ -60,8 +60,8 @@ def episode(said: str, *, oracle_ref: str = "calc:6*7", num_samples: int = 1) ->
     )
 
 
-def request(*items: reward_pb2.ScoreItem) -> reward_pb2.ScoreEpisodesRequest:
-    return reward_pb2.ScoreEpisodesRequest(run="r", items=items)
+def request(*items: reward_pb2.ScoreItem) -> reward_pb2.RewardServiceScoreRequest:
+    return reward_pb2.RewardServiceScoreRequest(run="r", items=items)
 
 
 def group(*values: float) -> reward_pb2.FinalizeGroupRequest:

@@ -103,7 +103,7 @@ class ScoreItem(_message.Message):
 Global___ScoreItem: _TypeAlias = ScoreItem  # noqa: Y015
 
 @_typing.final
-class ScoreEpisodesRequest(_message.Message):
+class RewardServiceScoreRequest(_message.Message):
     """Episodes to score, at most 256."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -128,7 +128,7 @@ class ScoreEpisodesRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ScoreEpisodesRequest: _TypeAlias = ScoreEpisodesRequest  # noqa: Y015
+Global___RewardServiceScoreRequest: _TypeAlias = RewardServiceScoreRequest  # noqa: Y015
 
 @_typing.final
 class SampleRewards(_message.Message):
@@ -159,7 +159,7 @@ class SampleRewards(_message.Message):
 Global___SampleRewards: _TypeAlias = SampleRewards  # noqa: Y015
 
 @_typing.final
-class ScoreEpisodesResponse(_message.Message):
+class RewardServiceScoreResponse(_message.Message):
     """Rewards of all samples, in the order asked."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -180,7 +180,7 @@ class ScoreEpisodesResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ScoreEpisodesResponse: _TypeAlias = ScoreEpisodesResponse  # noqa: Y015
+Global___RewardServiceScoreResponse: _TypeAlias = RewardServiceScoreResponse  # noqa: Y015
 
 @_typing.final
 class FinalizeGroupRequest(_message.Message):

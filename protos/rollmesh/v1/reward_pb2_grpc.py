@@ -37,8 +37,8 @@ class RewardServiceStub(object):
         """
         self.Score = channel.unary_unary(
                 '/rollmesh.v1.RewardService/Score',
-                request_serializer=rollmesh_dot_v1_dot_reward__pb2.ScoreEpisodesRequest.SerializeToString,
-                response_deserializer=rollmesh_dot_v1_dot_reward__pb2.ScoreEpisodesResponse.FromString,
+                request_serializer=rollmesh_dot_v1_dot_reward__pb2.RewardServiceScoreRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_reward__pb2.RewardServiceScoreResponse.FromString,
                 _registered_method=True)
         self.FinalizeGroup = channel.unary_unary(
                 '/rollmesh.v1.RewardService/FinalizeGroup',
@@ -89,8 +89,8 @@ def add_RewardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Score': grpc.unary_unary_rpc_method_handler(
                     servicer.Score,
-                    request_deserializer=rollmesh_dot_v1_dot_reward__pb2.ScoreEpisodesRequest.FromString,
-                    response_serializer=rollmesh_dot_v1_dot_reward__pb2.ScoreEpisodesResponse.SerializeToString,
+                    request_deserializer=rollmesh_dot_v1_dot_reward__pb2.RewardServiceScoreRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_reward__pb2.RewardServiceScoreResponse.SerializeToString,
             ),
             'FinalizeGroup': grpc.unary_unary_rpc_method_handler(
                     servicer.FinalizeGroup,
@@ -129,8 +129,8 @@ class RewardService(object):
             request,
             target,
             '/rollmesh.v1.RewardService/Score',
-            rollmesh_dot_v1_dot_reward__pb2.ScoreEpisodesRequest.SerializeToString,
-            rollmesh_dot_v1_dot_reward__pb2.ScoreEpisodesResponse.FromString,
+            rollmesh_dot_v1_dot_reward__pb2.RewardServiceScoreRequest.SerializeToString,
+            rollmesh_dot_v1_dot_reward__pb2.RewardServiceScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,7 +33,7 @@ class RewardServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
-    Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.ScoreEpisodesRequest, _reward_pb2.ScoreEpisodesResponse]
+    Score: _grpc.UnaryUnaryMultiCallable[_reward_pb2.RewardServiceScoreRequest, _reward_pb2.RewardServiceScoreResponse]
     """Scores episodes. A scorer that fails yields a reward with outcome INFRA_FAILURE and its cause in `evidence`, never a 0.
     Repeatable: the same input gives the same rewards, as far as the scorers are deterministic.
     Errors:
@@ -54,7 +54,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     """Stateless; scale it out freely."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.ScoreEpisodesRequest, _reward_pb2.ScoreEpisodesResponse]  # type: ignore[assignment]
+    Score: _aio.UnaryUnaryMultiCallable[_reward_pb2.RewardServiceScoreRequest, _reward_pb2.RewardServiceScoreResponse]  # type: ignore[assignment]
     """Scores episodes. A scorer that fails yields a reward with outcome INFRA_FAILURE and its cause in `evidence`, never a 0.
     Repeatable: the same input gives the same rewards, as far as the scorers are deterministic.
     Errors:
@@ -76,9 +76,9 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Score(
         self,
-        request: _reward_pb2.ScoreEpisodesRequest,
+        request: _reward_pb2.RewardServiceScoreRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_reward_pb2.ScoreEpisodesResponse, _abc.Awaitable[_reward_pb2.ScoreEpisodesResponse]]:
+    ) -> _typing.Union[_reward_pb2.RewardServiceScoreResponse, _abc.Awaitable[_reward_pb2.RewardServiceScoreResponse]]:
         """Scores episodes. A scorer that fails yields a reward with outcome INFRA_FAILURE and its cause in `evidence`, never a 0.
         Repeatable: the same input gives the same rewards, as far as the scorers are deterministic.
         Errors:

@@ -27,11 +27,11 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self._finalizer_name = finalizer_name
 
     async def Score(
-        self, request: reward_pb2.ScoreEpisodesRequest, context: object
-    ) -> reward_pb2.ScoreEpisodesResponse:
+        self, request: reward_pb2.RewardServiceScoreRequest, context: object
+    ) -> reward_pb2.RewardServiceScoreResponse:
         items = list(self._items(request))
         scored = await self._engine.score(items)
-        response = reward_pb2.ScoreEpisodesResponse()
+        response = reward_pb2.RewardServiceScoreResponse()
         for item, rewards in zip(items, scored, strict=True):
             response.samples.add(sample_id=item.sample_id, rewards=encode_rewards(rewards))
         return response
@@ -63,7 +63,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
             )
         return response
 
-    def _items(self, request: reward_pb2.ScoreEpisodesRequest) -> Iterator[ScoreItem]:
+    def _items(self, request: reward_pb2.RewardServiceScoreRequest) -> Iterator[ScoreItem]:
         if len(request.items) > ITEMS_MAX:
             raise _invalid("items", f"has {len(request.items)} episodes, at most {ITEMS_MAX}; send them in parts")
         for index, item in enumerate(request.items):

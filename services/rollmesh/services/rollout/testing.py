@@ -85,8 +85,17 @@ class Gate:
     def __init__(self) -> None:
         self.num_inside = 0
         self.num_entered = 0
-        self.held = False
         self.failure: MeshError | None = None
+        self._open = asyncio.Event()
+        self._open.set()
+
+    @property
+    def held(self) -> bool:
+        return not self._open.is_set()
+
+    @held.setter
+    def held(self, value: bool) -> None:
+        (self._open.clear if value else self._open.set)()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -102,8 +111,7 @@ class Gate:
             if self.failure is not None:
                 raise self.failure
             await asyncio.sleep(0)
-            if self.held:
-                await asyncio.get_running_loop().create_future()
+            await self._open.wait()
 
 
 class ScriptedGenerator:

@@ -175,8 +175,8 @@ class RewardClient:
                 if not entry.answer.done():
                     entry.answer.set_result(answer)
 
-    async def _ask(self, run: str, batch: list[_Waiting]) -> reward_pb2.ScoreEpisodesResponse:
-        request = reward_pb2.ScoreEpisodesRequest(run=run, items=[entry.item for entry in batch])
+    async def _ask(self, run: str, batch: list[_Waiting]) -> reward_pb2.RewardServiceScoreResponse:
+        request = reward_pb2.RewardServiceScoreRequest(run=run, items=[entry.item for entry in batch])
         pause_s = self._config.backoff_s
         for tries_left in reversed(range(self._config.tries_max)):
             try:
@@ -206,7 +206,7 @@ def _refuse(batch: Sequence[_Waiting], err: MeshError) -> None:
             entry.answer.set_exception(err)
 
 
-def _by_item(response: reward_pb2.ScoreEpisodesResponse, batch: Sequence[_Waiting]) -> list[Rewards]:
+def _by_item(response: reward_pb2.RewardServiceScoreResponse, batch: Sequence[_Waiting]) -> list[Rewards]:
     """The flat answer cut up by episode. Raises `ScorerFailed` if it isn't about the samples asked for."""
     asked = [sample.sample_id for entry in batch for sample in entry.item.samples]
     if [sample.sample_id for sample in response.samples] != asked:
