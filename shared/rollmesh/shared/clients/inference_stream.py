@@ -1,0 +1,119 @@
+"""One inference node's long-lived Generate stream, shared by all requests that this process has on the node.
+
+Opens with the first request and again after a loss. A loss ends every request on it with the error; whoever made them goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from rollmesh.shared.errors import MeshError, Unavailable
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+Reply = inference_pb2.GenerateDelta | MeshError
+"""A delta, or what ended the stream."""
+
+
+class StreamRequest:
+    """One request on a node. Replies queue here, at most `max_tokens` tokens of them."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.replies: asyncio.Queue[Reply] = asyncio.Queue()
+
+
+class NodeStream:
+    """Multiplexes requests. Used on one event loop; `close` before leaving it."""
+
+    def __init__(self, open_channel: Callable[[], grpc.aio.Channel]) -> None:
+        self._open_channel = open_channel
+        self._ids = itertools.count()
+        self._live: dict[str, StreamRequest] = {}
+        self._outgoing = inference_pb2.GenerateRequest()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_live(self) -> int:
+        """Requests without a last reply."""
+        return len(self._live)
+
+    def submit(self, submission: inference_pb2.Submission) -> StreamRequest:
+        """Sends a request under an id of its own. Submissions of one turn of the loop leave in one message."""
+        request = StreamRequest(f"r{next(self._ids)}")
+        submission.request_id = request.request_id
+        self._live[request.request_id] = request
+        self._outgoing.submissions.append(submission)
+        self._wake.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        return request
+
+    def cancel(self, request: StreamRequest, reason: str) -> None:
+        """Ends a request at the node; no further replies come. Nothing happens if it has ended."""
+        if self._live.pop(request.request_id, None) is not None and self._task is not None:
+            self._outgoing.cancellations.add(request_id=request.request_id, reason=reason)
+            self._wake.set()
+
+    async def close(self) -> None:
+        """Ends the stream; live requests end as Unavailable."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._fail(Unavailable("the stream to the inference node was closed"))
+
+    async def _run(self) -> None:
+        error: MeshError = Unavailable("the inference node ended the stream")
+        try:
+            async with self._open_channel() as channel:
+                await self._serve(channel)
+        except MeshError as err:
+            error = err
+        finally:
+            if self._task is asyncio.current_task():
+                self._task = None
+            self._outgoing = inference_pb2.GenerateRequest()
+            self._fail(error)
+
+    async def _serve(self, channel: grpc.aio.Channel) -> None:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate()
+        writer = asyncio.create_task(self._write(call))
+        try:
+            with typed_errors():
+                async for response in call:
+                    for delta in response.deltas:
+                        self._deliver(delta)
+        finally:
+            call.cancel()
+            writer.cancel()
+            await asyncio.wait([writer])
+
+    async def _write(self, call: Any) -> None:
+        # A failed write means that the call has ended; the reader tells why.
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                message, self._outgoing = self._outgoing, inference_pb2.GenerateRequest()
+                await call.write(message)
+
+    def _deliver(self, delta: inference_pb2.GenerateDelta) -> None:
+        ended = delta.finish != types_pb2.FINISH_REASON_UNSPECIFIED
+        request = self._live.pop(delta.request_id, None) if ended else self._live.get(delta.request_id)
+        if request is not None:  # else cancelled meanwhile
+            request.replies.put_nowait(delta)
+
+    def _fail(self, error: MeshError) -> None:
+        live, self._live = self._live, {}
+        for request in live.values():
+            request.replies.put_nowait(error)

@@ -1,0 +1,171 @@
+"""The blob store keeps what hashes right, as long as somebody owns it, within its quota."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.shared.errors import ConfigError, DiskFull, HashMismatch, InvalidInput, UnknownBlob
+from rollmesh.shared.weights.blobs import BlobStore
+from rollmesh.shared.weights.digests import sha256_hex
+
+
+async def pieces(*data: bytes) -> AsyncIterator[bytes]:
+    for piece in data:
+        yield piece
+
+
+async def put(store: BlobStore, data: bytes, owner: str = "a") -> str:
+    digest = sha256_hex(data)
+    await store.put(digest, len(data), pieces(data[:3], data[3:]), owner=owner)
+    return digest
+
+
+async def content(store: BlobStore, digest: str, offset: int = 0) -> bytes:
+    return b"".join([piece async for piece in store.read(digest, offset=offset, piece_bytes=4)])
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[BlobStore]:
+    store = BlobStore(tmp_path / "blobs", quota_bytes=1000)
+    store.start()
+    yield store
+    store.close()
+
+
+def reopened(store: BlobStore, quota_bytes: int = 1000) -> BlobStore:
+    store.close()
+    again = BlobStore(store.directory, quota_bytes=quota_bytes)
+    again.start()
+    return again
+
+
+async def test_a_blob_is_read_back_from_any_offset(store: BlobStore) -> None:
+    digest = await put(store, b"0123456789")
+    assert await content(store, digest) == b"0123456789"
+    assert await content(store, digest, 7) == b"789"
+    assert store.missing([digest, "0" * 64]) == ["0" * 64]
+
+
+async def test_wrong_bytes_are_never_visible_and_leave_nothing(store: BlobStore) -> None:
+    digest = sha256_hex(b"right")
+    with pytest.raises(HashMismatch):
+        await store.put(digest, 5, pieces(b"wrong"), owner="a")
+    with pytest.raises(UnknownBlob):
+        await store.open(digest)
+    assert store.used_bytes == 0
+    assert not list(store.directory.glob("*.partial"))
+
+
+async def test_more_bytes_than_announced_are_refused(store: BlobStore) -> None:
+    with pytest.raises(InvalidInput, match="announced 3 bytes"):
+        await store.put(sha256_hex(b"four"), 3, pieces(b"four"), owner="a")
+
+
+async def test_a_blob_lives_as_long_as_its_last_owner(store: BlobStore) -> None:
+    shared, own = await put(store, b"shared", "v1"), await put(store, b"only v1", "v1")
+    assert await store.claim(shared, owner="v2")
+    assert store.release("v1") == len(b"only v1")
+    assert store.missing([shared, own]) == [own]
+    assert store.release("v2") == len(b"shared")
+    assert store.used_bytes == 0
+
+
+async def test_the_quota_counts_blobs_being_written(store: BlobStore) -> None:
+    await put(store, bytes(600))
+    with store.partial("0" * 64, 300), pytest.raises(DiskFull) as caught:
+        store.partial("1" * 64, 200)
+    assert caught.value.metadata == {"used_bytes": "900", "quota_bytes": "1000"}
+    with store.partial("1" * 64, 400):
+        pass
+
+
+async def test_owners_and_blobs_survive_a_restart(store: BlobStore) -> None:
+    kept, dropped = await put(store, b"kept", "v2"), await put(store, b"dropped", "v1")
+    store.release("v1")
+    again = reopened(store)
+    assert again.owners == {"v2"}
+    assert again.missing([kept, dropped]) == [dropped]
+    assert await content(again, kept) == b"kept"
+    again.close()
+
+
+async def test_a_restart_clears_partial_and_ownerless_files(store: BlobStore) -> None:
+    orphan = sha256_hex(b"orphan")
+    (store.directory / orphan).write_bytes(b"orphan")
+    (store.directory / f"{orphan}.0.partial").write_bytes(b"or")
+    again = reopened(store)
+    assert again.missing([orphan]) == [orphan]
+    assert {path.name for path in again.directory.iterdir()} == {"owners.jsonl", "lock"}
+    again.close()
+
+
+async def test_a_torn_journal_line_is_dropped(store: BlobStore) -> None:
+    digest = await put(store, b"data", "v1")
+    with (store.directory / "owners.jsonl").open("a") as journal:
+        journal.write('{"verb": "drop", "own')
+    again = reopened(store)
+    assert again.missing([digest]) == []
+    again.close()
+
+
+async def test_damage_since_the_last_life_is_found_at_the_first_use(store: BlobStore) -> None:
+    digest = await put(store, b"good bytes")
+    (store.directory / digest).write_bytes(b"bad  bytes")
+    again = reopened(store)
+    with pytest.raises(HashMismatch):
+        await again.open(digest)
+    assert again.missing([digest]) == [digest]
+    await put(again, b"good bytes")
+    assert await content(again, digest) == b"good bytes"
+    again.close()
+
+
+async def test_a_damaged_blob_is_replaced_by_a_new_upload(store: BlobStore) -> None:
+    digest = await put(store, b"good bytes")
+    (store.directory / digest).write_bytes(b"bad  bytes")
+    again = reopened(store)
+    await put(again, b"good bytes", "b")
+    assert await content(again, digest) == b"good bytes"
+    again.close()
+
+
+async def test_a_file_written_by_a_peer_is_hashed_before_it_counts(store: BlobStore) -> None:
+    good, bad = sha256_hex(b"good"), sha256_hex(b"expected")
+    (store.directory / good).write_bytes(b"good")
+    (store.directory / bad).write_bytes(b"something else")
+    assert await store.claim(good, owner="a")
+    with pytest.raises(HashMismatch):
+        await store.claim(bad, owner="a")
+    assert not (store.directory / bad).exists()
+    assert not await store.claim("0" * 64, owner="a")
+
+
+async def test_adopting_a_file_links_it_and_checks_it(store: BlobStore, tmp_path: Path) -> None:
+    file = tmp_path / "peer-blob"
+    file.write_bytes(b"peer")
+    assert await store.adopt(file, sha256_hex(b"peer"), owner="a")
+    assert (store.directory / sha256_hex(b"peer")).stat().st_ino == file.stat().st_ino
+    assert not await store.adopt(file, sha256_hex(b"other"), owner="a")
+    assert not await store.adopt(tmp_path / "gone", sha256_hex(b"gone"), owner="a")
+    assert not list(store.directory.glob("*.partial"))
+
+
+async def test_two_writers_of_one_blob_both_succeed(store: BlobStore) -> None:
+    await asyncio.gather(put(store, b"same", "a"), put(store, b"same", "b"))
+    store.release("a")
+    assert await content(store, sha256_hex(b"same")) == b"same"
+
+
+def test_a_second_process_is_refused(store: BlobStore) -> None:
+    with pytest.raises(ConfigError, match="another process"):
+        BlobStore(store.directory, quota_bytes=1).start()
+
+
+@pytest.mark.parametrize("digest", ["", "../../etc/passwd", "A" * 64, "0" * 63])
+async def test_a_digest_that_is_no_digest_names_no_file(store: BlobStore, digest: str) -> None:
+    with pytest.raises(InvalidInput, match="64 lower-case hex digits"):
+        await store.open(digest)

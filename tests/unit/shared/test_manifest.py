@@ -1,0 +1,94 @@
+"""Manifests are deterministic, cover the files whole, and are refused when they could mislead a node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollmesh.shared.errors import InvalidInput, Unimplemented
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.weights.digests import sha256_hex
+from rollmesh.shared.weights.manifest import (
+    BuiltManifest,
+    Probe,
+    build_manifest,
+    check_manifest,
+    parse_manifest,
+    version_owner,
+)
+from rollmesh.v1 import weights_pb2
+
+from .safetensors_files import write_safetensors
+
+PROBE = Probe(token_ids=np.array([1, 2, 3], np.int32), logprobs=np.array([0, -1, -2], np.float32))
+
+
+def built(folder: Path, *, chunk_bytes: int = 1000) -> BuiltManifest:
+    files = {name: write_safetensors(folder / name, seed) for seed, name in enumerate(["b.safetensors", "a.safetensors"])}
+    return build_manifest(files, probes=[PROBE], tied=["lm_head=embed"], chunk_bytes=chunk_bytes)
+
+
+def test_the_same_files_give_the_same_digest(tmp_path: Path) -> None:
+    assert built(tmp_path).weights_digest == built(tmp_path).weights_digest
+    assert built(tmp_path).weights_digest == sha256_hex(built(tmp_path).data)
+    assert built(tmp_path).weights_digest != built(tmp_path, chunk_bytes=999).weights_digest
+
+
+def test_chunks_in_order_are_the_file(tmp_path: Path) -> None:
+    result = built(tmp_path)
+    manifest = parse_manifest(result.data)
+    assert [file.name for file in manifest.files] == ["a.safetensors", "b.safetensors"]
+    for file in manifest.files:
+        whole = (tmp_path / file.name).read_bytes()
+        parts = []
+        for chunk in file.chunks:
+            source = result.chunks[chunk.digest]
+            parts.append(source.path.read_bytes()[source.offset : source.offset + source.size_bytes])
+            assert sha256_hex(parts[-1]) == chunk.digest
+        assert b"".join(parts) == whole
+        assert len(file.chunks) == -(-len(whole) // 1000)
+    assert manifest.dtype == "float32"
+
+
+def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"PK\x03\x04 a zip archive, surely")
+    with pytest.raises(InvalidInput, match=r"x\.safetensors is no safetensors file"):
+        build_manifest({"x.safetensors": tmp_path / "x.safetensors"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda m: m.ClearField("files"), "manifest.files: empty"),
+        (lambda m: setattr(m.files[0], "name", "../x"), "files[0].name: '../x' is not a bare file name"),
+        (lambda m: setattr(m.files[1], "name", m.files[0].name), "is given twice"),
+        (lambda m: setattr(m.files[0], "size_bytes", 5), "files[0].size_bytes: 5, but its chunks have"),
+        (lambda m: setattr(m.files[0].chunks[0], "digest", "x"), "files[0].chunks[0].digest: 'x'"),
+        (lambda m: setattr(m.files[0].chunks[0], "size_bytes", 65 << 20), "chunks[0].size_bytes: 68157440"),
+        (lambda m: setattr(m.probes[0], "logprobs", bytes(8)), "probes[0].logprobs: 2 values for 3 tokens"),
+        (lambda m: setattr(m, "probe_tolerance", float("nan")), "probe_tolerance: nan"),
+        (lambda m: setattr(m, "kind", 0), "manifest.kind: 0"),
+    ],
+)
+def test_a_misleading_manifest_is_refused(
+    tmp_path: Path, damage: Callable[[weights_pb2.WeightManifest], object], message: str
+) -> None:
+    manifest = parse_manifest(built(tmp_path).data)
+    damage(manifest)
+    with pytest.raises(InvalidInput) as caught:
+        check_manifest(manifest)
+    assert message in str(caught.value)
+
+
+def test_adapters_and_deltas_say_that_they_are_not_implemented(tmp_path: Path) -> None:
+    manifest = parse_manifest(built(tmp_path).data)
+    manifest.delta_base = "0" * 64
+    with pytest.raises(Unimplemented):
+        check_manifest(manifest)
+
+
+def test_owner_names_policy_step_and_incarnation() -> None:
+    assert version_owner(PolicyVersion(policy="main", step=12, incarnation=1)) == "weights:main@12.1"
