@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.node import SandboxNode
+from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.sessions import End
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, Unimplemented, UnknownProfile
@@ -65,10 +65,10 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(state_dir: Path, **changes: Any) -> AsyncIterator[tuple[SandboxNode, Any, ManualClock]]:
+async def serving(state_dir: Path, **changes: Any) -> AsyncIterator[tuple[SandboxCore, Any, ManualClock]]:
     config, clock = SandboxConfig(**changes), ManualClock()
     async with (
-        SandboxNode(config, state_dir=state_dir, clock=clock, ids=RandomIds()) as node,
+        SandboxCore(config, state_dir=state_dir, clock=clock, ids=RandomIds()) as node,
         RpcServer(ServerConfig(stop_s=0.0), token=TOKEN) as server,
     ):
         server.add(sandbox_pb2_grpc.add_SandboxServiceServicer_to_server, node.servicer)

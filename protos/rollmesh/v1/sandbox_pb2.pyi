@@ -33,13 +33,17 @@ class _ExecOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ExecOutco
     EXEC_OUTCOME_ERROR: _ExecOutcome.ValueType  # 2
     """Raised, or ended with a non-zero status."""
     EXEC_OUTCOME_TIME_LIMIT: _ExecOutcome.ValueType  # 3
-    """Wall or CPU time used up; the session is gone."""
+    """Wall or CPU time used up; the session may be gone, see session_alive."""
     EXEC_OUTCOME_MEMORY_LIMIT: _ExecOutcome.ValueType  # 4
     """Memory used up; the session may be gone."""
     EXEC_OUTCOME_PROCESS_LIMIT: _ExecOutcome.ValueType  # 5
     """Processes used up."""
     EXEC_OUTCOME_INFRA_FAILURE: _ExecOutcome.ValueType  # 6
     """The jail failed; retry elsewhere."""
+    EXEC_OUTCOME_OUTPUT_LIMIT: _ExecOutcome.ValueType  # 7
+    """Wrote more than the limit and was ended for it."""
+    EXEC_OUTCOME_EXITED: _ExecOutcome.ValueType  # 8
+    """Ended the interpreter itself (sys.exit, os._exit, a signal); the session is gone."""
 
 class ExecOutcome(_ExecOutcome, metaclass=_ExecOutcomeEnumTypeWrapper):
     """How a command ended. Everything but INFRA_FAILURE is the program's own doing."""
@@ -51,13 +55,17 @@ EXEC_OUTCOME_OK: ExecOutcome.ValueType  # 1
 EXEC_OUTCOME_ERROR: ExecOutcome.ValueType  # 2
 """Raised, or ended with a non-zero status."""
 EXEC_OUTCOME_TIME_LIMIT: ExecOutcome.ValueType  # 3
-"""Wall or CPU time used up; the session is gone."""
+"""Wall or CPU time used up; the session may be gone, see session_alive."""
 EXEC_OUTCOME_MEMORY_LIMIT: ExecOutcome.ValueType  # 4
 """Memory used up; the session may be gone."""
 EXEC_OUTCOME_PROCESS_LIMIT: ExecOutcome.ValueType  # 5
 """Processes used up."""
 EXEC_OUTCOME_INFRA_FAILURE: ExecOutcome.ValueType  # 6
 """The jail failed; retry elsewhere."""
+EXEC_OUTCOME_OUTPUT_LIMIT: ExecOutcome.ValueType  # 7
+"""Wrote more than the limit and was ended for it."""
+EXEC_OUTCOME_EXITED: ExecOutcome.ValueType  # 8
+"""Ended the interpreter itself (sys.exit, os._exit, a signal); the session is gone."""
 Global___ExecOutcome: _TypeAlias = ExecOutcome  # noqa: Y015
 
 @_typing.final

@@ -64,7 +64,7 @@ class SandboxServiceServicer(object):
         UNKNOWN_SESSION (NOT_FOUND): never opened, closed or expired; open a new one.
         OVERLOADED (RESOURCE_EXHAUSTED): all places taken; retry after retry_after_s or go to another node.
         UNKNOWN_PROFILE (NOT_FOUND): see the node's configured profiles in the message.
-        SANDBOX_FAILED (INTERNAL): the jail could not be made or was lost: infra failure, never the model's fault.
+        SANDBOX_FAILED (UNAVAILABLE): the jail could not be made or was lost: infra failure, never the model's fault; try again.
         UNIMPLEMENTED: the verb is not served (snapshot and fork, in this version).
         Sessions opened on a stream that breaks live on until their time to live and can be used from another stream.
         """

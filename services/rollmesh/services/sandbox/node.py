@@ -1,14 +1,16 @@
-"""A sandbox node put together: engine, leases, reaper and servicer, as one async context.
+"""A sandbox node put together: engine, leases, reaper, servicer; and, around it, server and membership.
 
-    async with SandboxNode(config, state_dir=..., clock=..., ids=...) as node:
-        server.add(sandbox_pb2_grpc.add_SandboxServiceServicer_to_server, node.servicer)
+    async with SandboxNode(config, node_id="sandbox-0", token=token, coordinator=address, state_dir=...) as node:
+        node.address
 
-Leaving it gives commands in progress `stop_s`, then ends every session; nothing of them is left.
+`SandboxCore` is the node without a server. Leaving either gives commands in progress `stop_s`, then ends every session;
+nothing of them is left.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,12 +21,15 @@ from rollmesh.services.sandbox.engines.fake_engine import FakeEngine
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.servicer import SandboxServicer
 from rollmesh.services.sandbox.sessions import Sessions
-from rollmesh.shared.clock import Clock
-from rollmesh.shared.ids import IdSource
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.ids import IdSource, RandomIds
+from rollmesh.shared.rpc.server import ServerConfig
+from rollmesh.shared.serving import JoinedServer
+from rollmesh.v1 import coordinator_pb2, sandbox_pb2_grpc
 
 
-class SandboxNode:
-    """One node. `state_dir` is its own and kept over restarts: leftovers of an earlier life are found through it."""
+class SandboxCore:
+    """What a node serves. `state_dir` is its own and kept over restarts: leftovers of an earlier life are found through it."""
 
     def __init__(self, config: SandboxConfig, *, state_dir: Path, clock: Clock, ids: IdSource) -> None:
         self._config = config
@@ -54,6 +59,53 @@ class SandboxNode:
                 self._reaper.result()
         finally:
             await self._engine.close()
+
+
+class SandboxNode:
+    """One node that serves and has joined. Without a `coordinator` address it serves alone."""
+
+    def __init__(
+        self,
+        config: SandboxConfig,
+        *,
+        node_id: str,
+        token: str,
+        state_dir: Path,
+        coordinator: str = "",
+        clock: Clock | None = None,
+        ids: IdSource | None = None,
+        server: ServerConfig | None = None,
+    ) -> None:
+        self.core = SandboxCore(config, state_dir=state_dir, clock=clock or SystemClock(), ids=ids or RandomIds())
+        self._joined = JoinedServer(
+            kind=coordinator_pb2.NODE_KIND_SANDBOX,
+            node_id=node_id,
+            token=token,
+            coordinator=coordinator,
+            capacity=config.sessions_max,
+            server=server,
+            clock=clock,
+        )
+        self._stack = AsyncExitStack()
+
+    @property
+    def address(self) -> str:
+        """host:port, once entered."""
+        return self._joined.address
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._joined)
+            await stack.enter_async_context(self.core)
+            self._joined.add(sandbox_pb2_grpc.add_SandboxServiceServicer_to_server, self.core.servicer)
+            await self._joined.start()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
 
 
 def make_engine(config: SandboxConfig, *, state_dir: Path, ids: IdSource) -> SandboxEngine:

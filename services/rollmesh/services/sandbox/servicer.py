@@ -32,9 +32,8 @@ _OUTCOMES = {
     Outcome.TIME: sandbox_pb2.EXEC_OUTCOME_TIME_LIMIT,
     Outcome.MEMORY: sandbox_pb2.EXEC_OUTCOME_MEMORY_LIMIT,
     Outcome.PROCESSES: sandbox_pb2.EXEC_OUTCOME_PROCESS_LIMIT,
-    # The contract has no values of their own for these two; the error line tells them apart.
-    Outcome.OUTPUT: sandbox_pb2.EXEC_OUTCOME_ERROR,
-    Outcome.EXITED: sandbox_pb2.EXEC_OUTCOME_ERROR,
+    Outcome.OUTPUT: sandbox_pb2.EXEC_OUTCOME_OUTPUT_LIMIT,
+    Outcome.EXITED: sandbox_pb2.EXEC_OUTCOME_EXITED,
 }
 
 _LIMITS = {

@@ -131,13 +131,22 @@ class Link:
             await self.wait_until_up(until_s)
             try:
                 async with asyncio.timeout_at(until_s):
-                    return await verb()
+                    answer = await verb()
+                _raise_if_cancelled()
+                return answer
             except (TimeoutError, OSError, nats.errors.Error) as err:
                 if not is_transient(err):
                     raise
                 if asyncio.get_running_loop().time() + _RETRY_S >= until_s:
                     raise BusUnavailable(f"NATS did not {what} within {deadline_s} s ({err})") from err
             await asyncio.sleep(_RETRY_S)
+
+
+def _raise_if_cancelled() -> None:
+    """nats-py waits with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with the answer."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _api_error(answer: dict[str, Any]) -> nats.js.errors.APIError:

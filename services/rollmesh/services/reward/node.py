@@ -1,0 +1,63 @@
+"""A reward node put together: engine, servicer, server, membership, as one async context."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rollmesh.services.reward.config import RewardConfig, build_engine
+from rollmesh.services.reward.servicer import RewardServicer
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.rpc.server import ServerConfig
+from rollmesh.shared.serving import JoinedServer
+from rollmesh.v1 import coordinator_pb2, reward_pb2_grpc
+
+
+class RewardNode:
+    """One node. Without a `coordinator` address it serves alone."""
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        node_id: str,
+        token: str,
+        coordinator: str = "",
+        clock: Clock | None = None,
+        base_dir: Path | None = None,
+        server: ServerConfig | None = None,
+    ) -> None:
+        """Relative files in the config are looked up in `base_dir`. Raises ConfigError or RecordError."""
+        self._engine = build_engine(config, base_dir)
+        self._servicer = RewardServicer(self._engine, finalizer_name=config.finalizer.name)
+        self._joined = JoinedServer(
+            kind=coordinator_pb2.NODE_KIND_REWARD,
+            node_id=node_id,
+            token=token,
+            coordinator=coordinator,
+            capacity=config.concurrency_max,
+            server=server,
+            clock=clock,
+        )
+        self._stack = AsyncExitStack()
+
+    @property
+    def address(self) -> str:
+        """host:port, once entered."""
+        return self._joined.address
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._engine.close)
+            await stack.enter_async_context(self._joined)
+            self._joined.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, self._servicer)
+            await self._joined.start()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
