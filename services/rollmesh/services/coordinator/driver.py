@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from rollmesh.services.coordinator.config import RunLimits
@@ -77,6 +77,8 @@ class RunDriver:
         self.run = run
         self.goal: WeightGoal | None = None
         """What the nodes of this run should serve, as far as stored."""
+        self.purged_below = 0
+        """Payloads below this sequence of the sample stream are gone, or about to be."""
         self._core = core
         self._ledger = ledger
         self._clock = clock
@@ -157,8 +159,11 @@ class RunDriver:
             await self._releases.put(release)
 
     async def _decide(self, question: _Question) -> _Release:
+        request = question.request
+        if isinstance(request, i.ReportEpisodes):
+            request = without_purged(request, self.purged_below)
         try:
-            decision = self._core.handle(question.request, self._clock.monotonic_s())
+            decision = self._core.handle(request, self._clock.monotonic_s())
         except Refusal as refusal:
             error = to_error(refusal)
             return _Release(self._ledger.position, act=lambda: self._answer(question.ticket, error))
@@ -291,3 +296,11 @@ class RunDriver:
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+def without_purged(request: i.ReportEpisodes, purged_below: int) -> i.ReportEpisodes:
+    """The same reports, but those whose payload came so long ago that it was purged name no try: the core answers UNKNOWN_LEASE."""
+    if not any(0 < report.payload.sequence < purged_below for report in request.reports):
+        return request
+    reports = (replace(r, attempt=0) if 0 < r.payload.sequence < purged_below else r for r in request.reports)
+    return replace(request, reports=tuple(reports))

@@ -72,16 +72,22 @@ class Housekeeper:
 
     async def purge(self) -> int:
         """Drop payloads that are dead; returns the sequence below which they are gone."""
-        lowest, term_s = await self._driver.look(lambda core, _: (lowest_live(core.state), _report_s(core.state)))
-        end = (await self._samples.info()).last_seq
-        now = self._clock.monotonic_s()
-        self._stream_ends.append((now, end))
-        settled = self._settled_end(now - term_s)
-        below = min(settled + 1, lowest if lowest else settled + 1)
+        self._stream_ends.append((self._clock.monotonic_s(), (await self._samples.info()).last_seq))
+        below = await self._driver.look(self._mark)
         if below > self._purged_below:
             await self._samples.purge_below(below)
             self._purged_below = below
         return self._purged_below
+
+    def _mark(self, core: Core, _: int) -> int:
+        """Where to purge. Marked between two decisions: no report is accepted later whose payload is about to go."""
+        if core.state.spec is None:
+            return 0
+        term_s = REPORT_TERMS * core.state.spec.episode_lease_s
+        settled = self._settled_end(self._clock.monotonic_s() - term_s)
+        below = min(settled + 1, lowest_live(core.state) or settled + 1)
+        self._driver.purged_below = max(self._driver.purged_below, below)
+        return below
 
     def _settled_end(self, before: float) -> int:
         """The end of the stream at the latest look not after `before`; 0 if there was none."""
@@ -95,7 +101,3 @@ def lowest_live(state: State) -> int:
     """The lowest payload sequence that a live group refers to; 0 if there is none."""
     sequences = (e.payload.sequence for g in state.groups.values() for e in g.episodes.values() if e.payload.sequence)
     return min(sequences, default=0)
-
-
-def _report_s(state: State) -> float:
-    return REPORT_TERMS * state.the_spec.episode_lease_s if state.spec is not None else 0.0

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from google.protobuf.message import DecodeError
-
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.core.turn import CancelEpisodes
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.lease_names import to_wire
-from rollmesh.shared.errors import InvalidInput, NotReady, UnknownBlob
+from rollmesh.shared.errors import NotReady, UnknownBlob
 from rollmesh.shared.rpc.channel import MeshChannel, open_channel
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.v1 import (
     coordinator_pb2,
     data_pb2,
@@ -79,12 +78,7 @@ class Outgoing:
                 content += piece.data
                 if len(content) > MANIFEST_BYTES_MAX:
                     raise UnknownBlob(f"blob {digest[:12]} is over {MANIFEST_BYTES_MAX} bytes: no manifest")
-        try:
-            return weights_pb2.WeightManifest.FromString(bytes(content))
-        except DecodeError as error:
-            raise InvalidInput(
-                f"blob {digest[:12]} is no weight manifest; publish the manifest's own digest"
-            ) from error
+        return parse_manifest(bytes(content))
 
     async def _missing(self, stub: weights_pb2_grpc.BlobServiceAsyncStub, digests: Sequence[str]) -> list[str]:
         missing: list[str] = []

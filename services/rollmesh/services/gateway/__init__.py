@@ -1,0 +1,1 @@
+"""The gateway: RunService for trainers, with payloads; they need neither NATS nor Python."""

@@ -1,0 +1,86 @@
+"""A gateway as a node: RunService in front of a coordinator and a bus.
+
+async with GatewayNode(config, node_id="gateway-0", coordinator="127.0.0.1:7000", token=token, bus_url=url) as gateway:
+    gateway.address                # what trainers are given
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from rollmesh.services.gateway.config import GatewayConfig
+from rollmesh.services.gateway.payloads import Payloads
+from rollmesh.services.gateway.servicer import GatewayServicer
+from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.serving import JoinedServer
+from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
+
+IDEMPOTENT = ("rollmesh.v1.RunService", "rollmesh.v1.CoordinatorService/GetBatch")
+"""Every verb of RunService may be sent again: that is part of its contract."""
+
+
+class GatewayNode:
+    """One gateway. Give it a bus, or the URL of one."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        node_id: str,
+        coordinator: str,
+        token: str,
+        bus: Bus | None = None,
+        bus_url: str = "",
+        clock: Clock | None = None,
+    ) -> None:
+        assert (bus is None) != (not bus_url), "a bus or the URL of one"
+        self._config = config
+        self._coordinator = coordinator
+        self._token = token
+        self._bus = bus
+        self._bus_url = bus_url
+        self._joined = JoinedServer(
+            kind=coordinator_pb2.NODE_KIND_GATEWAY,
+            node_id=node_id,
+            token=token,
+            coordinator=coordinator,
+            server=config.server,
+            clock=clock,
+        )
+        self._stack = AsyncExitStack()
+
+    @property
+    def address(self) -> str:
+        """host:port of RunService."""
+        return self._joined.address
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            bus = self._bus
+            if bus is None:
+                bus = await JetStreamBus.connect(self._bus_url, token=self._token)
+                stack.push_async_callback(bus.close)
+            channel = await stack.enter_async_context(
+                open_channel(self._coordinator, token=self._token, idempotent=IDEMPOTENT)
+            )
+            servicer = GatewayServicer(
+                run_pb2_grpc.RunServiceStub(channel),
+                coordinator_pb2_grpc.CoordinatorServiceStub(channel),
+                Payloads(bus, reads_max=self._config.reads_max),
+                call_s=self._config.call_s,
+            )
+            await stack.enter_async_context(self._joined)
+            self._joined.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer)
+            await self._joined.start()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()

@@ -1,0 +1,109 @@
+"""RunService for trainers: decisions are the coordinator's, payloads come from the sample stream.
+
+A forwarded call keeps its deadline, and the coordinator's error reaches the caller with its code, reason and details. The gateway
+holds no state: any number of them serve, and one may be killed at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from rollmesh.services.gateway.payloads import Payloads, episodes_of, shard
+from rollmesh.shared.errors import FieldViolation, InvalidInput, Unimplemented
+from rollmesh.shared.rpc.handlers import Context
+from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
+from rollmesh.v1 import run_pb2 as pb
+
+A = TypeVar("A")
+
+
+class GatewayServicer(run_pb2_grpc.RunServiceServicer):
+    """Serves RunService over a coordinator's stubs and a bus."""
+
+    def __init__(
+        self,
+        run: run_pb2_grpc.RunServiceAsyncStub,
+        coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub,
+        payloads: Payloads,
+        *,
+        call_s: float,
+    ) -> None:
+        self._run = run
+        self._coordinator = coordinator
+        self._payloads = payloads
+        self._call_s = call_s
+
+    async def _forward(
+        self, verb: Callable[..., Awaitable[A]], request: Any, context: Context, wait_s: float = 0.0
+    ) -> A:
+        """A failed call raises AioRpcError, which the error interceptor passes on as what it was."""
+        remaining_s = context.time_remaining()
+        return await verb(request, timeout=wait_s + self._call_s if remaining_s is None else remaining_s)
+
+    async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
+        return await self._forward(self._run.CreateRun, request, context)
+
+    async def AttachTrainer(self, request: pb.AttachTrainerRequest, context: Context) -> pb.AttachTrainerResponse:
+        return await self._forward(self._run.AttachTrainer, request, context)
+
+    async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
+        return await self._forward(self._run.LeaseBatch, request, context, request.wait_s)
+
+    async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:
+        return await self._forward(self._run.RenewBatch, request, context)
+
+    async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
+        return await self._forward(self._run.CommitUpdate, request, context)
+
+    async def ReleaseBatch(self, request: pb.ReleaseBatchRequest, context: Context) -> pb.ReleaseBatchResponse:
+        return await self._forward(self._run.ReleaseBatch, request, context)
+
+    async def ReportCheckpoint(
+        self, request: pb.ReportCheckpointRequest, context: Context
+    ) -> pb.ReportCheckpointResponse:
+        return await self._forward(self._run.ReportCheckpoint, request, context)
+
+    async def PublishVersion(self, request: pb.PublishVersionRequest, context: Context) -> pb.PublishVersionResponse:
+        return await self._forward(self._run.PublishVersion, request, context)
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        return await self._forward(self._run.GetRun, request, context)
+
+    async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
+        return await self._forward(self._run.StopRun, request, context)
+
+    async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
+        call = self._run.WatchRun(request, timeout=context.time_remaining())
+        try:
+            async for news in call:
+                yield news
+        finally:
+            call.cancel()
+
+    async def FetchSamples(
+        self, request: pb.FetchSamplesRequest, context: Context
+    ) -> AsyncIterator[pb.FetchSamplesResponse]:
+        num_shards = request.num_shards or 1
+        if not 0 <= request.shard_index < num_shards:
+            what = f"is {request.shard_index}; expected 0 to {num_shards - 1}, below num_shards"
+            raise InvalidInput(f"shard_index {what}", violations=[FieldViolation("shard_index", what)])
+        ask = coordinator_pb2.GetBatchRequest(
+            run=request.run, trainer_epoch=request.trainer_epoch, lease_id=request.lease_id
+        )
+        batch = await self._forward(self._coordinator.GetBatch, ask, context)
+        chosen = shard(episodes_of(batch.samples), request.shard_index, num_shards)
+        async for response in self._payloads.read(request.run, chosen):
+            yield response
+
+    async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
+        raise Unimplemented("tasks come from the data service in this version; configure a task file there")
+
+    async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
+        raise Unimplemented("samples come from rollouts alone in this version")
+
+    async def StreamSamples(
+        self, request: pb.StreamSamplesRequest, context: Context
+    ) -> AsyncIterator[pb.StreamSamplesResponse]:
+        raise Unimplemented("every run of this version has a learner; lease batches instead")
+        yield  # makes it a stream
