@@ -76,7 +76,9 @@ class Kit:
     """Name of one tensor of the files."""
     num_calls: int = 0
 
-    def call(self, token_ids: Sequence[int], *, session: str = "", name: str = "", **params: Any) -> Call:
+    def call(
+        self, token_ids: Sequence[int], *, session: str = "", name: str = "", num_resumed: int = 0, **params: Any
+    ) -> Call:
         self.num_calls += 1
         params.setdefault("max_tokens", 12)
         request = GenerateRequest(
@@ -84,6 +86,7 @@ class Kit:
             token_ids=np.array(token_ids, np.int32),
             params=SamplingParams(**params),
             session=session,
+            num_resumed=num_resumed,
         )
         call = Call(request)
         self.engine.submit(request, call.emit)
@@ -238,6 +241,17 @@ async def test_stop_string_ends_and_is_kept(kit: Kit) -> None:
     text = "".join(chr(32 + token) if token < 95 else "\0" for token in free.tokens)
     assert call.tokens == free.tokens[: text.index(string) + 2]
     assert call.finish is FinishReason.STOP
+
+
+async def test_stop_string_may_begin_in_resumed_tokens_but_not_in_the_prompt(kit: Kit) -> None:
+    free = await kit.run(PROMPT, seed=3, max_tokens=60)
+    at = next(i for i in range(10, 50) if max(free.tokens[i : i + 2]) < 95)
+    string = "".join(chr(32 + token) for token in free.tokens[at : at + 2])
+    options = {"seed": 3, "max_tokens": 1, "stop": (string,)}
+    resumed = await kit.run(PROMPT + free.tokens[: at + 1], num_resumed=at + 1, **options)
+    prompted = await kit.run(PROMPT + free.tokens[: at + 1], **options)
+    assert (resumed.tokens, resumed.finish) == ([free.tokens[at + 1]], FinishReason.STOP)
+    assert (prompted.tokens, prompted.finish) == ([free.tokens[at + 1]], FinishReason.LENGTH)
 
 
 async def test_sequence_ends_when_the_context_is_full(kit: Kit) -> None:

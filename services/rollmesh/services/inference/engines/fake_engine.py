@@ -259,8 +259,10 @@ class FakeEngine:
         if not params.stop and not params.stop_token_ids:
             return len(tokens), False
         marks = self._stop_rules.marks(params)[tokens]
+        token_ids = running.request.token_ids
+        before = [*token_ids[len(token_ids) - running.request.num_resumed :].tolist(), *running.new]
         for index in np.flatnonzero(marks).tolist():
-            new = np.array(running.new + tokens[: index + 1].tolist(), np.int32)
+            new = np.array(before + tokens[: index + 1].tolist(), np.int32)
             if marks[index] & STOP_ID or self._stop_rules.ends_text(new, params.stop):
                 return index + 1, True
         return len(tokens), False

@@ -207,8 +207,9 @@ class TorchCore:
             self._emit(sequence, None)
 
     def _ends_text(self, sequence: Sequence) -> bool:
-        new = self._slots.tokens[sequence.slot, sequence.num_prompt : int(self._slots.length[sequence.slot])]
-        return self._stop_rules.ends_text(new, sequence.request.params.stop)
+        start = sequence.num_prompt - sequence.request.num_resumed
+        answer = self._slots.tokens[sequence.slot, start : int(self._slots.length[sequence.slot])]
+        return self._stop_rules.ends_text(answer, sequence.request.params.stop)
 
     def _finish(self, sequence: Sequence, finish: FinishReason) -> None:
         request = sequence.request
