@@ -1,0 +1,138 @@
+"""The configuration of a whole run: what `configs/*.yaml` hold.
+
+Sections are the services' own configs. Folders that services write to are relative to the run folder; files that a user names
+(tasks, agents, scorers, models) are relative to the config file.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from rollmesh.services.coordinator.config import CoordinatorConfig
+from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec
+from rollmesh.services.data.config import DataConfig
+from rollmesh.services.gateway.config import GatewayConfig
+from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.reward.config import RewardConfig
+from rollmesh.services.rollout.config import RolloutConfig
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.weights.config import DepotConfig
+from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the run is: batches, the staleness bound, leases, evaluation, the end."""
+
+    name: str = "run"
+    """Letters, digits, dash and underscore; names the streams and the run folder."""
+    seed: int = 0
+    """Key of all draws: tasks, sampling, minibatches."""
+    policy: str = "main"
+    """The trainable policy."""
+    learner: str = "main"
+    """The consumer of its samples."""
+    max_staleness: int = 2
+    """eta: most updates between the oldest trained token and its update. 0 is on-policy; larger hides longer tails and drifts
+    more (docs/staleness.md)."""
+    beyond: Literal["drop", "mask"] = "drop"
+    """Samples beyond the bound end as stale, or only their too-old tokens lose their loss."""
+    batch_groups: int = 16
+    """Groups (tasks) per update."""
+    group_size: int = 16
+    """Episodes per group."""
+    publish_every: int = 1
+    """Updates between published weights, at most max_staleness + 1."""
+    updates_max: int = 100
+    """The run ends after this many updates; 0 means never."""
+    tries_max: int = 4
+    """Tries of an episode that infrastructure fails."""
+    episode_lease_s: float = 30.0
+    """Silence after which a worker's episode is given to another, seconds."""
+    batch_lease_s: float = 60.0
+    """Silence after which a trainer's batch is in doubt, seconds."""
+    group_s_max: float = 600.0
+    """Longest life of a group, seconds; then it is decided on with what it has."""
+    eval_every: int = 10
+    """Updates between evaluations; the first and the last step are always evaluated. 0 means never."""
+    eval_tasks: int = 320
+    """Tasks per evaluation."""
+    eval_split: str = "test"
+    """Split they come from."""
+    eval_s_max: float = 120.0
+    """Longest time an evaluation may hold back new weights, seconds."""
+    success_reward: str = "correct"
+    """The reward that says right (1) or wrong (0)."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
+            raise ValueError(f"name must be 1-64 letters, digits, dashes or underscores, got {self.name!r}")
+        self.spec()  # ranges and combinations are checked where they mean something
+
+    def spec(self) -> RunSpec:
+        """The same as the coordinator knows it. ValueError for a value or combination that cannot work."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("name", "beyond")}
+        return RunSpec(run=self.name, beyond=BoundPolicy[self.beyond.upper()], **fields)
+
+
+class CountsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many nodes of each kind."""
+
+    inference: int = 1
+    """Inference nodes."""
+    rollout: int = 1
+    """Rollout workers."""
+    sandbox: int = 1
+    """Sandbox nodes; 0 if no agent uses tools."""
+
+    def __post_init__(self) -> None:
+        for name in ("inference", "rollout"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.sandbox < 0:
+            raise ValueError(f"sandbox must be >= 0, got {self.sandbox}")
+
+
+class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the streams live."""
+
+    url: str = ""
+    """nats://host:port of a cluster; empty starts an embedded server in the run folder."""
+    token: str = ""
+    """Token of that cluster; ignored for the embedded server, which has the run's own."""
+    embedded: EmbeddedServerConfig = msgspec.field(default_factory=EmbeddedServerConfig)
+    """The embedded server."""
+
+
+class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole run."""
+
+    run: RunConfig = msgspec.field(default_factory=RunConfig)
+    """What the run is."""
+    model: str = ""
+    """Folder of the initial model (transformers format, with tokenizer), relative to the config file."""
+    counts: CountsConfig = msgspec.field(default_factory=CountsConfig)
+    """How many nodes of each kind."""
+    bus: BusConfig = msgspec.field(default_factory=BusConfig)
+    """Streams."""
+    coordinator: CoordinatorConfig = msgspec.field(default_factory=CoordinatorConfig)
+    """Admission, leases, ledger, fleet."""
+    gateway: GatewayConfig = msgspec.field(default_factory=GatewayConfig)
+    """The public face."""
+    inference: InferenceConfig = msgspec.field(default_factory=lambda: InferenceConfig(directory="inference"))
+    """Engines."""
+    depot: DepotConfig = msgspec.field(default_factory=lambda: DepotConfig(directory="depot"))
+    """Weights."""
+    rollout: RolloutConfig = msgspec.field(default_factory=RolloutConfig)
+    """Agents."""
+    sandbox: SandboxConfig = msgspec.field(default_factory=SandboxConfig)
+    """Execution of what the model wrote."""
+    reward: RewardConfig = msgspec.field(default_factory=RewardConfig)
+    """Scorers and finaliser."""
+    data: DataConfig = msgspec.field(default_factory=DataConfig)
+    """Tasks."""
+    learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
+    """Training."""

@@ -1,0 +1,158 @@
+"""Every service in one event loop, over real gRPC on free ports and a real nats-server. For demos, tests and laptops.
+
+    config = load_config(MeshConfig, "run.yaml", ["run.max_staleness=1"])
+    async with Mesh(config, run_dir=Path("runs/mine"), base_dir=Path(".")) as mesh:
+        channel = open_channel(mesh.gateway_address, token=mesh.token)     # any RunService client, the built-in learner is one
+        await mesh.finished()                                              # until the learner is done
+
+Nothing here is a mock: the servicers, the bus and the engines are those of a cluster; only the number of processes differs.
+Model compute runs in threads of its own, so that a busy engine never expires a lease. Entering starts the parts in the order
+of `part_names`, makes the run if it is new, and goes on with it if it is not; leaving stops them in reverse.
+
+| part | waits for | unblocked by |
+| --- | --- | --- |
+| learner | a batch | the coordinator: READY groups |
+| rollout | episode leases | the coordinator: admission under the published step |
+| inference | weights | the learner's first publication, through depot and Join |
+| coordinator | tasks, group decisions | data, reward |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rollmesh.services.coordinator.fact_codec import to_proto
+from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.services.mesh.parts import Part, build_part, part_names
+from rollmesh.services.mesh.place import Place, open_place
+from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
+
+CREATE_S_MAX = 30.0
+
+
+class Mesh:
+    """All parts of a run, or those named in `parts`."""
+
+    def __init__(
+        self,
+        config: MeshConfig,
+        *,
+        run_dir: Path,
+        base_dir: Path = Path(),
+        parts: Sequence[str] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """`options` are keyword arguments for single parts' nodes, e.g. {"learner": {"at": observer}}. ConfigError."""
+        self.place: Place = open_place(config, run_dir=run_dir, base_dir=base_dir)
+        self.nats: EmbeddedServer | None = None
+        """The embedded server, unless the config names a cluster."""
+        self._names = list(part_names(config)) if parts is None else list(parts)
+        self._options = options or {}
+        self._parts: dict[str, tuple[Part, Any]] = {}
+        self._stack = AsyncExitStack()
+        self._bus: Bus | None = None
+
+    @property
+    def run(self) -> str:
+        return self.place.run
+
+    @property
+    def token(self) -> str:
+        return self.place.token
+
+    @property
+    def gateway_address(self) -> str:
+        """host:port of RunService."""
+        return self.place.gateway
+
+    def part(self, name: str) -> Any:
+        """A running part, e.g. `inference-0`."""
+        return self._parts[name][1]
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            self._bus = await self._connect(stack)
+            stack.push_async_callback(self._stop_all)
+            for name in self._names:
+                if name == "learner":
+                    await create_run(self.place)
+                await self.start(name)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _connect(self, stack: AsyncExitStack) -> Bus:
+        config = self.place.config.bus
+        if config.url:
+            bus = await JetStreamBus.connect(config.url, token=config.token)
+        else:
+            self.nats = EmbeddedServer(self.place.folder("nats"), token=self.token, config=config.embedded)
+            await stack.enter_async_context(self.nats)
+            bus = await JetStreamBus.connect(self.nats.url, token=self.token)
+        stack.push_async_callback(bus.close)
+        return bus
+
+    async def start(self, name: str) -> Any:
+        """Starts a part, or starts it again after `stop`."""
+        assert name not in self._parts, f"{name} runs already"
+        assert self._bus is not None, "enter the mesh first"
+        part = build_part(name, self.place, self._bus, **self._options.get(name, {}))
+        self._parts[name] = (part, await part.__aenter__())
+        return self._parts[name][1]
+
+    async def stop(self, name: str) -> None:
+        """Stops a part in good order."""
+        part, _ = self._parts.pop(name)
+        await part.__aexit__(None, None, None)
+
+    async def restart(self, name: str) -> Any:
+        """Stops and starts a part; its address stays, or its peers learn the new one."""
+        await self.stop(name)
+        return await self.start(name)
+
+    async def _stop_all(self) -> None:
+        """In reverse; one part that fails to stop does not keep the others."""
+        failures = []
+        for name in reversed(list(self._parts)):
+            try:
+                await self.stop(name)
+            except (OSError, RuntimeError, TimeoutError) as failure:
+                failures.append(failure)
+        if failures:
+            raise ExceptionGroup("parts that did not stop in good order", failures)
+
+    async def finished(self) -> None:
+        """Waits until the learner is done. Raises what ended it, or what ended the coordinator or a worker before."""
+        waits = {"learner": self.part("learner").finished(), "coordinator": self.part("coordinator").failed()}
+        tasks = [asyncio.create_task(wait, name=f"watch {name}") for name, wait in waits.items()]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def create_run(place: Place) -> None:
+    """Makes the run at the coordinator; a run of the same spec that is there goes on. Raises InvalidInput, RunExists."""
+    async with open_channel(place.coordinator, token=place.token) as channel:
+        stub: Any = run_pb2_grpc.RunServiceStub(channel)
+        request = run_pb2.CreateRunRequest(spec=to_proto(place.config.run.spec(), events_pb2.RunSpec))
+        with typed_errors():
+            await stub.CreateRun(request, timeout=CREATE_S_MAX, wait_for_ready=True)

@@ -1,0 +1,174 @@
+"""The parts of a mesh by name, each as an async context: the same code in one process and in many.
+
+A part knows the place and the bus; it finds the other parts through the coordinator's address.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+
+from rollmesh.services.coordinator.node import CoordinatorNode
+from rollmesh.services.data.jsonl_source import JsonlConfig
+from rollmesh.services.data.node import DataNode
+from rollmesh.services.gateway.node import GatewayNode
+from rollmesh.services.inference.node import InferenceNode
+from rollmesh.services.learner.node import LearnerNode
+from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.services.mesh.place import Place
+from rollmesh.services.reward.config import RewardConfig
+from rollmesh.services.reward.node import RewardNode
+from rollmesh.services.reward.oracles import AnswerFileConfig
+from rollmesh.services.rollout.node import RolloutNode
+from rollmesh.services.sandbox.node import SandboxNode
+from rollmesh.services.weights.node import DepotNode
+from rollmesh.shared.bus.bus import Bus
+
+Part = AbstractAsyncContextManager[Any]
+
+
+def part_names(config: MeshConfig) -> list[str]:
+    """Every part but the bus, in the order in which they start."""
+    counts = config.counts
+    return [
+        "coordinator",
+        "depot",
+        "reward",
+        "data",
+        *(f"sandbox-{n}" for n in range(counts.sandbox)),
+        *(f"inference-{n}" for n in range(counts.inference)),
+        "gateway",
+        *(f"rollout-{n}" for n in range(counts.rollout)),
+        "learner",
+    ]
+
+
+def build_part(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    """The part called `name`; `options` go to its node. Raises ConfigError for a config that cannot work."""
+    kind = name.partition("-")[0]
+    return _BUILDERS[kind](name, place, bus, **options)
+
+
+def _coordinator(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    config = place.config.coordinator
+    config = msgspec.structs.replace(config, server=place.served_at(place.coordinator, config.server))
+    return CoordinatorNode(config, folder=place.folder(name), token=place.token, bus=bus, **options)
+
+
+def _gateway(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    config = place.config.gateway
+    config = msgspec.structs.replace(config, server=place.served_at(place.gateway, config.server))
+    return GatewayNode(config, node_id=name, coordinator=place.coordinator, token=place.token, bus=bus, **options)
+
+
+def _depot(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    config = msgspec.structs.replace(place.config.depot, directory=str(place.folder(place.config.depot.directory)))
+    return DepotNode(config, node_id=name, coordinator=place.coordinator, token=place.token, **options)
+
+
+def _inference(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    config = place.config.inference
+    engine = dict(config.engine_options)
+    if config.engine.endswith(":TorchEngine"):
+        engine.setdefault("model", str(place.model_dir()))
+    config = msgspec.structs.replace(config, directory=str(place.folder(name)), engine_options=engine)
+    return InferenceNode(
+        config, node_id=name, coordinator=place.coordinator, token=place.token, base_dir=place.base_dir, **options
+    )
+
+
+def _sandbox(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    return SandboxNode(
+        place.config.sandbox,
+        node_id=name,
+        coordinator=place.coordinator,
+        token=place.token,
+        state_dir=place.folder(name),
+        **options,
+    )
+
+
+def _reward(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    return RewardNode(
+        reward_config(place.config),
+        node_id=name,
+        coordinator=place.coordinator,
+        token=place.token,
+        base_dir=place.base_dir,
+        **options,
+    )
+
+
+def reward_config(config: MeshConfig) -> RewardConfig:
+    """The reward service's config with the answer key of a JSONL task file, which only it reads."""
+    source = config.data.source
+    if not isinstance(source, JsonlConfig) or source.name in config.reward.answer_files:
+        return config.reward
+    key = AnswerFileConfig(
+        path=source.path, answer=source.answer, answer_pattern=source.answer_pattern, num_lines_max=source.num_lines_max
+    )
+    return msgspec.structs.replace(config.reward, answer_files={**config.reward.answer_files, source.name: key})
+
+
+def _data(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    config = place.config.data
+    if not config.seed:
+        config = msgspec.structs.replace(config, seed=place.config.run.seed)
+    return DataNode(
+        config,
+        node_id=name,
+        coordinator=place.coordinator,
+        token=place.token,
+        bus=bus,
+        base_dir=place.base_dir,
+        **options,
+    )
+
+
+def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    config = place.config.rollout
+    if not config.model_dir:
+        config = msgspec.structs.replace(config, model_dir=str(place.model_dir()))
+    return RolloutNode(
+        config,
+        node_id=name,
+        coordinator_address=place.coordinator,
+        token=place.token,
+        bus=bus,
+        base_dir=place.base_dir,
+        **options,
+    )
+
+
+def _learner(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    return LearnerNode(
+        learner_config(place), gateway=place.gateway, token=place.token, base_dir=place.base_dir, **options
+    )
+
+
+def learner_config(place: Place) -> Any:
+    """The learner's config with the run's names and folders filled in."""
+    return msgspec.structs.replace(
+        place.config.learner,
+        run=place.run,
+        policy=place.config.run.policy,
+        learner=place.config.run.learner,
+        model=str(place.model_dir()),
+        directory=str(place.run_dir),
+    )
+
+
+_BUILDERS: dict[str, Any] = {
+    "coordinator": _coordinator,
+    "gateway": _gateway,
+    "depot": _depot,
+    "inference": _inference,
+    "sandbox": _sandbox,
+    "reward": _reward,
+    "data": _data,
+    "rollout": _rollout,
+    "learner": _learner,
+}
+

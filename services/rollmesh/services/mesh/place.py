@@ -1,0 +1,99 @@
+"""Where a run lives on this host: its folder, secret, and addresses that stay the same over restarts.
+
+    runs/<name>/
+      config.yaml  token  addresses.json
+      nats/  coordinator/  depot/  inference-0/  sandbox-0/  checkpoints/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.ids import new_secret
+from rollmesh.shared.rpc.server import ServerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One run on one host. Make it with `open_place`."""
+
+    config: MeshConfig
+    run_dir: Path
+    base_dir: Path
+    """Where files that the config names are looked up."""
+    token: str
+    """Secret of this run; in `run_dir/token`, readable by its owner only."""
+    coordinator: str
+    """host:port of the coordinator."""
+    gateway: str
+    """host:port of the gateway."""
+
+    @property
+    def run(self) -> str:
+        return self.config.run.name
+
+    def folder(self, name: str) -> Path:
+        """A part's own folder, made if missing."""
+        path = self.run_dir / name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def model_dir(self) -> Path:
+        """The initial model. ConfigError if it is not there."""
+        path = (self.base_dir / self.config.model).resolve()
+        if not self.config.model or not (path / "config.json").is_file():
+            raise ConfigError(
+                f"`model`: {path} holds no config.json; name a folder with a model in transformers format", path=str(path)
+            )
+        return path
+
+    def served_at(self, address: str, config: ServerConfig) -> ServerConfig:
+        """`config` bound to a fixed address."""
+        return msgspec.structs.replace(config, address=address)
+
+
+def open_place(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> Place:
+    """The run's place, made on first use. Addresses are chosen once and kept, so that a restarted part is found again."""
+    run_dir = run_dir.resolve()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    addresses = _addresses(run_dir / "addresses.json", ("coordinator", "gateway"))
+    return Place(
+        config=config,
+        run_dir=run_dir,
+        base_dir=base_dir.resolve(),
+        token=_token(run_dir / "token"),
+        coordinator=addresses["coordinator"],
+        gateway=addresses["gateway"],
+    )
+
+
+def _token(path: Path) -> str:
+    if not path.exists():
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(new_secret())
+    return path.read_text().strip()
+
+
+def _addresses(path: Path, names: tuple[str, ...]) -> dict[str, str]:
+    if path.exists():
+        known: dict[str, str] = json.loads(path.read_text())
+        return known
+    sockets = [socket.socket() for _ in names]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        chosen = {name: f"127.0.0.1:{s.getsockname()[1]}" for name, s in zip(names, sockets, strict=True)}
+    finally:
+        for one in sockets:
+            one.close()
+    path.write_text(json.dumps(chosen))
+    return chosen
