@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, Rollout
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.testing import LocalMesh, lease
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
+from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import ConfigError, EngineFailed, SandboxFailed
 from rollmesh.shared.trajectory import Episode, FinishReason, Message, Outcome, Purpose, Reward, Role, Source
 from rollmesh.v1 import coordinator_pb2, types_pb2
@@ -65,7 +66,14 @@ async def test_tool_calling_records_the_exact_conversation() -> None:
     )
     roles = [segment.role for segment in episode.segments]
     assert roles == [Role.CONTEXT, Role.ACTION, Role.OBSERVATION, Role.ACTION, Role.OBSERVATION, Role.ACTION]
-    assert [message.role for message in episode.messages] == ["user", "assistant", "tool", "assistant", "tool", "assistant"]
+    assert [message.role for message in episode.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert episode.messages[-1].content == "<answer>6</answer>"
     assert [reward.value for reward in episode.samples[0].rewards] == [1.0]
 
@@ -144,7 +152,7 @@ def test_parse_call_takes_the_call_that_ends_the_turn(text: str, call: ToolCall 
 
 async def test_a_session_used_up_by_the_model_is_opened_again() -> None:
     killed = ExecResult(outcome=ExecOutcome.TIME_LIMIT, error="time limit of 2 s", session_alive=False)
-    answers = iter([killed, "3"])
+    answers: Iterator[str | ExecResult] = iter([killed, "3"])
     said = iter(["<tool_call>1</tool_call><|end|>"] * 2 + ["<answer>3</answer><|end|>"])
     mesh = LocalMesh(script=lambda text: next(said), functions={"call": lambda text: next(answers)})
     episode = await finished(mesh, tools=["calculator"])
@@ -203,6 +211,20 @@ async def test_an_agent_that_swallows_the_limit_gets_no_further() -> None:
     episode = await finished(mesh, Stubborn())
     assert len([s for s in episode.segments if s.role is Role.ACTION]) == 2
     assert list(mesh.scorer.items[0].finishes) == [types_pb2.FINISH_REASON_LENGTH]
+
+
+async def test_time_over_in_the_middle_of_a_turn_keeps_what_was_sampled() -> None:
+    clock = ManualClock()
+    mesh = tool_mesh(endless, steps=(1, 2), clock=clock, config=RolloutConfig(limits=LimitsConfig(run_s_max=5.0)))
+    mesh.generator.gate.passes_max = 1  # the first token comes, the second one never
+    task = asyncio.ensure_future(mesh.runner(SingleTurnAgent()).run(lease()))
+    await clock.run_for(6.0)
+    report = await task
+    assert report.outcome == COMPLETED
+    last = mesh.samples.episodes[0].segments[-1]
+    assert (last.num_tokens, last.num_trainable, last.finish) == (1, 1, FinishReason.CANCELLED)
+    assert list(mesh.scorer.items[0].finishes) == [types_pb2.FINISH_REASON_LENGTH]
+    assert mesh.num_open == 0
 
 
 # Infra failures -------------------------------------------------------------------------------------------------------
@@ -312,7 +334,7 @@ async def test_a_new_context_leaves_the_old_one_as_a_sample_of_its_own() -> None
             env.context([Message(role="user", content="so far: 3")], source=Source.SUMMARY)
             await env.generate()
 
-    episode = await finished(tool_mesh(), Summarises())
+    episode = await finished(tool_mesh(endless), Summarises())
     assert [segment.parent for segment in episode.segments] == [-1, 0, -1, 2]
     assert [episode.path(sample.leaf) for sample in episode.samples] == [(0, 1), (2, 3)]
     assert [sample.sample_id for sample in episode.samples] == ["e-l1-0", "e-l1-1"]
@@ -362,7 +384,7 @@ async def test_an_agent_from_a_users_file_runs_with_its_options(tmp_path: Path) 
         "            await env.generate()\n"
         "            env.observe('again')\n"
     )
-    episode = await finished(tool_mesh(), load_agent("mine.py:Mine", {"times": 3}, tmp_path))
+    episode = await finished(tool_mesh(endless), load_agent("mine.py:Mine", {"times": 3}, tmp_path))
     assert sum(s.role is Role.ACTION for s in episode.segments) == 3
     with pytest.raises(ConfigError, match="tims"):
         load_agent("mine.py:Mine", {"tims": 3}, tmp_path)

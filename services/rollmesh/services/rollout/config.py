@@ -6,6 +6,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollmesh.shared.clients.inference import RouterConfig
+from rollmesh.shared.clients.reward import RewardClientConfig
+from rollmesh.shared.clients.sandbox import SandboxClientConfig
+
 
 class FormatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The words of the conversation. The defaults are those of the demo's chat template."""
@@ -205,6 +209,12 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Episodes at once in each stage."""
     worker: WorkerConfig = msgspec.field(default_factory=WorkerConfig)
     """Leases, reports and hand-over."""
+    router: RouterConfig = msgspec.field(default_factory=RouterConfig)
+    """How generations find their node."""
+    sandbox: SandboxClientConfig = msgspec.field(default_factory=SandboxClientConfig)
+    """How sessions find their node."""
+    reward: RewardClientConfig = msgspec.field(default_factory=RewardClientConfig)
+    """How scoring requests are gathered."""
     tool_latency: ToolLatencyConfig = msgspec.field(default_factory=ToolLatencyConfig)
     """Extra latency of tools, for experiments."""
 

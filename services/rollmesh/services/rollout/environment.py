@@ -9,19 +9,21 @@ holds for limits. Prefixes are concatenated from recorded ids, never encoded aga
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from rollmesh.services.rollout.agent import LimitReached, Task, ToolResult, Turn
 from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, SamplingConfig
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary
-from rollmesh.services.rollout.ports import Generated, Generator, Target
+from rollmesh.services.rollout.ports import Generator
 from rollmesh.services.rollout.recorder import Recorder
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tools import ToolBox, shorten
+from rollmesh.shared.clients.generated import Span, Target, merged
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import EngineFailed
 from rollmesh.shared.trajectory import (
@@ -121,8 +123,8 @@ class Environment:
         state.check()
         params = self._params(stop, max_tokens, temperature)
         with state.timed("generate"), state.crossing("inference"):
-            generated = await self._ask(params)
-        return self._record(generated, params, train=train)
+            spans = await self._ask(params, train=train)
+        return self._record(spans, params, train=train)
 
     async def tool(self, name: str, text: str) -> ToolResult:
         """Calls a tool of the task. What goes wrong inside it is an answer, not an error; nothing is observed by this."""
@@ -223,29 +225,35 @@ class Environment:
             seed=state.recorder.draw_key(self._head),
         )
 
-    async def _ask(self, params: SamplingParams) -> Generated:
+    async def _ask(self, params: SamplingParams, *, train: bool) -> tuple[Span, ...]:
+        """When the episode's time is over in the middle, what was sampled until then is recorded all the same."""
         state = self._state
+        pieces: list[Span] = []
         session = f"{state.key.episode}.{state.key.attempt}"
-        generated = await state.generator.generate(
-            self.token_ids, params, target=state.target, session=session, key=state.key
-        )
-        spans = tuple(span for span in generated.spans if span.token_ids.size)
-        if generated.finish not in _ENDED or not spans:
-            raise EngineFailed(
-                f"the engine ended a request with {generated.finish.name} after {len(spans)} spans; retry"
-            )
-        return replace(generated, spans=spans)
+        try:
+            async with state.generator.open(
+                self.token_ids, params, target=state.target, session=session, key=state.key
+            ) as generation:
+                async for piece in generation:
+                    pieces.append(piece)
+        except asyncio.CancelledError:
+            if pieces:
+                self._record(merged(pieces, FinishReason.CANCELLED), params, train=train)
+            raise
+        if generation.finish not in _ENDED or not pieces:
+            raise EngineFailed(f"the engine ended with {generation.finish.name} after {len(pieces)} pieces; retry")
+        return merged(pieces, generation.finish)
 
-    def _record(self, generated: Generated, params: SamplingParams, *, train: bool) -> Turn:
+    def _record(self, spans: Sequence[Span], params: SamplingParams, *, train: bool) -> Turn:
         state = self._state
-        token_ids = np.concatenate([span.token_ids for span in generated.spans])
+        token_ids = spans[0].token_ids if len(spans) == 1 else np.concatenate([span.token_ids for span in spans])
         text = state.tokenizer.decode(token_ids)
         message = Message(role=state.format.assistant_role, content=text.removesuffix(state.format.turn_end))
-        self._head = state.recorder.add_generated(self._head, generated, params, train=train, message=message)
+        self._head = state.recorder.add_generated(self._head, spans, params, train=train, message=message)
         self._grow(token_ids)
         state.num_tokens += token_ids.size
         self._check_segments()
-        return Turn(text=text, finish=generated.finish, token_ids=token_ids)
+        return Turn(text=text, finish=spans[-1].finish, token_ids=token_ids)
 
     def _give(self, role: Role, source: Source, token_ids: IntArray, messages: Sequence[Message]) -> None:
         self._state.check()

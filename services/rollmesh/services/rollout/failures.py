@@ -27,10 +27,12 @@ class EpisodeFailed(Exception):
 
 @contextmanager
 def boundary(where: str) -> Iterator[None]:
-    """Attributes the errors of a call into the mesh to `where`."""
+    """Attributes what a call into the mesh raises to `where`: a bug in a client there is not the agent's either."""
     try:
         yield
-    except MeshError as err:
+    except EpisodeFailed:
+        raise
+    except Exception as err:
         raise EpisodeFailed(where, err) from err
 
 

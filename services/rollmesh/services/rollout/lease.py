@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollmesh.services.rollout.agent import Task
-from rollmesh.services.rollout.ports import Target
+from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.codec.trajectory import DEFAULT_POLICY, decode_key
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.trajectory import EpisodeKey, Message, Purpose

@@ -9,51 +9,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
+from rollmesh.shared.clients.generated import Span, Target
 from rollmesh.shared.clients.sandbox import ExecResult
-from rollmesh.shared.trajectory import EpisodeKey, FinishReason, FloatArray, IntArray, Reward, SamplingParams
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, Reward, SamplingParams
 from rollmesh.v1 import coordinator_pb2, reward_pb2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Which weights may act: `step` or newer of `incarnation` or newer; exactly those if `exact`."""
+class Generation(Protocol):
+    """One continuation under way: iterate inside `async with`; leaving it early ends the request at the engine."""
 
-    policy: str
-    step: int
-    incarnation: int
-    exact: bool = False
+    @property
+    def finish(self) -> FinishReason:
+        """Why it ended; UNFINISHED before the last piece."""
+        ...
 
+    async def __aenter__(self) -> Self: ...
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Sampled tokens of one version. Arrays are [n], as in `rollmesh.shared.trajectory.Segment`."""
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
-    token_ids: IntArray
-    logprobs: FloatArray
-    logprobs_model: FloatArray | None
-    version: PolicyVersion
-    kv_step_oldest: int
+    def __aiter__(self) -> Self: ...
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """One continuation: one span per version that sampled a part of it, in order."""
-
-    spans: tuple[Span, ...]
-    finish: FinishReason
+    async def __anext__(self) -> Span:
+        """New tokens of one version, at least one."""
+        ...
 
 
 class Generator(Protocol):
     """The fleet of inference nodes behind a router."""
 
-    async def generate(
+    def open(
         self, token_ids: IntArray, params: SamplingParams, *, target: Target, session: str, key: EpisodeKey
-    ) -> Generated:
-        """Continues the prefix `token_ids` [n]. Cancelling the awaiting task ends the request at the engine."""
+    ) -> Generation:
+        """Continues the prefix `token_ids` [n]."""
         ...
 
 

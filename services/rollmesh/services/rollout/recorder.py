@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollmesh.services.rollout.ports import Generated, Span
+from rollmesh.shared.clients.generated import Span
 from rollmesh.shared.trajectory import (
     ROOT,
-    FinishReason,
     IntArray,
     Message,
     Role,
@@ -67,16 +66,14 @@ class Recorder:
         return self._place(parent).next_key()
 
     def add_generated(
-        self, parent: int, generated: Generated, params: SamplingParams, *, train: bool, message: Message
+        self, parent: int, spans: Sequence[Span], params: SamplingParams, *, train: bool, message: Message
     ) -> int:
-        """Records a generation, a segment per version; returns the last one."""
-        assert generated.spans, "a generation has at least one span"
+        """Records a generation, a segment per span; returns the last one."""
+        assert spans, "a generation has at least one span"
         sampling = self._sampling_of(params)
-        last = len(generated.spans) - 1
-        for number, span in enumerate(generated.spans):
-            finish = generated.finish if number == last else FinishReason.UNFINISHED
-            segment = _sampled(parent, span, sampling, finish, train=train)
-            parent = self._append(segment, mix64(params.seed), [message] if number == last else [])
+        for span in spans:
+            parent = self._append(_sampled(parent, span, sampling, train=train), mix64(params.seed), ())
+        self._messages[parent] = (message,)
         return parent
 
     def path(self, leaf: int) -> list[int]:
@@ -144,7 +141,7 @@ def mix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def _sampled(parent: int, span: Span, sampling: int, finish: FinishReason, *, train: bool) -> Segment:
+def _sampled(parent: int, span: Span, sampling: int, *, train: bool) -> Segment:
     return Segment(
         parent=parent,
         role=Role.ACTION,
@@ -156,5 +153,5 @@ def _sampled(parent: int, span: Span, sampling: int, finish: FinishReason, *, tr
         version=span.version,
         kv_step_oldest=span.kv_step_oldest,
         sampling=sampling,
-        finish=finish,
+        finish=span.finish,
     )

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 
@@ -22,11 +25,12 @@ from rollmesh.services.rollout.agent import Agent
 from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
-from rollmesh.services.rollout.ports import Generated, SandboxSession, Span, Target
+from rollmesh.services.rollout.ports import SandboxSession
 from rollmesh.services.rollout.progress import Progress
 from rollmesh.services.rollout.recorder import mix64
 from rollmesh.services.rollout.stages import Stages
 from rollmesh.services.rollout.worker import RolloutWorker
+from rollmesh.shared.clients.generated import Span, Target
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.trajectory import episode_from_bytes
@@ -86,6 +90,8 @@ class Gate:
         self.num_inside = 0
         self.num_entered = 0
         self.failure: MeshError | None = None
+        self.passes_max = sys.maxsize
+        """Holds from the next entry on after this many."""
         self._open = asyncio.Event()
         self._open.set()
 
@@ -110,6 +116,8 @@ class Gate:
         with self._counted():
             if self.failure is not None:
                 raise self.failure
+            if self.num_entered > self.passes_max:
+                self.held = True
             await asyncio.sleep(0)
             await self._open.wait()
 
@@ -127,20 +135,18 @@ class ScriptedGenerator:
         self.gate = Gate()
         self.asked: list[tuple[IntArray, SamplingParams, Target]] = []
 
-    async def generate(
+    def open(
         self, token_ids: IntArray, params: SamplingParams, *, target: Target, session: str, key: EpisodeKey
-    ) -> Generated:
+    ) -> ScriptedGeneration:
         self.asked.append((token_ids, params, target))
-        await self.gate.enter()
         text = self._script(self._tokenizer.decode(token_ids))
         while "?" in text:
             position = token_ids.size + text.index("?")
             text = text.replace("?", str(mix64(params.seed + position) % 10), 1)
         said = self._tokenizer.encode_markup(text)
         cut = said[: params.max_tokens]
-        return Generated(
-            spans=tuple(self._spans(cut)), finish=FinishReason.STOP if cut.size == said.size else FinishReason.LENGTH
-        )
+        finish = FinishReason.STOP if cut.size == said.size else FinishReason.LENGTH
+        return ScriptedGeneration(self.gate, list(self._spans(cut)), finish)
 
     def _spans(self, token_ids: IntArray) -> Iterator[Span]:
         last = len(self.steps) - 1
@@ -152,6 +158,34 @@ class ScriptedGenerator:
                 yield Span(
                     token_ids=part, logprobs=logprobs, logprobs_model=logprobs, version=version, kv_step_oldest=step
                 )
+
+
+class ScriptedGeneration:
+    """Gives its spans one by one; each of them passes the gate."""
+
+    def __init__(self, gate: Gate, spans: list[Span], finish: FinishReason) -> None:
+        self.finish = FinishReason.UNFINISHED
+        self._gate = gate
+        self._spans = spans
+        self._end = finish
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Span:
+        if not self._spans:
+            self.finish = self._end
+            raise StopAsyncIteration
+        await self._gate.enter()
+        return self._spans.pop(0)
 
 
 class LocalSandbox:

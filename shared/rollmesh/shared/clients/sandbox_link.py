@@ -13,9 +13,10 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from rollmesh.shared.errors import Code, DeadlineExceeded, MeshError, SandboxFailed, error_for
+from rollmesh.shared.codec.failure import decode_failure
+from rollmesh.shared.errors import DeadlineExceeded, MeshError, SandboxFailed
 from rollmesh.shared.rpc.status import from_rpc_error
-from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc, types_pb2
+from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc
 
 _Queue = asyncio.Queue[sandbox_pb2.WorkRequest | None]
 """What is to be sent on one stream; None ends it. Bounded by the places for requests and the number of sessions."""
@@ -58,7 +59,7 @@ class WorkLink:
                 f"sandbox {self.address} gave no answer within {limit_s} s; retry elsewhere", address=self.address
             ) from err
         if answer.WhichOneof("answer") == "failure":
-            raise error_of(answer.failure)
+            raise decode_failure(answer.failure)
         return answer
 
     def post_close(self, session_id: str) -> None:
@@ -142,17 +143,3 @@ class WorkLink:
 async def _requests(outgoing: _Queue) -> AsyncIterator[sandbox_pb2.WorkRequest]:
     while (command := await outgoing.get()) is not None:
         yield command
-
-
-def error_of(failure: types_pb2.Failure) -> MeshError:
-    """The typed error behind a refusal inside a reply."""
-    try:
-        code = Code(failure.code)
-    except ValueError:  # a code of a newer peer, or none at all
-        code = Code.UNKNOWN
-    error = error_for(failure.reason, code)(
-        failure.message or failure.reason, retry_after_s=failure.retry_after_s or None
-    )
-    error.reason = failure.reason or error.reason
-    error.metadata = dict(failure.metadata)
-    return error
