@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import grpc
+import grpc
 import msgspec
 
 from rollmesh.shared.clock import Clock, SystemClock
@@ -225,7 +227,7 @@ class Membership:
 
     async def _welcome(self, call: Any) -> float:
         message = await call.read()
-        if not message or message.WhichOneof("message") != "welcome":
+        if message is grpc.aio.EOF or message.WhichOneof("message") != "welcome":
             raise Unavailable("the coordinator ended the stream without a welcome")
         self.coordinator_id = message.welcome.coordinator_id
         return float(message.welcome.heartbeat_s)
@@ -277,7 +279,7 @@ class Membership:
 
     async def _listen(self, call: Any, commands: asyncio.Queue[coordinator_pb2.JoinResponse]) -> None:
         with typed_errors():
-            async for message in call:
+            while (message := await call.read()) is not grpc.aio.EOF:
                 if message.WhichOneof("message") == "fleet":
                     self.fleet.replace(message.fleet.nodes)
                     continue

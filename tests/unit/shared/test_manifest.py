@@ -27,7 +27,9 @@ PROBE = Probe(token_ids=np.array([1, 2, 3], np.int32), logprobs=np.array([0, -1,
 
 
 def built(folder: Path, *, chunk_bytes: int = 1000) -> BuiltManifest:
-    files = {name: write_safetensors(folder / name, seed) for seed, name in enumerate(["b.safetensors", "a.safetensors"])}
+    files = {
+        name: write_safetensors(folder / name, seed) for seed, name in enumerate(["b.safetensors", "a.safetensors"])
+    }
     return build_manifest(files, probes=[PROBE], tied=["lm_head=embed"], chunk_bytes=chunk_bytes)
 
 

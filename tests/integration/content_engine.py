@@ -1,0 +1,108 @@
+"""Engines whose log-probs depend on the bytes of the weights, so that probes can tell right from wrong; and their broken kin.
+
+Loaded by nodes as `content_engine.py:Name`, like a user's own engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rollmesh.services.inference.engine import Emit, GenerateDelta, GenerateRequest, KvPolicy, ScoreResult
+from rollmesh.services.inference.engines.fake_engine import FakeEngine, FakeEngineConfig
+from rollmesh.services.inference.engines.fake_policy import FakePolicy
+from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray
+from rollmesh.shared.versions import PolicyVersion
+
+VOCAB = FakeEngineConfig().vocab_size
+
+
+def content_of(tensors: Mapping[str, Path]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].read_bytes())
+    return digest.hexdigest()
+
+
+def content_logprobs(content: str, token_ids: IntArray) -> FloatArray:
+    """What right weights score: [n], entry 0 is 0."""
+    policy = FakePolicy(PolicyVersion(policy="", step=0, weights_digest=content), VOCAB)
+    logprobs = policy.logprobs_model(token_ids, np.arange(len(token_ids)))
+    logprobs[0] = 0.0
+    return logprobs
+
+
+class ContentEngine(FakeEngine):
+    """Scores by what the active files hold."""
+
+    def __init__(self, config: FakeEngineConfig) -> None:
+        super().__init__(config)
+        self.contents: dict[PolicyVersion, str] = {}
+        self.serving = ""
+
+    async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
+        await super().prepare(version, tensors)
+        self.contents[version] = content_of(tensors)
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
+        await super().activate(version, kv)
+        self.serving = self.contents[version]
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[ScoreResult]:
+        results = await super().score(sequences)
+        return [
+            ScoreResult(logprobs=content_logprobs(self.serving, tokens), version=result.version)
+            for tokens, result in zip(sequences, results, strict=True)
+        ]
+
+
+class StuckEngine(ContentEngine):
+    """Reports success at every update and goes on serving its first weights."""
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
+        first = self.serving
+        await super().activate(version, kv)
+        self.serving = first or self.serving
+
+
+class LoadingEngine(FakeEngine):
+    """Never finishes loading; `loading` is set once it has begun."""
+
+    def __init__(self, config: FakeEngineConfig) -> None:
+        super().__init__(config)
+        self.loading = asyncio.Event()
+
+    async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
+        self.loading.set()
+        await asyncio.Event().wait()
+
+
+class BreakingEngine(FakeEngine):
+    """Fails every request after 20 tokens, with one token per step."""
+
+    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+        num_tokens = 0
+
+        def until_20(delta: GenerateDelta) -> None:
+            nonlocal num_tokens
+            num_tokens += len(delta.token_ids)
+            emit(delta)
+            if num_tokens == 20 and delta.finish is None:
+                broken = GenerateDelta(
+                    request_id=request.request_id,
+                    token_ids=np.empty(0, np.int32),
+                    logprobs=np.empty(0, np.float32),
+                    logprobs_model=None,
+                    version=delta.version,
+                    kv_step_oldest=delta.kv_step_oldest,
+                    finish=FinishReason.ERROR,
+                    error="device lost",
+                )
+                emit(broken)
+                self.cancel(request.request_id)
+
+        super().submit(request, until_20)

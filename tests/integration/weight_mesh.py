@@ -1,0 +1,161 @@
+"""A mesh of a depot, inference nodes with small engines, and a coordinator of a few lines, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.inference.node import InferenceNode
+from rollmesh.services.weights.config import DepotConfig
+from rollmesh.services.weights.node import DepotNode
+from rollmesh.shared.codec.trajectory import encode_version
+from rollmesh.shared.membership import MembershipConfig
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.server import RpcServer, ServerConfig
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.weights.manifest import Probe, build_manifest, version_owner
+from rollmesh.shared.weights.transfer import TransferConfig, UploadReport, upload
+from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+from .content_engine import VOCAB, content_logprobs, content_of
+
+TOKEN = "test-token"
+HERE = Path(__file__).parent
+SERVER = ServerConfig(stop_s=0.0)
+MEMBERSHIP = MembershipConfig(backoff_s_min=0.01, backoff_s_max=0.05)
+NETWORK = TransferConfig(same_host=False)
+FAKE = "rollmesh.services.inference.engines.fake_engine:FakeEngine"
+FAKE_CONFIG = "rollmesh.services.inference.engines.fake_engine:FakeEngineConfig"
+
+WeightReport = coordinator_pb2.WeightReport
+WeightCommand = coordinator_pb2.WeightCommand
+
+
+class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
+    """Welcomes everyone, passes commands on, remembers what it heard."""
+
+    def __init__(self, heartbeat_s: float = 60.0) -> None:
+        self.hellos: list[coordinator_pb2.NodeHello] = []
+        self.reports: list[tuple[str, coordinator_pb2.NodeReport]] = []
+        self.fleet = coordinator_pb2.FleetView()
+        self.heard = asyncio.Condition()
+        self._heartbeat_s = heartbeat_s
+        self._down: dict[str, asyncio.Queue[coordinator_pb2.JoinResponse | None]] = {}
+
+    async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[coordinator_pb2.JoinResponse]:
+        hello = (await anext(aiter(request_iterator))).hello
+        queue = self._down[hello.node_id] = asyncio.Queue()
+        await self._hear(lambda: self.hellos.append(hello))
+        welcome = coordinator_pb2.Welcome(heartbeat_s=self._heartbeat_s, coordinator_id="c0")
+        yield coordinator_pb2.JoinResponse(welcome=welcome)
+        yield coordinator_pb2.JoinResponse(fleet=self.fleet)
+        reader = asyncio.create_task(self._read(hello.node_id, request_iterator, queue))
+        try:
+            while (message := await queue.get()) is not None:
+                yield message
+        finally:
+            reader.cancel()
+
+    async def _read(self, node_id: str, requests: Any, queue: asyncio.Queue[Any]) -> None:
+        async for request in requests:
+            report = request.report
+            await self._hear(lambda r=report: self.reports.append((node_id, r)))
+        queue.put_nowait(None)
+
+    async def _hear(self, note: Callable[[], None]) -> None:
+        async with self.heard:
+            note()
+            self.heard.notify_all()
+
+    def send(self, node_id: str, message: coordinator_pb2.JoinResponse) -> None:
+        self._down[node_id].put_nowait(message)
+
+    def hang_up(self, node_id: str) -> None:
+        """Ends a node's stream, as a coordinator that restarts does."""
+        self._down[node_id].put_nowait(None)
+
+    def command(
+        self, node_id: str, verb: WeightCommand.Verb.ValueType, version: PolicyVersion, sources: Sequence[str] = ()
+    ) -> None:
+        command = WeightCommand(verb=verb, version=encode_version(version), sources=sources)
+        self.send(node_id, coordinator_pb2.JoinResponse(weights=command))
+
+    def weight_reports(self, node_id: str) -> list[WeightReport]:
+        return [weights for node, report in self.reports if node == node_id for weights in report.weights]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20), self.heard:
+            await self.heard.wait_for(condition)
+
+    async def outcome(
+        self, node_id: str, version: PolicyVersion, *phases: WeightReport.Phase.ValueType
+    ) -> WeightReport:
+        """The first report about `version` in one of `phases`."""
+        wanted = encode_version(version)
+
+        def found() -> list[WeightReport]:
+            return [r for r in self.weight_reports(node_id) if r.version == wanted and r.phase in phases]
+
+        await self.until(lambda: bool(found()))
+        return found()[0]
+
+
+@asynccontextmanager
+async def coordinator(heartbeat_s: float = 60.0) -> AsyncIterator[tuple[TinyCoordinator, str]]:
+    servicer = TinyCoordinator(heartbeat_s)
+    async with RpcServer(SERVER, token=TOKEN) as server:
+        server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer)
+        await server.start()
+        yield servicer, server.address
+
+
+def depot(folder: Path, *, coordinator: str = "", **options: Any) -> DepotNode:
+    config = DepotConfig(directory=str(folder / "depot"), server=SERVER, membership=MEMBERSHIP, **options)
+    return DepotNode(config, node_id="depot", token=TOKEN, coordinator=coordinator)
+
+
+def inference(
+    folder: Path,
+    node_id: str = "inf-0",
+    *,
+    coordinator: str = "",
+    engine: str = FAKE,
+    transfer: TransferConfig = NETWORK,
+    **engine_options: Any,
+) -> InferenceNode:
+    """`engine` may be a class of content_engine.py."""
+    config = InferenceConfig(
+        directory=str(folder / node_id),
+        engine=engine if ":" in engine else f"content_engine.py:{engine}",
+        engine_config=FAKE_CONFIG,
+        engine_options=engine_options,
+        server=SERVER,
+        membership=MEMBERSHIP,
+        transfer=transfer,
+    )
+    return InferenceNode(config, node_id=node_id, token=TOKEN, coordinator=coordinator, base_dir=HERE)
+
+
+async def publish(
+    address: str,
+    step: int,
+    files: dict[str, Path],
+    *,
+    with_probes: bool = False,
+    transfer: TransferConfig = NETWORK,
+    chunk_bytes: int = 1500,
+) -> tuple[PolicyVersion, UploadReport]:
+    """Uploads files as a version, as a learner does; probes are right for `ContentEngine`."""
+    tokens = np.arange(12, dtype=np.int32) % VOCAB
+    probes = [Probe(token_ids=tokens, logprobs=content_logprobs(content_of(files), tokens))] if with_probes else []
+    built = build_manifest(files, probes=probes, chunk_bytes=chunk_bytes)
+    version = PolicyVersion(policy="main", step=step, weights_digest=built.weights_digest)
+    async with open_channel(address, token=TOKEN) as channel:
+        report = await upload(channel, built, owner=version_owner(version), config=transfer)
+    return version, report
