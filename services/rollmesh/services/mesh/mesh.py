@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from rollmesh.services.coordinator.fact_codec import to_proto
+from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.parts import Part, build_part, part_names
 from rollmesh.services.mesh.place import Place, open_place
@@ -137,7 +137,7 @@ class Mesh:
 
     async def finished(self) -> None:
         """Waits until the learner is done. Raises what ended it, or what ended the coordinator or a worker before."""
-        waits = {"learner": self.part("learner").finished(), "coordinator": self.part("coordinator").failed()}
+        waits = {"learner": self.part("learner").wait(), "coordinator": self.part("coordinator").failed()}
         tasks = [asyncio.create_task(wait, name=f"watch {name}") for name, wait in waits.items()]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -153,6 +153,6 @@ async def create_run(place: Place) -> None:
     """Makes the run at the coordinator; a run of the same spec that is there goes on. Raises InvalidInput, RunExists."""
     async with open_channel(place.coordinator, token=place.token) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
-        request = run_pb2.CreateRunRequest(spec=to_proto(place.config.run.spec(), events_pb2.RunSpec))
+        request = run_pb2.CreateRunRequest(spec=encode(place.config.run.spec(), events_pb2.RunSpec))
         with typed_errors():
             await stub.CreateRun(request, timeout=CREATE_S_MAX, wait_for_ready=True)

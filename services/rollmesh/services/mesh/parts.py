@@ -15,7 +15,9 @@ from rollmesh.services.data.jsonl_source import JsonlConfig
 from rollmesh.services.data.node import DataNode
 from rollmesh.services.gateway.node import GatewayNode
 from rollmesh.services.inference.node import InferenceNode
+from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.node import LearnerNode
+from rollmesh.services.learner.run_client import RunAddress
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.place import Place
 from rollmesh.services.reward.config import RewardConfig
@@ -48,7 +50,8 @@ def part_names(config: MeshConfig) -> list[str]:
 def build_part(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     """The part called `name`; `options` go to its node. Raises ConfigError for a config that cannot work."""
     kind = name.partition("-")[0]
-    return _BUILDERS[kind](name, place, bus, **options)
+    part: Part = _BUILDERS[kind](name, place, bus, **options)
+    return part
 
 
 def _coordinator(name: str, place: Place, bus: Bus, **options: Any) -> Part:
@@ -134,7 +137,7 @@ def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     return RolloutNode(
         config,
         node_id=name,
-        coordinator_address=place.coordinator,
+        coordinator=place.coordinator,
         token=place.token,
         bus=bus,
         base_dir=place.base_dir,
@@ -143,20 +146,19 @@ def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 
 def _learner(name: str, place: Place, bus: Bus, **options: Any) -> Part:
-    return LearnerNode(
-        learner_config(place), gateway=place.gateway, token=place.token, base_dir=place.base_dir, **options
-    )
+    run = place.config.run
+    where = RunAddress(address=place.gateway, token=place.token, run=place.run, policy=run.policy, learner=run.learner)
+    return LearnerNode(learner_config(place), where, coordinator=place.coordinator, node_id=name, **options)
 
 
-def learner_config(place: Place) -> Any:
-    """The learner's config with the run's names and folders filled in."""
+def learner_config(place: Place) -> LearnerConfig:
+    """The learner's config with the run's folder, model and seed filled in."""
+    config = place.config.learner
     return msgspec.structs.replace(
-        place.config.learner,
-        run=place.run,
-        policy=place.config.run.policy,
-        learner=place.config.run.learner,
-        model=str(place.model_dir()),
+        config,
         directory=str(place.run_dir),
+        model=config.model or (str(place.model_dir()) if place.config.model else ""),
+        seed=config.seed or place.config.run.seed,
     )
 
 
@@ -171,4 +173,3 @@ _BUILDERS: dict[str, Any] = {
     "rollout": _rollout,
     "learner": _learner,
 }
-

@@ -1,8 +1,8 @@
 """Where a run lives on this host: its folder, secret, and addresses that stay the same over restarts.
 
-    runs/<name>/
-      config.yaml  token  addresses.json
-      nats/  coordinator/  depot/  inference-0/  sandbox-0/  checkpoints/
+runs/<name>/
+  config.yaml  token  addresses.json
+  nats/  coordinator/  depot/  inference-0/  sandbox-0/  checkpoints/
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Place:
         path = (self.base_dir / self.config.model).resolve()
         if not self.config.model or not (path / "config.json").is_file():
             raise ConfigError(
-                f"`model`: {path} holds no config.json; name a folder with a model in transformers format", path=str(path)
+                f"`model`: {path} holds no config.json; name a folder with a model in transformers format",
+                path=str(path),
             )
         return path
 
