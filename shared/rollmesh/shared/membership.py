@@ -207,7 +207,7 @@ class Membership:
                 await self._clock.sleep(pause_s * jitter.uniform(0.5, 1.0))
 
     def _lost(self, cause: str) -> None:
-        if self.joined:
+        if self.joined and not self._leaving:
             _log.warning("lost %s", cause)
         self._joined.clear()
         self.waiting_for = cause
