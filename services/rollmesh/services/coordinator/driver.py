@@ -302,5 +302,5 @@ def without_purged(request: i.ReportEpisodes, purged_below: int) -> i.ReportEpis
     """The same reports, but those whose payload came so long ago that it was purged name no try: the core answers UNKNOWN_LEASE."""
     if not any(0 < report.payload.sequence < purged_below for report in request.reports):
         return request
-    reports = (replace(r, attempt=0) if 0 < r.payload.sequence < purged_below else r for r in request.reports)
+    reports = (replace(r, attempt=-1) if 0 < r.payload.sequence < purged_below else r for r in request.reports)
     return replace(request, reports=tuple(reports))

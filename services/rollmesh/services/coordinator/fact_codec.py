@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeVar
 
+from google.protobuf.message import DecodeError
+
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.shared.errors import FieldViolation, InvalidInput
 from rollmesh.v1 import events_pb2
@@ -146,8 +148,11 @@ def encode_record(record_id: str, time_unix_s: float, facts: Sequence[f.Fact]) -
 
 
 def decode_record(payload: bytes) -> tuple[str, tuple[f.Fact, ...]]:
-    """(record id, facts) of a LedgerRecord. Raises InvalidInput if it holds a fact of another version of the code."""
-    record = events_pb2.LedgerRecord.FromString(payload)
+    """(record id, facts) of a LedgerRecord. Raises InvalidInput if it is none, or holds a fact of a later version of the code."""
+    try:
+        record = events_pb2.LedgerRecord.FromString(payload)
+    except DecodeError as error:
+        raise InvalidInput(f"{len(payload)} bytes that are no LedgerRecord") from error
     return record.record_id, tuple(decode_fact(fact) for fact in record.facts)
 
 

@@ -57,12 +57,19 @@ class CoordinatorNode:
         self._ids = ids or RandomIds()
         self._stack = AsyncExitStack()
         self._server = RpcServer(config.server, token=token)
+        self._runs: Runs | None = None
         self._failure: asyncio.Future[NoReturn] | None = None
 
     @property
     def address(self) -> str:
         """host:port of CoordinatorService and RunService."""
         return self._server.address
+
+    @property
+    def runs(self) -> Runs:
+        """The runs it leads, once entered: for a process that holds it."""
+        assert self._runs is not None, "not started"
+        return self._runs
 
     async def failed(self) -> NoReturn:
         """Wait until this coordinator can't lead on, and raise why: Fenced or DataLoss. The process should exit then."""
@@ -98,7 +105,7 @@ class CoordinatorNode:
         )
         outgoing = Outgoing(keeper, token=self._token, call_s=self._config.run.call_s)
         stack.push_async_callback(outgoing.close)
-        runs = Runs(
+        runs = self._runs = Runs(
             bus,
             self._folder / "runs",
             outgoing,

@@ -25,7 +25,7 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import RunStreams, run_streams
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import InvalidInput, MeshError, Overloaded, UnknownRun
+from rollmesh.shared.errors import DataLoss, InvalidInput, MeshError, Overloaded, UnknownRun
 from rollmesh.shared.ids import IdSource
 
 _log = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ class Runs:
             if path.is_dir():
                 try:
                     await self.get(path.name)
+                except DataLoss as error:  # told to whoever asks for this run; the others go on
+                    _log.error("run %s cannot be led: %s", path.name, error)
                 except UnknownRun:
                     _log.warning(
                         "run %s has a folder in %s but no ledger on this bus; it is passed by", path.name, self._folder

@@ -72,6 +72,8 @@ def episode_report(message: coordinator_pb2.EpisodeReport) -> i.EpisodeReport:
     outcome = known_member(i.EpisodeOutcome, message.outcome)
     if outcome is None:
         raise invalid("reports.outcome", f"is {message.outcome}; expected 1 to {len(i.EpisodeOutcome)}")
+    if message.key.attempt < 1:
+        raise invalid("reports.key.attempt", f"is {message.key.attempt}; expected the lease's, 1 or more")
     return i.EpisodeReport(
         lease_id=from_wire(message.lease_id)[1],
         group=message.key.group,

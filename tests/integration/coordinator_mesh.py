@@ -1,0 +1,315 @@
+"""A mesh without engines and workers: real nats-server, coordinator, gateway, data, reward and depot; the test is worker and trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from rollmesh.services.coordinator.config import CoordinatorConfig, FleetLimits, RunLimits
+from rollmesh.services.coordinator.node import CoordinatorNode
+from rollmesh.services.data.config import DataConfig
+from rollmesh.services.data.node import DataNode
+from rollmesh.services.gateway.config import GatewayConfig
+from rollmesh.services.gateway.node import GatewayNode
+from rollmesh.services.reward.config import FinalizerConfig, RewardConfig
+from rollmesh.services.reward.node import RewardNode
+from rollmesh.services.weights.config import DepotConfig
+from rollmesh.services.weights.node import DepotNode
+from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
+from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
+from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
+from rollmesh.shared.rpc.server import ServerConfig
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import (
+    coordinator_pb2,
+    coordinator_pb2_grpc,
+    events_pb2,
+    run_pb2,
+    run_pb2_grpc,
+    types_pb2,
+    weights_pb2,
+    weights_pb2_grpc,
+)
+
+T = TypeVar("T")
+TOKEN = "token"
+WORKER = "worker-0"
+MIB = 1 << 20
+DATA = coordinator_pb2.NODE_KIND_DATA
+REWARD = coordinator_pb2.NODE_KIND_REWARD
+DEPOT = coordinator_pb2.NODE_KIND_DEPOT
+ROLLOUT = coordinator_pb2.NODE_KIND_ROLLOUT
+GATEWAY = coordinator_pb2.NODE_KIND_GATEWAY
+
+CONFIG = CoordinatorConfig(
+    server=ServerConfig(stop_s=0.0),
+    fleet=FleetLimits(heartbeat_s=0.2, suspect_after_s=5.0, dead_after_s=10.0),
+    run=RunLimits(tick_s=0.02, watch_interval_s=0.02, snapshot_records=5, housekeeping_s=0.05),
+    streams=StreamLimits(
+        samples_bytes_max=16 * MIB, ledger_bytes_max=16 * MIB, events_bytes_max=MIB, dead_bytes_max=MIB
+    ),
+)
+JOIN = MembershipConfig(backoff_s_min=0.02, backoff_s_max=0.1, leave_s=0.5)
+
+
+def spec(**changes: Any) -> events_pb2.RunSpec:
+    """Two groups of two per update, eta = 1."""
+    values: dict[str, Any] = {
+        "run": "r",
+        "max_staleness": 1,
+        "batch_groups": 2,
+        "group_size": 2,
+        "publish_every": 1,
+        "tries_max": 3,
+        "episode_lease_s": 30.0,
+        "batch_lease_s": 30.0,
+        "group_s_max": 60.0,
+        "eval_s_max": 5.0,
+        "success_reward": "correct",
+    }
+    return events_pb2.RunSpec(**(values | changes))
+
+
+@dataclass
+class MeshParts:
+    """What runs, and verbs for a test that plays worker and trainer."""
+
+    folder: Path
+    nats: EmbeddedServer
+    bus: Bus
+    stack: AsyncExitStack
+    config: CoordinatorConfig
+    node: CoordinatorNode | None = None
+    address: str = ""
+    gateway: GatewayNode | None = None
+    run: Any = None
+    """RunService of the gateway."""
+    decisions: Any = None
+    """RunService of the coordinator."""
+    coordinator: Any = None
+    epoch: int = 0
+    sent: list[coordinator_pb2.EpisodeReport] = field(default_factory=list)
+
+    async def start_coordinator(self) -> CoordinatorNode:
+        """At the same address as before."""
+        config = self.config
+        if self.address:
+            server = msgspec.structs.replace(config.server, address=self.address)
+            config = msgspec.structs.replace(config, server=server)
+        self.node = CoordinatorNode(config, folder=self.folder / "coordinator", token=TOKEN, bus_url=self.nats.url)
+        await self.node.__aenter__()
+        self.address = self.node.address
+        return self.node
+
+    async def stop_coordinator(self) -> None:
+        if self.node is not None:
+            node, self.node = self.node, None
+            await node.__aexit__(None, None, None)
+
+    async def wait_ready(self, *kinds: coordinator_pb2.NodeKind.ValueType) -> None:
+        """Until a node of each kind is READY."""
+
+        async def ready() -> bool:
+            nodes = (await self.coordinator.GetFleet(coordinator_pb2.GetFleetRequest(), wait_for_ready=True)).nodes
+            return set(kinds) <= {n.kind for n in nodes if n.state == coordinator_pb2.NODE_STATE_READY}
+
+        await eventually(ready)
+
+    # Trainer ----------------------------------------------------------------------------------------------------------
+
+    async def create(self, **changes: Any) -> run_pb2.CreateRunResponse:
+        return await self.call(self.run.CreateRun, run_pb2.CreateRunRequest(spec=spec(**changes)))
+
+    async def attach(self, last_update: int = 0, digest: str = "", **changes: Any) -> run_pb2.AttachTrainerResponse:
+        request = run_pb2.AttachTrainerRequest(run="r", last_update=last_update, digest=digest, **changes)
+        attached: run_pb2.AttachTrainerResponse = await self.call(self.run.AttachTrainer, request)
+        self.epoch = attached.trainer_epoch
+        return attached
+
+    async def upload(self, content: bytes) -> str:
+        """A version made of one chunk; its weights digest."""
+        chunk = hashlib.sha256(content).hexdigest()
+        file = weights_pb2.WeightFile(
+            name="model.safetensors",
+            size_bytes=len(content),
+            chunks=[weights_pb2.WeightChunk(digest=chunk, size_bytes=len(content))],
+        )
+        kind = weights_pb2.WeightManifest.KIND_FULL
+        manifest = weights_pb2.WeightManifest(kind=kind, files=[file], dtype="float32").SerializeToString()
+        await self.put(content)
+        return await self.put(manifest)
+
+    async def put(self, content: bytes) -> str:
+        digest = hashlib.sha256(content).hexdigest()
+        depot = (await self.coordinator.GetFleet(coordinator_pb2.GetFleetRequest(kind=DEPOT))).nodes[0]
+        async with open_channel(depot.address, token=TOKEN) as channel:
+            stub = weights_pb2_grpc.BlobServiceStub(channel)
+            head = weights_pb2.PutRequest(digest=digest, size_bytes=len(content), owner="test", data=content)
+            with typed_errors():
+                await stub.Put(stream_of(head))
+        return digest
+
+    async def publish(self, step: int, *, content: bytes = b"", incarnation: int = 0) -> None:
+        digest = await self.upload(content or f"weights {step}.{incarnation}".encode())
+        version = types_pb2.PolicyVersion(policy="main", step=step, incarnation=incarnation, weights_digest=digest)
+        request = run_pb2.PublishVersionRequest(run="r", trainer_epoch=self.epoch, version=version)
+        await self.call(self.run.PublishVersion, request)
+
+    async def lease(self, update: int, wait_s: float = 10.0, **changes: Any) -> run_pb2.LeaseBatchResponse:
+        request = run_pb2.LeaseBatchRequest(
+            run="r", update=update, wait_s=wait_s, **({"trainer_epoch": self.epoch} | changes)
+        )
+        return await self.call(self.run.LeaseBatch, request)
+
+    async def commit(
+        self, update: int, lease_ids: Sequence[str], dropped: Sequence[str] = (), **changes: Any
+    ) -> run_pb2.CommitUpdateResponse:
+        samples = [
+            run_pb2.DisposedSample(sample_id=s, disposition=run_pb2.SAMPLE_DISPOSITION_DROPPED, reason="TEST")
+            for s in dropped
+        ]
+        values: dict[str, Any] = {
+            "trainer_epoch": self.epoch,
+            "outcome": run_pb2.UPDATE_OUTCOME_APPLIED,
+            "samples": samples,
+        } | changes
+        request = run_pb2.CommitUpdateRequest(run="r", update=update, lease_ids=lease_ids, **values)
+        return await self.call(self.run.CommitUpdate, request)
+
+    async def checkpoint(self, update: int, digest: str, **changes: Any) -> None:
+        values = {"trainer_epoch": self.epoch} | changes
+        request = run_pb2.ReportCheckpointRequest(run="r", update=update, digest=digest, **values)
+        await self.call(self.run.ReportCheckpoint, request)
+
+    async def fetch(self, lease_id: str, index: int = 0, num: int = 1) -> list[run_pb2.FetchSamplesResponse]:
+        request = run_pb2.FetchSamplesRequest(
+            run="r", trainer_epoch=self.epoch, lease_id=lease_id, shard_index=index, num_shards=num
+        )
+        with typed_errors():
+            return [response async for response in self.run.FetchSamples(request)]
+
+    async def state(self) -> run_pb2.RunState:
+        response: run_pb2.GetRunResponse = await self.call(self.run.GetRun, run_pb2.GetRunRequest(run="r"))
+        return response.state
+
+    # Worker -----------------------------------------------------------------------------------------------------------
+
+    async def acquire(self, num_max: int = 4, wait_s: float = 10.0) -> list[coordinator_pb2.EpisodeLease]:
+        request = coordinator_pb2.AcquireRolloutsRequest(node_id=WORKER, num_max=num_max, wait_s=wait_s)
+        return list((await self.call(self.coordinator.AcquireRollouts, request)).leases)
+
+    async def generate(
+        self, leases: Sequence[coordinator_pb2.EpisodeLease], *, step: int, incarnation: int = 0
+    ) -> list[str]:
+        """Run the episodes: payloads first, then the reports. Returns the reports' results."""
+        reports = [await self.finished(lease, step=step, incarnation=incarnation) for lease in leases]
+        return await self.report(reports)
+
+    async def finished(
+        self, lease: coordinator_pb2.EpisodeLease, *, step: int, incarnation: int = 0
+    ) -> coordinator_pb2.EpisodeReport:
+        """Store a payload with one sample, and make its report."""
+        sample_id = f"{lease.key.episode}.0"
+        episode = types_pb2.Episode(
+            key=lease.key, purpose=lease.purpose, samples=[types_pb2.Sample(sample_id=sample_id, policy="main")]
+        )
+        payload = episode.SerializeToString()
+        stream = await self.bus.open(run_streams(lease.key.run).samples.name)
+        sequence = await stream.append(payload, msg_id=f"{lease.key.episode}.{lease.key.attempt}")
+        value = float(lease.key.episode.endswith(".0"))
+        ok = types_pb2.REWARD_OUTCOME_OK
+        meta = types_pb2.SampleMeta(
+            sample_id=sample_id,
+            policy="main",
+            steps=[types_pb2.StepSpan(step=step, incarnation=incarnation, num_tokens=5)],
+            num_tokens=9,
+            rewards=[types_pb2.Reward(name="correct", value=value, segment=-1, scorer="exact@1", outcome=ok)],
+            trainable=True,
+        )
+        return coordinator_pb2.EpisodeReport(
+            lease_id=lease.lease_id,
+            key=lease.key,
+            outcome=coordinator_pb2.EPISODE_OUTCOME_COMPLETED,
+            payload=types_pb2.PayloadRef(sequence=sequence, size_bytes=len(payload)),
+            samples=[meta],
+        )
+
+    async def report(self, reports: Sequence[coordinator_pb2.EpisodeReport]) -> list[str]:
+        request = coordinator_pb2.ReportEpisodesRequest(node_id=WORKER, reports=reports)
+        return list((await self.call(self.coordinator.ReportEpisodes, request)).results)
+
+    async def call(self, verb: Callable[..., Awaitable[T]], request: Any) -> T:
+        with typed_errors():
+            return await verb(request)
+
+    async def begin(self, **changes: Any) -> None:
+        """A run with a trainer and published initial weights."""
+        await self.create(**changes)
+        await self.attach()
+        await self.publish(0)
+
+    async def train(self, update: int, *, step: int | None = None) -> str:
+        """One whole update from nothing; its digest."""
+        await self.generate(await self.acquire(), step=update - 1 if step is None else step)
+        batch = await self.lease(update)
+        assert batch.lease_id, batch.waiting_for
+        return (await self.commit(update, [batch.lease_id])).digest
+
+
+async def stream_of(message: T) -> AsyncIterator[T]:
+    yield message
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], limit_s: float = 20.0) -> None:
+    """Until `condition` holds."""
+    async with asyncio.timeout(limit_s):
+        while not await condition():  # noqa: ASYNC110 (what it waits for is beyond this process's events)
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def coordinator_mesh(tmp_path: Path, config: CoordinatorConfig = CONFIG) -> AsyncIterator[MeshParts]:
+    """All parts, joined and ready."""
+    async with AsyncExitStack() as stack:
+        nats = await stack.enter_async_context(EmbeddedServer(tmp_path / "nats", token=TOKEN))
+        bus = await JetStreamBus.connect(nats.url, token=TOKEN)
+        stack.push_async_callback(bus.close)
+        parts = MeshParts(folder=tmp_path, nats=nats, bus=bus, stack=stack, config=config)
+        await parts.start_coordinator()
+        stack.push_async_callback(parts.stop_coordinator)
+        await _join_all(parts)
+        yield parts
+
+
+async def _join_all(parts: MeshParts) -> None:
+    common: dict[str, Any] = {"token": TOKEN, "coordinator": parts.address}
+    depot = DepotConfig(directory=str(parts.folder / "depot"), membership=JOIN, server=ServerConfig(stop_s=0.0))
+    stop = ServerConfig(stop_s=0.0)
+    reward = RewardConfig(finalizer=FinalizerConfig(name="keep_all"))
+    worker = coordinator_pb2.NodeHello(node_id=WORKER, kind=ROLLOUT, capacity=8)
+    for node in (
+        DataNode(DataConfig(), node_id="data-0", bus=parts.bus, server=stop, **common),
+        RewardNode(reward, node_id="reward-0", server=stop, **common),
+        DepotNode(depot, node_id="depot-0", **common),
+        Membership(parts.address, token=TOKEN, handler=PassiveHandler(worker), config=JOIN),
+    ):
+        await parts.stack.enter_async_context(node)
+    gateway = GatewayNode(GatewayConfig(server=stop), node_id="gateway-0", bus=parts.bus, **common)
+    parts.gateway = await parts.stack.enter_async_context(gateway)
+    channels = ChannelConfig(wait_for_ready=True)
+    outer = await parts.stack.enter_async_context(open_channel(gateway.address, token=TOKEN, config=channels))
+    inner = await parts.stack.enter_async_context(open_channel(parts.address, token=TOKEN, config=channels))
+    parts.run = run_pb2_grpc.RunServiceStub(outer)
+    parts.decisions = run_pb2_grpc.RunServiceStub(inner)
+    parts.coordinator = coordinator_pb2_grpc.CoordinatorServiceStub(inner)
+    await parts.wait_ready(DATA, REWARD, DEPOT, ROLLOUT)
