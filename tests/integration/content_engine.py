@@ -43,6 +43,19 @@ class ContentEngine(FakeEngine):
         super().__init__(config)
         self.contents: dict[PolicyVersion, str] = {}
         self.serving = ""
+        self.emitted = asyncio.Event()
+        """Set with the first delta of any request."""
+        self.ended = asyncio.Event()
+        """Set with the last delta of any request."""
+
+    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+        def watched(delta: GenerateDelta) -> None:
+            emit(delta)
+            self.emitted.set()
+            if delta.finish is not None:
+                self.ended.set()
+
+        super().submit(request, watched)
 
     async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
         await super().prepare(version, tensors)

@@ -138,6 +138,7 @@ def inference(
         server=SERVER,
         membership=MEMBERSHIP,
         transfer=transfer,
+        drain_s=0.0,
     )
     return InferenceNode(config, node_id=node_id, token=TOKEN, coordinator=coordinator, base_dir=HERE)
 

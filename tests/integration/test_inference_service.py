@@ -1,0 +1,338 @@
+"""One inference node over real gRPC: streams, targets, weights that change under running requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.inference.continuations import Continuations
+from rollmesh.services.inference.engine import GenerateRequest, KvPolicy
+from rollmesh.services.inference.node import InferenceNode
+from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
+from rollmesh.shared.errors import (
+    MeshError,
+    Overloaded,
+    ProbeMismatch,
+    StaleWeights,
+    Unimplemented,
+    UnknownEndpoint,
+    UnknownPolicy,
+)
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.trajectory import SamplingParams
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+
+from ..unit.shared.safetensors_files import write_safetensors
+from .content_engine import ContentEngine, content_logprobs, content_of
+from .weight_mesh import TOKEN, depot, inference, publish
+
+Target = inference_pb2.Target
+ERROR, STOP, LENGTH = types_pb2.FINISH_REASON_ERROR, types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
+PROMPT = [3, 1, 4, 1, 5]
+LONG = 100_000
+
+
+class Served:
+    """A node with the weights of some steps prepared; `activate` swaps."""
+
+    def __init__(self, node: InferenceNode, versions: Sequence[PolicyVersion], stub: Any) -> None:
+        self.node = node
+        self.versions = versions
+        self.stub = stub
+
+    @property
+    def engine(self) -> ContentEngine:
+        return cast(ContentEngine, self.node.engine)
+
+    async def activate(self, index: int, kv: KvPolicy = KvPolicy.RECOMPUTE) -> None:
+        await self.node.keeper.activate(self.versions[index], kv)
+
+
+@contextlib.asynccontextmanager
+async def served(folder: Path, *, engine: str = "ContentEngine", **options: Any) -> AsyncIterator[Served]:
+    """Steps 4 and 5 are prepared, 4 is active."""
+    async with depot(folder) as store, inference(folder, engine=engine, **options) as node:
+        versions = []
+        for step in (4, 5):
+            files = {"m.safetensors": write_safetensors(folder / "m.safetensors", step)}
+            version, _ = await publish(store.address, step, files, with_probes=True)
+            await node.keeper.prepare(version, [store.address])
+            versions.append(version)
+        await node.keeper.activate(versions[0], KvPolicy.RECOMPUTE)
+        async with open_channel(node.address, token=TOKEN) as channel:
+            yield Served(node, versions, inference_pb2_grpc.InferenceServiceStub(channel))
+
+
+def submission(
+    request_id: str, target: Target | None = None, prompt: Sequence[int] = PROMPT, **params: Any
+) -> inference_pb2.Submission:
+    return inference_pb2.Submission(
+        request_id=request_id,
+        target=target,
+        token_ids=np.array(prompt, "<i4").tobytes(),
+        params=encode_sampling_params(SamplingParams(**{"max_tokens": 32, "seed": 7, **params})),
+    )
+
+
+class Stream:
+    """A Generate stream and everything it has said."""
+
+    def __init__(self, stub: Any) -> None:
+        self._call = stub.Generate()
+        self.frames: list[inference_pb2.GenerateResponse] = []
+
+    async def submit(self, *submissions: inference_pb2.Submission) -> None:
+        await self._call.write(inference_pb2.GenerateRequest(submissions=submissions))
+
+    async def cancel(self, request_id: str) -> None:
+        cancellation = inference_pb2.Cancellation(request_id=request_id)
+        await self._call.write(inference_pb2.GenerateRequest(cancellations=[cancellation]))
+
+    def leave(self) -> None:
+        self._call.cancel()
+
+    def of(self, request_id: str) -> list[inference_pb2.GenerateDelta]:
+        return [delta for frame in self.frames for delta in frame.deltas if delta.request_id == request_id]
+
+    def tokens(self, request_id: str) -> list[int]:
+        return np.frombuffer(b"".join(delta.token_ids for delta in self.of(request_id)), "<i4").tolist()
+
+    async def next(self) -> None:
+        with typed_errors():
+            self.frames.append(await asyncio.wait_for(self._call.read(), 20))
+
+    async def end(self, *request_ids: str) -> inference_pb2.GenerateDelta:
+        """Reads until all of them ended; returns the last delta of the last."""
+        while not all(self.of(r) and self.of(r)[-1].finish for r in request_ids):
+            await self.next()
+        return self.of(request_ids[-1])[-1]
+
+
+def at_least(step: int, incarnation: int = 0) -> Target:
+    return Target(selector=Target.SELECTOR_AT_LEAST, step=step, incarnation=incarnation)
+
+
+def exactly(step: int) -> Target:
+    return Target(selector=Target.SELECTOR_EXACT, step=step)
+
+
+# Streams --------------------------------------------------------------------------------------------------------------
+
+
+async def test_one_frame_carries_an_engine_steps_deltas_of_all_requests(tmp_path: Path) -> None:
+    async with served(tmp_path) as it:
+        stream = Stream(it.stub)
+        ids = [f"r{i}" for i in range(16)]
+        await stream.submit(*(submission(i, max_tokens=64) for i in ids))
+        await stream.end(*ids)
+        assert all(len(stream.tokens(i)) == 64 for i in ids)
+        num_steps = it.node.engine.load().steps
+        assert sum(len(frame.deltas) for frame in stream.frames) == 16 * num_steps
+        assert len(stream.frames) <= num_steps
+
+
+async def test_cancel_brings_the_tokens_so_far(tmp_path: Path) -> None:
+    async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
+        stream = Stream(it.stub)
+        await stream.submit(submission("a", max_tokens=LONG), submission("b"))
+        await stream.next()
+        await stream.cancel("a")
+        await stream.cancel("never submitted")
+        last = await stream.end("b", "a")
+        assert last.finish == types_pb2.FINISH_REASON_CANCELLED
+        assert len(stream.tokens("a")) > 0
+        assert len(stream.tokens("b")) == 32
+
+
+async def test_requests_of_a_client_that_leaves_end_at_the_engine(tmp_path: Path) -> None:
+    async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
+        stream = Stream(it.stub)
+        await stream.submit(submission("a", max_tokens=LONG))
+        await stream.next()
+        assert it.node.state.num_live == 1
+        stream.leave()
+        await asyncio.wait_for(it.engine.ended.wait(), 20)
+        assert it.node.state.num_live == 0
+        assert it.node.engine.load().num_running == 0
+
+
+async def test_a_refused_request_leaves_its_stream_alive(tmp_path: Path) -> None:
+    async with served(tmp_path) as it:
+        stream = Stream(it.stub)
+        bad = {
+            "stale": (submission("stale", at_least(5)), "STALE_WEIGHTS"),
+            "void": (submission("void", at_least(4, incarnation=1)), "STALE_WEIGHTS"),
+            "other": (submission("other", Target(policy="critic")), "UNKNOWN_POLICY"),
+            "judge": (submission("judge", Target(endpoint="judge")), "UNKNOWN_ENDPOINT"),
+            "pinned": (submission("pinned", Target(selector=Target.SELECTOR_SESSION_PINNED)), "UNIMPLEMENTED"),
+            "empty": (submission("empty", prompt=[]), "INVALID_INPUT"),
+            "vocab": (submission("vocab", prompt=[99_999]), "INVALID_INPUT"),
+            "": (submission(""), "INVALID_INPUT"),
+        }
+        await stream.submit(*(s for s, _ in bad.values()), submission("good", at_least(4)))
+        await stream.end(*bad, "good")
+        for request_id, (_, reason) in bad.items():
+            assert (stream.of(request_id)[-1].finish, stream.of(request_id)[-1].failure.reason) == (ERROR, reason)
+        assert stream.of("good")[-1].finish == LENGTH
+
+
+async def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path) -> None:
+    async with served(tmp_path, context_max=LONG) as it:
+        config = InferenceConfig(directory=str(tmp_path), outbox_tokens_max=1000)
+        stream = Continuations(it.node.state, config)
+        stream.submit(submission("a", max_tokens=5000))
+        it.engine.submit(_engine_request(), lambda delta: None)
+        await asyncio.wait_for(it.engine.ended.wait(), 20)
+        with pytest.raises(Overloaded, match="read the stream faster"):
+            await stream.frame()
+        stream.close()
+        assert it.node.state.num_live == 0
+
+
+def _engine_request() -> GenerateRequest:
+    """Ends before the one it is measured against, but not before that has more tokens than the outbox holds."""
+    tokens = np.array(PROMPT, np.int32)
+    return GenerateRequest(request_id="clock", token_ids=tokens, params=SamplingParams(max_tokens=3000))
+
+
+# Weights that change --------------------------------------------------------------------------------------------------
+
+
+async def test_a_sequence_over_an_update_is_stamped_token_by_token(tmp_path: Path) -> None:
+    async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
+        stream = Stream(it.stub)
+        await stream.submit(submission("a", at_least(4), max_tokens=400))
+        await stream.next()
+        await it.activate(1)
+        await stream.end("a")
+        steps = [delta.version.step for delta in stream.of("a") if delta.token_ids]
+        assert steps == sorted(steps)
+        assert set(steps) == {4, 5}
+        assert len(stream.tokens("a")) == 400
+
+
+async def test_an_exact_request_ends_when_weights_change(tmp_path: Path) -> None:
+    async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
+        stream = Stream(it.stub)
+        await stream.submit(submission("exact", exactly(4), max_tokens=LONG))
+        await stream.next()
+        await it.activate(1)
+        last = await stream.end("exact")
+        assert (last.finish, last.failure.reason) == (ERROR, "STALE_WEIGHTS")
+        assert {delta.version.step for delta in stream.of("exact") if delta.token_ids} == {4}
+        await stream.submit(submission("old", exactly(4)), submission("new", exactly(5)))
+        await stream.end("old", "new")
+        assert stream.of("old")[-1].failure.reason == "STALE_WEIGHTS"
+        assert stream.of("new")[-1].finish == LENGTH
+
+
+async def test_no_token_of_wrong_weights_leaves_the_node(tmp_path: Path) -> None:
+    async with served(tmp_path, engine="StuckEngine", step_s=0.001, context_max=LONG) as it:
+        stream = Stream(it.stub)
+        await stream.submit(submission("a", max_tokens=LONG))
+        await stream.next()
+        with pytest.raises(ProbeMismatch):
+            await it.activate(1)
+        last = await stream.end("a")
+        assert last.failure.reason == "PROBE_MISMATCH"
+        assert {delta.version.step for delta in stream.of("a") if delta.token_ids} == {4}
+        assert it.node.engine.load().num_running == 0
+        await stream.submit(submission("b"))
+        assert (await stream.end("b")).failure.reason == "PROBE_MISMATCH"
+        with pytest.raises(ProbeMismatch), typed_errors():
+            await it.stub.Score(inference_pb2.ScoreRequest(token_ids=[np.array(PROMPT, "<i4").tobytes()]))
+
+
+async def test_tokens_wait_for_the_verdict_and_then_all_come(tmp_path: Path) -> None:
+    async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
+        stream = Stream(it.stub)
+        await stream.submit(submission("a", max_tokens=200))
+        await stream.next()
+        it.node.state.announce_swap(it.versions[1])  # as before a swap, with a verdict that takes its time
+        await it.node.engine.activate(it.versions[1], KvPolicy.RECOMPUTE)
+        await asyncio.wait_for(it.engine.ended.wait(), 20)
+        seen = {delta.version.step for delta in stream.of("a") if delta.token_ids}
+        assert seen == {4}
+        it.node.state.gate.release()
+        await stream.end("a")
+        assert len(stream.tokens("a")) == 200
+
+
+# Unary ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_generate_one_answers_by_version(tmp_path: Path) -> None:
+    async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
+        request = inference_pb2.GenerateOneRequest(submission=submission("x", max_tokens=400))
+        answering = asyncio.create_task(_call(it.stub.GenerateOne(request)))
+        await asyncio.wait_for(it.engine.emitted.wait(), 20)
+        await it.activate(1)
+        answer = await answering
+        assert [decode_version(delta.version).step for delta in answer.deltas] == [4, 5]
+        assert sum(len(delta.token_ids) for delta in answer.deltas) == 4 * 400
+        assert answer.deltas[-1].finish == LENGTH
+
+
+async def _call(call: Any) -> Any:
+    with typed_errors():
+        return await call
+
+
+@pytest.mark.parametrize(
+    ("target", "error"),
+    [
+        (at_least(5), StaleWeights),
+        (exactly(3), StaleWeights),
+        (Target(policy="critic"), UnknownPolicy),
+        (Target(endpoint="judge"), UnknownEndpoint),
+        (Target(selector=Target.SELECTOR_SESSION_PINNED), Unimplemented),
+    ],
+)
+async def test_unary_calls_are_refused_by_target(tmp_path: Path, target: Target, error: type[MeshError]) -> None:
+    async with served(tmp_path) as it:
+        with pytest.raises(error), typed_errors():
+            await it.stub.GenerateOne(inference_pb2.GenerateOneRequest(submission=submission("x", target)))
+        request = inference_pb2.ScoreRequest(target=target, token_ids=[np.array(PROMPT, "<i4").tobytes()])
+        with pytest.raises(error), typed_errors():
+            await it.stub.Score(request)
+
+
+async def test_score_is_that_of_the_active_weights(tmp_path: Path) -> None:
+    async with served(tmp_path) as it:
+        tokens = np.array(PROMPT, np.int32)
+        reply = await it.stub.Score(inference_pb2.ScoreRequest(target=exactly(4), token_ids=[tokens.tobytes()]))
+        write_safetensors(tmp_path / "again.safetensors", 4)
+        expected = content_logprobs(content_of({"m": tmp_path / "again.safetensors"}), tokens)
+        np.testing.assert_array_equal(np.frombuffer(reply.logprobs[0], "<f4"), expected)
+        assert reply.version.step == 4
+
+
+async def test_load_names_the_active_version_and_counts(tmp_path: Path) -> None:
+    async with served(tmp_path) as it:
+        stream = Stream(it.stub)
+        await stream.submit(submission("a"))
+        await stream.end("a")
+        load = await it.stub.GetLoad(inference_pb2.GetLoadRequest())
+        assert (load.active.step, load.num_running, load.tokens_generated) == (4, 0, 32)
+        assert load.tokens_prefilled == len(PROMPT)
+
+
+async def test_a_draining_node_refuses_and_hands_back_what_runs(tmp_path: Path) -> None:
+    async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
+        stream = Stream(it.stub)
+        await stream.submit(submission("a", max_tokens=LONG))
+        await stream.next()
+        await it.node.drain()
+        last = await stream.end("a")
+        assert (last.failure.reason, len(stream.tokens("a")) > 0) == ("DRAINING", True)
+        await stream.submit(submission("b"))
+        assert (await stream.end("b")).failure.reason == "DRAINING"

@@ -1,0 +1,151 @@
+"""Joining the mesh over real gRPC: hello, heartbeats, commands, and a coordinator that goes and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.errors import InvalidInput, Unauthenticated, Unavailable
+from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
+from rollmesh.shared.rpc.server import RpcServer, ServerConfig
+from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+from .weight_mesh import MEMBERSHIP, TOKEN, TinyCoordinator, coordinator
+
+JoinResponse = coordinator_pb2.JoinResponse
+
+
+class Worker(PassiveHandler):
+    """Counts its reports and remembers its commands."""
+
+    def __init__(self) -> None:
+        super().__init__(coordinator_pb2.NodeHello(node_id="w", kind=coordinator_pb2.NODE_KIND_ROLLOUT, capacity=3))
+        self.num_reports = 0
+        self.commands: list[str] = []
+        self.obeyed = asyncio.Event()
+
+    def report(self) -> coordinator_pb2.NodeReport:
+        self.num_reports += 1
+        return coordinator_pb2.NodeReport(num_running=self.num_reports)
+
+    async def on_cancel(self, command: coordinator_pb2.CancelEpisodes) -> None:
+        self.commands.append(f"cancel {','.join(command.lease_ids)}")
+
+    async def on_drain(self) -> None:
+        self.commands.append("drain")
+        self.obeyed.set()
+
+
+def member(address: str, worker: Worker, *, clock: ManualClock | None = None, token: str = TOKEN) -> Membership:
+    return Membership(address, token=token, handler=worker, clock=clock, config=MEMBERSHIP)
+
+
+async def test_a_node_says_hello_and_reports_every_heartbeat() -> None:
+    clock = ManualClock()
+    async with coordinator(heartbeat_s=5.0) as (boss, address), member(address, Worker(), clock=clock) as node:
+        await node.wait_joined()
+        assert (boss.hellos[0].node_id, node.coordinator_id, node.waiting_for) == ("w", "c0", "")
+        for num in (1, 2, 3):
+            await boss.until(lambda num=num: len(boss.reports) == num)
+            clock.advance(5.0)
+        assert [report.num_running for _, report in boss.reports[:3]] == [1, 2, 3]
+
+
+async def test_an_urgent_report_does_not_wait_for_the_heartbeat() -> None:
+    async with coordinator() as (boss, address), member(address, Worker(), clock=ManualClock()) as node:
+        await boss.until(lambda: len(boss.reports) == 1)
+        node.report_weights(coordinator_pb2.WeightReport(phase=coordinator_pb2.WeightReport.PHASE_ACTIVE))
+        await boss.until(lambda: len(boss.weight_reports("w")) == 1)
+
+
+async def test_the_last_report_is_sent_when_the_node_leaves() -> None:
+    async with coordinator() as (boss, address):
+        async with member(address, Worker(), clock=ManualClock()) as node:
+            await boss.until(lambda: len(boss.reports) == 1)
+            await node.stop()
+            num_reports = len(boss.reports)
+        assert num_reports == 2
+
+
+async def test_commands_are_obeyed_in_order() -> None:
+    worker = Worker()
+    async with coordinator() as (boss, address), member(address, worker) as node:
+        await node.wait_joined()
+        for lease in ("l1", "l2"):
+            boss.send("w", JoinResponse(cancel=coordinator_pb2.CancelEpisodes(lease_ids=[lease])))
+        boss.send("w", JoinResponse(drain=coordinator_pb2.DrainCommand()))
+        await asyncio.wait_for(worker.obeyed.wait(), 20)
+        assert worker.commands == ["cancel l1", "cancel l2", "drain"]
+
+
+async def test_the_fleet_is_the_newest_picture() -> None:
+    async with coordinator() as (boss, address), member(address, Worker()) as node:
+        await asyncio.wait_for(node.fleet.changed(since=0), 20)
+        revision = node.fleet.revision
+        depot = coordinator_pb2.FleetNode(
+            node_id="d", kind=coordinator_pb2.NODE_KIND_DEPOT, address="h:1", state=coordinator_pb2.NODE_STATE_READY
+        )
+        boss.send("w", JoinResponse(fleet=coordinator_pb2.FleetView(nodes=[depot])))
+        await asyncio.wait_for(node.fleet.changed(since=revision), 20)
+        assert node.fleet.address_of(coordinator_pb2.NODE_KIND_DEPOT) == "h:1"
+        assert node.fleet.address_of(coordinator_pb2.NODE_KIND_REWARD) is None
+
+
+async def test_a_node_joins_again_when_its_stream_ends() -> None:
+    async with coordinator() as (boss, address), member(address, Worker()) as node:
+        await node.wait_joined()
+        boss.hang_up("w")
+        await boss.until(lambda: len(boss.hellos) == 2)
+
+
+async def test_a_node_waits_for_a_coordinator_that_starts_later_and_for_one_that_restarts() -> None:
+    async with coordinator() as (_, address):
+        pass  # its port is free now
+    async with member(address, Worker()) as node:
+        with pytest.raises(Unavailable, match="is the coordinator running"):
+            await node.wait_joined(timeout_s=0.05)
+        for _ in range(2):
+            async with RpcServer(ServerConfig(address=address, stop_s=0.0), token=TOKEN) as server:
+                boss = TinyCoordinator()
+                server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, boss)
+                await server.start()
+                await boss.until(lambda boss=boss: len(boss.hellos) == 1)
+                await node.wait_joined()
+
+
+async def test_a_wrong_token_is_told_at_once_and_not_tried_for_ever() -> None:
+    async with coordinator() as (_, address), member(address, Worker(), token="wrong") as node:
+        with pytest.raises(Unauthenticated):
+            await node.wait_joined()
+        assert "refuses this node" in node.waiting_for
+
+
+async def test_a_refused_hello_is_told() -> None:
+    class Strict(TinyCoordinator):
+        async def Join(self, request_iterator, context):  # type: ignore[no-untyped-def,override]
+            await anext(aiter(request_iterator))
+            raise InvalidInput("hello.address: empty")
+            yield
+
+    async with RpcServer(ServerConfig(stop_s=0.0), token=TOKEN) as server:
+        server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, Strict())
+        await server.start()
+        async with member(server.address, Worker()) as node:
+            with pytest.raises(InvalidInput, match=r"hello\.address: empty"):
+                await node.wait_joined()
+
+
+async def test_a_handler_that_is_stuck_loses_the_stream_not_the_memory() -> None:
+    class Stuck(Worker):
+        async def on_drain(self) -> None:
+            await asyncio.Event().wait()
+
+    config = MembershipConfig(commands_max=2, backoff_s_min=0.01, backoff_s_max=0.01)
+    async with coordinator() as (boss, address):
+        async with Membership(address, token=TOKEN, handler=Stuck(), config=config) as node:
+            await node.wait_joined()
+            for _ in range(4):
+                boss.send("w", JoinResponse(drain=coordinator_pb2.DrainCommand()))
+            await boss.until(lambda: len(boss.hellos) == 2)

@@ -1,0 +1,327 @@
+"""The router over real nodes: who gets a request, and what a request survives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmesh.services.inference.engine import KvPolicy
+from rollmesh.services.inference.node import InferenceNode
+from rollmesh.services.weights.node import DepotNode
+from rollmesh.shared.clients.generated import Generated, Target
+from rollmesh.shared.clients.inference import InferenceRouter, RouterConfig
+from rollmesh.shared.codec.trajectory import encode_version
+from rollmesh.shared.errors import DeadlineExceeded, InfraFailure, InvalidInput, StaleWeights
+from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.trajectory import FinishReason, SamplingParams
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.v1 import coordinator_pb2
+
+from ..unit.shared.safetensors_files import write_safetensors
+from .weight_mesh import FAKE, TOKEN, depot, inference, publish
+
+PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
+LONG = 100_000
+FAST = RouterConfig(deadline_s=20.0, penalty_s_min=0.001, penalty_s_max=0.01)
+
+
+class Cell:
+    """A depot, nodes, and the fleet as a coordinator would show it."""
+
+    def __init__(self, folder: Path, store: DepotNode, stack: contextlib.AsyncExitStack) -> None:
+        self.fleet = Fleet()
+        self.nodes: dict[str, InferenceNode] = {}
+        self._folder = folder
+        self._store = store
+        self._stack = stack
+        self._stops: dict[str, contextlib.AsyncExitStack] = {}
+
+    async def publish(self, step: int) -> PolicyVersion:
+        path = write_safetensors(self._folder / f"{step}.safetensors", step)
+        version, _ = await publish(self._store.address, step, {"m.safetensors": path})
+        return version
+
+    async def add(self, node_id: str, version: PolicyVersion, *, engine: str = FAKE, **options: Any) -> InferenceNode:
+        stop = self._stops[node_id] = await self._stack.enter_async_context(contextlib.AsyncExitStack())
+        node = await stop.enter_async_context(inference(self._folder, node_id, engine=engine, **options))
+        await self.swap(node, version)
+        self.nodes[node_id] = node
+        self.show()
+        return node
+
+    async def swap(self, node: InferenceNode, version: PolicyVersion) -> None:
+        await node.keeper.prepare(version, [self._store.address])
+        await node.keeper.activate(version, KvPolicy.RECOMPUTE)
+
+    async def stop(self, node_id: str) -> None:
+        del self.nodes[node_id]
+        await self._stops[node_id].aclose()
+
+    def show(self) -> None:
+        """Updates the fleet."""
+        self.fleet.replace([self._picture(node_id, node) for node_id, node in self.nodes.items()])
+
+    def _picture(self, node_id: str, node: InferenceNode) -> coordinator_pb2.FleetNode:
+        active = node.state.active
+        return coordinator_pb2.FleetNode(
+            node_id=node_id,
+            kind=coordinator_pb2.NODE_KIND_INFERENCE,
+            address=node.address,
+            state=coordinator_pb2.NODE_STATE_READY,
+            active=encode_version(active) if active else None,
+            capacity=8,
+        )
+
+    def router(self, config: RouterConfig = FAST) -> InferenceRouter:
+        return InferenceRouter(self.fleet, token=TOKEN, config=config)
+
+
+@contextlib.asynccontextmanager
+async def cell(folder: Path) -> AsyncIterator[Cell]:
+    async with depot(folder) as store, contextlib.AsyncExitStack() as stack:
+        yield Cell(folder, store, stack)
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 60, "seed": 11, "temperature": 1.0, **fields})
+
+
+def assert_equal(answer: Generated, reference: Generated) -> None:
+    """Same tokens, log-probs, versions and finish."""
+    assert answer.finish is reference.finish
+    assert [span.version for span in answer.spans] == [span.version for span in reference.spans]
+    for span, expected in zip(answer.spans, reference.spans, strict=True):
+        np.testing.assert_array_equal(span.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(span.logprobs, expected.logprobs)
+        assert span.logprobs_model is not None
+        np.testing.assert_array_equal(span.logprobs_model, expected.logprobs_model)
+
+
+async def generated(router: InferenceRouter, target: Target | None = None, **fields: Any) -> Generated:
+    session = fields.pop("session", "")
+    return await router.generate(PROMPT, params(**fields), target=target or Target(), session=session)
+
+
+# Fail-over ------------------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_after_a_failed_engine_equals_the_undisturbed_one(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        version = await it.publish(1)
+        await it.add("b", version)
+        async with it.router() as router:
+            reference = await generated(router)
+        await it.add("a", version, engine="BreakingEngine", tokens_per_step=1)
+        async with it.router() as router:
+            answer = await generated(router)
+        assert answer.num_failovers == 1
+        assert len(reference.token_ids) == 60
+        assert_equal(answer, reference)
+
+
+@pytest.mark.parametrize("abrupt", [False, True])
+async def test_an_answer_survives_the_loss_of_its_node(tmp_path: Path, abrupt: bool) -> None:
+    async with cell(tmp_path) as it:
+        version = await it.publish(1)
+        node = await it.add("a", version, tokens_per_step=1, step_s=0.001)
+        await it.add("b", version)
+        async with it.router() as router, router.open(PROMPT, params(max_tokens=500), target=Target()) as generation:
+            pieces = [await anext(generation)]
+            if abrupt:
+                await node._server.stop(0.0)
+            else:
+                await it.stop("a")
+            pieces += [piece async for piece in generation]
+            assert generation.num_failovers >= 1
+            reference = await generated(router, max_tokens=500)
+        assert np.concatenate([piece.token_ids for piece in pieces]).tolist() == reference.token_ids.tolist()
+        assert generation.finish is FinishReason.LENGTH
+
+
+async def test_a_stop_string_may_straddle_the_failover(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        version = await it.publish(1)
+        await it.add("b", version)
+        async with it.router() as router:
+            free = await generated(router)
+            text = "".join(chr(32 + token) for token in free.token_ids.tolist())
+            stop = (text[17:23],)  # the engine breaks after 20 tokens
+            reference = await generated(router, stop=stop)
+        assert (text.index(stop[0]), len(reference.token_ids)) == (17, 23)
+        await it.add("a", version, engine="BreakingEngine", tokens_per_step=1)
+        async with it.router() as router:
+            answer = await generated(router, stop=stop)
+        assert (answer.num_failovers, answer.finish) == (1, FinishReason.STOP)
+        assert_equal(answer, reference)
+
+
+async def test_an_answer_over_two_versions_becomes_two_segments(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        old, new = await it.publish(1), await it.publish(2)
+        node = await it.add("a", old, tokens_per_step=1, step_s=0.001)
+        async with it.router() as router:
+            answering = asyncio.create_task(generated(router, max_tokens=300))
+            async with router.open(PROMPT, params(max_tokens=LONG // 1000), target=Target()) as other:
+                await anext(other)  # the engine is at work
+            await it.swap(node, new)
+            answer = await answering
+        assert [span.version.step for span in answer.spans] == [1, 2]
+        assert sum(span.token_ids.size for span in answer.spans) == 300
+        segments = answer.segments(parent=4, index=7, sampling=0)
+        assert [(s.parent, s.finish, s.num_trainable) for s in segments] == [
+            (4, FinishReason.UNFINISHED, answer.spans[0].token_ids.size),
+            (7, FinishReason.LENGTH, answer.spans[1].token_ids.size),
+        ]
+
+
+async def test_a_request_that_fails_everywhere_is_an_infra_failure(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        node = await it.add("a", await it.publish(1))
+        await node.engine.close()
+        async with it.router() as router:
+            with pytest.raises(InfraFailure, match="16 times in a row.*engine is closed"):
+                await generated(router)
+
+
+async def test_a_request_that_no_node_can_run_is_not_tried_again(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        await it.add("a", await it.publish(1))
+        async with it.router() as router:
+            with pytest.raises(InvalidInput, match="outside the vocabulary"):
+                await router.generate(np.array([12345], np.int32), params(), target=Target())
+
+
+# Choosing -------------------------------------------------------------------------------------------------------------
+
+
+async def test_turns_of_a_session_go_to_one_node_and_reuse_its_prefix(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        version = await it.publish(1)
+        for node_id in ("a", "b", "c"):
+            await it.add(node_id, version)
+        async with it.router() as router:
+            for session in ("x", "y", "z"):
+                prefix = PROMPT
+                for turn in range(3):
+                    answer = await router.generate(prefix, params(), target=Target(), session=session)
+                    if turn:  # all but the new tokens and the last sampled one, which was never fed
+                        assert answer.num_prompt_prefilled == 1 + len(PROMPT)
+                    prefix = np.concatenate([prefix, answer.token_ids, PROMPT]).astype(np.int32)
+
+
+async def test_a_session_moves_on_when_its_node_is_gone(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        version = await it.publish(1)
+        await it.add("a", version)
+        await it.add("b", version)
+        async with it.router() as router:
+            await generated(router, session="x")
+            first = next(node_id for node_id, node in it.nodes.items() if node.engine.load().tokens_generated)
+            await it.stop(first)
+            it.show()
+            answer = await generated(router, session="x")
+            assert answer.num_failovers == 0
+            await generated(router, session="x")
+
+
+async def test_requests_spread_by_load(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        version = await it.publish(1)
+        for node_id in ("a", "b"):
+            await it.add(node_id, version, step_s=0.001)
+        async with it.router() as router:
+            await asyncio.gather(*(generated(router, seed=seed) for seed in range(10)))
+        assert [node.engine.load().tokens_generated for node in it.nodes.values()] == [300, 300]
+
+
+async def test_a_node_below_the_target_is_passed_by(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        old, new = await it.publish(1), await it.publish(2)
+        await it.add("a", old)
+        await it.add("b", new)
+        async with it.router() as router:
+            answer = await generated(router, Target(step=2))
+        assert (answer.num_failovers, answer.spans[0].version) == (0, new)
+
+
+async def test_a_refusal_of_a_node_that_the_fleet_overrated_costs_one_failover(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        old, new = await it.publish(1), await it.publish(2)
+        await it.add("a", old)
+        await it.add("b", new)
+        picture = [coordinator_pb2.FleetNode.FromString(node.SerializeToString()) for node in it.fleet.nodes()]
+        picture[0].active.step = 2
+        it.fleet.replace(picture)
+        async with it.router() as router:
+            answer = await generated(router, Target(step=2))
+        assert (answer.num_failovers, answer.spans[0].version) == (1, new)
+
+
+async def test_a_request_waits_for_weights_and_says_so(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        old, new = await it.publish(1), await it.publish(2)
+        node = await it.add("a", old)
+        async with it.router() as router:
+            answering = asyncio.create_task(generated(router, Target(step=2)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert "1 requests wait for an inference node with main at at least step 2" in router.waiting_for
+            assert "a READY at main@1.0" in router.waiting_for
+            await it.swap(node, new)
+            it.show()
+            assert (await answering).spans[0].version == new
+            assert router.waiting_for == ""
+
+
+async def test_a_request_without_a_node_ends_at_its_deadline_with_the_cause(tmp_path: Path) -> None:
+    async with InferenceRouter(Fleet(), token=TOKEN, config=RouterConfig(deadline_s=0.01)) as router:
+        with pytest.raises(DeadlineExceeded, match="it waits for an inference node .* of 0 nodes none"):
+            await generated(router)
+
+
+async def test_an_exact_step_that_is_gone_is_refused_at_once(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        await it.publish(1)
+        await it.add("a", await it.publish(2))
+        async with it.router() as router:
+            with pytest.raises(StaleWeights, match="all are newer"):
+                await generated(router, Target(step=1, exact=True))
+
+
+async def test_an_exact_request_ends_stale_when_weights_change_under_it(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        old, new = await it.publish(1), await it.publish(2)
+        node = await it.add("a", old, tokens_per_step=1, step_s=0.001, context_max=LONG)
+        async with it.router() as router:
+            target = Target(step=1, exact=True)
+            async with router.open(PROMPT, params(max_tokens=LONG), target=target) as generation:
+                pieces = [await anext(generation)]
+                await it.swap(node, new)
+                it.show()
+                with pytest.raises(StaleWeights):
+                    pieces += [piece async for piece in generation]
+            assert {piece.version.step for piece in pieces} == {1}
+
+
+# Cancelling -----------------------------------------------------------------------------------------------------------
+
+
+async def test_cancelling_the_task_ends_the_request_at_the_node(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        node = await it.add("a", await it.publish(1), engine="ContentEngine", step_s=0.001, context_max=LONG)
+        engine: Any = node.engine
+        async with it.router() as router:
+            answering = asyncio.create_task(generated(router, max_tokens=LONG))
+            await asyncio.wait_for(engine.emitted.wait(), 20)
+            answering.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await answering
+            await asyncio.wait_for(engine.ended.wait(), 20)
+            assert (node.state.num_live, engine.load().num_running) == (0, 0)
+            assert len((await generated(router)).token_ids) == 60  # the stream lives on
