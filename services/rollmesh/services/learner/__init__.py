@@ -1,0 +1,1 @@
+"""The learner: drives a trainer over RunService, exactly as an external one would."""

@@ -1,0 +1,69 @@
+"""Commands to the trainer, as they come on WatchRun. Best effort: what is missed here, the verbs themselves say later."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+from rollmesh.services.learner.config import RetryConfig
+from rollmesh.services.learner.retry import Backoff
+from rollmesh.services.learner.run_client import RunClient
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import MeshError, PermissionDenied, Unauthenticated, Unimplemented
+from rollmesh.v1 import run_pb2
+
+_log = logging.getLogger(__name__)
+
+_HOPELESS = (Unauthenticated, PermissionDenied, Unimplemented)
+"""Refusals that asking again will meet again."""
+
+
+class Commands:
+    """Watches inside `async with`, and again whenever the stream breaks."""
+
+    def __init__(self, client: RunClient, config: RetryConfig, clock: Clock) -> None:
+        self.stop = asyncio.Event()
+        """Set once, never cleared: finish the present update, write a checkpoint, end."""
+        self._checkpoint = False
+        self._client = client
+        self._backoff = Backoff(config, clock)
+        self._task: asyncio.Task[None] | None = None
+
+    def take_checkpoint(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        wanted, self._checkpoint = self._checkpoint, False
+        return wanted
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._watch(), name="learner commands")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None, "not entered"
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                async for message in self._client.watch():
+                    self._backoff.reset()
+                    self._obey(message.command)
+            except _HOPELESS as err:
+                _log.warning("the learner gets no commands: %s", err)
+                return
+            except MeshError as err:
+                _log.debug("watching the run: %s", err)
+            await self._backoff.pause()
+
+    def _obey(self, command: int) -> None:
+        if command == run_pb2.TRAINER_COMMAND_STOP:
+            self.stop.set()
+        elif command == run_pb2.TRAINER_COMMAND_CHECKPOINT:
+            self._checkpoint = True

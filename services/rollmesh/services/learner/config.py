@@ -1,0 +1,116 @@
+"""Configuration of the learner. Free of torch: a mesh reads it without loading any trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.shared.weights.transfer import TransferConfig
+
+TORCH_TRAINER = "rollmesh.services.learner.engines.torch_trainer:open_trainer"
+FAKE_TRAINER = "rollmesh.services.learner.engines.fake_trainer:open_trainer"
+
+
+class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How weights leave the learner."""
+
+    publish_every: int = 0
+    """Updates between published versions. 0 takes the run's own number, which admission counts on."""
+    num_probes: int = 4
+    """Prompts whose log-probs go with each version, so that nodes can prove what they serve. 0 turns the proof off."""
+    probe_tokens: int = 64
+    """Longest probe, tokens. Longer ones see more of the model and cost a node more at every activation."""
+    attempts_max: int = 3
+    """Uploads of one version before a depot that keeps losing it is an error."""
+    transfer: TransferConfig = TransferConfig()
+    """The upload itself."""
+
+    def __post_init__(self) -> None:
+        for name in ("publish_every", "num_probes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.probe_tokens < 2:
+            raise ValueError(f"probe_tokens must be at least 2, got {self.probe_tokens}")
+        if self.attempts_max < 1:
+            raise ValueError(f"attempts_max must be at least 1, got {self.attempts_max}")
+
+
+class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long the learner puts up with a gateway that is away."""
+
+    retry_s: float = 60.0
+    """How long one request is repeated while nobody answers it; at least the batch lease's term once that is known."""
+    backoff_s: float = 0.05
+    """First pause between tries; doubles up to `backoff_s_max`."""
+    backoff_s_max: float = 2.0
+    """Longest pause between tries."""
+    call_s: float = 15.0
+    """Limit of one try. A lease may wait its `wait_s` longer."""
+    fetch_s: float = 300.0
+    """Limit of one try at fetching a whole batch."""
+    restarts_max: int = 8
+    """Returns to the newest checkpoint without a new checkpoint in between; then the error is final. Two learners that fence
+    each other end here."""
+
+    def __post_init__(self) -> None:
+        for name in ("retry_s", "backoff_s", "backoff_s_max", "call_s", "fetch_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.restarts_max < 0:
+            raise ValueError(f"restarts_max must not be negative, got {self.restarts_max}")
+
+
+class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is trained, how, and where its state is kept."""
+
+    directory: str = "learner"
+    """Folder of the learner: `checkpoints/`, `publishing/`, `metrics.jsonl`, `tensorboard/`."""
+    engine: str = TORCH_TRAINER
+    """The trainer behind `engine.OpenEngine`: package.module:function or file.py:function."""
+    engine_options: dict[str, Any] = {}
+    """Settings of that engine alone; the torch trainer has none."""
+    model: str = ""
+    """Folder of the initial model (transformers format). Read only while there is no checkpoint."""
+    recipe: str = "grpo"
+    """Name in `rollmesh.trainer.recipes`: advantage, loss, optimiser, packing."""
+    recipe_options: dict[str, Any] = {}
+    """Changes to the recipe, nested as in `UpdateConfig`, e.g. {"optimizer": {"lr": 1e-4}}."""
+    seed: int = 0
+    """Key of the trainer's draws (minibatches). A checkpoint is only resumed under its own."""
+    device: str = "cpu"
+    """Where the model lives, e.g. "cpu" or "cuda:0"."""
+    threads: int = 1
+    """Compute threads of the trainer. More than the free cores is slower than one: their barriers spin."""
+    checkpoint_every: int = 10
+    """Updates between checkpoints: what a crash costs at most. A checkpoint is written in full and synced."""
+    keep_last: int = 3
+    """Checkpoints kept."""
+    wait_s: float = 10.0
+    """Longest wait of one request for a batch, at most 60; then it asks again and says what it waits for."""
+    stop_s: float = 60.0
+    """How long leaving waits for the computation in progress, which cannot be interrupted."""
+    tensorboard: bool = True
+    """Write TensorBoard event files beside `metrics.jsonl`."""
+    publish: PublishConfig = PublishConfig()
+    """Weights."""
+    retry: RetryConfig = RetryConfig()
+    """Trouble."""
+
+    def __post_init__(self) -> None:
+        for name in ("threads", "checkpoint_every", "keep_last"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.wait_s <= 60:
+            raise ValueError(f"wait_s must be above 0 and at most 60, got {self.wait_s}")
+        if self.stop_s <= 0:
+            raise ValueError(f"stop_s must be positive, got {self.stop_s}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if not self.directory:
+            raise ValueError("directory must not be empty")
+
+    @property
+    def checkpoints(self) -> Path:
+        return Path(self.directory) / "checkpoints"

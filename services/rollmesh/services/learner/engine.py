@@ -1,0 +1,115 @@
+"""The port to a trainer: what the learner needs of whatever makes updates.
+
+Implementations are loaded by dotted name, so that the learner's own modules never import torch: `engines/torch_trainer.py`
+drives `rollmesh.trainer`, `engines/fake_trainer.py` needs nothing. Every call is synchronous and may take long; one
+thread (`compute.ComputeThread`) makes them all, so an implementation needs no locks.
+
+What an implementation promises (tests/conformance/test_trainer_engine.py):
+- Equal weights, state, seed and inputs give equal weights, bit for bit.
+- A checkpoint holds all of it: the update after a restore equals the one that would have come.
+- A skipped update changes no weights.
+- `score` is about the present weights, the ones that `export_weights` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.shared.objects import load_object
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
+from rollmesh.trainer.trained_log import TrainedLog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a history of weights stands."""
+
+    update: int = 0
+    """Last update in the weights; 0 for the initial ones."""
+    policy: str = "main"
+    incarnation: int = 0
+    digest: str = ""
+    """Commit digest after `update`; empty for 0."""
+    ledger_position: int = 0
+    """Ledger sequence of that commit; 0 if there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One update. `verdicts` has one entry per sample given, in order: (sample id, why it was left out, or None)."""
+
+    update: int
+    applied: bool
+    """False if nothing changed: the update is committed as SKIPPED."""
+    verdicts: tuple[tuple[str, str | None], ...]
+    metrics: Mapping[str, float]
+
+    @property
+    def used_ids(self) -> list[str]:
+        """Samples in the gradient: what the commit digest is over."""
+        return [sample_id for sample_id, reason in self.verdicts if reason is None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedWeights:
+    """Safetensors files by name, and pairs "name=name" of tensors that share storage."""
+
+    files: Mapping[str, Path]
+    tied: tuple[str, ...] = ()
+
+
+class TrainerEngine(Protocol):
+    """Weights and the means to change them."""
+
+    @property
+    def step(self) -> int:
+        """Number of updates behind the present weights."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids below this may be scored. 0: no inference engine can reproduce `score`, so versions go without probes."""
+        ...
+
+    def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
+        """Makes update k = step + 1. A sample that cannot be trained on is left out with a reason, never an error."""
+        ...
+
+    def score(self, token_ids: IntArray) -> FloatArray:
+        """Plain-softmax log-prob [n] of each token given those before it; entry 0 is 0."""
+        ...
+
+    def export_weights(self, folder: Path) -> ExportedWeights:
+        """Writes the weights into an existing folder. Equal weights make equal bytes."""
+        ...
+
+    def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
+        """Writes a durable checkpoint, atomically, and removes old ones. The log goes on from it. Returns its folder."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A trainer as its newest checkpoint left it, or with the initial weights. All three agree on the last update."""
+
+    engine: TrainerEngine
+    log: TrainedLog
+    position: Position = field(default_factory=Position)
+
+
+class OpenEngine(Protocol):
+    """Makes a trainer from the newest checkpoint in `config.checkpoints`, or from `config.model` if there is none."""
+
+    def __call__(self, config: LearnerConfig) -> Restored:
+        """Raises `ConfigError` or ValueError, with the remedy, for what cannot be loaded; a corrupt checkpoint is one."""
+        ...
+
+
+def find_engine(name: str) -> OpenEngine:
+    """The engine a config names. Raises `ConfigError`."""
+    found: OpenEngine = load_object(name)
+    return found

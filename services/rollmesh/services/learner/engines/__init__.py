@@ -1,0 +1,1 @@
+"""Trainers behind the learner's port, loaded by dotted name."""

@@ -1,0 +1,220 @@
+"""A trainer without torch or model: its weights are a hash of what it was trained on, in a small safetensors file.
+
+Obeys the port like a real one: drops what cannot be trained on, skips, saves atomically, resumes bit for bit. That makes it a
+sharper instrument than a real one for `once`: two trainers whose samples, masks or updates differ anywhere have different weights.
+
+A checkpoint is a folder `<checkpoints>/update-00000012.0` as the torch trainer's: `state.json`, `model.safetensors`, `trained.jsonl`,
+`data_snapshot.bin`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult
+from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Outcome, TrainingSample
+from rollmesh.trainer.trained_log import TrainedLog
+
+_FOLDER = re.compile(r"^update-(\d{8,})\.(\d+)$")
+_TEMPORARY = ".tmp-checkpoint-"
+_WEIGHTS = "model.safetensors"
+_PERIOD = 64
+"""Positions that differ by this share a distribution."""
+
+
+class FakeTrainerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How large the fake is and what goes wrong in it."""
+
+    vocab_size: int = 0
+    """Tokens it can score. 0, because the fake inference engine's log-probs come from elsewhere and would fail every probe."""
+    num_elements: int = 16
+    """Float32 values in its one tensor, `weights`."""
+    non_finite_updates: tuple[int, ...] = ()
+    """Updates whose gradient is not finite: they are skipped."""
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 0:
+            raise ValueError(f"vocab_size must not be negative, got {self.vocab_size}")
+        if self.num_elements < 1:
+            raise ValueError(f"num_elements must be at least 1, got {self.num_elements}")
+
+
+class FakeCheckpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """state.json."""
+
+    update: int
+    policy: str
+    incarnation: int
+    digest: str
+    ledger_position: int
+    seed: int
+    history: str
+    """Hex hash of everything trained on: the weights, in effect."""
+
+
+def open_trainer(config: LearnerConfig) -> Restored:
+    """As `engine.OpenEngine`. `config.model` is not read."""
+    options = config_from_dict(FakeTrainerOptions, config.engine_options)
+    engine = FakeTrainer(options, config)
+    folders = list_checkpoints(config.checkpoints)
+    if not folders:
+        return Restored(engine=engine, log=TrainedLog())
+    found = _read_state(folders[-1])
+    if found.seed != config.seed:
+        raise ConfigError(f"{folders[-1]} was trained with seed {found.seed}, not {config.seed}; set seed to resume it")
+    engine.restore(found)
+    position = Position(
+        update=found.update,
+        policy=found.policy,
+        incarnation=found.incarnation,
+        digest=found.digest,
+        ledger_position=found.ledger_position,
+    )
+    log = TrainedLog(folders[-1] / "trained.jsonl", update=found.update, digest=found.digest)
+    return Restored(engine=engine, log=log, position=position)
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Whole checkpoints, oldest first: by incarnation, then update."""
+    entries = root.iterdir() if root.is_dir() else ()
+    found = [(int(match[2]), int(match[1]), path) for path in entries if (match := _FOLDER.match(path.name))]
+    return [path for *_, path in sorted(found)]
+
+
+class FakeTrainer:
+    """Implements `engine.TrainerEngine`."""
+
+    def __init__(self, options: FakeTrainerOptions, config: LearnerConfig) -> None:
+        self.step = 0
+        self.vocab_size = options.vocab_size
+        self._options = options
+        self._root = config.checkpoints
+        self._keep_last = config.keep_last
+        self._seed = config.seed
+        self._history = hashlib.sha256(f"fake trainer {config.seed}".encode()).hexdigest()
+
+    def restore(self, state: FakeCheckpoint) -> None:
+        self.step, self._history = state.update, state.history
+
+    def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
+        if k != self.step + 1:
+            raise ValueError(f"update {k} does not follow step {self.step}")
+        scored = {m.sample_id for g in groups for m in g.members if any(r.outcome is Outcome.OK for r in m.rewards)}
+        broken = "NON_FINITE" if k in self._options.non_finite_updates else None
+        verdicts = tuple((s.sample.sample_id, _drop_reason(s, scored) or broken) for s in samples)
+        used = [s for s, (_, reason) in zip(samples, verdicts, strict=True) if reason is None]
+        if used:
+            self._history = _after(self._history, k, used)
+        self.step = k
+        tokens = sum(_num_trained(s) for s in used)
+        metrics = {
+            "samples/leased": float(len(samples)),
+            "samples/used": float(len(used)),
+            "tokens/trained": float(tokens),
+        }
+        return StepResult(update=k, applied=bool(used), verdicts=verdicts, metrics=metrics)
+
+    def score(self, token_ids: IntArray) -> FloatArray:
+        logits = self._draws().standard_normal((_PERIOD, max(1, self.vocab_size)))
+        logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        scored: FloatArray = logprobs[np.arange(len(token_ids)) % _PERIOD, token_ids].astype(np.float32)
+        scored[0] = 0.0
+        return scored
+
+    def export_weights(self, folder: Path) -> ExportedWeights:
+        path = folder / _WEIGHTS
+        path.write_bytes(self._safetensors())
+        return ExportedWeights(files={_WEIGHTS: path})
+
+    def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
+        if not self.step == log.update == position.update or position.digest != log.digest:
+            raise ValueError(f"trainer at {self.step}, list at {log.update}, position at {position.update}")
+        final = self._root / f"update-{position.update:08d}.{position.incarnation}"
+        temporary = self._root / f"{_TEMPORARY}{final.name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        (temporary / "state.json").write_bytes(msgspec.json.encode(self._state(position)))
+        (temporary / _WEIGHTS).write_bytes(self._safetensors())
+        (temporary / "data_snapshot.bin").write_bytes(data_snapshot)
+        log.write_to(temporary / "trained.jsonl")
+        _sync_all(temporary)
+        temporary.rename(final)
+        _sync(self._root)
+        log.rebase(final / "trained.jsonl")
+        for old in list_checkpoints(self._root)[: -self._keep_last]:
+            shutil.rmtree(old)
+        return final
+
+    def _state(self, position: Position) -> FakeCheckpoint:
+        return FakeCheckpoint(
+            update=position.update,
+            policy=position.policy,
+            incarnation=position.incarnation,
+            digest=position.digest,
+            ledger_position=position.ledger_position,
+            seed=self._seed,
+            history=self._history,
+        )
+
+    def _draws(self) -> np.random.Generator:
+        return np.random.default_rng(int(self._history, 16))
+
+    def _safetensors(self) -> bytes:
+        """u64le header length, JSON header, data (https://huggingface.co/docs/safetensors)."""
+        values = self._draws().standard_normal(self._options.num_elements).astype("<f4").tobytes()
+        entry = {"dtype": "F32", "shape": [self._options.num_elements], "data_offsets": [0, len(values)]}
+        header = json.dumps({"weights": entry}).encode()
+        header += b" " * (-len(header) % 8)
+        return len(header).to_bytes(8, "little") + header + values
+
+
+def _drop_reason(sample: TrainingSample, scored: set[str]) -> str | None:
+    """As `rollmesh.trainer.samples.drop_reason`, as far as it does not take a model."""
+    if not sample.sample.trainable:
+        return "NOT_TRAINABLE"
+    if not _num_trained(sample):
+        return "NO_TRAINED_TOKENS"
+    return None if sample.sample.sample_id in scored else "UNSCORED"
+
+
+def _num_trained(sample: TrainingSample) -> int:
+    return sum(s.num_trainable for s in sample.segments)
+
+
+def _after(history: str, k: int, used: Sequence[TrainingSample]) -> str:
+    lines = sorted(f"{s.sample.sample_id} {_num_trained(s)}" for s in used)
+    return hashlib.sha256("\n".join([history, str(k), *lines]).encode()).hexdigest()
+
+
+def _read_state(folder: Path) -> FakeCheckpoint:
+    try:
+        return msgspec.json.decode((folder / "state.json").read_bytes(), type=FakeCheckpoint)
+    except (OSError, msgspec.DecodeError) as err:
+        raise ConfigError(
+            f"checkpoint {folder} cannot be read: {err}; remove it to resume from the one before"
+        ) from err
+
+
+def _sync_all(folder: Path) -> None:
+    for path in (*folder.iterdir(), folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,152 @@
+"""`rollmesh.trainer` behind the learner's port. The only module of the learner that loads torch, with `recipe` beside it.
+
+Opened and called in the compute thread, where the number of torch's threads is set: they spin on barriers and collapse when cores are
+busy, so the default is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult
+from rollmesh.services.learner.engines.recipe import resolve_recipe
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
+from rollmesh.trainer.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointPosition,
+    latest_checkpoint,
+    save_checkpoint,
+)
+from rollmesh.trainer.model_files import WEIGHTS_NAME, load_model, load_tokenizer
+from rollmesh.trainer.trained_log import TrainedLog
+from rollmesh.trainer.update import Trainer, UpdateConfig, UpdateOutcome
+
+_log = logging.getLogger(__name__)
+
+
+def open_trainer(config: LearnerConfig) -> Restored:
+    """As `engine.OpenEngine`. Raises `ConfigError` for what cannot be loaded: model, recipe, or a corrupt checkpoint."""
+    if config.engine_options:
+        raise ConfigError(f"engine_options: the torch trainer has none, found {', '.join(config.engine_options)}")
+    torch.set_num_threads(config.threads)
+    recipe = resolve_recipe(config.recipe, config.recipe_options)
+    try:
+        found = latest_checkpoint(config.checkpoints)
+        return _fresh(config, recipe) if found is None else _resumed(config, recipe, found)
+    except CheckpointError as err:
+        raise ConfigError(str(err)) from err
+
+
+class TorchTrainer:
+    """Implements `engine.TrainerEngine`."""
+
+    def __init__(
+        self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase | None, config: LearnerConfig, recipe: UpdateConfig
+    ) -> None:
+        self._trainer = trainer
+        self._tokenizer = tokenizer
+        self._config = config
+        self._recipe_digest = _digest(recipe)
+
+    @property
+    def step(self) -> int:
+        return self._trainer.step
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._trainer.model.config.vocab_size)
+
+    def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
+        result = self._trainer.update(k, samples, groups)
+        return StepResult(
+            update=k,
+            applied=result.outcome is UpdateOutcome.APPLIED,
+            verdicts=tuple((v.sample_id, None if v.reason is None else v.reason.value) for v in result.verdicts),
+            metrics=result.metrics,
+        )
+
+    def score(self, token_ids: IntArray) -> FloatArray:
+        return self._trainer.score(token_ids)
+
+    def export_weights(self, folder: Path) -> ExportedWeights:
+        path = folder / WEIGHTS_NAME
+        self._trainer.export_weights(path)
+        return ExportedWeights(files={WEIGHTS_NAME: path}, tied=_tied(self._trainer.model))
+
+    def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
+        place = CheckpointPosition(
+            update=position.update,
+            policy=position.policy,
+            incarnation=position.incarnation,
+            digest=position.digest,
+            seed=self._trainer.seed,
+            ledger_position=position.ledger_position,
+            config_digest=self._recipe_digest,
+        )
+        saved = save_checkpoint(
+            self._config.checkpoints,
+            self._trainer,
+            self._tokenizer,
+            log,
+            place,
+            data_snapshot=data_snapshot,
+            keep_last=self._config.keep_last,
+        )
+        return saved.path
+
+
+def _fresh(config: LearnerConfig, recipe: UpdateConfig) -> Restored:
+    if not config.model:
+        raise ConfigError("model: empty, expected the folder of the initial model in transformers format", key="model")
+    engine = TorchTrainer(_trainer(config, recipe, Path(config.model)), _tokenizer(Path(config.model)), config, recipe)
+    return Restored(engine=engine, log=TrainedLog())
+
+
+def _resumed(config: LearnerConfig, recipe: UpdateConfig, found: Checkpoint) -> Restored:
+    trainer = _trainer(config, recipe, found.path)
+    found.restore(trainer)
+    meta = found.meta
+    if meta.config_digest != _digest(recipe):
+        _log.warning("%s was trained under another recipe; going on under the present one", found.path)
+    position = Position(
+        update=meta.update,
+        policy=meta.policy,
+        incarnation=meta.incarnation,
+        digest=meta.digest,
+        ledger_position=meta.ledger_position,
+    )
+    engine = TorchTrainer(trainer, _tokenizer(found.path), config, recipe)
+    return Restored(engine=engine, log=found.trained_log(), position=position)
+
+
+def _trainer(config: LearnerConfig, recipe: UpdateConfig, folder: Path) -> Trainer:
+    try:
+        return Trainer(load_model(folder, device=config.device), recipe, seed=config.seed)
+    except ValueError as err:
+        raise ConfigError(f"model: {err}", key="model") from err
+
+
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
+    """A model folder without a tokenizer trains as well; its checkpoints then have none either."""
+    return load_tokenizer(folder) if (folder / "tokenizer_config.json").is_file() else None
+
+
+def _tied(model: PreTrainedModel) -> tuple[str, ...]:
+    if not model.config.tie_word_embeddings:
+        return ()
+    keys = model._tied_weights_keys
+    return tuple(f"{name}={source}" for name, source in keys.items()) if isinstance(keys, dict) else ()
+
+
+def _digest(recipe: UpdateConfig) -> str:
+    return hashlib.sha256(msgspec.json.encode(recipe)).hexdigest()

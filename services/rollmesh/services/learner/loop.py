@@ -1,0 +1,63 @@
+"""The life of a learner: one tenure after another until the run ends.
+
+A tenure that loses its place (fenced, lease expired, nobody answered in time) is followed by another from the newest checkpoint. A
+checkpoint is progress; without one in between, the number of returns is bounded, so that a learner that can't get on stops
+and says why.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from rollmesh.services.learner.retry import Backoff, worth_retrying
+from rollmesh.services.learner.tenure import Parts, begin_tenure
+from rollmesh.shared.errors import (
+    BeyondBound,
+    CommitConflict,
+    Fenced,
+    LeaseExpired,
+    MeshError,
+    NotPublished,
+    UnknownLease,
+    WrongUpdate,
+    WrongVersion,
+)
+
+_log = logging.getLogger(__name__)
+
+_PLACE_LOST = (
+    Fenced,
+    LeaseExpired,
+    UnknownLease,
+    BeyondBound,
+    CommitConflict,
+    NotPublished,
+    WrongUpdate,
+    WrongVersion,
+)
+"""What ends a tenure but not the learner: the weights in memory are no longer those of the ledger, the checkpoint's are."""
+
+
+async def run_learner(parts: Parts) -> None:
+    """Trains until the run ends or a stop is commanded; the last weights are then in a checkpoint and published.
+
+    Raises what cannot be helped by going back: another history, a refused configuration, or too many returns in a row.
+    """
+    backoff = Backoff(parts.config.retry, parts.clock)
+    returns, checkpoint = 0, parts.progress.checkpoint_update
+    while True:
+        try:
+            tenure = await begin_tenure(parts)
+            return await tenure.train()
+        except MeshError as err:
+            if not isinstance(err, _PLACE_LOST) and not worth_retrying(err):
+                raise
+            if parts.progress.checkpoint_update > checkpoint:
+                returns, checkpoint = 0, parts.progress.checkpoint_update
+                backoff.reset()
+            returns += 1
+            parts.progress.trouble = f"{err.reason}: {err}"
+            if returns > parts.config.retry.restarts_max:
+                raise
+            _log.warning("back to the newest checkpoint (%d in a row): %s: %s", returns, err.reason, err)
+        await backoff.pause()

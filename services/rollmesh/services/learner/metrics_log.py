@@ -1,0 +1,106 @@
+"""Metrics per update, for people: `metrics.jsonl` and TensorBoard event files.
+
+A line: {"update": 12, "incarnation": 0, "outcome": "APPLIED", "time_unix_s": ..., "metrics": {...}, "seconds": {...}}. After a
+roll-back, lines of void updates stay, and the same updates come again under a higher incarnation: the last line of an update counts.
+Event files are written by the tensorboard package alone, which needs neither tensorflow nor torch; not installed, they are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One line of metrics.jsonl. A number that is not finite is written as null."""
+
+    update: int
+    incarnation: int
+    outcome: str
+    time_unix_s: float
+    metrics: dict[str, float | None]
+    seconds: dict[str, float]
+    """Seconds spent per phase since the last line."""
+
+
+class MetricsLog:
+    """Appends; open until `close`."""
+
+    def __init__(self, folder: Path, *, tensorboard: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / "metrics.jsonl").open("ab")
+        self._events = _event_writer(folder / "tensorboard") if tensorboard else None
+        self._seconds: Mapping[str, float] = {}
+
+    def append(
+        self,
+        *,
+        update: int,
+        incarnation: int,
+        outcome: str,
+        time_unix_s: float,
+        metrics: Mapping[str, float],
+        seconds: Mapping[str, float],
+    ) -> None:
+        """Writes one update; `seconds` are totals, of which the line gets the growth."""
+        grown = {name: value - self._seconds.get(name, 0.0) for name, value in seconds.items()}
+        self._seconds = dict(seconds)
+        line = MetricsLine(
+            update=update,
+            incarnation=incarnation,
+            outcome=outcome,
+            time_unix_s=time_unix_s,
+            metrics=dict(metrics),
+            seconds=grown,
+        )
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()
+        if self._events is not None:
+            scalars = {**metrics, **{f"seconds/{name}": value for name, value in grown.items()}}
+            self._events.add_event(_event(update, time_unix_s, scalars))
+            self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def read_metrics(path: Path) -> dict[int, MetricsLine]:
+    """The lines of a metrics.jsonl by update; of an update that was rolled back and made again, the newer one.
+
+    Lines of void updates that were not made again yet are among them. Raises ValueError naming a malformed line.
+    """
+    lines: dict[int, MetricsLine] = {}
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = msgspec.json.decode(raw, type=MetricsLine)
+            except msgspec.DecodeError as err:
+                raise ValueError(f"{path}:{number}: {err}") from err
+            lines[line.update] = line
+    return lines
+
+
+def _event_writer(folder: Path) -> Any:
+    try:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ModuleNotFoundError:
+        _log.warning("tensorboard is not installed: metrics go to metrics.jsonl alone (pip install tensorboard)")
+        return None
+    return EventFileWriter(str(folder))
+
+
+def _event(update: int, time_unix_s: float, scalars: Mapping[str, float]) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    values = [Summary.Value(tag=n, simple_value=v) for n, v in scalars.items() if math.isfinite(v)]
+    return Event(wall_time=time_unix_s, step=update, summary=Summary(value=values))

@@ -1,0 +1,50 @@
+"""What a learner tells about itself while it works."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rollmesh.shared.clock import Clock
+
+PHASES = ("attach", "wait", "fetch", "train", "commit", "checkpoint", "publish")
+"""Where a learner's time goes. `wait` is for a batch; all else is the learner's own."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Read at any time; written by the learner alone."""
+
+    clock: Clock
+    update: int = 0
+    """Last committed update."""
+    incarnation: int = 0
+    checkpoint_update: int = 0
+    """Last update in a reported checkpoint."""
+    published_step: int = -1
+    """Last step published in this incarnation; -1 if none."""
+    phase: str = ""
+    """What it does now; one of PHASES, or empty between them."""
+    waiting_for: str = ""
+    """What a batch waits for, in the coordinator's words; empty while there is one."""
+    trouble: str = ""
+    """Why it went back to its checkpoint the last time; empty if it never did."""
+    num_attached: int = 0
+    """How often it attached; more than once means that it went back."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the last update."""
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    """Seconds spent per phase, in all."""
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Counts the time inside towards `phase`."""
+        assert phase in self.seconds, phase
+        self.phase = phase
+        start_s = self.clock.monotonic_s()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += self.clock.monotonic_s() - start_s
+            self.phase = ""

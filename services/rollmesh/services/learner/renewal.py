@@ -1,0 +1,56 @@
+"""Keeps one batch lease alive while its batch is fetched, trained and committed."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Self
+
+from rollmesh.services.learner.run_client import BatchLease, RunClient
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import MeshError
+
+TERM_SHARE = 1 / 3
+"""A round comes every third of the term, so that two may be lost."""
+
+
+class Renewal:
+    """Renews inside `async with`. A lost lease is noticed here and acted upon by whoever calls `check`.
+
+    A commit that succeeds outweighs a lost lease: it ends the lease, and a renewal may just be under way.
+    """
+
+    def __init__(self, client: RunClient, lease: BatchLease, clock: Clock) -> None:
+        self._client = client
+        self._lease = lease
+        self._clock = clock
+        self._lost: MeshError | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def check(self) -> None:
+        """Raises why the lease is lost, if it is: what was trained on it does not count."""
+        if self._lost is not None:
+            raise self._lost
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._renew(), name=f"renew {self._lease.lease_id}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None, "not entered"
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
+
+    async def _renew(self) -> None:
+        lease_s = self._lease.lease_s
+        while True:
+            await self._clock.sleep(lease_s * TERM_SHARE)
+            try:
+                lease_s = await self._client.renew(self._lease.lease_id)
+            except MeshError as err:
+                self._lost = err
+                return

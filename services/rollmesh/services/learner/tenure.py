@@ -1,0 +1,251 @@
+"""One tenure: from an attach to the loss of the trainer's place, or to the end of the run.
+
+    restore -> attach -> publish -> [ lease -> fetch -> step -> commit -> compare digests -> checkpoint? -> publish? ] ... -> finish
+
+The order inside an update is what makes `once` hold, and is fixed:
+- The weights step before the commit, so a crash in between leaves a batch in doubt, never one counted twice.
+- The digest is compared before anything with this update is made durable.
+- The checkpoint precedes publishing: what is published can be restored, or is rolled back under a new incarnation.
+
+A tenure keeps no state for the next one: that begins with the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rollmesh.services.learner.commands import Commands
+from rollmesh.services.learner.compute import ComputeThread
+from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.learner.engine import OpenEngine, Position, Restored, StepResult
+from rollmesh.services.learner.metrics_log import MetricsLog
+from rollmesh.services.learner.moments import AtMoment, Moment
+from rollmesh.services.learner.progress import Progress
+from rollmesh.services.learner.publisher import Publisher
+from rollmesh.services.learner.renewal import Renewal
+from rollmesh.services.learner.retry import Backoff
+from rollmesh.services.learner.run_client import Attached, BatchLease, Committed, RunClient
+from rollmesh.services.learner.source import UNREADABLE, Fetched
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, WrongUpdate
+from rollmesh.shared.versions import PolicyVersion
+
+DataSnapshot = Callable[[int], Awaitable[bytes]]
+"""The data service's state at a ledger position, for the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What all tenures of a learner share."""
+
+    config: LearnerConfig
+    client: RunClient
+    compute: ComputeThread
+    commands: Commands
+    publisher: Publisher
+    metrics: MetricsLog
+    progress: Progress
+    clock: Clock
+    at: AtMoment
+    open_engine: OpenEngine
+    data_snapshot: DataSnapshot | None
+
+
+async def begin_tenure(parts: Parts) -> Tenure:
+    """Restores, attaches and publishes. The tenure goes on with `Tenure.train`.
+
+    Raises `Fenced` and the like to be begun again; `DigestMismatch`, `UnknownUpdate`, `VersionConflict` for good.
+    """
+    with parts.progress.during("attach"):
+        restored = await parts.compute.run(lambda: parts.open_engine(parts.config))
+        position = restored.position
+        attached = await parts.client.attach(last_update=position.update, digest=position.digest)
+    if attached.next_update != position.update + 1:
+        raise WrongUpdate(f"attached with update {position.update}, but {attached.next_update} is said to be next")
+    tenure = Tenure(parts, restored, attached)
+    await tenure.publish()
+    return tenure
+
+
+class Tenure:
+    """The trainer's place, held with one trainer epoch. Made by `begin_tenure`."""
+
+    def __init__(self, parts: Parts, restored: Restored, attached: Attached) -> None:
+        self._parts = parts
+        self._engine = restored.engine
+        self._log = restored.log
+        self._incarnation = attached.incarnation
+        self._ledger_position = restored.position.ledger_position
+        self._checkpointed = restored.position.update
+        self._publish_every = _publish_every(parts.config, attached)
+        self._num_lost = 0
+        self._backoff = Backoff(parts.config.retry, parts.clock)
+        progress = parts.progress
+        progress.num_attached += 1
+        progress.update = progress.checkpoint_update = restored.position.update
+        progress.incarnation = attached.incarnation
+        progress.published_step = -1
+
+    async def train(self) -> None:
+        """Makes updates until the run ends or a stop is commanded, then finishes: last checkpoint, last version."""
+        while (lease := await self._lease()) is not None:
+            await self._update(lease)
+        if self._log.update > self._checkpointed:
+            await self._checkpoint()
+        if self._log.update > self._parts.progress.published_step:
+            await self.publish()
+
+    async def publish(self) -> None:
+        """Publishes the present weights."""
+        parts = self._parts
+        version = PolicyVersion(policy=parts.client.where.policy, step=self._log.update, incarnation=self._incarnation)
+        with parts.progress.during("publish"):
+            await parts.publisher.publish(self._engine, version)
+        parts.progress.published_step = version.step
+        await parts.at(Moment.PUBLISHED)
+
+    # Leasing ----------------------------------------------------------------------------------------------------------
+
+    async def _lease(self) -> BatchLease | None:
+        """The next batch; None once the run has ended or a stop is commanded."""
+        parts = self._parts
+        with parts.progress.during("wait"), contextlib.suppress(RunEnded):
+            while not parts.commands.stop.is_set():
+                answer = await self._lease_or_stop()
+                if isinstance(answer, BatchLease):
+                    parts.progress.waiting_for = ""
+                    return answer
+                parts.progress.waiting_for = answer
+        parts.progress.waiting_for = ""
+        return None
+
+    async def _lease_or_stop(self) -> BatchLease | str:
+        """One request, given up for a stop. A lease granted meanwhile is in doubt until the next attach, which returns it."""
+        parts = self._parts
+        asking = asyncio.create_task(parts.client.lease(self._log.update + 1, wait_s=parts.config.wait_s))
+        stopping = asyncio.create_task(parts.commands.stop.wait())
+        try:
+            await asyncio.wait([asking, stopping], return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else "stop"
+        finally:
+            asking.cancel()
+            stopping.cancel()
+            await asyncio.wait([asking, stopping])
+
+    # One update -------------------------------------------------------------------------------------------------------
+
+    async def _update(self, lease: BatchLease) -> None:
+        parts = self._parts
+        await parts.at(Moment.LEASED)
+        async with Renewal(parts.client, lease, parts.clock) as renewal:
+            fetched = await self._fetch(lease)
+            if fetched is None:
+                return
+            result = await self._step(lease, fetched)
+            renewal.check()
+            await parts.at(Moment.STEPPED)
+            with parts.progress.during("commit"):
+                committed = await parts.client.commit(lease, result, list(fetched.unreadable))
+        self._record(result, committed)
+        await parts.at(Moment.COMMITTED)
+        await self._save_and_publish_when_due()
+        self._report(result, num_unreadable=len(fetched.unreadable))
+
+    async def _fetch(self, lease: BatchLease) -> Fetched | None:
+        """The samples, or None if a payload is lost: the batch is given back then, to be leased again without it."""
+        parts = self._parts
+        with parts.progress.during("fetch"):
+            try:
+                fetched = await parts.client.fetch(lease, lambda: parts.at(Moment.MID_FETCH))
+            except PayloadLost as err:
+                self._num_lost += 1
+                parts.progress.waiting_for = str(err)
+                await parts.client.release(lease.lease_id)
+                if self._num_lost > parts.config.retry.restarts_max:
+                    raise
+                await self._backoff.pause()
+                return None
+        self._num_lost = 0
+        self._backoff.reset()
+        return fetched
+
+    async def _step(self, lease: BatchLease, fetched: Fetched) -> StepResult:
+        def compute() -> StepResult:
+            self._parts.publisher.note_samples(fetched.samples)
+            return self._engine.update(lease.update, fetched.samples, lease.groups)
+
+        with self._parts.progress.during("train"):
+            return await self._parts.compute.run(compute)
+
+    def _record(self, result: StepResult, committed: Committed) -> None:
+        """Notes the commit in the trainer's own list. Raises `DigestMismatch` if the coordinator has noted another."""
+        outcome = "APPLIED" if result.applied else "SKIPPED"
+        digest = self._log.append(result.update, result.used_ids, incarnation=self._incarnation, outcome=outcome)
+        if digest != committed.digest:
+            raise DigestMismatch(
+                f"after update {result.update} the coordinator's digest is {committed.digest[:12]!r}, the trainer's "
+                f"{digest[:12]!r}: they disagree on which samples it used; report this, and resume from the newest checkpoint"
+            )
+        self._ledger_position = committed.ledger_position
+        self._parts.progress.update = result.update
+
+    async def _save_and_publish_when_due(self) -> None:
+        update, parts = self._log.update, self._parts
+        asked = parts.commands.take_checkpoint()
+        if asked or update - self._checkpointed >= parts.config.checkpoint_every:
+            await self._checkpoint()
+        if update - parts.progress.published_step >= self._publish_every:
+            await self.publish()
+
+    async def _checkpoint(self) -> None:
+        parts, update = self._parts, self._log.update
+        position = Position(
+            update=update,
+            policy=parts.client.where.policy,
+            incarnation=self._incarnation,
+            digest=self._log.digest,
+            ledger_position=self._ledger_position,
+        )
+        with parts.progress.during("checkpoint"):
+            snapshot = await self._data_snapshot()
+            await parts.compute.run(lambda: self._engine.save(self._log, position, data_snapshot=snapshot))
+            await parts.at(Moment.MID_CHECKPOINT)
+            await parts.client.report_checkpoint(update=update, digest=position.digest)
+        self._checkpointed = parts.progress.checkpoint_update = update
+        await parts.at(Moment.CHECKPOINTED)
+
+    async def _data_snapshot(self) -> bytes:
+        take, position = self._parts.data_snapshot, self._ledger_position
+        return b"" if take is None else await self._parts.client.persist(lambda: take(position))
+
+    def _report(self, result: StepResult, *, num_unreadable: int) -> None:
+        parts = self._parts
+        dropped: dict[str, float] = {}
+        for _, reason in result.verdicts:
+            if reason is not None:
+                dropped[f"dropped/{reason}"] = dropped.get(f"dropped/{reason}", 0.0) + 1.0
+        if num_unreadable:
+            dropped[f"dropped/{UNREADABLE}"] = float(num_unreadable)
+        parts.progress.metrics = {**result.metrics, **dropped}
+        parts.metrics.append(
+            update=result.update,
+            incarnation=self._incarnation,
+            outcome="APPLIED" if result.applied else "SKIPPED",
+            time_unix_s=parts.clock.wall_s(),
+            metrics=parts.progress.metrics,
+            seconds=parts.progress.seconds,
+        )
+
+
+def _publish_every(config: LearnerConfig, attached: Attached) -> int:
+    """Raises `ConfigError` where a batch could wait for weights that are never published."""
+    every = config.publish.publish_every or max(1, attached.spec.publish_every)
+    limit = attached.spec.max_staleness + 1
+    if every > limit:
+        raise ConfigError(
+            f"publish_every = {every}: at most max_staleness + 1 = {limit}, or the run waits for weights that never come"
+        )
+    return every
