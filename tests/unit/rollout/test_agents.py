@@ -17,7 +17,7 @@ from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.testing import LocalMesh, lease
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import ConfigError, EngineFailed, SandboxFailed
+from rollmesh.shared.errors import ConfigError, EngineFailed, SandboxFailed, StaleWeights
 from rollmesh.shared.trajectory import Episode, FinishReason, Message, Outcome, Purpose, Reward, Role, Source
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
@@ -261,6 +261,13 @@ async def test_a_broken_node_stays_an_infra_failure_even_if_the_agent_swallows_i
     assert report.outcome == INFRA_FAILURE
     assert report.failure.message == "inference: gpu on fire"
     assert report.failure.reason == "ENGINE_FAILED"
+
+
+async def test_an_evaluated_step_that_is_gone_is_no_model_failure() -> None:
+    mesh = tool_mesh()
+    mesh.generator.gate.failure = StaleWeights("no node serves step 3 any more")
+    report = await mesh.runner().run(lease(purpose=types_pb2.PURPOSE_EVAL, step_min=3))
+    assert (report.outcome, report.failure.reason) == (INFRA_FAILURE, "STALE_WEIGHTS")
 
 
 async def test_a_lost_jail_and_a_failed_scorer_name_their_boundary() -> None:

@@ -72,19 +72,20 @@ class RolloutNode:
         self._stack = AsyncExitStack()
         self._task: asyncio.Task[None] | None = None
         self.progress = Progress()
-        self.membership = Membership(
-            coordinator, token=token, handler=_Commands(self), clock=self._clock
-        )
+        self.membership = Membership(coordinator, token=token, handler=_Commands(self), clock=self._clock)
 
     @property
     def waiting_for(self) -> str:
         """What the node waits for; empty if for nothing."""
-        return self.membership.waiting_for or self._router.waiting_for or self.worker.waiting_for
+        parts = (self.membership, self._router, self._sandbox, self._reward, self.worker)
+        return next((part.waiting_for for part in parts if part.waiting_for), "")
 
     @property
     def num_open(self) -> int:
         """Leases, sessions and requests held now."""
-        return self.worker.num_running + self._sandbox.num_sessions + self._sandbox.num_pending + self._reward.num_pending
+        return (
+            self.worker.num_running + self._sandbox.num_sessions + self._sandbox.num_pending + self._reward.num_pending
+        )
 
     async def wait(self) -> None:
         """Until the worker has drained; raises what ended it otherwise."""

@@ -91,6 +91,14 @@ class RewardClient:
         self._places = asyncio.Semaphore(self._config.inflight_max)
         self._window: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
+        self._trouble: dict[int, str] = {}
+
+    @property
+    def waiting_for(self) -> str:
+        """Why requests are being tried again; empty if none is."""
+        if not self._trouble:
+            return ""
+        return f"{len(self._trouble)} scoring requests are tried again: {next(iter(self._trouble.values()))}"
 
     @property
     def num_pending(self) -> int:
@@ -185,9 +193,16 @@ class RewardClient:
             except MeshError as err:
                 if not err.retryable or not tries_left:
                     raise
-                await self._clock.sleep(min(max(pause_s, err.retry_after_s or 0.0), self._config.rpc_s_max))
+                await self._wait(min(max(pause_s, err.retry_after_s or 0.0), self._config.rpc_s_max), err)
                 pause_s *= 2
         raise AssertionError("the last try returns or raises")
+
+    async def _wait(self, pause_s: float, err: MeshError) -> None:
+        self._trouble[id(err)] = str(err)
+        try:
+            await self._clock.sleep(pause_s)
+        finally:
+            del self._trouble[id(err)]
 
     def _stub(self) -> reward_pb2_grpc.RewardServiceAsyncStub:
         addresses = sorted(self._addresses())

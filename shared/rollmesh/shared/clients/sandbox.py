@@ -58,6 +58,8 @@ class ExecOutcome(IntEnum):
     MEMORY_LIMIT = 4
     PROCESS_LIMIT = 5
     INFRA_FAILURE = 6
+    OUTPUT_LIMIT = 7
+    EXITED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,11 +115,18 @@ class SandboxClient:
         self._config = config or SandboxClientConfig()
         self._links: dict[str, WorkLink] = {}
         self._retiring: set[asyncio.Task[None]] = set()
+        self._num_waiting = 0
+        self._last_refusal = ""
 
     @property
     def num_sessions(self) -> int:
         """Sessions being opened or open."""
         return sum(link.num_sessions for link in self._links.values())
+
+    @property
+    def waiting_for(self) -> str:
+        """What openers wait for that no node has taken; empty if none waits."""
+        return f"{self._num_waiting} sessions wait for a sandbox: {self._last_refusal}" if self._num_waiting else ""
 
     @property
     def num_pending(self) -> int:
@@ -157,7 +166,7 @@ class SandboxClient:
             if link is None:
                 if self._clock.monotonic_s() + pause_s > end_s:
                     raise refusal
-                await self._clock.sleep(pause_s)
+                await self._wait(pause_s, refusal)
                 pause_s = min(2 * pause_s, self._config.backoff_s_max)
                 refused.clear()
                 continue
@@ -172,6 +181,14 @@ class SandboxClient:
                     raise
                 refusal = err
                 refused.add(link.address)
+
+    async def _wait(self, pause_s: float, refusal: MeshError) -> None:
+        self._num_waiting += 1
+        self._last_refusal = str(refusal)
+        try:
+            await self._clock.sleep(pause_s)
+        finally:
+            self._num_waiting -= 1
 
     async def _open_on(self, link: WorkLink, session_id: str, opening: sandbox_pb2.OpenSession) -> None:
         link.num_sessions += 1
@@ -204,9 +221,8 @@ class SandboxClient:
 
 
 def _exec_result(message: sandbox_pb2.ExecResult) -> ExecResult:
-    known = int(message.outcome) in set(ExecOutcome)
     return ExecResult(
-        outcome=ExecOutcome(message.outcome) if known else ExecOutcome.INFRA_FAILURE,
+        outcome=_outcome(message.outcome),
         stdout=message.stdout,
         stderr=message.stderr,
         result=message.result,
@@ -215,3 +231,10 @@ def _exec_result(message: sandbox_pb2.ExecResult) -> ExecResult:
         wall_s=message.wall_s,
         session_alive=message.session_alive,
     )
+
+
+def _outcome(number: int) -> ExecOutcome:
+    """A newer node may tell apart more of the program's own doings; only an answer without any outcome is its fault."""
+    if number in set(ExecOutcome):
+        return ExecOutcome(number)
+    return ExecOutcome.ERROR if number else ExecOutcome.INFRA_FAILURE
