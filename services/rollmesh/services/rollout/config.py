@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollmesh.shared.clients.inference import RouterConfig
+from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.reward import RewardClientConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 
