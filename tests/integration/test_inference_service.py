@@ -104,7 +104,8 @@ class Stream:
         return [delta for frame in self.frames for delta in frame.deltas if delta.request_id == request_id]
 
     def tokens(self, request_id: str) -> list[int]:
-        return np.frombuffer(b"".join(delta.token_ids for delta in self.of(request_id)), "<i4").tolist()
+        data = b"".join(delta.token_ids for delta in self.of(request_id))
+        return [int(token) for token in np.frombuffer(data, "<i4")]
 
     async def next(self) -> None:
         with typed_errors():

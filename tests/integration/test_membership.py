@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -48,8 +49,8 @@ async def test_a_node_says_hello_and_reports_every_heartbeat() -> None:
         await node.wait_joined()
         assert (boss.hellos[0].node_id, node.coordinator_id, node.waiting_for) == ("w", "c0", "")
         for num in (1, 2, 3):
-            await boss.until(lambda num=num: len(boss.reports) == num)
-            clock.advance(5.0)
+            await boss.until(partial(boss.has_reports, num))
+            await clock.run_for(5.0)
         assert [report.num_running for _, report in boss.reports[:3]] == [1, 2, 3]
 
 
@@ -108,10 +109,10 @@ async def test_a_node_waits_for_a_coordinator_that_starts_later_and_for_one_that
             await node.wait_joined(timeout_s=0.05)
         for _ in range(2):
             async with RpcServer(ServerConfig(address=address, stop_s=0.0), token=TOKEN) as server:
-                boss = TinyCoordinator()
+                boss = TinyCoordinator()  # type: ignore[abstract]
                 server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, boss)
                 await server.start()
-                await boss.until(lambda boss=boss: len(boss.hellos) == 1)
+                await boss.until(boss.has_hello)
                 await node.wait_joined()
 
 
@@ -124,13 +125,13 @@ async def test_a_wrong_token_is_told_at_once_and_not_tried_for_ever() -> None:
 
 async def test_a_refused_hello_is_told() -> None:
     class Strict(TinyCoordinator):
-        async def Join(self, request_iterator, context):  # type: ignore[no-untyped-def,override]
+        async def Join(self, request_iterator, context):  # type: ignore[no-untyped-def]
             await anext(aiter(request_iterator))
             raise InvalidInput("hello.address: empty")
             yield
 
     async with RpcServer(ServerConfig(stop_s=0.0), token=TOKEN) as server:
-        server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, Strict())
+        server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, Strict())  # type: ignore[abstract]
         await server.start()
         async with member(server.address, Worker()) as node:
             with pytest.raises(InvalidInput, match=r"hello\.address: empty"):
@@ -143,9 +144,11 @@ async def test_a_handler_that_is_stuck_loses_the_stream_not_the_memory() -> None
             await asyncio.Event().wait()
 
     config = MembershipConfig(commands_max=2, backoff_s_min=0.01, backoff_s_max=0.01)
-    async with coordinator() as (boss, address):
-        async with Membership(address, token=TOKEN, handler=Stuck(), config=config) as node:
-            await node.wait_joined()
-            for _ in range(4):
-                boss.send("w", JoinResponse(drain=coordinator_pb2.DrainCommand()))
-            await boss.until(lambda: len(boss.hellos) == 2)
+    async with (
+        coordinator() as (boss, address),
+        Membership(address, token=TOKEN, handler=Stuck(), config=config) as node,
+    ):
+        await node.wait_joined()
+        for _ in range(4):
+            boss.send("w", JoinResponse(drain=coordinator_pb2.DrainCommand()))
+        await boss.until(lambda: len(boss.hellos) == 2)

@@ -15,7 +15,8 @@ from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.clients.generated import Generated, Target
-from rollmesh.shared.clients.inference import InferenceRouter, RouterConfig
+from rollmesh.shared.clients.inference import InferenceRouter
+from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.codec.trajectory import encode_version
 from rollmesh.shared.errors import DeadlineExceeded, InfraFailure, InvalidInput, StaleWeights
 from rollmesh.shared.fleet import Fleet

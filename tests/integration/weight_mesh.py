@@ -51,7 +51,7 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def Join(self, request_iterator: Any, context: Any) -> AsyncIterator[coordinator_pb2.JoinResponse]:
         hello = (await anext(aiter(request_iterator))).hello
         queue = self._down[hello.node_id] = asyncio.Queue()
-        await self._hear(lambda: self.hellos.append(hello))
+        await self._hear(hello.node_id, hello)
         welcome = coordinator_pb2.Welcome(heartbeat_s=self._heartbeat_s, coordinator_id="c0")
         yield coordinator_pb2.JoinResponse(welcome=welcome)
         yield coordinator_pb2.JoinResponse(fleet=self.fleet)
@@ -64,13 +64,15 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def _read(self, node_id: str, requests: Any, queue: asyncio.Queue[Any]) -> None:
         async for request in requests:
-            report = request.report
-            await self._hear(lambda r=report: self.reports.append((node_id, r)))
+            await self._hear(node_id, request.report)
         queue.put_nowait(None)
 
-    async def _hear(self, note: Callable[[], None]) -> None:
+    async def _hear(self, node_id: str, message: coordinator_pb2.NodeHello | coordinator_pb2.NodeReport) -> None:
         async with self.heard:
-            note()
+            if isinstance(message, coordinator_pb2.NodeHello):
+                self.hellos.append(message)
+            else:
+                self.reports.append((node_id, message))
             self.heard.notify_all()
 
     def send(self, node_id: str, message: coordinator_pb2.JoinResponse) -> None:
@@ -88,6 +90,12 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     def weight_reports(self, node_id: str) -> list[WeightReport]:
         return [weights for node, report in self.reports if node == node_id for weights in report.weights]
+
+    def has_hello(self) -> bool:
+        return bool(self.hellos)
+
+    def has_reports(self, num: int) -> bool:
+        return len(self.reports) == num
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(20), self.heard:
@@ -108,7 +116,7 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 @asynccontextmanager
 async def coordinator(heartbeat_s: float = 60.0) -> AsyncIterator[tuple[TinyCoordinator, str]]:
-    servicer = TinyCoordinator(heartbeat_s)
+    servicer = TinyCoordinator(heartbeat_s)  # type: ignore[abstract]  # Join is all that nodes need
     async with RpcServer(SERVER, token=TOKEN) as server:
         server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer)
         await server.start()

@@ -18,9 +18,8 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import grpc
-import grpc
 import msgspec
+from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs leave it out
 
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import (
@@ -218,7 +217,7 @@ class Membership:
             stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             call = stub.Join()
             with typed_errors():
-                await call.write(coordinator_pb2.JoinRequest(hello=self._handler.hello()))
+                await _send(call, coordinator_pb2.JoinRequest(hello=self._handler.hello()))
                 async with asyncio.timeout(self._config.welcome_s):
                     heartbeat_s = await self._welcome(call)
             self._joined.set()
@@ -227,7 +226,7 @@ class Membership:
 
     async def _welcome(self, call: Any) -> float:
         message = await call.read()
-        if message is grpc.aio.EOF or message.WhichOneof("message") != "welcome":
+        if message is EOF or message.WhichOneof("message") != "welcome":
             raise Unavailable("the coordinator ended the stream without a welcome")
         self.coordinator_id = message.welcome.coordinator_id
         return float(message.welcome.heartbeat_s)
@@ -258,7 +257,7 @@ class Membership:
             weights, self._weights = self._weights, []
             report.weights.extend(weights)
             with typed_errors():
-                await call.write(coordinator_pb2.JoinRequest(report=report))
+                await _send(call, coordinator_pb2.JoinRequest(report=report))
                 if leaving:
                     await call.done_writing()
                     with contextlib.suppress(TimeoutError):
@@ -279,7 +278,7 @@ class Membership:
 
     async def _listen(self, call: Any, commands: asyncio.Queue[coordinator_pb2.JoinResponse]) -> None:
         with typed_errors():
-            while (message := await call.read()) is not grpc.aio.EOF:
+            while (message := await call.read()) is not EOF:
                 if message.WhichOneof("message") == "fleet":
                     self.fleet.replace(message.fleet.nodes)
                     continue
@@ -302,6 +301,15 @@ class Membership:
             verb = verbs.get(message.WhichOneof("message") or "")
             if verb is not None:  # a newer coordinator may say more than we understand
                 await verb(message)
+
+
+async def _send(call: Any, message: coordinator_pb2.JoinRequest) -> None:
+    """Writes, or raises the status that the call has ended with: grpc.aio tells a writer only that it is over."""
+    try:
+        await call.write(message)
+    except asyncio.InvalidStateError:
+        await call.wait_for_connection()
+        raise Unavailable("the coordinator ended the stream") from None
 
 
 def _log_crash(task: asyncio.Task[None]) -> None:

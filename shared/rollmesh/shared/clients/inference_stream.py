@@ -45,6 +45,11 @@ class NodeStream:
         """Requests without a last reply."""
         return len(self._live)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a stream to close."""
+        return self._task is not None
+
     def submit(self, submission: inference_pb2.Submission) -> StreamRequest:
         """Sends a request under an id of its own. Submissions of one turn of the loop leave in one message."""
         request = StreamRequest(f"r{next(self._ids)}")

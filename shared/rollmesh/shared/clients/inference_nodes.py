@@ -1,0 +1,236 @@
+"""The inference nodes as a router uses them: their streams, which of them to take, and which to pass by for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import grpc
+import msgspec
+import numpy as np
+
+from rollmesh.shared.clients.generated import Target
+from rollmesh.shared.clients.inference_stream import NodeStream
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.codec.arrays import encode_ints
+from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
+from rollmesh.shared.errors import MeshError, ResourceExhausted, StaleWeights
+from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.trajectory import FinishReason, IntArray, SamplingParams
+from rollmesh.v1 import coordinator_pb2, inference_pb2
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How requests find their node."""
+
+    deadline_s: float = 600.0
+    """Limit of one request, waiting for a node included."""
+    failures_max: int = 16
+    """Failures in a row, without a new token, after which a request is given up as an infra failure."""
+    penalty_s_min: float = 0.1
+    """How long a node that failed is passed by; doubles with every failure in a row."""
+    penalty_s_max: float = 10.0
+    """Longest time a failed node is passed by: how late, at most, it is tried again."""
+    sessions_max: int = 65536
+    """Sessions whose node is remembered, least recently used out first. Forgetting one costs a prefill."""
+
+    def __post_init__(self) -> None:
+        for name in ("deadline_s", "failures_max", "penalty_s_min", "penalty_s_max", "sessions_max"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class KnownNode:
+    """What the router knows of a node beyond the fleet's view."""
+
+    stream: NodeStream
+    num_failures: int = 0
+    usable_from_s: float = 0.0
+
+
+@dataclass(slots=True)
+class PendingRequest:
+    """One request over all its tries: what came, what failed, what it waits for."""
+
+    token_ids: IntArray
+    params: SamplingParams
+    target: Target
+    session: str
+    priority: int
+    labels: inference_pb2.RequestLabels
+    deadline_s: float
+    """Of the event loop's clock."""
+    received: list[int] = field(default_factory=list)
+    num_failures: int = 0
+    """Infrastructure failures in a row, without a new token."""
+    num_stale: int = 0
+    """Refusals for stale weights."""
+    last_error: MeshError | None = None
+    waiting_for: str = ""
+    """What it last waited for, while it has no node."""
+    avoid_until_s: dict[str, float] = field(default_factory=dict)
+    """Nodes that refused just this request."""
+
+    def submission(self) -> inference_pb2.Submission:
+        new = np.array(self.received, np.int32)
+        params = replace(self.params, max_tokens=self.params.max_tokens - len(self.received))
+        return inference_pb2.Submission(
+            target=self.target.encode(),
+            token_ids=encode_ints(np.concatenate([self.token_ids, new])),
+            params=encode_sampling_params(params),
+            session=self.session,
+            priority=self.priority,
+            labels=self.labels,
+            num_resumed=len(self.received),
+        )
+
+    def ended(self) -> FinishReason | None:
+        """How it ended if the received tokens say so by themselves: the node was lost between them and its last word."""
+        if self.received and self.received[-1] in self.params.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.received) >= self.params.max_tokens else None
+
+
+class NodePool:
+    """Chooses nodes for requests. Sessions stay where they were; else own requests per capacity decide."""
+
+    def __init__(
+        self, fleet: Fleet, clock: Clock, config: RouterConfig, open_node: Callable[[str], grpc.aio.Channel]
+    ) -> None:
+        self._fleet = fleet
+        self._clock = clock
+        self._config = config
+        self._open_node = open_node
+        self._nodes: dict[tuple[str, str], KnownNode] = {}
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._waiting: Counter[str] = Counter()
+
+    @property
+    def waiting_for(self) -> str:
+        """What requests wait for that have no node; empty if none waits."""
+        return "; ".join(f"{num} requests wait for {cause}" for cause, num in sorted(self._waiting.items()))
+
+    async def take(self, request: PendingRequest) -> tuple[str, KnownNode]:
+        """The best node for a request now, waiting for one that may be used. Bounded by the caller's deadline."""
+        while (found := self._pick(request)) is None:
+            await self._wait_for_node(request)
+        request.waiting_for = ""
+        if request.session:
+            self._remember(request.session, found.node_id)
+        return found.node_id, self._known(found)
+
+    def failed(self, request: PendingRequest, node_id: str, node: KnownNode, err: MeshError) -> None:
+        """Notes a failure. Stale weights concern this request only; an overloaded or broken node is passed by for all."""
+        request.last_error = err
+        now_s = self._clock.monotonic_s()
+        if isinstance(err, StaleWeights):
+            request.num_stale += 1
+            request.avoid_until_s[node_id] = now_s + self._penalty_s(request.num_stale)
+        elif isinstance(err, ResourceExhausted):
+            node.usable_from_s = now_s + (err.retry_after_s or self._config.penalty_s_min)
+        else:
+            request.num_failures += 1
+            node.num_failures += 1
+            node.usable_from_s = now_s + self._penalty_s(node.num_failures)
+
+    async def close(self) -> None:
+        """Closes every stream; what still runs on them ends as Unavailable."""
+        for node in self._nodes.values():
+            await node.stream.close()
+        self._nodes.clear()
+
+    def _remember(self, session: str, node_id: str) -> None:
+        self._sessions[session] = node_id
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > self._config.sessions_max:
+            self._sessions.popitem(last=False)
+
+    def _penalty_s(self, failures: int) -> float:
+        return min(self._config.penalty_s_max, self._config.penalty_s_min * 2.0 ** min(failures - 1, 16))
+
+    def _pick(self, request: PendingRequest) -> coordinator_pb2.FleetNode | None:
+        usable = {node.node_id: node for node in self._admissible(request.target) if self._usable(request, node)}
+        if (last := self._sessions.get(request.session)) in usable and request.session:
+            return usable[str(last)]
+        return min(usable.values(), key=self._load, default=None)
+
+    def _admissible(self, target: Target) -> list[coordinator_pb2.FleetNode]:
+        nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
+        ready = [n for n in nodes if n.state == coordinator_pb2.NODE_STATE_READY and n.HasField("active")]
+        return [n for n in ready if target.admits(decode_version(n.active))]
+
+    def _usable(self, request: PendingRequest, node: coordinator_pb2.FleetNode) -> bool:
+        known = self._nodes.get((node.node_id, node.address))
+        usable_from_s = known.usable_from_s if known is not None else 0.0
+        return max(usable_from_s, request.avoid_until_s.get(node.node_id, 0.0)) <= self._clock.monotonic_s()
+
+    def _load(self, node: coordinator_pb2.FleetNode) -> tuple[float, float, str]:
+        """Own requests first: the fleet's numbers are a heartbeat old, and many requests come between two."""
+        known = self._nodes.get((node.node_id, node.address))
+        num_own = known.stream.num_live if known is not None else 0
+        capacity = max(1, node.capacity)
+        return num_own / capacity, node.num_running / capacity, node.node_id
+
+    def _known(self, found: coordinator_pb2.FleetNode) -> KnownNode:
+        place = (found.node_id, found.address)
+        if place not in self._nodes:
+            self._forget_lost()
+            self._nodes[place] = KnownNode(NodeStream(lambda: self._open_node(found.address)))
+        return self._nodes[place]
+
+    def _forget_lost(self) -> None:
+        """Nodes that left the fleet and whose stream has ended: a node that restarts is a new place."""
+        places = {(node.node_id, node.address) for node in self._fleet.nodes()}
+        for place in [p for p, node in self._nodes.items() if p not in places and not node.stream.is_open]:
+            del self._nodes[place]
+
+    async def _wait_for_node(self, request: PendingRequest) -> None:
+        """Until the fleet changes or a penalty ends."""
+        admissible = self._admissible(request.target)
+        self._raise_if_hopeless(request.target)
+        cause = f"an inference node with {request.target}: " + self._describe(bool(admissible))
+        revision = self._fleet.revision
+        changed = asyncio.create_task(self._fleet.changed(since=revision))
+        waits: list[asyncio.Task[int] | asyncio.Task[None]] = [changed]
+        if admissible:
+            waits.append(asyncio.create_task(self._clock.sleep(self._penalty_left_s(request, admissible))))
+        request.waiting_for = cause
+        self._waiting[cause] += 1
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            self._waiting -= Counter([cause])
+        if self._fleet.revision != revision:
+            request.avoid_until_s.clear()  # a new picture may bring new weights
+
+    def _penalty_left_s(self, request: PendingRequest, nodes: list[coordinator_pb2.FleetNode]) -> float:
+        ends = [request.avoid_until_s.get(node.node_id, 0.0) for node in nodes]
+        known = [self._nodes[place].usable_from_s for n in nodes if (place := (n.node_id, n.address)) in self._nodes]
+        now_s = self._clock.monotonic_s()
+        return min((end - now_s for end in [*ends, *known] if end > now_s), default=self._config.penalty_s_min)
+
+    def _raise_if_hopeless(self, target: Target) -> None:
+        """An EXACT step that every node has left behind does not come back."""
+        nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
+        active = [decode_version(node.active) for node in nodes if node.HasField("active")]
+        own = [version for version in active if version.policy == target.policy]
+        wanted = (target.incarnation, target.step)
+        if target.exact and own and all((version.incarnation, version.step) > wanted for version in own):
+            raise StaleWeights(f"no node serves {target} any more; all are newer", step=target.step)
+
+    def _describe(self, penalised: bool) -> str:
+        if penalised:
+            return "those that have it failed just now"
+        nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
+        states = [f"{n.node_id} {_state_name(n)}" for n in nodes[:8]]
+        return f"of {len(nodes)} nodes none is ready with it" + (f" ({', '.join(states)})" if states else "")
+
+
+def _state_name(node: coordinator_pb2.FleetNode) -> str:
+    state = coordinator_pb2.NodeState.Name(node.state).removeprefix("NODE_STATE_")
+    return f"{state} at {decode_version(node.active)}" if node.HasField("active") else state
