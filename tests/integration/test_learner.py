@@ -1,0 +1,425 @@
+"""The learner over real gRPC, with a real depot and the fake trainer: what it does to the history of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, PublishConfig, RetryConfig
+from rollmesh.services.learner.engine import Restored, StepResult, find_engine
+from rollmesh.services.learner.engines.fake_trainer import FakeTrainer, list_checkpoints
+from rollmesh.services.learner.metrics_log import read_metrics
+from rollmesh.services.learner.moments import AtMoment, Moment
+from rollmesh.services.learner.node import LearnerNode
+from rollmesh.services.learner.run_client import RunAddress
+from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.errors import (
+    ConfigError,
+    DataLoss,
+    DigestMismatch,
+    Fenced,
+    NotUploaded,
+    PayloadLost,
+    Unauthenticated,
+    Unavailable,
+)
+from rollmesh.shared.trajectory import GroupContext, TrainingSample
+from rollmesh.shared.weights.manifest import parse_manifest
+from rollmesh.trainer.trained_log import read_trained
+from rollmesh.v1 import run_pb2
+
+from .learner_world import TOKEN, RunningWorld, World, episode
+
+QUICK = RetryConfig(retry_s=5.0, backoff_s=0.001, backoff_s_max=0.01)
+
+
+class Killed(Exception):
+    """The learner ends here, as if its process did."""
+
+
+def config(folder: Path, **changes: Any) -> LearnerConfig:
+    base = LearnerConfig(
+        directory=str(folder / "learner"), engine=FAKE_TRAINER, checkpoint_every=2, tensorboard=False, retry=QUICK
+    )
+    return msgspec.structs.replace(base, **changes)
+
+
+def learner(world: RunningWorld, settings: LearnerConfig, **kwargs: Any) -> LearnerNode:
+    where = RunAddress(address=world.address, token=kwargs.pop("token", TOKEN), run="r", holder="test")
+    return LearnerNode(settings, where, **kwargs)
+
+
+async def train(world: RunningWorld, settings: LearnerConfig, **kwargs: Any) -> LearnerNode:
+    async with learner(world, settings, **kwargs) as node, asyncio.timeout(20):
+        await node.wait()
+    return node
+
+
+def killer(moment: Moment, world: World, *, update: int) -> AtMoment:
+    """Kills at the first `moment` at which `update` is the newest one committed."""
+
+    async def at(now: Moment) -> None:
+        if now is moment and world.step == update:
+            raise Killed
+
+    return at
+
+
+async def train_and_die(world: RunningWorld, settings: LearnerConfig, moment: Moment, *, update: int) -> None:
+    with pytest.raises(Killed):
+        await train(world, settings, at=killer(moment, world.world, update=update))
+
+
+def weights(world: World, version: tuple[int, int]) -> list[str]:
+    """Chunk digests of a published version."""
+    manifest = parse_manifest(world.blob(world.published[version]).read_bytes())
+    return [chunk.digest for file in manifest.files for chunk in file.chunks]
+
+
+def check_once(world: World, settings: LearnerConfig) -> None:
+    """The newest checkpoint, the ledger and the trainer's own list tell one history, with no sample in it twice."""
+    newest = list_checkpoints(settings.checkpoints)[-1]
+    lines = list(read_trained(newest / "trained.jsonl"))
+    assert [line.sample_ids for line in lines] == [world.commits[k].used for k in sorted(world.commits)]
+    assert lines[-1].digest == world.digest
+    assert len(world.trained()) == len(set(world.trained()))
+    assert world.checkpoint == world.step == lines[-1].update
+
+
+@asynccontextmanager
+async def straight_weights(folder: Path, **kwargs: Any) -> AsyncIterator[list[str]]:
+    """The last weights of the same run without any trouble."""
+    async with RunningWorld(folder / "straight", **kwargs) as running:
+        await train(running, config(folder / "straight"))
+        yield weights(running.world, (running.world.step, 0))
+
+
+# The ordinary life ----------------------------------------------------------------------------------------------------
+
+
+async def test_learner_trains_to_the_end_and_leaves_the_last_update_in_a_checkpoint_and_published(
+    tmp_path: Path,
+) -> None:
+    settings = config(tmp_path)
+    async with RunningWorld(tmp_path) as running:
+        node = await train(running, settings)
+        assert running.world.step == 5
+        assert sorted(running.world.published) == [(k, 0) for k in range(6)]
+        assert running.world.calls["ReportCheckpoint"] == 3  # 2, 4 and the last
+        check_once(running.world, settings)
+    assert (node.progress.update, node.progress.checkpoint_update, node.progress.published_step) == (5, 5, 5)
+    lines = read_metrics(Path(settings.directory) / "metrics.jsonl")
+    assert [lines[k].metrics["samples/used"] for k in range(1, 6)] == [4.0] * 5
+    assert all(line.seconds["train"] > 0 for line in lines.values())
+
+
+async def test_moments_come_in_the_fixed_order(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    async def at(moment: Moment) -> None:
+        seen.append(moment)
+
+    async with RunningWorld(tmp_path, updates_max=2) as running:
+        await train(running, config(tmp_path), at=at)
+    first = ["leased", "mid_fetch", "stepped", "committed", "published"]
+    second = ["leased", "mid_fetch", "stepped", "committed", "mid_checkpoint", "checkpointed", "published"]
+    assert seen == ["published", *first, *second]
+
+
+async def test_versions_are_published_as_seldom_as_the_run_says_and_at_the_end(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path, publish_every=3, updates_max=5) as running:
+        await train(running, config(tmp_path))
+        assert sorted(running.world.published) == [(0, 0), (3, 0), (5, 0)]
+
+
+async def test_publishing_too_seldom_for_the_bound_is_refused(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path) as running:
+        with pytest.raises(ConfigError, match="publish_every = 4: at most max_staleness"):
+            await train(running, config(tmp_path, publish=PublishConfig(publish_every=4)))
+
+
+async def test_data_snapshot_of_the_commit_s_ledger_position_is_in_the_checkpoint(tmp_path: Path) -> None:
+    async def snapshot(position: int) -> bytes:
+        return b"data at %d" % position
+
+    settings = config(tmp_path)
+    async with RunningWorld(tmp_path, updates_max=2) as running:
+        await train(running, settings, data_snapshot=snapshot)
+    assert (list_checkpoints(settings.checkpoints)[-1] / "data_snapshot.bin").read_bytes() == b"data at 102"
+
+
+async def test_stop_command_ends_with_a_checkpoint_though_none_is_due(tmp_path: Path) -> None:
+    settings = config(tmp_path, checkpoint_every=100)
+    async with RunningWorld(tmp_path, updates_max=1000) as running:
+        async with learner(running, settings) as node, asyncio.timeout(20):
+            await running.world.until(lambda: running.world.step >= 3)
+            running.world.commands.put_nowait(run_pb2.TRAINER_COMMAND_STOP)
+            await node.wait()
+        assert 3 <= running.world.step < 1000
+        check_once(running.world, settings)
+
+
+async def test_checkpoint_command_writes_one_and_training_goes_on(tmp_path: Path) -> None:
+    settings = config(tmp_path, checkpoint_every=1000)
+    async with RunningWorld(tmp_path, updates_max=1000) as running, learner(running, settings) as node:
+        running.world.commands.put_nowait(run_pb2.TRAINER_COMMAND_CHECKPOINT)
+        await running.world.until(lambda: running.world.checkpoint > 0)
+        done = running.world.step
+        await running.world.until(lambda: running.world.step > done)
+        async with asyncio.timeout(20):
+            await node.stop()
+        check_once(running.world, settings)
+
+
+async def test_wrong_token_stops_the_learner_at_once(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path) as running:
+        with pytest.raises(Unauthenticated):
+            await train(running, config(tmp_path), token="wrong")
+
+
+# Crashes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", list(Moment))
+async def test_a_learner_killed_at_any_moment_goes_on_as_if_it_had_not_been(tmp_path: Path, moment: Moment) -> None:
+    settings = config(tmp_path)
+    async with straight_weights(tmp_path) as expected, RunningWorld(tmp_path) as running:
+        update = 4 if moment in (Moment.MID_CHECKPOINT, Moment.CHECKPOINTED) else 3
+        await train_and_die(running, settings, moment, update=update)
+        await train(running, settings)
+        world = running.world
+        check_once(world, settings)
+        assert weights(world, (5, world.incarnation)) == expected
+
+
+async def test_a_crash_before_the_commit_goes_on_within_the_incarnation_one_after_it_does_not(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    async with RunningWorld(tmp_path) as running:
+        await train_and_die(running, settings, Moment.STEPPED, update=2)
+        await train_and_die(running, settings, Moment.COMMITTED, update=3)
+        await train(running, settings)
+        assert running.world.resolutions == ["CONTINUED", "CONTINUED", "ROLLED_BACK"]
+        assert (2, 1) in running.world.published, "the restored weights are published again"
+
+
+async def test_a_version_published_again_after_a_restart_has_the_same_digest(tmp_path: Path) -> None:
+    """Step 0 goes out before there are samples to probe with, and again when there are."""
+    settings = config(tmp_path, engine_options={"vocab_size": 60})
+    async with RunningWorld(tmp_path) as running:
+        await train_and_die(running, settings, Moment.STEPPED, update=0)
+        assert (Path(settings.directory) / "publishing" / "probes.json").exists()
+        await train_and_die(running, settings, Moment.STEPPED, update=2)
+        await train(running, settings)
+        world = running.world
+        assert world.resolutions == ["CONTINUED"] * 3
+        probes = [parse_manifest(world.blob(world.published[k, 0]).read_bytes()).probes for k in range(6)]
+    assert all(len(found) > 0 for found in probes)
+    assert {p.token_ids for p in probes[0]} != {p.token_ids for p in probes[1]}
+    assert {p.token_ids for p in probes[1]} == {p.token_ids for p in probes[5]}
+    assert {p.logprobs for p in probes[1]} != {p.logprobs for p in probes[5]}
+
+
+# A mesh in trouble ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["AttachTrainer", "LeaseBatch", "CommitUpdate", "ReportCheckpoint", "PublishVersion"])
+async def test_a_lost_reply_changes_nothing(tmp_path: Path, verb: str) -> None:
+    settings = config(tmp_path)
+    async with straight_weights(tmp_path) as expected, RunningWorld(tmp_path) as running:
+        running.world.faults.lose_reply[verb] = 2
+        await train(running, settings)
+        assert running.world.incarnation == 0
+        check_once(running.world, settings)
+        assert weights(running.world, (5, 0)) == expected
+
+
+@pytest.mark.parametrize("verb", ["AttachTrainer", "LeaseBatch", "FetchSamples", "CommitUpdate", "PublishVersion"])
+async def test_a_gateway_that_is_away_for_a_while_is_asked_again(tmp_path: Path, verb: str) -> None:
+    async with RunningWorld(tmp_path) as running:
+        running.world.faults.refuse[verb] = [Unavailable("away") for _ in range(4)]
+        node = await train(running, config(tmp_path))
+        assert (running.world.step, node.progress.num_attached) == (5, 1)
+
+
+async def test_a_fenced_learner_goes_back_to_its_checkpoint(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    async with RunningWorld(tmp_path) as running:
+        world = running.world
+        fenced = False
+
+        async def at(moment: Moment) -> None:
+            nonlocal fenced
+            if moment is Moment.STEPPED and world.step == 3 and not fenced:
+                fenced = True
+                world._attach(run_pb2.AttachTrainerRequest(last_update=3, digest=world.digest))
+
+        node = await train(running, settings, at=at)
+        assert node.progress.trouble.startswith("FENCED")
+        assert world.resolutions == ["CONTINUED", "CONTINUED", "ROLLED_BACK"]
+        check_once(world, settings)
+
+
+async def test_a_learner_that_is_always_fenced_gives_up(tmp_path: Path) -> None:
+    settings = config(tmp_path, retry=msgspec.structs.replace(QUICK, restarts_max=3))
+    async with RunningWorld(tmp_path) as running:
+        running.world.faults.refuse["LeaseBatch"] = [Fenced("another one") for _ in range(99)]
+        with pytest.raises(Fenced):
+            await train(running, settings)
+        assert running.world.calls["AttachTrainer"] == 4
+
+
+async def test_another_digest_at_the_coordinator_is_final(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    async with RunningWorld(tmp_path) as running:
+        running.world.faults.wrong_digest = True
+        with pytest.raises(DigestMismatch, match="disagree on which samples"):
+            await train(running, settings)
+    assert list_checkpoints(settings.checkpoints) == [], "nothing of a disputed history is made durable"
+
+
+async def test_a_depot_that_lost_the_upload_gets_it_again(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path) as running:
+        running.world.faults.refuse["PublishVersion"] = [NotUploaded("where is it?")]
+        await train(running, config(tmp_path))
+        running.world.faults.refuse["PublishVersion"] = [NotUploaded("where is it?") for _ in range(3)]
+        with pytest.raises(NotUploaded):
+            await train(running, config(tmp_path))
+
+
+async def test_a_batch_with_a_lost_payload_is_released_and_leased_again(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path) as running:
+        running.world.faults.refuse["FetchSamples"] = [PayloadLost("gone")]
+        node = await train(running, config(tmp_path))
+        assert (running.world.calls["ReleaseBatch"], node.progress.num_attached) == (1, 1)
+        running.world.spec.updates_max = 6
+        running.world.faults.refuse["FetchSamples"] = [PayloadLost("gone") for _ in range(99)]
+        with pytest.raises(DataLoss):
+            await train(running, config(tmp_path))
+
+
+async def test_an_unreadable_payload_costs_its_own_sample_only(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    async with RunningWorld(tmp_path) as running:
+        running.world.faults.unreadable = {"g0.1"}
+        await train(running, settings)
+        assert running.world.commits[1].dropped == {"g0.1": "UNREADABLE"}
+        assert running.world.commits[1].used == ["g0.0", "g1.0", "g1.1"]
+        check_once(running.world, settings)
+    assert read_metrics(Path(settings.directory) / "metrics.jsonl")[1].metrics["dropped/UNREADABLE"] == 1.0
+
+
+async def test_a_non_finite_update_is_committed_as_skipped_and_leaves_the_weights(tmp_path: Path) -> None:
+    settings = config(tmp_path, engine_options={"non_finite_updates": [3]})
+    async with RunningWorld(tmp_path) as running:
+        await train(running, settings)
+        world = running.world
+        commit = world.commits[3]
+        assert (commit.outcome, commit.used) == (run_pb2.UPDATE_OUTCOME_SKIPPED, [])
+        assert set(commit.dropped.values()) == {"NON_FINITE"}
+        assert weights(world, (3, 0)) == weights(world, (2, 0)) != weights(world, (4, 0))
+        check_once(world, settings)
+
+
+async def test_tokens_below_the_mask_lose_their_loss(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    async with RunningWorld(tmp_path, updates_max=1) as running:
+        running.world.make = lambda group, index: episode(group, index, steps=(0, 1, 2))
+        running.world.mask_below_step = 2
+        await train(running, settings)
+    assert read_metrics(Path(settings.directory) / "metrics.jsonl")[1].metrics["tokens/trained"] == 4 * 6
+
+
+# Leases that run out --------------------------------------------------------------------------------------------------
+
+
+class SlowTrainer:
+    """A fake trainer whose first update takes until `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.asked = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, settings: LearnerConfig) -> Restored:
+        restored = find_engine(FAKE_TRAINER)(settings)
+        engine = restored.engine
+        assert isinstance(engine, FakeTrainer)
+        update = engine.update
+
+        def slowly(k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
+            self._loop.call_soon_threadsafe(self.asked.set)
+            assert self.go.wait(20)
+            return update(k, samples, groups)
+
+        engine.update = slowly  # type: ignore[method-assign]
+        return restored
+
+
+class WatchedClock(ManualClock):
+    """A manual clock that tells when somebody sleeps on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slept = asyncio.Event()
+
+    async def sleep(self, duration_s: float) -> None:
+        asyncio.get_running_loop().call_soon(self._slept.set)
+        await super().sleep(duration_s)
+
+    async def has_sleeper(self) -> None:
+        """While an update is computed, that is the renewal: nobody else sleeps then."""
+        async with asyncio.timeout(20):
+            while not self.num_sleepers():
+                self._slept.clear()
+                await self._slept.wait()
+
+
+async def test_the_lease_is_renewed_while_an_update_takes_many_terms(tmp_path: Path) -> None:
+    clock, slow = WatchedClock(), SlowTrainer()
+    async with RunningWorld(tmp_path, clock=clock, lease_s=30.0, updates_max=1) as running:
+        async with learner(running, config(tmp_path), clock=clock, open_engine=slow) as node, asyncio.timeout(20):
+            await slow.asked.wait()
+            for renewals in range(1, 13):
+                await clock.has_sleeper()
+                clock.advance(10.0)
+                await running.world.until(lambda n=renewals: running.world.calls["RenewBatch"] >= n)
+            slow.go.set()
+            await node.wait()
+        assert clock.monotonic_s() == 120.0
+        assert (running.world.step, running.world.resolutions) == (1, ["CONTINUED"])
+
+
+async def test_an_update_whose_lease_expired_is_not_committed_but_made_again(tmp_path: Path) -> None:
+    clock, slow = WatchedClock(), SlowTrainer()
+    settings = config(tmp_path)
+    async with RunningWorld(tmp_path, clock=clock, lease_s=30.0, updates_max=1) as running:
+        async with learner(running, settings, clock=clock, open_engine=slow) as node, asyncio.timeout(20):
+            await slow.asked.wait()
+            await clock.has_sleeper()
+            clock.advance(31.0)
+            await running.world.until(lambda: running.world.calls["RenewBatch"] >= 1)
+            slow.go.set()
+            while node.progress.num_attached < 2:
+                await clock.has_sleeper()
+                clock.advance(0.02)
+            await node.wait()
+        assert node.progress.trouble.startswith("LEASE_EXPIRED")
+        assert running.world.calls["CommitUpdate"] == 1
+        check_once(running.world, settings)
+
+
+async def test_leaving_in_mid_update_waits_for_the_computation_and_commits_nothing(tmp_path: Path) -> None:
+    slow = SlowTrainer()
+    async with RunningWorld(tmp_path) as running:
+        async with learner(running, config(tmp_path), open_engine=slow):
+            await slow.asked.wait()
+            asyncio.get_running_loop().call_later(0.01, slow.go.set)
+        assert not [t for t in threading.enumerate() if t.name.startswith("learner-compute")]
+        assert running.world.calls["CommitUpdate"] == 0
