@@ -14,7 +14,7 @@ from rollmesh.shared.weights.transfer import TransferConfig
 class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One node: its engine, its weights' folder, its limits."""
 
-    directory: str
+    directory: str = "inference"
     """Folder for fetched chunks, the node's own. Best on the depot's file system: chunks are linked then, not copied."""
     engine: str = "rollmesh.services.inference.engines.torch_engine:TorchEngine"
     """The engine class by dotted name or file.py:Name; called with its config."""

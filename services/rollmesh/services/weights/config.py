@@ -11,7 +11,7 @@ from rollmesh.shared.rpc.server import ServerConfig
 class DepotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the depot keeps versions, and how many."""
 
-    directory: str
+    directory: str = "depot"
     """Folder of the blobs, the depot's own. On /dev/shm it is fast and gone with the host; elsewhere it is durable."""
     quota_bytes: int = 64 << 30
     """Most bytes stored; an upload beyond is refused as DISK_FULL. At least `versions_max` + 1 versions should fit."""
