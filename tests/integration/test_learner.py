@@ -389,7 +389,7 @@ async def test_the_lease_is_renewed_while_an_update_takes_many_terms(tmp_path: P
             for renewals in range(1, 13):
                 await clock.has_sleeper()
                 clock.advance(10.0)
-                await running.world.until(lambda n=renewals: running.world.calls["RenewBatch"] >= n)
+                await running.world.called("RenewBatch", renewals)
             slow.go.set()
             await node.wait()
         assert clock.monotonic_s() == 120.0
@@ -404,7 +404,7 @@ async def test_an_update_whose_lease_expired_is_not_committed_but_made_again(tmp
             await slow.asked.wait()
             await clock.has_sleeper()
             clock.advance(31.0)
-            await running.world.until(lambda: running.world.calls["RenewBatch"] >= 1)
+            await running.world.called("RenewBatch", 1)
             slow.go.set()
             while node.progress.num_attached < 2:
                 await clock.has_sleeper()

@@ -6,8 +6,8 @@ end it exactly there: whatever the callable raises ends the learner as a crash w
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from enum import StrEnum
-from typing import Protocol
 
 
 class Moment(StrEnum):
@@ -29,10 +29,8 @@ class Moment(StrEnum):
     """A version is announced. Also after every attach."""
 
 
-class AtMoment(Protocol):
-    """Awaited at each moment."""
-
-    async def __call__(self, moment: Moment) -> None: ...
+AtMoment = Callable[[Moment], Awaitable[None]]
+"""Awaited at each moment."""
 
 
 async def pass_by(moment: Moment) -> None:

@@ -1,0 +1,139 @@
+"""From a lease and its payloads to training samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollmesh.services.learner.source import BatchAssembler
+from rollmesh.shared.codec.trajectory import encode_episode, encode_rewards, sample_meta
+from rollmesh.shared.errors import PayloadLost
+from rollmesh.shared.trajectory import (
+    Episode,
+    EpisodeKey,
+    Reward,
+    Role,
+    Sample,
+    SamplingParams,
+    Segment,
+    Source,
+)
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.v1 import run_pb2
+
+
+def given(parent: int, source: Source = Source.PROMPT) -> Segment:
+    return Segment(parent=parent, role=Role.CONTEXT, source=source, token_ids=np.array([1, 2], np.int32))
+
+
+def sampled(parent: int, step: int, *, source: Source = Source.POLICY, policy: str = "main") -> Segment:
+    return Segment(
+        parent=parent,
+        role=Role.ACTION,
+        source=source,
+        token_ids=np.array([5, 6, 7], np.int32),
+        logprobs=np.array([-1.0, -2.0, -3.0], np.float32),
+        loss_mask=np.array([0, 1, 1], np.uint8),
+        version=PolicyVersion(policy=policy, step=step),
+        kv_step_oldest=step,
+        sampling=1,
+    )
+
+
+def episode(name: str, *segments: Segment, samples: tuple[Sample, ...] = ()) -> Episode:
+    return Episode(
+        key=EpisodeKey(run="r", task="t", group="g", episode=name),
+        segments=segments,
+        sampling_params=(SamplingParams(temperature=1.0), SamplingParams(temperature=0.5, top_k=4)),
+        samples=samples or (Sample(sample_id=name, leaf=len(segments) - 1),),
+    )
+
+
+def leased(made: Episode, sample: Sample | None = None, *, below: int = 0, staleness: int = 1) -> run_pb2.LeasedSample:
+    meta = sample_meta(made, sample or made.samples[0])
+    return run_pb2.LeasedSample(meta=meta, group="g", task="t", staleness=staleness, mask_below_step=below)
+
+
+def payload(made: Episode) -> run_pb2.FetchSamplesResponse:
+    return run_pb2.FetchSamplesResponse(episode=encode_episode(made), sample_ids=[s.sample_id for s in made.samples])
+
+
+def test_samples_come_in_the_order_of_the_lease_however_they_arrive() -> None:
+    made = [episode(name, given(-1), sampled(0, 3)) for name in "abc"]
+    batch = BatchAssembler([leased(e) for e in made])
+    for one in reversed(made):
+        batch.add(payload(one))
+    assert [s.sample.sample_id for s in batch.finish().samples] == ["a", "b", "c"]
+
+
+def test_a_sample_has_its_path_the_sampling_parameters_and_the_lease_s_rewards() -> None:
+    branches = (Sample(sample_id="left", leaf=1), Sample(sample_id="right", leaf=2, trainable=False))
+    made = episode("e", given(-1), sampled(0, 3), sampled(0, 4), samples=branches)
+    one = leased(made, branches[1], staleness=-1)
+    one.meta.rewards.extend(encode_rewards([Reward(name="correct", value=1.0)]))
+    one.meta.trainable = True
+    batch = BatchAssembler([one])
+    batch.add(payload(made))
+    (sample,) = batch.finish().samples
+    assert [s.version.step if s.version else None for s in sample.segments] == [None, 4]
+    assert sample.sampling_params[sample.segments[1].sampling].temperature == 0.5
+    assert (sample.sample.rewards[0].value, sample.sample.trainable, sample.staleness) == (1.0, True, None)
+    assert (sample.group, sample.task) == ("g", "t")
+
+
+def test_the_mask_takes_the_loss_of_older_tokens_of_the_policy_and_of_nothing_else() -> None:
+    made = episode(
+        "e",
+        given(-1),
+        sampled(0, 2),
+        sampled(1, 3),
+        sampled(2, 1, source=Source.PEER),
+        sampled(3, 1, policy="other"),
+        given(4, Source.TOOL),
+        sampled(5, 4),
+    )
+    batch = BatchAssembler([leased(made, below=3)])
+    batch.add(payload(made))
+    segments = batch.finish().samples[0].segments
+    assert [s.num_trainable for s in segments] == [0, 0, 2, 2, 2, 0, 2]
+    np.testing.assert_array_equal(segments[1].token_ids, [5, 6, 7])
+
+
+def test_no_mask_leaves_step_0_alone() -> None:
+    made = episode("e", given(-1), sampled(0, 0))
+    batch = BatchAssembler([leased(made, below=0)])
+    batch.add(payload(made))
+    assert batch.finish().samples[0].segments[1].num_trainable == 2
+
+
+def test_a_leased_sample_that_does_not_arrive_is_a_lost_payload() -> None:
+    made = [episode(name, given(-1), sampled(0, 3)) for name in "ab"]
+    batch = BatchAssembler([leased(e) for e in made])
+    batch.add(payload(made[0]))
+    with pytest.raises(PayloadLost, match="first b"):
+        batch.finish()
+
+
+def test_payloads_that_do_not_hold_what_was_leased_are_unreadable() -> None:
+    good, malformed, other_leaf, absent = (episode(name, given(-1), sampled(0, 3)) for name in "abcd")
+    batch = BatchAssembler([leased(e) for e in (good, malformed, other_leaf, absent)])
+    broken = payload(malformed)
+    broken.episode.segments[1].logprobs = b"\0\0\0"
+    moved = payload(other_leaf)
+    moved.episode.samples[0].leaf = 0
+    empty = payload(absent)
+    empty.episode.samples.clear()
+    for message in (payload(good), broken, moved, empty):
+        batch.add(message)
+    fetched = batch.finish()
+    assert [s.sample.sample_id for s in fetched.samples] == ["a"]
+    assert set(fetched.unreadable) == {"b", "c", "d"}
+    assert "logprobs" in fetched.unreadable["b"]
+
+
+def test_samples_that_are_not_leased_are_passed_over() -> None:
+    both = (Sample(sample_id="mine", leaf=1), Sample(sample_id="other", leaf=1))
+    made = episode("e", given(-1), sampled(0, 3), samples=both)
+    batch = BatchAssembler([leased(made, both[0])])
+    batch.add(payload(made))
+    assert [s.sample.sample_id for s in batch.finish().samples] == ["mine"]
