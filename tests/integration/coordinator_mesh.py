@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,7 +98,9 @@ class MeshParts:
     """RunService of the coordinator."""
     coordinator: Any = None
     epoch: int = 0
-    sent: list[coordinator_pb2.EpisodeReport] = field(default_factory=list)
+    name: str = "r"
+    """The run that the verbs below are about."""
+    worker: str = WORKER
 
     async def start_coordinator(self) -> CoordinatorNode:
         """At the same address as before."""
@@ -116,6 +118,14 @@ class MeshParts:
             node, self.node = self.node, None
             await node.__aexit__(None, None, None)
 
+    async def another_run(self, name: str) -> MeshParts:
+        """The same mesh, about another run with a worker of its own."""
+        hello = coordinator_pb2.NodeHello(node_id=f"w-{name}", kind=ROLLOUT, capacity=8, runs=[name])
+        worker = Membership(self.address, token=TOKEN, handler=PassiveHandler(hello), config=JOIN)
+        await self.stack.enter_async_context(worker)
+        await worker.wait_joined()
+        return replace(self, name=name, worker=hello.node_id, epoch=0)
+
     async def wait_ready(self, *kinds: coordinator_pb2.NodeKind.ValueType) -> None:
         """Until a node of each kind is READY."""
 
@@ -128,10 +138,12 @@ class MeshParts:
     # Trainer ----------------------------------------------------------------------------------------------------------
 
     async def create(self, **changes: Any) -> run_pb2.CreateRunResponse:
-        return await self.call(self.run.CreateRun, run_pb2.CreateRunRequest(spec=spec(**changes)))
+        return await self.call(
+            self.run.CreateRun, run_pb2.CreateRunRequest(spec=spec(**({"run": self.name} | changes)))
+        )
 
     async def attach(self, last_update: int = 0, digest: str = "", **changes: Any) -> run_pb2.AttachTrainerResponse:
-        request = run_pb2.AttachTrainerRequest(run="r", last_update=last_update, digest=digest, **changes)
+        request = run_pb2.AttachTrainerRequest(run=self.name, last_update=last_update, digest=digest, **changes)
         attached: run_pb2.AttachTrainerResponse = await self.call(self.run.AttachTrainer, request)
         self.epoch = attached.trainer_epoch
         return attached
@@ -162,12 +174,12 @@ class MeshParts:
     async def publish(self, step: int, *, content: bytes = b"", incarnation: int = 0) -> None:
         digest = await self.upload(content or f"weights {step}.{incarnation}".encode())
         version = types_pb2.PolicyVersion(policy="main", step=step, incarnation=incarnation, weights_digest=digest)
-        request = run_pb2.PublishVersionRequest(run="r", trainer_epoch=self.epoch, version=version)
+        request = run_pb2.PublishVersionRequest(run=self.name, trainer_epoch=self.epoch, version=version)
         await self.call(self.run.PublishVersion, request)
 
     async def lease(self, update: int, wait_s: float = 10.0, **changes: Any) -> run_pb2.LeaseBatchResponse:
         request = run_pb2.LeaseBatchRequest(
-            run="r", update=update, wait_s=wait_s, **({"trainer_epoch": self.epoch} | changes)
+            run=self.name, update=update, wait_s=wait_s, **({"trainer_epoch": self.epoch} | changes)
         )
         return await self.call(self.run.LeaseBatch, request)
 
@@ -183,29 +195,30 @@ class MeshParts:
             "outcome": run_pb2.UPDATE_OUTCOME_APPLIED,
             "samples": samples,
         } | changes
-        request = run_pb2.CommitUpdateRequest(run="r", update=update, lease_ids=lease_ids, **values)
+        request = run_pb2.CommitUpdateRequest(run=self.name, update=update, lease_ids=lease_ids, **values)
         return await self.call(self.run.CommitUpdate, request)
 
     async def checkpoint(self, update: int, digest: str, **changes: Any) -> None:
         values = {"trainer_epoch": self.epoch} | changes
-        request = run_pb2.ReportCheckpointRequest(run="r", update=update, digest=digest, **values)
+        request = run_pb2.ReportCheckpointRequest(run=self.name, update=update, digest=digest, **values)
         await self.call(self.run.ReportCheckpoint, request)
 
-    async def fetch(self, lease_id: str, index: int = 0, num: int = 1) -> list[run_pb2.FetchSamplesResponse]:
-        request = run_pb2.FetchSamplesRequest(
-            run="r", trainer_epoch=self.epoch, lease_id=lease_id, shard_index=index, num_shards=num
-        )
+    async def fetch(
+        self, lease_id: str, index: int = 0, num: int = 1, **changes: Any
+    ) -> list[run_pb2.FetchSamplesResponse]:
+        values: dict[str, Any] = {"trainer_epoch": self.epoch, "shard_index": index, "num_shards": num} | changes
+        request = run_pb2.FetchSamplesRequest(run=self.name, lease_id=lease_id, **values)
         with typed_errors():
             return [response async for response in self.run.FetchSamples(request)]
 
     async def state(self) -> run_pb2.RunState:
-        response: run_pb2.GetRunResponse = await self.call(self.run.GetRun, run_pb2.GetRunRequest(run="r"))
+        response: run_pb2.GetRunResponse = await self.call(self.run.GetRun, run_pb2.GetRunRequest(run=self.name))
         return response.state
 
     # Worker -----------------------------------------------------------------------------------------------------------
 
     async def acquire(self, num_max: int = 4, wait_s: float = 10.0) -> list[coordinator_pb2.EpisodeLease]:
-        request = coordinator_pb2.AcquireRolloutsRequest(node_id=WORKER, num_max=num_max, wait_s=wait_s)
+        request = coordinator_pb2.AcquireRolloutsRequest(node_id=self.worker, num_max=num_max, wait_s=wait_s)
         return list((await self.call(self.coordinator.AcquireRollouts, request)).leases)
 
     async def generate(
@@ -245,7 +258,7 @@ class MeshParts:
         )
 
     async def report(self, reports: Sequence[coordinator_pb2.EpisodeReport]) -> list[str]:
-        request = coordinator_pb2.ReportEpisodesRequest(node_id=WORKER, reports=reports)
+        request = coordinator_pb2.ReportEpisodesRequest(node_id=self.worker, reports=reports)
         return list((await self.call(self.coordinator.ReportEpisodes, request)).results)
 
     async def call(self, verb: Callable[..., Awaitable[T]], request: Any) -> T:

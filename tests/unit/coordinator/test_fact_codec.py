@@ -71,7 +71,7 @@ def test_every_fact_survives_the_wire(fact_type: type) -> None:
     @given(st.lists(strategy(fact_type), min_size=1, max_size=3))
     def survives(facts: list[f.Fact]) -> None:
         payload = fact_codec.encode_record("r1", 1.5, facts)
-        assert fact_codec.decode_record(payload) == ("r1", tuple(facts))
+        assert fact_codec.decode_record(payload) == ("r1", 1.5, tuple(facts))
 
     survives()
 

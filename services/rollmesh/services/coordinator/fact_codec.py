@@ -147,13 +147,13 @@ def encode_record(record_id: str, time_unix_s: float, facts: Sequence[f.Fact]) -
     return record.SerializeToString()
 
 
-def decode_record(payload: bytes) -> tuple[str, tuple[f.Fact, ...]]:
-    """(record id, facts) of a LedgerRecord. Raises InvalidInput if it is none, or holds a fact of a later version of the code."""
+def decode_record(payload: bytes) -> tuple[str, float, tuple[f.Fact, ...]]:
+    """(record id, unix seconds, facts) of a LedgerRecord. Raises InvalidInput if it is none, or holds a fact of a later version of the code."""
     try:
         record = events_pb2.LedgerRecord.FromString(payload)
     except DecodeError as error:
         raise InvalidInput(f"{len(payload)} bytes that are no LedgerRecord") from error
-    return record.record_id, tuple(decode_fact(fact) for fact in record.facts)
+    return record.record_id, record.time_unix_s, tuple(decode_fact(fact) for fact in record.facts)
 
 
 def decode_fact(message: events_pb2.Fact) -> f.Fact:

@@ -25,6 +25,7 @@ class StoredRecord:
 
     position: int
     record_id: str
+    time_unix_s: float
     facts: tuple[Fact, ...]
 
 
@@ -78,7 +79,7 @@ async def read_ledger(log: StreamLog, after: int = 0) -> AsyncIterator[StoredRec
             )
         expected += 1
         try:
-            record_id, facts = decode_record(record.payload)
+            record_id, time_unix_s, facts = decode_record(record.payload)
         except (InvalidInput, ValueError) as error:
             raise DataLoss(f"{log.name}: record {record.seq} cannot be read: {error}", ledger=log.name) from error
-        yield StoredRecord(position=record.seq, record_id=record_id, facts=facts)
+        yield StoredRecord(position=record.seq, record_id=record_id, time_unix_s=time_unix_s, facts=facts)

@@ -1,0 +1,139 @@
+"""Conservation, counted a second time: every sample's fate by plain bookkeeping, without the core's `apply`.
+
+A reserved place becomes the first sample of its episode, or ends with it; a sample ends once. The one end that may change is TRAINED,
+when the update that used the sample is undone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core.records import GroupDecision, Purpose, SampleEnd
+
+
+class Books:
+    """The fate of every place and sample of a run. `complain` hears of what can't be."""
+
+    def __init__(self, complain: Callable[[str], None]) -> None:
+        self._complain = complain
+        self._purpose: dict[str, Purpose] = {}
+        self._members: dict[str, list[str]] = {}
+        self._places: Counter[str] = Counter()
+        """Reserved places per group that are neither samples nor ended yet."""
+        self._end: dict[str, SampleEnd] = {}
+        """End of every sample; LIVE until it has one."""
+        self._group: dict[str, str] = {}
+        self._applied: dict[int, list[str]] = {}
+        self._reserved: Counter[Purpose] = Counter()
+        self._ends: Counter[tuple[Purpose, SampleEnd]] = Counter()
+
+    def reserved(self, *purposes: Purpose) -> int:
+        return sum(self._reserved[purpose] for purpose in purposes)
+
+    def ends(self, end: SampleEnd, *purposes: Purpose) -> int:
+        return sum(self._ends[purpose, end] for purpose in purposes)
+
+    def live(self, *purposes: Purpose) -> int:
+        """Counted one by one, not as what is left."""
+        places = sum(num for group, num in self._places.items() if self._purpose[group] in purposes)
+        samples = sum(
+            end is SampleEnd.LIVE and self._purpose[self._group[sample]] in purposes
+            for sample, end in self._end.items()
+        )
+        return places + samples
+
+    def enter(self, fact: f.Fact) -> None:
+        """Take note of one fact."""
+        handler = _HANDLERS.get(type(fact))
+        if handler is not None:
+            handler(self, fact)
+
+    def _reserve(self, group: str, num: int) -> None:
+        self._places[group] += num
+        self._reserved[self._purpose[group]] += num
+
+    def _group_reserved(self, fact: f.GroupReserved) -> None:
+        if fact.group in self._purpose:
+            self._complain(f"group {fact.group} is reserved twice")
+        self._purpose[fact.group] = fact.purpose
+        self._members.setdefault(fact.group, [])
+        self._reserve(fact.group, fact.num_episodes)
+
+    def _episodes_added(self, fact: f.EpisodesAdded) -> None:
+        self._reserve(fact.group, fact.num_episodes)
+
+    def _take_place(self, group: str, episode: str) -> None:
+        self._places[group] -= 1
+        if self._places[group] < 0:
+            self._complain(f"episode {episode} ended without a reserved place in group {group}")
+
+    def _episode_ended(self, fact: f.EpisodeEnded) -> None:
+        self._take_place(fact.group, fact.episode)
+        self._ends[self._purpose[fact.group], fact.end] += 1
+
+    def _episode_scored(self, fact: f.EpisodeScored) -> None:
+        self._take_place(fact.group, fact.episode)
+        self._reserved[self._purpose[fact.group]] += len(fact.samples) - 1
+        for sample in fact.samples:
+            if sample.sample_id in self._end:
+                self._complain(f"sample {sample.sample_id} is reported twice")
+            self._end[sample.sample_id] = SampleEnd.LIVE
+            self._group[sample.sample_id] = fact.group
+            self._members[fact.group].append(sample.sample_id)
+
+    def _finish(self, sample: str, end: SampleEnd) -> None:
+        before = self._end.get(sample)
+        if before is None:
+            self._complain(f"sample {sample} ended as {end.name}, but was never reported")
+            return
+        if before is not SampleEnd.LIVE:
+            self._complain(f"sample {sample} ended as {end.name}, having ended as {before.name}")
+            return
+        self._end[sample] = end
+        self._ends[self._purpose[self._group[sample]], end] += 1
+
+    def _group_finalized(self, fact: f.GroupFinalized) -> None:
+        if fact.decision is GroupDecision.FILTER:
+            for sample in self._members[fact.group]:
+                if self._end[sample] is SampleEnd.LIVE:
+                    self._finish(sample, SampleEnd.FILTERED)
+
+    def _samples_ended(self, fact: f.SamplesEnded) -> None:
+        for sample in fact.sample_ids:
+            self._finish(sample, fact.end)
+
+    def _update_committed(self, fact: f.UpdateCommitted) -> None:
+        self._applied[fact.update] = list(fact.used)
+        for dropped in fact.dropped:
+            self._finish(dropped.sample_id, SampleEnd.FILTERED)
+
+    def _checkpoint_reported(self, fact: f.CheckpointReported) -> None:
+        for update, used in self._applied.items():
+            for sample in used if update <= fact.update else ():
+                if self._end.get(sample) is not SampleEnd.TRAINED:
+                    self._finish(sample, SampleEnd.TRAINED)
+
+    def _rolled_back(self, fact: f.RolledBack) -> None:
+        for update in [u for u in self._applied if u > fact.to_update]:
+            for sample in self._applied.pop(update):
+                if self._end.get(sample) is SampleEnd.TRAINED:
+                    purpose = self._purpose[self._group[sample]]
+                    self._end[sample] = SampleEnd.STALE
+                    self._ends[purpose, SampleEnd.TRAINED] -= 1
+                    self._ends[purpose, SampleEnd.STALE] += 1
+
+
+_HANDLERS: dict[type, Callable[[Books, Any], None]] = {
+    f.GroupReserved: Books._group_reserved,
+    f.EpisodesAdded: Books._episodes_added,
+    f.EpisodeEnded: Books._episode_ended,
+    f.EpisodeScored: Books._episode_scored,
+    f.GroupFinalized: Books._group_finalized,
+    f.SamplesEnded: Books._samples_ended,
+    f.UpdateCommitted: Books._update_committed,
+    f.CheckpointReported: Books._checkpoint_reported,
+    f.RolledBack: Books._rolled_back,
+}

@@ -1,0 +1,91 @@
+"""The ledger against the trainer's own list: what a checkpoint's weights were trained on, update by update."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.services.coordinator.audit_updates import Updates
+from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.trained_log import TrainedUpdate, read_trained
+
+TRAINED_NAME = "trained.jsonl"
+_FOLDER = re.compile(r"^update-(\d+)\.(\d+)$")
+
+
+class CheckpointSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint's list holds."""
+
+    path: str
+    updates: int
+    samples: int
+    digest: str
+
+
+def check_checkpoint(folder: Path, updates: Updates, complain: Callable[[str], None]) -> CheckpointSummary:
+    """Hold a checkpoint's list against the standing updates. Raises ConfigError if there is no list."""
+    path = find_list(folder)
+    seen: dict[str, int] = {}
+    last: TrainedUpdate | None = None
+    try:
+        for line in read_trained(path):
+            last = line
+            _check_line(line, updates, seen, complain)
+    except ValueError as error:
+        complain(str(error))
+    return CheckpointSummary(
+        path=str(path.parent),
+        updates=last.update if last is not None else 0,
+        samples=len(seen),
+        digest=last.digest if last is not None else "",
+    )
+
+
+def find_list(folder: Path) -> Path:
+    """`trained.jsonl` in the folder, or in the newest checkpoint below it: highest incarnation, then highest update."""
+    if (folder / TRAINED_NAME).is_file():
+        return folder / TRAINED_NAME
+    children = folder.iterdir() if folder.is_dir() else ()
+    found = [((int(m[2]), int(m[1])), child) for child in children if (m := _FOLDER.match(child.name))]
+    if found and (path := max(found)[1] / TRAINED_NAME).is_file():
+        return path
+    raise ConfigError(
+        f"{folder} holds no {TRAINED_NAME} and no checkpoint with one; name a checkpoint folder", folder=folder
+    )
+
+
+def _check_line(line: TrainedUpdate, updates: Updates, seen: dict[str, int], complain: Callable[[str], None]) -> None:
+    for sample in line.sample_ids:
+        if sample in seen:
+            complain(f"the weights are trained twice on sample {sample}: in updates {seen[sample]} and {line.update}")
+        seen[sample] = line.update
+    standing = updates.standing.get(line.update)
+    if standing is None:
+        if not _in_doubt(line, updates):
+            complain(f"the checkpoint holds update {line.update}, the ledger ends at {updates.applied}")
+        return
+    _compare(line, set(standing.used), complain)
+    if line.digest != standing.digest:
+        complain(
+            f"digest after update {line.update}: {line.digest[:12]!r} in the checkpoint, {standing.digest[:12]!r} in the ledger"
+        )
+
+
+def _in_doubt(line: TrainedUpdate, updates: Updates) -> bool:
+    """Whether a line beyond the ledger is of a batch that is out: its trainer has not committed, the next attach settles it."""
+    batches = (b for b in updates.open_batches.values() if b.update == line.update == updates.applied + 1)
+    return any(set(line.sample_ids) <= set(batch.sample_ids) for batch in batches)
+
+
+def _compare(line: TrainedUpdate, used: set[str], complain: Callable[[str], None]) -> None:
+    """Both sets of an update, sample by sample."""
+    trained = set(line.sample_ids)
+    for sample in sorted(trained - used):
+        complain(
+            f"update {line.update} of the checkpoint trained on sample {sample}, of which the ledger knows nothing there"
+        )
+    for sample in sorted(used - trained):
+        complain(f"the ledger says that update {line.update} used sample {sample}, the checkpoint does not hold it")

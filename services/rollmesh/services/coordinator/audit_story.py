@@ -1,0 +1,112 @@
+"""A sample's story: every fact of the ledger that is about it, in order and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.ledger import StoredRecord
+
+
+class StoryLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One event in a sample's life."""
+
+    position: int
+    time_unix_s: float
+    what: str
+
+
+def tell(records: Sequence[StoredRecord], name: str) -> list[StoryLine]:
+    """The story of a sample, or of an episode that came to nothing. Empty if the ledger knows neither."""
+    found = _origin(records, name)
+    if found is None:
+        return []
+    story = _Story(*found, sample=name)
+    return [
+        StoryLine(position=record.position, time_unix_s=record.time_unix_s, what=what)
+        for record in records
+        for fact in record.facts
+        for what in story.about(fact)
+    ]
+
+
+def _origin(records: Sequence[StoredRecord], name: str) -> tuple[str, str] | None:
+    """(group, episode) of a sample or episode."""
+    for record in records:
+        for fact in record.facts:
+            if isinstance(fact, f.EpisodeScored) and name in (fact.episode, *(s.sample_id for s in fact.samples)):
+                return fact.group, fact.episode
+            if isinstance(fact, f.EpisodeLeased | f.EpisodeEnded) and fact.episode == name:
+                return fact.group, fact.episode
+    return None
+
+
+class _Story:
+    """Says what each fact means for one sample."""
+
+    def __init__(self, group: str, episode: str, *, sample: str) -> None:
+        self._group = group
+        self._episode = episode
+        self._sample = sample
+        self._leases: set[str] = set()
+        self._update = 0
+        """The standing update that used it; 0 if none does."""
+        self._trained = False
+
+    def about(self, fact: f.Fact) -> Iterator[str]:
+        if getattr(fact, "episode", None) == self._episode:
+            yield from self._episode_fact(fact)
+        elif isinstance(fact, f.GroupReserved | f.EpisodesAdded | f.GroupFinalized) and fact.group == self._group:
+            yield from self._group_fact(fact)
+        elif isinstance(fact, f.SamplesEnded) and self._sample in fact.sample_ids:
+            yield f"ended: {fact.end.name.lower()} {fact.reason}".rstrip()
+        else:
+            yield from self._batch_fact(fact)
+            yield from self._update_fact(fact)
+
+    def _group_fact(self, fact: f.GroupReserved | f.EpisodesAdded | f.GroupFinalized) -> Iterator[str]:
+        if isinstance(fact, f.GroupReserved):
+            intended = f" for update {fact.update_intended}" if fact.update_intended else ""
+            yield f"group {fact.group} of task {fact.task.task_id} was admitted{intended}, step_min {fact.step_min}"
+        elif isinstance(fact, f.EpisodesAdded):
+            yield f"its group grew by {fact.num_episodes} episodes"
+        else:
+            yield f"its group was decided on: {fact.decision.name.lower()} {fact.reason}".rstrip()
+
+    def _episode_fact(self, fact: f.Fact) -> Iterator[str]:
+        if isinstance(fact, f.EpisodeLeased):
+            yield f"try {fact.attempt} of episode {fact.episode} was leased to {fact.node_id}"
+        elif isinstance(fact, f.EpisodeReturned):
+            yield f"the try came back ({'counts' if fact.counts else 'does not count'}): {fact.cause}"
+        elif isinstance(fact, f.EpisodeEnded):
+            yield f"the episode ended without samples: {fact.end.name.lower()} {fact.reason}: {fact.cause}".rstrip(": ")
+        elif isinstance(fact, f.EpisodeScored):
+            for meta in (m for m in fact.samples if m.sample_id == self._sample):
+                steps = ", ".join(f"{s.num_tokens} tokens of step {s.step}.{s.incarnation}" for s in meta.steps)
+                rewards = ", ".join(f"{r.name} {r.value:g}" for r in meta.rewards)
+                yield f"scored: {steps or 'no POLICY tokens'}; {rewards or 'no reward'}; payload {fact.payload.sequence}"
+
+    def _batch_fact(self, fact: f.Fact) -> Iterator[str]:
+        if isinstance(fact, f.BatchLeased) and self._sample in fact.sample_ids:
+            self._leases.add(fact.lease_id)
+            yield f"leased for update {fact.update} in batch {fact.lease_id}, trainer epoch {fact.trainer_epoch}"
+        elif isinstance(fact, f.BatchReturned | f.BatchInDoubt) and fact.lease_id in self._leases:
+            if isinstance(fact, f.BatchReturned):
+                self._leases.discard(fact.lease_id)  # the same id may be given again
+            yield f"its batch {'came back' if isinstance(fact, f.BatchReturned) else 'is in doubt'}: {fact.reason}"
+
+    def _update_fact(self, fact: f.Fact) -> Iterator[str]:
+        if isinstance(fact, f.UpdateCommitted):
+            if self._sample in fact.used:
+                self._update, self._trained = fact.update, False
+                yield f"used by update {fact.update}, incarnation {fact.incarnation}"
+            for dropped in (d for d in fact.dropped if d.sample_id == self._sample):
+                yield f"left out of update {fact.update}: filtered {dropped.reason}"
+        elif isinstance(fact, f.CheckpointReported) and 0 < self._update <= fact.update and not self._trained:
+            self._trained = True
+            yield f"trained: a checkpoint with update {fact.update} is durable"
+        elif isinstance(fact, f.RolledBack) and self._update > fact.to_update:
+            self._update = 0
+            yield f"update undone by going back to {fact.to_update}: {'stale' if self._trained else 'ready again'}"

@@ -1,0 +1,149 @@
+"""The audit of a run that lost its parts on the way, over the real ledger."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
+from rollmesh.shared.bus.memory_bus import MemoryBus
+from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.errors import UnknownRun
+from rollmesh.trainer.trained_log import TrainedLog
+from rollmesh.v1 import run_pb2
+
+from .coordinator_mesh import DATA, DEPOT, REWARD, ROLLOUT, MeshParts, coordinator_mesh
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[MeshParts]:
+    async with coordinator_mesh(tmp_path) as parts:
+        yield parts
+
+
+async def update(mesh: MeshParts, number: int, log: TrainedLog, *, incarnation: int = 0) -> None:
+    """Train update `number` and note it as a trainer does."""
+    await mesh.generate(await mesh.acquire(4), step=number - 1, incarnation=incarnation)
+    batch = await mesh.lease(number)
+    ids = [sample.meta.sample_id for sample in batch.samples]
+    digest = (await mesh.commit(number, [batch.lease_id])).digest
+    assert log.append(number, ids, incarnation=incarnation, outcome="APPLIED") == digest
+
+
+def save(log: TrainedLog, folder: Path) -> TrainedLog:
+    """A checkpoint; the log that goes on from it."""
+    folder.mkdir(parents=True)
+    log.write_to(folder / "trained.jsonl")
+    return TrainedLog(folder / "trained.jsonl", update=log.update, digest=log.digest)
+
+
+async def test_a_run_with_kills_and_a_roll_back_holds(mesh: MeshParts, tmp_path: Path) -> None:
+    await mesh.begin()
+    log = TrainedLog()
+    await update(mesh, 1, log)
+    kept = save(log, tmp_path / "checkpoints/update-00000001.0")
+    await mesh.checkpoint(1, kept.digest)
+    await mesh.publish(1)
+    mesh.nats.kill()
+    await mesh.nats.start()
+    await update(mesh, 2, log)  # lost with the trainer: no checkpoint holds it
+    await mesh.stop_coordinator()
+    await mesh.start_coordinator()
+    await mesh.wait_ready(ROLLOUT, DEPOT, DATA, REWARD)
+    attached = await mesh.attach(1, kept.digest)
+    assert attached.resolution == run_pb2.ATTACH_RESOLUTION_ROLLED_BACK
+    assert (attached.incarnation, attached.rolled_back_to, attached.next_update) == (1, 1, 2)
+    await mesh.publish(1, incarnation=1)
+    batch = await mesh.lease(2)  # the samples of the undone update are back
+    kept.append(2, [s.meta.sample_id for s in batch.samples], incarnation=1, outcome="APPLIED")
+    assert (await mesh.commit(2, [batch.lease_id])).digest == kept.digest
+    save(kept, tmp_path / "checkpoints/update-00000002.1")
+    await mesh.checkpoint(2, kept.digest)
+
+    report = await audit_run(mesh.bus, "r", checkpoint=tmp_path / "checkpoints", sample=batch.samples[0].meta.sample_id)
+    assert report.holds, report.to_text()
+    assert (report.updates, report.updates_undone) == (2, 1)
+    assert report.checkpoint is not None
+    assert report.checkpoint.digest == report.digest == kept.digest
+    state = await mesh.state()
+    assert report.samples.trained == state.samples.trained == 8
+    assert report.samples.reserved == state.samples.reserved
+    story = [line.what for line in report.story]
+    assert sum(what.startswith("used by update 2") for what in story) == 2
+    assert "update undone by going back to 1: ready again" in story
+    assert msgspec.json.encode(report)
+
+    older = await audit_run(mesh.bus, "r", checkpoint=tmp_path / "checkpoints/update-00000001.0")
+    assert older.holds, older.to_text()
+
+
+async def test_weights_trained_on_the_undone_branch_do_not_pass(mesh: MeshParts, tmp_path: Path) -> None:
+    await mesh.begin()
+    log = TrainedLog()
+    await update(mesh, 1, log)
+    await mesh.publish(1)
+    void = save(log, tmp_path / "void")
+    await mesh.attach(0)
+    await mesh.publish(0, incarnation=1)
+    batch = await mesh.lease(1)
+    dropped = [batch.samples[0].meta.sample_id]
+    await mesh.commit(1, [batch.lease_id], dropped=dropped)
+    report = await audit_run(mesh.bus, "r", checkpoint=tmp_path / "void")
+    assert not report.holds
+    assert {finding.check for finding in report.findings} == {"checkpoint"}
+    assert any(dropped[0] in finding.message for finding in report.findings)
+    assert void.update == 1
+
+
+async def test_a_trainer_that_finished_before_it_could_commit_rolls_forward(mesh: MeshParts, tmp_path: Path) -> None:
+    await mesh.begin()
+    await mesh.generate(await mesh.acquire(4), step=0)
+    batch = await mesh.lease(1)
+    log = TrainedLog()
+    digest = log.append(1, [s.meta.sample_id for s in batch.samples], incarnation=0, outcome="APPLIED")
+    save(log, tmp_path / "c")
+    assert (await audit_run(mesh.bus, "r", checkpoint=tmp_path / "c")).holds, "one update ahead, its batch is out"
+    attached = await mesh.attach(1, digest)
+    assert attached.resolution == run_pb2.ATTACH_RESOLUTION_ROLLED_FORWARD
+    assert attached.next_update == 2
+    report = await audit_run(mesh.bus, "r", checkpoint=tmp_path / "c")
+    assert report.holds, report.to_text()
+    assert report.samples.trained == 4
+
+
+async def test_a_doctored_ledger_on_the_bus_does_not_pass(mesh: MeshParts) -> None:
+    """Copies the ledger record by record, and lets the second update use a sample of the first."""
+    await mesh.begin()
+    log = TrainedLog()
+    await update(mesh, 1, log)
+    await mesh.publish(1)
+    await update(mesh, 2, log)
+    forged = MemoryBus()
+    copy = await forged.create(run_streams("r").ledger)
+    original = await mesh.bus.open(run_streams("r").ledger.name)
+    stolen = ""
+    async for record in original.read_range():
+        record_id, time_unix_s, facts = decode_record(record.payload)
+        changed = []
+        for fact in facts:
+            if isinstance(fact, f.UpdateCommitted) and fact.update == 2:
+                fact = msgspec.structs.replace(fact, used=(*fact.used[1:], stolen))
+            elif isinstance(fact, f.UpdateCommitted):
+                stolen = fact.used[0]
+            changed.append(fact)
+        await copy.append(encode_record(record_id, time_unix_s, changed), msg_id=record_id)
+    assert (await audit_run(mesh.bus, "r")).holds
+    report = await audit_run(forged, "r")
+    assert {"once", "digest"} <= {finding.check for finding in report.findings}
+    assert any(stolen in finding.message for finding in report.findings if finding.check == "once")
+
+
+async def test_a_run_without_a_ledger_is_unknown() -> None:
+    for run in ("nothing", "no/name"):
+        with pytest.raises(UnknownRun):
+            await audit_run(MemoryBus(), run)

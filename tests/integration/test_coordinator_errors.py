@@ -1,0 +1,414 @@
+"""Every error that run.proto promises: its code and reason, through the gateway, as a trainer meets it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+
+import rollmesh.v1.run_pb2
+from rollmesh.services.coordinator.core.records import StepSpan
+from rollmesh.shared.errors import Code, MeshError
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import run_pb2 as pb
+from rollmesh.v1 import types_pb2, weights_pb2
+
+from .coordinator_mesh import MeshParts, coordinator_mesh, eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PROTO = Path(rollmesh.v1.run_pb2.__file__).with_name("run.proto")
+CODES = "|".join(code.name for code in Code)
+Scenario = Callable[[MeshParts], Awaitable[Any]]
+SCENARIOS: dict[tuple[str, str, str], Scenario] = {}
+"""What brings about (verb, code, reason)."""
+
+
+def brings(verb: str, code: str, reason: str) -> Callable[[Scenario], Scenario]:
+    def note(scenario: Scenario) -> Scenario:
+        SCENARIOS[verb, code, reason] = scenario
+        return scenario
+
+    return note
+
+
+def promised() -> set[tuple[str, str, str]]:
+    """(verb, code, reason or "") from the comments above each rpc."""
+    found = set()
+    for comment, verb in re.findall(r"((?:  //[^\n]*\n)+)  rpc (\w+)\(", PROTO.read_text()):
+        errors = comment.partition("Errors:")[2]
+        for code, reason in re.findall(rf"\b({CODES})\b(?: ([A-Z][A-Z_]+))?", errors):
+            found.add((verb, code, reason))
+    return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MeshParts]:
+    async with coordinator_mesh(tmp_path_factory.mktemp("errors")) as parts:
+        yield parts
+
+
+# CreateRun, AttachTrainer ---------------------------------------------------------------------------------------------
+
+
+@brings("CreateRun", "ALREADY_EXISTS", "RUN_EXISTS")
+async def another_spec(mesh: MeshParts) -> None:
+    await mesh.create()
+    await mesh.create(max_staleness=3)
+
+
+@brings("CreateRun", "INVALID_ARGUMENT", "INVALID_SPEC")
+async def an_impossible_spec(mesh: MeshParts) -> None:
+    await mesh.create(publish_every=5)
+
+
+@brings("AttachTrainer", "NOT_FOUND", "UNKNOWN_RUN")
+async def a_run_never_made(mesh: MeshParts) -> None:
+    await mesh.attach()
+
+
+@brings("AttachTrainer", "FAILED_PRECONDITION", "DIGEST_MISMATCH")
+async def a_checkpoint_of_another_history(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.train(1)
+    await mesh.attach(1, "0" * 64)
+
+
+@brings("AttachTrainer", "OUT_OF_RANGE", "UNKNOWN_UPDATE")
+async def a_checkpoint_ahead_of_the_ledger(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.attach(7, "0" * 64)
+
+
+# LeaseBatch -----------------------------------------------------------------------------------------------------------
+
+
+@brings("LeaseBatch", "ABORTED", "FENCED")
+async def leasing_in_an_old_epoch(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.lease(1, trainer_epoch=mesh.epoch - 1)
+
+
+async def expired(mesh: MeshParts) -> str:
+    """The id of a batch lease that has run out."""
+    await mesh.begin(batch_lease_s=0.1)
+    await mesh.generate(await mesh.acquire(), step=0)
+    batch = await mesh.lease(1)
+
+    async def in_doubt() -> bool:
+        return (await mesh.state()).policies[0].groups["in_doubt"] == 2
+
+    await eventually(in_doubt)
+    return batch.lease_id
+
+
+@brings("LeaseBatch", "FAILED_PRECONDITION", "LEASE_EXPIRED")
+async def leasing_again_after_expiry(mesh: MeshParts) -> None:
+    await expired(mesh)
+    await mesh.lease(1)
+
+
+@brings("LeaseBatch", "FAILED_PRECONDITION", "WRONG_UPDATE")
+async def leasing_ahead(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.lease(2)
+
+
+@brings("LeaseBatch", "FAILED_PRECONDITION", "NOT_PUBLISHED")
+async def leasing_after_a_roll_back(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.train(1)
+    await mesh.attach(0)
+    await mesh.lease(1)
+
+
+@brings("LeaseBatch", "OUT_OF_RANGE", "RUN_ENDED")
+async def leasing_after_the_end(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.call(mesh.run.StopRun, pb.StopRunRequest(run=mesh.name))
+    await mesh.lease(1)
+
+
+# FetchSamples, RenewBatch, ReleaseBatch -------------------------------------------------------------------------------
+
+
+@brings("FetchSamples", "NOT_FOUND", "UNKNOWN_LEASE")
+async def fetching_what_was_never_leased(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.fetch("nonsense")
+
+
+@brings("FetchSamples", "DATA_LOSS", "PAYLOAD_LOST")
+async def fetching_what_is_gone(mesh: MeshParts) -> None:
+    await mesh.begin()
+    leases = await mesh.acquire()
+    await mesh.generate(leases, step=0)
+    batch = await mesh.lease(1)
+    samples = await mesh.bus.open(f"RM_{mesh.name}_SAMPLES")
+    await samples.purge_below((await samples.info()).last_seq)
+    await mesh.fetch(batch.lease_id)
+
+
+@brings("FetchSamples", "INVALID_ARGUMENT", "")
+async def fetching_a_shard_that_is_not(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.fetch("any", index=2, num=2)
+
+
+async def renew(mesh: MeshParts, lease_id: str, epoch: int) -> None:
+    request = pb.RenewBatchRequest(run=mesh.name, trainer_epoch=epoch, lease_id=lease_id)
+    await mesh.call(mesh.run.RenewBatch, request)
+
+
+@brings("RenewBatch", "NOT_FOUND", "UNKNOWN_LEASE")
+async def renewing_what_was_never_leased(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await renew(mesh, "nonsense", mesh.epoch)
+
+
+@brings("RenewBatch", "ABORTED", "FENCED")
+async def renewing_in_an_old_epoch(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await renew(mesh, "any", mesh.epoch - 1)
+
+
+@brings("RenewBatch", "FAILED_PRECONDITION", "LEASE_EXPIRED")
+async def renewing_too_late(mesh: MeshParts) -> None:
+    await renew(mesh, await expired(mesh), mesh.epoch)
+
+
+async def release(mesh: MeshParts, lease_id: str, epoch: int) -> None:
+    request = pb.ReleaseBatchRequest(run=mesh.name, trainer_epoch=epoch, lease_id=lease_id)
+    await mesh.call(mesh.run.ReleaseBatch, request)
+
+
+@brings("ReleaseBatch", "ABORTED", "FENCED")
+async def releasing_in_an_old_epoch(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await release(mesh, "any", mesh.epoch - 1)
+
+
+@brings("ReleaseBatch", "NOT_FOUND", "UNKNOWN_LEASE")
+async def releasing_twice(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.generate(await mesh.acquire(), step=0)
+    batch = await mesh.lease(1)
+    await release(mesh, batch.lease_id, mesh.epoch)
+    assert (await mesh.state()).policies[0].groups["ready"] == 2
+    await release(mesh, batch.lease_id, mesh.epoch)
+
+
+# CommitUpdate ---------------------------------------------------------------------------------------------------------
+
+
+@brings("CommitUpdate", "ABORTED", "FENCED")
+async def committing_in_an_old_epoch(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.generate(await mesh.acquire(), step=0)
+    batch = await mesh.lease(1)
+    await mesh.commit(1, [batch.lease_id], trainer_epoch=mesh.epoch - 1)
+
+
+@brings("CommitUpdate", "FAILED_PRECONDITION", "LEASE_EXPIRED")
+async def committing_too_late(mesh: MeshParts) -> None:
+    await mesh.commit(1, [await expired(mesh)])
+
+
+@brings("CommitUpdate", "FAILED_PRECONDITION", "BEYOND_BOUND")
+async def committing_what_is_too_old(mesh: MeshParts) -> None:
+    """Beyond the contract: only a bug or a changed bound brings an inadmissible sample into a lease, so one is put there."""
+    await mesh.begin()
+    await mesh.generate(await mesh.acquire(), step=0)
+    batch = await mesh.lease(1)
+    assert mesh.node is not None
+
+    def age(core: Any, _: int) -> None:
+        for group in core.state.groups.values():
+            for sample in group.samples.values():
+                sample.steps = (StepSpan(step=-5, num_tokens=1),)
+
+    await (await mesh.node.runs.get(mesh.name)).look(age)
+    await mesh.commit(1, [batch.lease_id])
+
+
+@brings("CommitUpdate", "ALREADY_EXISTS", "COMMIT_CONFLICT")
+async def committing_otherwise_than_before(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.generate(await mesh.acquire(), step=0)
+    batch = await mesh.lease(1)
+    await mesh.commit(1, [batch.lease_id])
+    await mesh.commit(1, [batch.lease_id], outcome=pb.UPDATE_OUTCOME_SKIPPED)
+
+
+@brings("CommitUpdate", "INVALID_ARGUMENT", "")
+async def disposing_of_a_stranger(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.generate(await mesh.acquire(), step=0)
+    batch = await mesh.lease(1)
+    await mesh.commit(1, [batch.lease_id], dropped=["stranger"])
+
+
+# ReportCheckpoint, PublishVersion, the rest ---------------------------------------------------------------------------
+
+
+@brings("ReportCheckpoint", "ABORTED", "FENCED")
+async def reporting_in_an_old_epoch(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.checkpoint(0, "", trainer_epoch=mesh.epoch - 1)
+
+
+@brings("ReportCheckpoint", "FAILED_PRECONDITION", "DIGEST_MISMATCH")
+async def reporting_another_history(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.train(1)
+    await mesh.checkpoint(1, "0" * 64)
+
+
+@brings("ReportCheckpoint", "OUT_OF_RANGE", "UNKNOWN_UPDATE")
+async def reporting_what_was_never_committed(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.checkpoint(3, "0" * 64)
+
+
+@brings("PublishVersion", "ABORTED", "FENCED")
+async def publishing_in_an_old_epoch(mesh: MeshParts) -> None:
+    await mesh.begin()
+    mesh.epoch -= 1
+    await mesh.publish(0)
+
+
+@brings("PublishVersion", "FAILED_PRECONDITION", "WRONG_VERSION")
+async def publishing_a_step_not_made(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.publish(4)
+
+
+@brings("PublishVersion", "ALREADY_EXISTS", "VERSION_CONFLICT")
+async def publishing_other_weights_for_a_step(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.publish(0, content=b"others")
+
+
+@brings("PublishVersion", "FAILED_PRECONDITION", "NOT_UPLOADED")
+async def publishing_what_the_depot_lacks(mesh: MeshParts) -> None:
+    await mesh.create()
+    await mesh.attach()
+    version = types_pb2.PolicyVersion(weights_digest="0" * 64)
+    request = pb.PublishVersionRequest(run=mesh.name, trainer_epoch=mesh.epoch, version=version)
+    await mesh.call(mesh.run.PublishVersion, request)
+
+
+@brings("WatchRun", "NOT_FOUND", "UNKNOWN_RUN")
+async def watching_nothing(mesh: MeshParts) -> None:
+    with typed_errors():
+        await mesh.run.WatchRun(pb.WatchRunRequest(run="nothing")).read()
+
+
+@brings("GetRun", "NOT_FOUND", "UNKNOWN_RUN")
+async def asking_for_nothing(mesh: MeshParts) -> None:
+    await mesh.call(mesh.run.GetRun, pb.GetRunRequest(run="not/a name"))
+
+
+@brings("StopRun", "NOT_FOUND", "UNKNOWN_RUN")
+async def stopping_nothing(mesh: MeshParts) -> None:
+    await mesh.call(mesh.run.StopRun, pb.StopRunRequest(run="nothing"))
+
+
+# The tests ------------------------------------------------------------------------------------------------------------
+
+
+async def test_every_promised_error_has_a_scenario_and_no_other() -> None:
+    assert set(SCENARIOS) == promised()
+
+
+@pytest.mark.parametrize("error", sorted(SCENARIOS), ids=lambda e: "-".join(filter(None, (e[0], e[2] or e[1]))))
+async def test_a_promised_error_arrives_with_its_code_and_reason(
+    shared_mesh: MeshParts, error: tuple[str, str, str]
+) -> None:
+    verb, code, reason = error
+    mesh = await shared_mesh.another_run(f"{verb}-{reason or code}"[:60])
+    with pytest.raises(MeshError) as caught:
+        await SCENARIOS[error](mesh)
+    assert caught.value.code.name == code, str(caught.value)
+    if reason:
+        assert caught.value.reason == reason
+    assert str(caught.value), "an error says what to do"
+
+
+async def test_a_wrong_update_says_which_is_next(shared_mesh: MeshParts) -> None:
+    mesh = await shared_mesh.another_run("wrong-update")
+    with pytest.raises(MeshError) as caught:
+        await leasing_ahead(mesh)
+    assert caught.value.metadata["next_update"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"publish_every": 5}, "spec.publish_every"),
+        ({"group_size": 0}, "spec.group_size"),
+        ({"episode_lease_s": -1.0}, "spec.episode_lease_s"),
+        ({"beyond": 9}, "spec.beyond"),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+async def test_an_impossible_spec_names_its_field(shared_mesh: MeshParts, changes: dict[str, Any], field: str) -> None:
+    mesh = await shared_mesh.another_run(field.replace(".", "-"))
+    with pytest.raises(MeshError) as caught:
+        await mesh.create(**changes)
+    assert caught.value.reason == "INVALID_SPEC"
+    assert caught.value.violations[0].field == field
+
+
+async def test_a_run_that_cannot_be_a_streams_name_is_refused(shared_mesh: MeshParts) -> None:
+    with pytest.raises(MeshError) as caught:
+        await shared_mesh.create(run="no spaces")
+    assert (caught.value.code.name, caught.value.reason) == ("INVALID_ARGUMENT", "INVALID_SPEC")
+
+
+async def test_waits_beyond_the_contract_are_refused(shared_mesh: MeshParts) -> None:
+    mesh = await shared_mesh.another_run("waits")
+    await mesh.begin()
+    with pytest.raises(MeshError) as caught:
+        await mesh.lease(1, wait_s=61.0)
+    assert caught.value.violations[0].field == "wait_s"
+
+
+async def test_a_chunk_that_is_missing_is_named(shared_mesh: MeshParts) -> None:
+    mesh = await shared_mesh.another_run("chunk")
+    await mesh.create()
+    await mesh.attach()
+    file = weights_pb2.WeightFile(
+        name="m.safetensors", size_bytes=3, chunks=[weights_pb2.WeightChunk(digest="ab" * 32, size_bytes=3)]
+    )
+    kind = weights_pb2.WeightManifest.KIND_FULL
+    manifest = weights_pb2.WeightManifest(kind=kind, files=[file], dtype="float32")
+    digest = await mesh.put(manifest.SerializeToString())
+    version = types_pb2.PolicyVersion(weights_digest=digest)
+    request = pb.PublishVersionRequest(run=mesh.name, trainer_epoch=mesh.epoch, version=version)
+    with pytest.raises(MeshError) as caught:
+        await mesh.call(mesh.run.PublishVersion, request)
+    assert caught.value.reason == "NOT_UPLOADED"
+    assert caught.value.metadata["first"] == "ab" * 32
+
+
+@pytest.mark.parametrize("verb", ["SubmitTasks", "SubmitSamples", "StreamSamples"])
+@pytest.mark.parametrize("server", ["run", "decisions"])
+async def test_verbs_of_later_versions_say_so(shared_mesh: MeshParts, server: str, verb: str) -> None:
+    call = getattr(getattr(shared_mesh, server), verb)(getattr(pb, f"{verb}Request")(run="r"))
+    with pytest.raises(MeshError) as caught:
+        await shared_mesh.call(lambda _: call.read() if verb == "StreamSamples" else call, None)
+    assert caught.value.code.name == "UNIMPLEMENTED"
+
+
+async def test_a_spec_is_stored_with_the_contracts_defaults(shared_mesh: MeshParts) -> None:
+    mesh = await shared_mesh.another_run("defaults")
+    await mesh.create(policy="", learner="", eval_split="")
+    assert not (await mesh.create(policy="main", learner="main", eval_split="test")).created
+    attached = await mesh.attach()
+    assert (attached.spec.policy, attached.spec.eval_split, attached.spec.beyond) == ("main", "test", 1)
+    assert msgspec.json.encode(attached.lease_s) == b"30.0"

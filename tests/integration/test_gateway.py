@@ -1,0 +1,182 @@
+"""The gateway: payloads of a lease, whole and sharded; decisions and their errors as the coordinator gave them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.services.gateway.config import GatewayConfig
+from rollmesh.services.gateway.node import GatewayNode
+from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.errors import MeshError, PayloadLost, Unavailable, WrongUpdate
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.v1 import coordinator_pb2 as pb
+from rollmesh.v1 import run_pb2, run_pb2_grpc, types_pb2
+
+from .coordinator_mesh import GATEWAY, TOKEN, MeshParts, coordinator_mesh, eventually
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[MeshParts]:
+    async with coordinator_mesh(tmp_path) as parts:
+        yield parts
+
+
+async def leased(mesh: MeshParts, num_groups: int = 2) -> run_pb2.LeaseBatchResponse:
+    await mesh.begin(batch_groups=num_groups)
+    await mesh.generate(await mesh.acquire(2 * num_groups), step=0)
+    return await mesh.lease(1)
+
+
+async def persistent_commit(mesh: MeshParts, lease_id: str) -> run_pb2.CommitUpdateResponse:
+    """As a trainer does it: again while the coordinator is away."""
+    async with asyncio.timeout(20):
+        while True:
+            with contextlib.suppress(Unavailable):
+                return await mesh.commit(1, [lease_id])
+
+
+async def test_a_lease_is_fetched_whole_and_again(mesh: MeshParts) -> None:
+    batch = await leased(mesh)
+    fetched = await mesh.fetch(batch.lease_id)
+    assert {s for f in fetched for s in f.sample_ids} == {s.meta.sample_id for s in batch.samples}
+    for one in fetched:
+        assert {s.sample_id for s in one.episode.samples} >= set(one.sample_ids)
+    assert await mesh.fetch(batch.lease_id) == fetched
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
+async def test_shards_are_the_lease_each_sample_once_and_even(mesh: MeshParts, num_shards: int) -> None:
+    batch = await leased(mesh, num_groups=5)
+    shards = [await mesh.fetch(batch.lease_id, index, num_shards) for index in range(num_shards)]
+    ids = [s for shard in shards for one in shard for s in one.sample_ids]
+    assert sorted(ids) == sorted(s.meta.sample_id for s in batch.samples)
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+async def test_an_episode_with_several_samples_is_sent_once(mesh: MeshParts) -> None:
+    await mesh.begin(group_size=1, batch_groups=1)
+    (lease,) = await mesh.acquire(1)
+    report = await mesh.finished(lease, step=0)
+    names = [f"{lease.key.episode}.{n}" for n in range(3)]
+    samples = [types_pb2.Sample(sample_id=name, policy="main") for name in names]
+    stream = await mesh.bus.open(run_streams("r").samples.name)
+    payload = types_pb2.Episode(key=lease.key, samples=samples).SerializeToString()
+    report.payload.sequence = await stream.append(payload, msg_id="several")
+    metas = [types_pb2.SampleMeta.FromString(report.samples[0].SerializeToString()) for _ in names]
+    for meta, name in zip(metas, names, strict=True):
+        meta.sample_id = name
+    del report.samples[:]
+    report.samples.extend(metas)
+    assert await mesh.report([report]) == [""]
+    batch = await mesh.lease(1)
+    (fetched,) = await mesh.fetch(batch.lease_id)
+    assert list(fetched.sample_ids) == names
+    state = await mesh.state()
+    assert state.samples.reserved == state.samples.live == 3
+
+
+async def test_a_payload_that_is_not_what_was_reported_is_lost(mesh: MeshParts) -> None:
+    await mesh.begin(group_size=1, batch_groups=1)
+    first, second = await mesh.acquire(1), await mesh.acquire(1)
+    report = await mesh.finished(first[0], step=0)
+    other = await mesh.finished(second[0], step=0)
+    report.payload.sequence = other.payload.sequence
+    await mesh.report([report])
+    batch = await mesh.lease(1)
+    with pytest.raises(PayloadLost, match="does not hold it; ReleaseBatch and lease again"):
+        await mesh.fetch(batch.lease_id)
+
+
+async def test_a_lost_payload_can_be_dropped_and_the_rest_trained(mesh: MeshParts) -> None:
+    batch = await leased(mesh)
+    samples = await mesh.bus.open(run_streams("r").samples.name)
+    first = min(s.payload.sequence for s in batch.samples)
+    await samples.purge_below(first + 1)
+    lost = []
+    for index in range(4):
+        try:
+            await mesh.fetch(batch.lease_id, index, 4)
+        except PayloadLost as error:
+            lost.append(error.metadata["sample_id"])
+    assert len(lost) == 1
+    await mesh.commit(1, [batch.lease_id], dropped=lost)
+    assert dict((await mesh.state()).samples.reasons) == {"filtered/TEST": 1}
+
+
+async def test_decisions_and_their_errors_pass_unchanged(mesh: MeshParts) -> None:
+    await mesh.begin()
+    errors = []
+    for stub in (mesh.run, mesh.decisions):
+        request = run_pb2.LeaseBatchRequest(run="r", trainer_epoch=mesh.epoch, update=9)
+        with pytest.raises(WrongUpdate) as caught:
+            await mesh.call(stub.LeaseBatch, request)
+        errors.append((str(caught.value), caught.value.metadata, caught.value.retry_after_s, caught.value.violations))
+    assert errors[0] == errors[1]
+    assert errors[0][1] == {"next_update": "1"}
+    assert await mesh.call(mesh.run.GetRun, run_pb2.GetRunRequest(run="r")) == await mesh.call(
+        mesh.decisions.GetRun, run_pb2.GetRunRequest(run="r")
+    )
+
+
+async def test_a_trainer_that_hangs_up_waits_no_longer_at_the_coordinator(mesh: MeshParts) -> None:
+    await mesh.begin()
+    request = run_pb2.LeaseBatchRequest(run="r", trainer_epoch=mesh.epoch, update=1, wait_s=30)
+    call = mesh.run.LeaseBatch(request)
+
+    async def waits() -> bool:
+        return "learner/main" in (await mesh.state()).waiting
+
+    await eventually(waits)
+    call.cancel()
+
+    async def forgotten() -> bool:
+        return not await waits()
+
+    await eventually(forgotten)
+
+
+async def test_a_wait_ends_before_the_callers_deadline_and_says_for_what(mesh: MeshParts) -> None:
+    await mesh.begin()
+    request = run_pb2.LeaseBatchRequest(run="r", trainer_epoch=mesh.epoch, update=1, wait_s=60)
+    batch = await mesh.run.LeaseBatch(request, timeout=0.5)
+    assert not batch.lease_id
+    assert batch.waiting_for.startswith("READY groups: 0 of 2")
+
+
+async def test_the_gateway_outlives_its_coordinator(mesh: MeshParts) -> None:
+    batch = await leased(mesh)
+    await mesh.stop_coordinator()
+    with pytest.raises(Unavailable):
+        await mesh.call(lambda r: mesh.run.GetRun(r, timeout=10), run_pb2.GetRunRequest(run="r"))
+    pending = asyncio.create_task(persistent_commit(mesh, batch.lease_id))
+    await mesh.start_coordinator()
+    assert (await pending).digest
+
+    async def joined() -> bool:
+        fleet = await mesh.call(mesh.coordinator.GetFleet, pb.GetFleetRequest(kind=GATEWAY))
+        return bool(fleet.nodes)
+
+    await eventually(joined)
+
+
+async def test_gateways_hold_no_state(mesh: MeshParts) -> None:
+    batch = await leased(mesh)
+    config = GatewayConfig(server=msgspec.structs.replace(GatewayConfig().server, stop_s=0.0), reads_max=1)
+    second = GatewayNode(config, node_id="g2", coordinator=mesh.address, token=TOKEN, bus_url=mesh.nats.url)
+    async with second, open_channel(second.address, token=TOKEN) as channel:
+        request = run_pb2.FetchSamplesRequest(run="r", trainer_epoch=mesh.epoch, lease_id=batch.lease_id)
+        fetched = [one async for one in run_pb2_grpc.RunServiceStub(channel).FetchSamples(request)]
+    assert fetched == await mesh.fetch(batch.lease_id)
+
+
+async def test_a_shard_index_is_checked_before_anything_is_read(mesh: MeshParts) -> None:
+    for index, num in ((1, 1), (-1, 2), (3, 3)):
+        with pytest.raises(MeshError) as caught:
+            await mesh.fetch("any", index, num)
+        assert caught.value.violations[0].field == "shard_index"
