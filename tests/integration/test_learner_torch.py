@@ -36,8 +36,14 @@ def config(folder: Path, **changes: Any) -> LearnerConfig:
     if not model.exists():
         model.mkdir(parents=True)
         write_model_folder(build_tiny_model(SMALL, seed=1), build_tokenizer(), model)
-    settings: dict[str, Any] = {"checkpoint_every": 2, "tensorboard": False, "recipe_options": {"num_minibatches": 1}}
-    return LearnerConfig(directory=str(folder / "learner"), model=str(model), **(settings | changes))
+    settings: dict[str, Any] = {
+        "directory": str(folder / "learner"),
+        "model": str(model),
+        "checkpoint_every": 2,
+        "tensorboard": False,
+        "recipe_options": {"num_minibatches": 1},
+    }
+    return LearnerConfig(**(settings | changes))
 
 
 async def train(running: RunningWorld, settings: LearnerConfig, **kwargs: Any) -> LearnerNode:
@@ -66,7 +72,7 @@ async def test_published_weights_score_their_probes_as_the_learner_says(tmp_path
             model, probes, tied = published_model(running.world, (step, 0), folder)
             assert len(probes) >= 2
             for probe in probes:
-                np.testing.assert_allclose(score(model, probe.token_ids), probe.logprobs, atol=1e-5)
+                np.testing.assert_allclose(score(model, probe.token_ids.copy()), probe.logprobs, atol=1e-5)
             found[step] = model.get_input_embeddings().weight.detach().clone()
             assert tied == ["lm_head.weight=model.embed_tokens.weight"]
     assert not torch.equal(found[0], found[1])
@@ -103,7 +109,7 @@ async def test_the_checkpoint_is_a_plain_model_folder_and_metrics_tell_of_traini
         await train(running, settings)
     (folder,) = settings.checkpoints.glob("update-00000002.0")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert AutoTokenizer.from_pretrained(folder).vocab_size == model.config.vocab_size == 112
+    assert 100 < len(AutoTokenizer.from_pretrained(folder)) <= model.config.vocab_size
     line = read_metrics(Path(settings.directory) / "metrics.jsonl")[2]
     assert line.metrics["tokens/trained"] == 24.0
     assert line.metrics["kl"] is not None
