@@ -33,7 +33,9 @@ def test_portion_root_holds_no_module(portion: str) -> None:
 
 @pytest.mark.parametrize("module", LIGHT)
 def test_light_module_loads_no_heavy_library(module: str) -> None:
-    code = f"import {module}, sys; print([m for m in ('torch', 'transformers', 'vllm', 'matplotlib') if m in sys.modules])"
+    code = (
+        f"import {module}, sys; print([m for m in ('torch', 'transformers', 'vllm', 'matplotlib') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-sys.path.insert(0, str(Path(__file__).parent))
-from world import World
-
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.records import BoundPolicy, GroupDecision, RunSpec
 from rollmesh.services.coordinator.core.turn import Refusal
+from tests.sim.world import World
 
 OUTCOMES = st.sampled_from(
     [i.EpisodeOutcome.COMPLETED] * 6 + [i.EpisodeOutcome.INFRA_FAILURE, i.EpisodeOutcome.CANCELLED]

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from world import World
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.records import BoundPolicy, GroupDecision, RunSpec
 from rollmesh.services.coordinator.core.turn import Refusal
+from rollmesh.shared.digest import next_digest
+from tests.sim.world import World
 
 ACTIONS = 600
 SEEDS = [int(s) for s in os.environ.get("ROLLMESH_SEEDS", "0,1,2,3,4,5,6,7").split(",")]
@@ -60,8 +57,6 @@ def lose_checkpoints(world: World) -> None:
 
 def checkpoint_before_commit(world: World) -> None:
     """A trainer that saves its step before committing it, and dies in between: the next attach rolls forward."""
-    from rollmesh.shared.digest import next_digest
-
     world.lease_batch()
     t = world.trainer
     if t.lease is None:

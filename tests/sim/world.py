@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -29,7 +30,7 @@ from rollmesh.services.coordinator.core.records import (
 from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.core.turn import CancelEpisodes, DrawTasks, Effect, FinalizeGroup, Refusal, Reply
 
-NAMES = {"policy": "main", "learner": "main"}
+NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
 
 @dataclass
@@ -174,7 +175,7 @@ class World:
         if lease.purpose is Purpose.EVAL:
             incarnation, step = lease.incarnation_min, lease.step_min
         oldest = self.rng.randint(min(lease.step_min, step), step)
-        spans = (StepSpan(step=oldest, incarnation=incarnation, num_tokens=3),)
+        spans: tuple[StepSpan, ...] = (StepSpan(step=oldest, incarnation=incarnation, num_tokens=3),)
         if oldest < step:
             spans += (StepSpan(step=step, incarnation=incarnation, num_tokens=2),)
         return SampleMeta(
