@@ -174,6 +174,12 @@ class FleetKeeper:
         """Where the usable nodes of a kind that serve `run` listen."""
         return [n.address for n in self._fleet.usable(kind) if not n.runs or run in n.runs or not run]
 
+    def waiting(self) -> dict[str, str]:
+        """What living nodes say they wait for, by node."""
+        gone = (fl.NodeState.DEAD,)
+        nodes = (n for n in self._fleet.nodes.values() if n.waiting_for and n.state not in gone)
+        return {f"node/{n.node_id}": n.waiting_for for n in nodes}
+
     def nodes(self, kind: NodeKind | None) -> list[pb.FleetNode]:
         """Every node, of a kind or of all."""
         chosen = (n for n in self._fleet.nodes.values() if kind in (None, n.kind))

@@ -162,11 +162,16 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         driver = await self._runs.get(request.run)
         async for state in driver.watch(_state):
             command = pb.TRAINER_COMMAND_STOP if state.ended else pb.TRAINER_COMMAND_UNSPECIFIED
-            yield pb.WatchRunResponse(state=state, command=command)
+            yield pb.WatchRunResponse(state=self._with_nodes(state), command=command)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         driver = await self._runs.get(request.run)
-        return pb.GetRunResponse(state=await driver.look(_state))
+        return pb.GetRunResponse(state=self._with_nodes(await driver.look(_state)))
+
+    def _with_nodes(self, state: pb.RunState) -> pb.RunState:
+        """Adds what the nodes themselves wait for, of which the ledger knows nothing."""
+        state.waiting.update(self._keeper.waiting())
+        return state
 
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
         driver = await self._runs.get(request.run)
