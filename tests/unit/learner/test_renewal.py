@@ -1,0 +1,58 @@
+"""Renewing one lease: when, and what is noticed."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from rollmesh.services.learner.renewal import Renewal
+from rollmesh.services.learner.run_client import BatchLease, RunClient
+from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.errors import LeaseExpired
+
+LEASE = BatchLease(lease_id="b1", update=1, samples=(), groups=(), lease_s=30.0)
+
+
+class Coordinator:
+    """The one verb a renewal uses: grants `terms_s` in turn, then says that the lease has expired."""
+
+    def __init__(self, clock: ManualClock, *terms_s: float) -> None:
+        self.times_s: list[float] = []
+        self._clock = clock
+        self._terms_s = list(terms_s)
+
+    async def renew(self, lease_id: str) -> float:
+        assert lease_id == LEASE.lease_id
+        self.times_s.append(self._clock.monotonic_s())
+        if not self._terms_s:
+            raise LeaseExpired("too late")
+        return self._terms_s.pop(0)
+
+
+def renewal(clock: ManualClock, *terms_s: float) -> tuple[Renewal, Coordinator]:
+    coordinator = Coordinator(clock, *terms_s)
+    return Renewal(cast(RunClient, cast(Any, coordinator)), LEASE, clock), coordinator
+
+
+async def test_a_lease_is_renewed_every_third_of_the_term_last_granted() -> None:
+    clock = ManualClock()
+    keeping, coordinator = renewal(clock, 30.0, 60.0, 60.0)
+    async with keeping:
+        await clock.run_for(45.0)
+        keeping.check()
+    assert coordinator.times_s == [10.0, 20.0, 40.0]
+    await clock.run_for(100.0)
+    assert len(coordinator.times_s) == 3, "nothing is renewed after leaving"
+
+
+async def test_a_lost_lease_is_told_to_whoever_checks_and_asked_about_no_more() -> None:
+    clock = ManualClock()
+    keeping, coordinator = renewal(clock, 30.0)
+    async with keeping:
+        await clock.run_for(15.0)
+        keeping.check()
+        await clock.run_for(60.0)
+        with pytest.raises(LeaseExpired):
+            keeping.check()
+    assert coordinator.times_s == [10.0, 20.0]
