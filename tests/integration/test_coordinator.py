@@ -390,7 +390,7 @@ async def test_a_restarted_coordinator_knows_what_the_old_one_knew(mesh: MeshPar
     assert (await mesh.state()).samples.trained == 8
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "foreign"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "foreign", "schema"])
 async def test_a_snapshot_that_cannot_be_used_is_passed_by(
     mesh: MeshParts, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -411,6 +411,8 @@ async def test_a_snapshot_that_cannot_be_used_is_passed_by(
             path.write_bytes(content)
         elif damage == "truncate":
             path.write_bytes(content[:20])
+        elif damage == "schema":
+            SnapshotStore(folder).save(msgspec.msgpack.encode({"position": "of another version"}), int(path.stem))
         else:
             position = int(path.stem)
             path.rename(path.with_stem(f"{position + 10_000:020d}"))
@@ -468,14 +470,15 @@ async def test_a_second_coordinator_fences_the_first(mesh: MeshParts) -> None:
     second = CoordinatorNode(CONFIG, folder=mesh.folder / "second", token=TOKEN, bus_url=mesh.nats.url)
     async with second, open_channel(second.address, token=TOKEN) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
-        attach = run_pb2.AttachTrainerRequest(run="r")
-        assert (await mesh.call(stub.AttachTrainer, attach)).trainer_epoch == 2
+        stop = run_pb2.StopRunRequest(run="r", reason="said to the second")
+        await mesh.call(stub.StopRun, stop)
         with pytest.raises(MeshError) as refused:
-            await mesh.call(mesh.decisions.AttachTrainer, attach)
-        assert refused.value.code.name == "UNAVAILABLE", "the trainer must look elsewhere, and is not itself fenced"
+            await mesh.call(mesh.decisions.StopRun, run_pb2.StopRunRequest(run="r", reason="said to the first"))
+        assert refused.value.code.name == "UNAVAILABLE", "the caller must look elsewhere, and is not itself fenced"
         with pytest.raises(Fenced, match="another coordinator has taken over RM_r_LEDGER"):
             await asyncio.wait_for(first.failed(), 10)
-        assert (await mesh.call(stub.AttachTrainer, attach)).trainer_epoch == 3
+        state = (await mesh.call(stub.GetRun, run_pb2.GetRunRequest(run="r"))).state
+        assert state.ended == "STOPPED: said to the second"
 
 
 async def test_payloads_go_when_no_live_group_needs_them(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, MeshError, NotReady, Overloaded
 
 T = TypeVar("T")
+CLOSE_S_MAX = 5.0
+"""Longest wait, when closing, for records on their way."""
 _log = logging.getLogger(__name__)
 
 
@@ -87,7 +89,8 @@ class RunDriver:
         self._inputs: asyncio.Queue[_Question | _Look] = asyncio.Queue(limits.inputs_max)
         self._releases: asyncio.Queue[_Release] = asyncio.Queue(limits.releases_max)
         self._tickets = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[object]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[object, int]]] = {}
+        self._last_stored: asyncio.Future[int] | None = None
         self._looking: set[asyncio.Future[Any]] = set()
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -105,8 +108,12 @@ class RunDriver:
 
     async def ask(self, make: Callable[[int], i.Input]) -> Any:
         """The answer to an input made with its ticket. Raises the typed refusal; if cancelled, nobody waits any longer."""
+        return (await self.ask_placed(make))[0]
+
+    async def ask_placed(self, make: Callable[[int], i.Input]) -> tuple[Any, int]:
+        """As `ask`, with the ledger position at which the answer became true."""
         ticket = next(self._tickets)
-        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[object, int]] = asyncio.get_running_loop().create_future()
         self._check_open()
         self._waiting[ticket] = answer
         try:
@@ -142,13 +149,20 @@ class RunDriver:
         """Id of the newest record; belongs to the position that `look` hands out in the same step."""
         return self._ledger.record_id
 
+    def broken(self, error: BaseException) -> None:
+        """A bug outside the core has left a question unanswered: this coordinator can't go on."""
+        _log.error("the coordinator of run %s failed", self.run, exc_info=error)
+        self._fail(Internal(f"the coordinator of run {self.run} failed with {type(error).__name__}; see its log"))
+
     async def close(self) -> None:
-        """Stop deciding; who waits is told to try again."""
+        """Stop deciding; who waits is told to try again. Waits for records on their way, so that no successor is fenced by them."""
         self._shut(NotReady(f"the coordinator of run {self.run} is stopping; try again"))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._effects.close()
+        if self._last_stored is not None:
+            await asyncio.wait([self._last_stored], timeout=CLOSE_S_MAX)
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 
@@ -165,14 +179,19 @@ class RunDriver:
         try:
             decision = self._core.handle(request, self._clock.monotonic_s())
         except Refusal as refusal:
-            error = to_error(refusal)
-            return _Release(self._ledger.position, act=lambda: self._answer(question.ticket, error))
+            error, position = to_error(refusal), self._ledger.position
+            return _Release(position, act=lambda: self._answer(question.ticket, error, position))
         if question.ticket and question.ticket not in self._waiting:
             self._core.forget(question.ticket)  # cancelled while it was queued
         return await self._record(decision)
 
     async def _record(self, decision: Decision) -> _Release:
-        stored = await self._ledger.append(decision.facts) if decision.facts else None
+        stored = None
+        if decision.facts:
+            try:
+                stored = self._last_stored = await self._ledger.append(decision.facts)
+            except MeshError as error:
+                raise self._ledger.failure(error) from error
         goal = weight_goal(self._core) if self._core.state.spec is not None else None
         return _Release(self._ledger.position, stored, decision.effects, goal)
 
@@ -209,7 +228,7 @@ class RunDriver:
             self.goal = release.goal
         for effect in release.effects:
             if isinstance(effect, Reply):
-                self._answer(effect.ticket, effect.value)
+                self._answer(effect.ticket, effect.value, release.position)
             else:
                 self._effects.perform(effect, release.position)
         if release.act is not None:
@@ -218,14 +237,14 @@ class RunDriver:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    def _answer(self, ticket: int, value: object) -> None:
+    def _answer(self, ticket: int, value: object, position: int) -> None:
         answer = self._waiting.pop(ticket, None)
         if answer is None or answer.done():
             self._unheard(value)
         elif isinstance(value, MeshError):
             answer.set_exception(value)
         else:
-            answer.set_result(value)
+            answer.set_result((value, position))
 
     def _unheard(self, value: object) -> None:
         """Leases granted to a worker that hung up go back at once, without costing a try."""
@@ -252,8 +271,7 @@ class RunDriver:
         except MeshError as error:
             self._fail(error)
         except Exception as error:  # noqa: BLE001 (the one recording point for bugs of the core)
-            _log.exception("the coordinator of run %s failed", self.run)
-            self._fail(Internal(f"the coordinator of run {self.run} failed with {type(error).__name__}; see its log"))
+            self.broken(error)
 
     def _fail(self, error: MeshError) -> None:
         if self._closed is None:
@@ -263,10 +281,12 @@ class RunDriver:
             for task in self._tasks:
                 if task is not asyncio.current_task():
                     task.cancel()
+            self._effects.cancel()
             self._on_failure(self.run, error)
 
     def _shut(self, error: MeshError) -> None:
         self._closed = self._closed or error
+        self._changed.set()
         for answer in [*self._waiting.values(), *self._looking]:
             if not answer.done():
                 answer.set_exception(error)

@@ -44,6 +44,8 @@ class Inbox(Protocol):
 
     async def post(self, request: i.Input) -> None: ...
 
+    def broken(self, error: BaseException) -> None: ...
+
 
 class Effects:
     """The effects of one run."""
@@ -81,10 +83,14 @@ class Effects:
         elif isinstance(effect, DeadLetter):
             self._spawn(self._bury(effect))
 
-    async def close(self) -> None:
-        """Cancel what is under way."""
+    def cancel(self) -> None:
+        """Give up what is under way."""
         for task in self._tasks:
             task.cancel()
+
+    async def close(self) -> None:
+        """Give up what is under way, and wait until it has ended."""
+        self.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
@@ -99,7 +105,7 @@ class Effects:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("an effect of run %s failed", self._spec.run, exc_info=error)
+            self._inbox.broken(error)
 
     async def _draw(self, effect: DrawTasks, position: int) -> None:
         """Training tasks: one try; the core asks again when it is told that there was nothing."""

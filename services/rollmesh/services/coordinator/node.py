@@ -25,7 +25,7 @@ from rollmesh.services.coordinator.servicer import CoordinatorServicer
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import MeshError
+from rollmesh.shared.errors import Internal, MeshError
 from rollmesh.shared.ids import IdSource, RandomIds
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.v1 import coordinator_pb2_grpc, run_pb2_grpc
@@ -116,15 +116,24 @@ class CoordinatorNode:
         )
         stack.push_async_callback(runs.close)
         await runs.recover_all()
+        limit_s = self._config.server.deadline_s
         plan = asyncio.create_task(keeper.run(), name="fleet")
+        plan.add_done_callback(self._on_plan_ended)
         stack.push_async_callback(_cancel, plan)
         self._server.add(
             coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
-            CoordinatorServicer(runs, keeper, self._clock),
+            CoordinatorServicer(runs, keeper, self._clock, deadline_s=limit_s),
         )
-        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, RunServicer(runs, keeper, outgoing))
+        self._server.add(
+            run_pb2_grpc.add_RunServiceServicer_to_server, RunServicer(runs, keeper, outgoing, deadline_s=limit_s)
+        )
         stack.push_async_callback(self._server.stop)
         await self._server.start()
+
+    def _on_plan_ended(self, plan: asyncio.Task[None]) -> None:
+        if not plan.cancelled() and (error := plan.exception()) is not None:
+            _log.error("the fleet's plan failed", exc_info=error)
+            self._on_failure("*", Internal(f"the fleet's plan failed with {type(error).__name__}; see the log"))
 
     def _on_failure(self, run: str, error: MeshError) -> None:
         _log.error("run %s: %s", run, error)

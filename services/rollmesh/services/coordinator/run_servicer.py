@@ -14,7 +14,7 @@ from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.outgoing import Outgoing
 from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.services.coordinator.runs import Runs
-from rollmesh.shared.errors import NotUploaded, Unimplemented, UnknownRun
+from rollmesh.shared.errors import NotReady, NotUploaded, Unimplemented, UnknownRun
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import run_pb2 as pb
 from rollmesh.v1 import run_pb2_grpc
@@ -25,7 +25,9 @@ DEFAULT = wire.DEFAULT_NAME
 class RunServicer(run_pb2_grpc.RunServiceServicer):
     """The decisions among RunService's verbs."""
 
-    def __init__(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing) -> None:
+    def __init__(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing, *, deadline_s: float) -> None:
+        """`deadline_s` is the server's limit for a call without a deadline of its own."""
+        self._deadline_s = deadline_s
         self._runs = runs
         self._keeper = keeper
         self._outgoing = outgoing
@@ -35,6 +37,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     async def AttachTrainer(self, request: pb.AttachTrainerRequest, context: Context) -> pb.AttachTrainerResponse:
         driver = await self._runs.get(request.run)
+        depot = self._depot(request.run)
         attached: i.Attached = await driver.ask(
             lambda ticket: i.AttachTrainer(
                 ticket=ticket,
@@ -47,25 +50,16 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             )
         )
         spec = await driver.look(lambda core, _: core.state.the_spec)
-        return self._attached(request, attached, spec)
+        return _attached(request, attached, spec, depot)
 
-    def _attached(
-        self, request: pb.AttachTrainerRequest, attached: i.Attached, spec: RunSpec
-    ) -> pb.AttachTrainerResponse:
-        response = pb.AttachTrainerResponse(
-            trainer_epoch=attached.trainer_epoch,
-            next_update=attached.next_update,
-            incarnation=attached.incarnation,
-            resolution=pb.AttachResolution.ValueType(attached.resolution),
-            lease_s=spec.batch_lease_s,
-            weights_address=next(iter(self._keeper.addresses(NodeKind.DEPOT, request.run)), ""),
-            rolled_back_to=request.last_update if attached.resolution is i.Resolution.ROLLED_BACK else 0,
-        )
-        encode_into(spec, response.spec)
-        return response
+    def _depot(self, run: str) -> str:
+        """Where to upload: a trainer that can't publish must not fence the one before it."""
+        for address in self._keeper.addresses(NodeKind.DEPOT, run):
+            return address
+        raise NotReady(f"no depot has joined yet to take the weights of run {run}; start one, or try again", run=run)
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
-        wait_s = wire.wait_s(request.wait_s, context.time_remaining())
+        wait_s = wire.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         driver = await self._runs.get(request.run)
         batch: i.Batch = await driver.ask(lambda ticket: wire.lease_batch(ticket, request, wait_s))
         return wire.batch_response(batch)
@@ -85,8 +79,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
         driver = await self._runs.get(request.run)
-        committed: i.Committed = await driver.ask(lambda ticket: wire.commit_update(ticket, request))
-        position = await driver.look(lambda _, position: position)
+        committed, position = await driver.ask_placed(lambda ticket: wire.commit_update(ticket, request))
         return pb.CommitUpdateResponse(digest=committed.digest, ledger_position=position)
 
     async def ReleaseBatch(self, request: pb.ReleaseBatchRequest, context: Context) -> pb.ReleaseBatchResponse:
@@ -183,3 +176,19 @@ def _state(core: Core, position: int) -> pb.RunState:
     if core.state.spec is None:
         raise UnknownRun("the run has streams but no beginning; CreateRun again")
     return run_state(core, position)
+
+
+def _attached(
+    request: pb.AttachTrainerRequest, attached: i.Attached, spec: RunSpec, depot: str
+) -> pb.AttachTrainerResponse:
+    response = pb.AttachTrainerResponse(
+        trainer_epoch=attached.trainer_epoch,
+        next_update=attached.next_update,
+        incarnation=attached.incarnation,
+        resolution=pb.AttachResolution.ValueType(attached.resolution),
+        lease_s=spec.batch_lease_s,
+        weights_address=depot,
+        rolled_back_to=request.last_update if attached.resolution is i.Resolution.ROLLED_BACK else 0,
+    )
+    encode_into(spec, response.spec)
+    return response

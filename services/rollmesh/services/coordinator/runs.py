@@ -141,10 +141,17 @@ class Runs:
             driver, store, samples, clock=self._clock, limits=self._config.run, position=recovered.snapshot_position
         )
         (self._folder / run).mkdir(parents=True, exist_ok=True)
-        return _Led(driver, asyncio.create_task(keeper.run(), name=f"{run} housekeeping"))
+        housekeeping = asyncio.create_task(keeper.run(), name=f"{run} housekeeping")
+        housekeeping.add_done_callback(lambda task: _ended(task, driver))
+        return _Led(driver, housekeeping)
 
     def _effects(self, core: Core, inbox: RunDriver, dead: StreamLog) -> Effects:
         return Effects(core, inbox, self._outside, dead, clock=self._clock, ids=self._ids, limits=self._config.run)
+
+
+def _ended(housekeeping: asyncio.Task[None], driver: RunDriver) -> None:
+    if not housekeeping.cancelled() and (error := housekeeping.exception()) is not None:
+        driver.broken(error)
 
 
 def _stream_specs(run: str, config: CoordinatorConfig, *, make: bool) -> RunStreams:

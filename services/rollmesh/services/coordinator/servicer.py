@@ -29,7 +29,9 @@ REPORTS_MAX = 4096
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """The inside of the mesh."""
 
-    def __init__(self, runs: Runs, keeper: FleetKeeper, clock: Clock) -> None:
+    def __init__(self, runs: Runs, keeper: FleetKeeper, clock: Clock, *, deadline_s: float) -> None:
+        """`deadline_s` is the server's limit for a call without a deadline of its own."""
+        self._deadline_s = deadline_s
         self._runs = runs
         self._keeper = keeper
         self._clock = clock
@@ -66,7 +68,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def AcquireRollouts(self, request: pb.AcquireRolloutsRequest, context: Context) -> pb.AcquireRolloutsResponse:
         if not 1 <= request.num_max <= wire.NUM_MAX:
             raise wire.invalid("num_max", f"is {request.num_max}; expected 1 to {wire.NUM_MAX}")
-        wait_s = wire.wait_s(request.wait_s, context.time_remaining())
+        wait_s = wire.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         runs = await self._runs_of(request.node_id)
         if len(runs) == 1:
             return _acquired(runs[0].run, await self._acquire(runs[0], request, wait_s))

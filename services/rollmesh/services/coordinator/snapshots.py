@@ -62,7 +62,7 @@ class SnapshotStore:
         for path in self._files():
             try:
                 found.append(_read(path))
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
                 _log.warning("snapshot %s is passed by: %s; an older one or the whole ledger serves", path, error)
         return found
 

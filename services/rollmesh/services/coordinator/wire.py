@@ -39,12 +39,10 @@ def run_spec(message: events_pb2.RunSpec) -> RunSpec:
         raise InvalidSpec(f"spec.{error}", violations=[FieldViolation(f"spec.{field}", str(error))]) from error
 
 
-def wait_s(asked: float, remaining_s: float | None) -> float:
+def wait_s(asked: float, remaining_s: float) -> float:
     """A long poll's wait: within the contract, and a little shorter than the caller's deadline, so that an answer is heard."""
     if not 0.0 <= asked <= WAIT_S_MAX:
         raise invalid("wait_s", f"is {asked}; expected 0 to {WAIT_S_MAX:g}")
-    if remaining_s is None:
-        return asked
     return max(0.0, min(asked, remaining_s - min(1.0, remaining_s / 5)))
 
 
