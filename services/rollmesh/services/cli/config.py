@@ -1,0 +1,55 @@
+"""What `rollmesh train` reads: a run's configuration, and optionally how to make its model first.
+
+Free of torch, so that `check` finds mistakes before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.services.data.calc_source import CalcConfig
+from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.shared.config import load_config
+
+DEMO_CONFIG = Path(__file__).parent / "demo.yaml"
+"""The demo's configuration, part of the package; `configs/demo.yaml` is a link to it."""
+
+
+class MadeModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tiny model made in the run folder and warm-started on demonstrations of the calculator task.
+
+    It learns from the train range and stops by the validation range; the test range stays unseen.
+    """
+
+    shape: dict[str, Any] = {}
+    """Changes to the model's shape, see `rollmesh.trainer.tiny_model.TinyModelConfig`."""
+    warm_start: dict[str, Any] = {}
+    """Changes to the supervised training, see `rollmesh.trainer.sft.WarmStartConfig`."""
+    tasks: CalcConfig = CalcConfig()
+    """Levels by which success is measured, and the hash ranges. The shares must be those of the run's own tasks."""
+    seed: int = 0
+    """Key of the weights and of the demonstrations; 0 takes the run's seed."""
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must be >= 0, got {self.seed}")
+
+
+class TrainConfig(MeshConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole run as the command takes it."""
+
+    made_model: MadeModelConfig | None = None
+    """Makes the model on the spot; `model` must be empty then."""
+
+    def __post_init__(self) -> None:
+        if self.made_model is not None and self.model:
+            raise ValueError(f"model must be empty where `made_model` makes it, got {self.model!r}")
+
+
+def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Raises ConfigError naming key and place."""
+    return load_config(TrainConfig, path, overrides)

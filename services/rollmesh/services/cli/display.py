@@ -1,0 +1,294 @@
+"""What a person sees while a run goes on: a live panel on a terminal, plain lines anywhere else.
+
+Both read the newest state on their own; nothing here slows a run down or can fail it. Collaborators: `watch.Recorder`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from rich.box import ROUNDED
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rollmesh.services.cli.config import TrainConfig
+from rollmesh.services.cli.model_process import WarmStep
+from rollmesh.services.cli.series import Eval, Point, Series, staleness_shares
+from rollmesh.services.cli.watch import Recorder
+
+PLAIN_EVERY_S = 10.0
+"""Without a terminal: a line at least this often while updates go on, besides those of evaluations."""
+_WIDTH_MAX = 104
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARK_MAX = 32
+_STALENESS_BAR = 10
+
+
+class View(Protocol):
+    """What a session tells while it works."""
+
+    def phase(self, text: str) -> None:
+        """What begins now."""
+        ...
+
+    def warm_start(self, step: WarmStep) -> None: ...
+
+    def follow(self, recorder: Recorder) -> None:
+        """From now on the run is to be shown; called once."""
+        ...
+
+    def moved(self) -> None:
+        """The recorder has seen something."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_view(config: TrainConfig, console: Console, folder: str) -> View:
+    """A live panel if the console is a terminal, else plain lines."""
+    return LiveView(config, console, folder) if console.is_terminal else PlainView(config, console, folder)
+
+
+# Plain ----------------------------------------------------------------------------------------------------------------
+
+
+class PlainView:
+    """One line per evaluation, and now and then between them: for logs and pipes."""
+
+    def __init__(self, config: TrainConfig, console: Console, folder: str) -> None:
+        self._config = config
+        self._console = console
+        self._recorder: Recorder | None = None
+        self._shown_update = -1
+        self._shown_evals = 0
+        self._shown_s = -PLAIN_EVERY_S
+        self._say(f"{config.run.name}: seed {config.run.seed}, {folder}")
+
+    def phase(self, text: str) -> None:
+        self._say(text)
+
+    def warm_start(self, step: WarmStep) -> None:
+        if step.success is not None or step.step % 50 == 0:
+            self._say(f"warm start {warm_text(step)}")
+
+    def follow(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._shown_evals = len(recorder.series.evals)
+
+    def moved(self) -> None:
+        recorder = self._recorder
+        if recorder is None:
+            return
+        for result in recorder.series.evals[self._shown_evals :]:
+            self._say(f"{_clock(result.time_s)}  evaluated update {result.step}: {eval_text(result)}")
+        self._shown_evals = len(recorder.series.evals)
+        now = recorder.now
+        if now.update != self._shown_update and now.time_s - self._shown_s >= PLAIN_EVERY_S:
+            self._shown_update, self._shown_s = now.update, now.time_s
+            self._say(self._line(now, recorder.series))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _line(self, now: Point, series: Series) -> str:
+        generated, _ = series.rates()
+        lags = " ".join(f"{lag}:{share:.0%}" for lag, share in staleness_shares(now, self._config.run.max_staleness))
+        rewards = " ".join(f"{name} {value:.2f}" for name, value in now.mean_rewards.items())
+        total = f"/{self._config.run.updates_max}" if self._config.run.updates_max else ""
+        return (
+            f"{_clock(now.time_s)}  update {now.update}{total}  reward {rewards}  lag {lags}  {_si(generated)} tokens/s"
+        )
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+# Live -----------------------------------------------------------------------------------------------------------------
+
+
+class LiveView:
+    """A panel redrawn four times a second."""
+
+    def __init__(self, config: TrainConfig, console: Console, folder: str) -> None:
+        self._config = config
+        self._folder = folder
+        self._console = console
+        self._phase = "starting"
+        self._warm: WarmStep | None = None
+        self._warm_evals: list[float] = []
+        self._recorder: Recorder | None = None
+        self._begin_s = time.monotonic()
+        self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, redirect_stdout=False)
+        self._live.start()
+
+    def phase(self, text: str) -> None:
+        self._phase = text
+
+    def warm_start(self, step: WarmStep) -> None:
+        self._warm = step
+        if step.success is not None:
+            self._warm_evals.append(step.success)
+
+    def follow(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def moved(self) -> None:
+        """It is redrawn by the clock."""
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def render(self) -> RenderableType:
+        config, recorder = self._config, self._recorder
+        body: list[RenderableType] = [Text(self._phase, style="dim")]
+        if recorder is None and self._warm is not None:
+            rows: list[tuple[str, RenderableType]] = [("warm start", Text(warm_text(self._warm)))]
+            if self._warm_evals:
+                course = f"{self._warm_evals[-1]:.3f}   {spark(self._warm_evals, low=0.0, high=1.0)}"
+                rows.append(("validation", Text(course, style="green")))
+            body += [Text(), _rows(rows)]
+        if recorder is not None:
+            body = [progress_line(config, recorder), Text(), run_table(config, recorder)]
+            if self._phase:
+                body += [Text(), Text(self._phase, style="bold yellow")]
+        title = Text.assemble(
+            ("rollmesh ", "bold"), (config.run.name, "bold cyan"), (f"  seed {config.run.seed} ", "dim")
+        )
+        return Panel(
+            Group(*body),
+            title=title,
+            title_align="left",
+            subtitle=Text(f" {self._folder} · Ctrl-C stops, resumable ", style="dim"),
+            subtitle_align="left",
+            box=ROUNDED,
+            border_style="cyan",
+            padding=(1, 2),
+            width=min(_WIDTH_MAX, self._console.width),
+        )
+
+
+def progress_line(config: TrainConfig, recorder: Recorder) -> RenderableType:
+    """`update 57 / 100 ━━━━━ 1:03, about 0:45 left`."""
+    now, total, elapsed_s = recorder.now, config.run.updates_max, recorder.elapsed_s()
+    grid = Table.grid(padding=(0, 2))
+    label = Text.assemble(("update ", "dim"), (f"{now.update}", "bold"), (f" / {total}" if total else "", "dim"))
+    left_s = elapsed_s * (total - now.update) / now.update if total and now.update else 0.0
+    timing = _clock(elapsed_s) + (f", about {_clock(left_s)} left" if left_s else "")
+    cells: list[RenderableType] = [label]
+    if total:
+        cells.append(
+            ProgressBar(total=total, completed=now.update, width=36, complete_style="cyan", finished_style="green")
+        )
+    grid.add_row(*cells, Text(timing, style="dim"))
+    return grid
+
+
+def run_table(config: TrainConfig, recorder: Recorder) -> Table:
+    """Everything else, a line each."""
+    now, series = recorder.now, recorder.series
+    rows: list[tuple[str, RenderableType]] = [("held-out", _held_out(series.evals_by_step))]
+    if series.evals:
+        rows.append(("", Text("  ".join(_labels(series.evals_by_step[-1])), style="dim")))
+    rows.append(("reward", _rewards(series)))
+    rows.append(("staleness", _staleness(now, config.run.max_staleness)))
+    rows.append(("samples", _samples(now)))
+    generated, trained = series.rates()
+    rows.append(("tokens/s", Text(f"{_si(generated)} generated   {_si(trained)} trained")))
+    rows += [(f"{who.rpartition('/')[2]} waits", Text(what, style="dim")) for who, what in sorted(now.waiting.items())]
+    return _rows(rows)
+
+
+def _rows(rows: Sequence[tuple[str, RenderableType]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", justify="right", min_width=15, no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows:
+        table.add_row(label, value)
+    return table
+
+
+def _held_out(evals: Sequence[Eval]) -> Text:
+    if not evals:
+        return Text("first evaluation is under way", style="dim")
+    first, last = evals[0], evals[-1]
+    text = Text.assemble((f"{first.success:.3f}", "dim"), (" → ", "dim"), (f"{last.success:.3f}", "bold green"))
+    text.append(f"   {spark([e.success for e in evals], low=0.0, high=1.0)}", style="green")
+    return text.append(f"   at update {last.step}", style="dim")
+
+
+def _labels(result: Eval) -> list[str]:
+    return [f"{label.replace('=', ' ')}: {value:.2f}" for label, value in result.success_by_label.items()]
+
+
+def _rewards(series: Series) -> Text:
+    updates = series.updates
+    text = Text()
+    for name, value in (updates[-1].mean_rewards if updates else {}).items():
+        course = [point.mean_rewards.get(name, 0.0) for point in updates]
+        low = min(0.0, *course) if len(course) > 1 else 0.0
+        text.append(f"{name} {value:.3f}   ").append(
+            spark(course, low=low, high=max(1.0, *course, 0.0)), style="magenta"
+        )
+        text.append("   ")
+    return text if text.plain else Text("no update yet", style="dim")
+
+
+def _staleness(now: Point, bound: int) -> Text:
+    text = Text()
+    for lag, share in staleness_shares(now, bound):
+        bar = "█" * round(share * _STALENESS_BAR) or "▏"
+        text.append(f"{lag} ", style="bold").append(bar, style="blue" if lag <= bound else "red").append(
+            f" {share:.0%}   "
+        )
+    return text.append(f"(bound {bound})", style="dim")
+
+
+def _samples(now: Point) -> Text:
+    ends = [(name, n) for name, n in now.samples.items() if name != "reserved" and (n or name in ("trained", "live"))]
+    text = Text.assemble((f"{now.samples.get('reserved', 0):,}", "bold"), (" reserved = ", "dim"))
+    for number, (name, count) in enumerate(sorted(ends, key=lambda e: e[0] == "live")):
+        style = "bold red" if name in ("failed", "stale") else ""
+        text.append(" + " if number else "", style="dim").append(f"{count:,} ", style=style).append(name, style="dim")
+    return text
+
+
+# Words ----------------------------------------------------------------------------------------------------------------
+
+
+def warm_text(step: WarmStep) -> str:
+    """A step of the warm start in a line."""
+    success = f"  success {step.success:.3f}" if step.success is not None else ""
+    return f"step {step.step}  levels 1-{step.level}  loss {step.loss_smoothed:.3f}{success}"
+
+
+def eval_text(result: Eval) -> str:
+    """An evaluation in a line."""
+    given_up = "" if result.complete else f" (only {result.num_samples} samples in time)"
+    return f"held-out success {result.success:.3f}{given_up}  ({', '.join(_labels(result))})"
+
+
+def spark(values: Sequence[float], *, low: float, high: float) -> str:
+    """A line of block characters; of many values, evenly spaced ones including the last."""
+    if len(values) > _SPARK_MAX:
+        values = [values[round(i * (len(values) - 1) / (_SPARK_MAX - 1))] for i in range(_SPARK_MAX)]
+    span = (high - low) or 1.0
+    return "".join(_BARS[min(len(_BARS) - 1, max(0, int((v - low) / span * len(_BARS))))] for v in values)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _si(value: float) -> str:
+    for factor, suffix in ((1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.1f}{suffix}"
+    return f"{value:.0f}"

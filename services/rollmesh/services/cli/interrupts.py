@@ -1,0 +1,73 @@
+"""Ctrl-C: the first asks for an orderly stop, the second leaves at once.
+
+with Interrupts(leave=view.close) as interrupts:
+    await interrupts.unless_stopped(slow())      # raises Stopped as soon as a stop is asked for
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from types import FrameType, TracebackType
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
+
+EXIT_INTERRUPTED = 130
+
+
+class Stopped(Exception):
+    """A person asked to stop."""
+
+
+class Interrupts:
+    """Handles SIGINT and SIGTERM of this process while entered; from the main thread, in a running event loop."""
+
+    def __init__(self, *, leave: Callable[[], None] = lambda: None, notice: Callable[[], None] = lambda: None) -> None:
+        """`leave` puts the terminal back in order before the process ends at once; `notice` is told of the first signal."""
+        self.stop = asyncio.Event()
+        self._leave = leave
+        self._notice = notice
+        self._before: dict[int, Any] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __enter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    async def unless_stopped(self, work: Awaitable[T]) -> T:
+        """The result of `work`; raises Stopped, with `work` cancelled and done, if a stop is asked for before that."""
+        task = asyncio.ensure_future(work)
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Stopped
+            return task.result()
+        finally:
+            for one in (task, stopping):
+                one.cancel()
+            await asyncio.wait([task, stopping])
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Not `loop.add_signal_handler`: a second Ctrl-C must work even where the loop is stuck.
+        if self.stop.is_set():
+            self._leave()
+            os._exit(EXIT_INTERRUPTED)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        if not self.stop.is_set():
+            self.stop.set()
+            self._notice()

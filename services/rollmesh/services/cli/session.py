@@ -1,0 +1,119 @@
+"""One run from the command line: make the model, start the mesh, watch until the end, write summary and report.
+
+    folder -> model -> mesh -> watch -> learner is done -> last evaluation -> checkpoint, summary.json, report.html
+
+Whatever ends it, the folder is left so that `rollmesh train FOLDER` goes on from the newest checkpoint.
+Collaborators: `mesh` (the run itself), `watch` and `display` (RunService clients), `results`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.services.cli.config import TrainConfig
+from rollmesh.services.cli.display import View
+from rollmesh.services.cli.interrupts import Interrupts, Stopped
+from rollmesh.services.cli.model_process import make_in_process
+from rollmesh.services.cli.results import note_warm_start, write_results
+from rollmesh.services.cli.run_folder import RunFolder
+from rollmesh.services.cli.summary import Outcome, Summary
+from rollmesh.services.cli.watch import Recorder, watching
+from rollmesh.services.mesh.mesh import Mesh
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.errors import DeadlineExceeded
+
+MAKE_MODEL_S_MAX = 1800.0
+END_S_MARGIN = 30.0
+"""Beyond the limit of an evaluation: how long the run's end may follow the learner's."""
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A run in its folder."""
+
+    folder: RunFolder
+    config: TrainConfig
+    base_dir: Path
+    """Where files that the configuration names are looked up."""
+    view: View
+    clock: Clock = field(default_factory=SystemClock)
+    outcome: Outcome = "failed"
+
+    async def run(self) -> Summary:
+        """Returns the summary, of a stopped run too. Raises what broke the run, after writing what there is."""
+        with Interrupts(leave=self.view.close, notice=self._notice_stop) as interrupts:
+            try:
+                await interrupts.unless_stopped(self._make_model())
+                await self._train(interrupts)
+            except Stopped:
+                self.outcome = "interrupted"
+            finally:
+                summary = write_results(self.folder, self.config, outcome=self.outcome)
+                self.view.close()
+        return summary
+
+    def _notice_stop(self) -> None:
+        self.view.phase("stopping: finishing the update, writing a checkpoint (Ctrl-C again leaves at once)")
+
+    async def _make_model(self) -> None:
+        plan, folder = self.config.made_model, self.folder
+        if plan is None or (folder.model / "config.json").is_file():
+            return
+        self.view.phase("making the model: supervised warm start on generated demonstrations")
+        begin_s = self.clock.monotonic_s()
+        last = await make_in_process(
+            plan,
+            folder.model,
+            seed=plan.seed or self.config.run.seed,
+            limit_s=MAKE_MODEL_S_MAX,
+            on_step=self.view.warm_start,
+        )
+        note_warm_start(folder, last, self.clock.monotonic_s() - begin_s)
+
+    def _mesh_config(self) -> TrainConfig:
+        """The run's, with the model's place if it was made for it."""
+        if self.config.made_model is None:
+            return self.config
+        return msgspec.structs.replace(self.config, made_model=None, model=str(self.folder.model))
+
+    async def _train(self, interrupts: Interrupts) -> None:
+        run = self.config.run
+        async with AsyncExitStack() as stack:
+            recorder = Recorder(
+                self.folder.series,
+                success_reward=run.success_reward,
+                clock=self.clock,
+                on_state=lambda _: self.view.moved(),
+            )
+            stack.callback(recorder.close)
+            self.view.phase("starting the services")
+            mesh = Mesh(self._mesh_config(), run_dir=self.folder.root, base_dir=self.base_dir)
+            await stack.enter_async_context(mesh)
+            watch = await stack.enter_async_context(
+                watching(mesh.gateway_address, mesh.token, mesh.run, recorder, self.clock)
+            )
+            self.view.follow(recorder)
+            self.view.phase("")
+            try:
+                await interrupts.unless_stopped(mesh.finished())
+            except Stopped:
+                await mesh.part("learner").stop()
+                raise
+            await interrupts.unless_stopped(_ended(watch, run.eval_s_max + END_S_MARGIN))
+            self.outcome = "finished"
+            self.view.phase("stopping the services")
+
+
+async def _ended(watch: asyncio.Task[None], limit_s: float) -> None:
+    """Waits until the watcher has seen the end of the run: the last evaluation comes after the last update."""
+    try:
+        await asyncio.wait_for(asyncio.shield(watch), limit_s)
+    except TimeoutError as err:
+        raise DeadlineExceeded(
+            f"the learner is done, but the run has not ended within {limit_s:.0f} s; `rollmesh train` on its folder goes on"
+        ) from err

@@ -1,0 +1,69 @@
+"""`rollmesh train`, `demo` and `check`: from the command line to a session. Loaded by the sub-commands that need it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from rollmesh.services.cli.check import check
+from rollmesh.services.cli.config import DEMO_CONFIG, TrainConfig, load_train_config
+from rollmesh.services.cli.display import open_view
+from rollmesh.services.cli.run_folder import RunFolder, new_folder, open_folder, origin_now
+from rollmesh.services.cli.session import Session
+from rollmesh.services.cli.summary import Summary
+from rollmesh.shared.config import to_yaml
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.telemetry import set_up_logging
+
+
+def check_file(path: Path, overrides: Sequence[str]) -> str:
+    """The resolved configuration as YAML. Raises ConfigError or RecordError."""
+    config = load_train_config(path, overrides)
+    check(config, path.parent)
+    return to_yaml(config)
+
+
+def train(
+    path: Path, overrides: Sequence[str], *, command: list[str], console: Console, out: Path | None = None
+) -> Summary:
+    """Trains by a configuration file, or goes on with the run in a folder. Raises MeshError."""
+    if path.is_dir():
+        if out is not None:
+            raise ConfigError(f"--out {out}: a run that goes on stays in its folder; leave --out away")
+        folder, config, base_dir = open_folder(path, list(overrides))
+        check(config, base_dir)
+    else:
+        config, base_dir = load_train_config(path, overrides), path.parent.resolve()
+        check(config, base_dir)  # before anything is made: a mistake leaves no folder behind
+        folder = new_folder(config, origin_now(command, base_dir), out)
+    return _run(folder, config, base_dir, console)
+
+
+def demo(seed: int, overrides: Sequence[str], *, command: list[str], console: Console, out: Path | None) -> Summary:
+    """Trains the demo. Raises MeshError."""
+    return train(DEMO_CONFIG, [f"run.seed={seed}", *overrides], command=command, console=console, out=out)
+
+
+def _run(folder: RunFolder, config: TrainConfig, base_dir: Path, console: Console) -> Summary:
+    with folder.log.open("a", encoding="utf-8") as log:
+        set_up_logging(stream=log)
+        try:
+            view = open_view(config, console, _shown(folder.root))
+            try:
+                session = Session(folder=folder, config=config, base_dir=base_dir, view=view)
+                return asyncio.run(session.run())
+            finally:
+                view.close()
+        finally:
+            logging.shutdown()
+            logging.getLogger().handlers.clear()
+
+
+def _shown(path: Path) -> str:
+    """Relative to where the person stands, if that is shorter."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

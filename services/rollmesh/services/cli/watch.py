@@ -1,0 +1,180 @@
+"""A watcher of a run: a client of RunService like any other, which records what it sees.
+
+It hides a gateway that is away for a while, since watching must not end a run. Collaborators: `series` (what is kept).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rollmesh.services.cli.series import Eval, Point, Series, encode_line, read_series
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import MeshError
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import run_pb2, run_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+RECORD_EVERY_S = 2.0
+"""Between updates, a point is recorded this often, so that a run which stands still shows it."""
+_BACKOFF_S = 0.2
+
+
+class Recorder:
+    """Turns states into entries of a series, in memory and in a file. `on_entry` is told of each."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        success_reward: str,
+        clock: Clock,
+        on_state: Callable[[Series], None] = lambda _: None,
+    ) -> None:
+        """Goes on with the series in `path`, if there is one. ConfigError if it is damaged."""
+        self.series = read_series(path)
+        self.now = self.series.last
+        """The newest state, recorded or not."""
+        self.ended = asyncio.Event()
+        """Set when the run has ended."""
+        self._success_reward = success_reward
+        self._clock = clock
+        self._on_state = on_state
+        self._begin_s = clock.monotonic_s() - self.series.last.time_s
+        self._known = {(e.step, e.incarnation) for e in self.series.evals if e.complete}
+        self._file = path.open("ab")
+
+    def see(self, state: run_pb2.RunState) -> None:
+        """Takes a state in."""
+        time_s = self.elapsed_s()
+        self.now = point_of(state, time_s)
+        for result in state.evals:
+            key = (result.step, result.incarnation)
+            if result.complete and key not in self._known:
+                self._known.add(key)
+                self._record(eval_of(result, self._success_reward, time_s))
+        if self._worth_recording(self.now):
+            self._record(self.now)
+        if state.ended:
+            self.ended.set()
+        self._on_state(self.series)
+
+    def elapsed_s(self) -> float:
+        """Seconds of running time, those before a resumption included."""
+        return self._clock.monotonic_s() - self._begin_s
+
+    def close(self, state: run_pb2.RunState | None = None) -> None:
+        """Records the newest state and the evaluations that were given up."""
+        if self._file.closed:
+            return
+        if self.now is not self.series.last:
+            self._record(self.now)
+        for result in state.evals if state is not None else ():
+            if (result.step, result.incarnation) not in self._known and result.num_samples:
+                self._record(eval_of(result, self._success_reward, self.now.time_s))
+        self._file.close()
+
+    def _worth_recording(self, point: Point) -> bool:
+        last = self.series.last
+        moved = (point.update, point.incarnation, point.ended) != (last.update, last.incarnation, last.ended)
+        return not self.series.points or moved or point.time_s - last.time_s >= RECORD_EVERY_S
+
+    def _record(self, entry: Point | Eval) -> None:
+        self.series.add(entry)
+        self._file.write(encode_line(entry))
+        self._file.flush()
+
+
+def point_of(state: run_pb2.RunState, time_s: float) -> Point:
+    """The part of a state that is kept. The first policy is the one shown."""
+    policy = state.policies[0] if state.policies else run_pb2.PolicyState()
+    names = ("reserved", "live", "trained", "stale", "filtered", "failed", "cancelled", "exported")
+    return Point(
+        time_s=time_s,
+        update=policy.applied_step,
+        published_step=policy.published_step,
+        incarnation=policy.incarnation,
+        checkpoint_update=policy.checkpoint_update,
+        mean_rewards=dict(state.mean_rewards),
+        samples={name: getattr(state.samples, name) for name in names},
+        reasons=dict(state.samples.reasons),
+        groups=dict(policy.groups),
+        tokens_generated=policy.tokens_generated,
+        tokens_trained=policy.tokens_trained,
+        trained_by_staleness=dict(policy.trained_by_staleness),
+        waiting=dict(state.waiting),
+        ended=state.ended,
+    )
+
+
+def eval_of(result: run_pb2.EvalResult, success_reward: str, time_s: float) -> Eval:
+    return Eval(
+        time_s=time_s,
+        step=result.step,
+        incarnation=result.incarnation,
+        split=result.split,
+        num_samples=result.num_samples,
+        success=result.mean_rewards.get(success_reward, 0.0),
+        success_by_label=dict(sorted(result.success_by_label.items())),
+        complete=result.complete,
+    )
+
+
+class Watcher:
+    """Watches while it is entered; `recorder.ended` tells when the run is over."""
+
+    def __init__(self, address: str, token: str, run: str, recorder: Recorder, clock: Clock) -> None:
+        self._channel = open_channel(address, token=token)
+        self._stub: Any = run_pb2_grpc.RunServiceStub(self._channel)
+        self._run = run
+        self._recorder = recorder
+        self._clock = clock
+        self._newest: run_pb2.RunState | None = None
+
+    async def run(self) -> None:
+        """Until the run has ended. Refusals that asking again cannot help are raised."""
+        while not self._recorder.ended.is_set():
+            try:
+                await self._watch()
+            except MeshError as err:
+                if not err.retryable:
+                    raise
+                _log.debug("watching the run: %s", err)
+            await self._clock.sleep(_BACKOFF_S)
+
+    async def _watch(self) -> None:
+        call = self._stub.WatchRun(run_pb2.WatchRunRequest(run=self._run))
+        try:
+            with typed_errors():
+                async for message in call:
+                    self._newest = message.state
+                    self._recorder.see(message.state)
+                    if self._recorder.ended.is_set():
+                        return
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        self._recorder.close(self._newest)
+        await self._channel.close()
+
+
+@asynccontextmanager
+async def watching(
+    address: str, token: str, run: str, recorder: Recorder, clock: Clock
+) -> AsyncIterator[asyncio.Task[None]]:
+    """Watches in the background; yields the task, which ends with the run."""
+    watcher = Watcher(address, token, run, recorder, clock)
+    task = asyncio.create_task(watcher.run(), name="watch run")
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await watcher.close()
