@@ -101,6 +101,11 @@ class FleetKeeper:
             for stream in list(self._streams.values()):
                 stream.send(pb.JoinResponse(fleet=view))
 
+    def close(self) -> None:
+        """End every stream: the nodes work on, and join again elsewhere or later."""
+        while self._streams:
+            self._streams.popitem()[1].end()
+
     # Nodes ------------------------------------------------------------------------------------------------------------
 
     def join(self, hello: pb.NodeHello) -> NodeStream:

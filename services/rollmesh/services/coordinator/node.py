@@ -89,23 +89,38 @@ class CoordinatorNode:
         await self._stack.aclose()
 
     async def _start(self, stack: AsyncExitStack) -> None:
-        """Server last: nothing is answered before every run is recovered."""
+        """Serves last: nothing is answered before every run is recovered. Stops in an order that keeps nobody waiting."""
         self._failure = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.exception() if not failure.cancelled() else None)
         bus = self._bus
         if bus is None:
             bus = await JetStreamBus.connect(self._bus_url, token=self._token)
             stack.push_async_callback(bus.close)
-        keeper = FleetKeeper(
+        keeper = self._make_keeper()
+        outgoing = Outgoing(keeper, token=self._token, call_s=self._config.run.call_s)
+        stack.push_async_callback(outgoing.close)
+        stack.push_async_callback(self._server.stop)
+        stack.callback(keeper.close)
+        self._runs = self._make_runs(bus, outgoing)
+        stack.push_async_callback(self._runs.close)
+        await self._runs.recover_all()
+        plan = asyncio.create_task(keeper.run(), name="fleet")
+        plan.add_done_callback(self._on_plan_ended)
+        stack.push_async_callback(_cancel, plan)
+        self._add_services(self._runs, keeper, outgoing)
+        await self._server.start()
+
+    def _make_keeper(self) -> FleetKeeper:
+        return FleetKeeper(
             self._config.fleet,
-            lambda: runs.drivers,
+            lambda: self.runs.drivers,
             clock=self._clock,
             coordinator_id=self._ids.new("coordinator"),
             commands_max=self._config.commands_max,
         )
-        outgoing = Outgoing(keeper, token=self._token, call_s=self._config.run.call_s)
-        stack.push_async_callback(outgoing.close)
-        runs = self._runs = Runs(
+
+    def _make_runs(self, bus: Bus, outgoing: Outgoing) -> Runs:
+        return Runs(
             bus,
             self._folder / "runs",
             outgoing,
@@ -114,21 +129,13 @@ class CoordinatorNode:
             config=self._config,
             on_failure=self._on_failure,
         )
-        stack.push_async_callback(runs.close)
-        await runs.recover_all()
+
+    def _add_services(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing) -> None:
         limit_s = self._config.server.deadline_s
-        plan = asyncio.create_task(keeper.run(), name="fleet")
-        plan.add_done_callback(self._on_plan_ended)
-        stack.push_async_callback(_cancel, plan)
-        self._server.add(
-            coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server,
-            CoordinatorServicer(runs, keeper, self._clock, deadline_s=limit_s),
-        )
-        self._server.add(
-            run_pb2_grpc.add_RunServiceServicer_to_server, RunServicer(runs, keeper, outgoing, deadline_s=limit_s)
-        )
-        stack.push_async_callback(self._server.stop)
-        await self._server.start()
+        coordinator = CoordinatorServicer(runs, keeper, self._clock, deadline_s=limit_s)
+        self._server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, coordinator)
+        run = RunServicer(runs, keeper, outgoing, deadline_s=limit_s)
+        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run)
 
     def _on_plan_ended(self, plan: asyncio.Task[None]) -> None:
         if not plan.cancelled() and (error := plan.exception()) is not None:

@@ -20,12 +20,12 @@ from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects, Outside
 from rollmesh.services.coordinator.housekeeping import Housekeeper
 from rollmesh.services.coordinator.ledger import Ledger
-from rollmesh.services.coordinator.recovery import recover
+from rollmesh.services.coordinator.recovery import Recovered, recover
 from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import RunStreams, run_streams
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import DataLoss, InvalidInput, MeshError, Overloaded, UnknownRun
+from rollmesh.shared.errors import DataLoss, InvalidInput, MeshError, NotReady, Overloaded, UnknownRun
 from rollmesh.shared.ids import IdSource
 
 _log = logging.getLogger(__name__)
@@ -62,6 +62,7 @@ class Runs:
         self._on_failure = on_failure
         self._led: dict[str, _Led] = {}
         self._opening = asyncio.Lock()
+        self._closed = False
 
     @property
     def drivers(self) -> dict[str, RunDriver]:
@@ -93,6 +94,7 @@ class Runs:
 
     async def close(self) -> None:
         """Stop leading; nothing that is true is lost."""
+        self._closed = True
         led, self._led = self._led, {}
         for one in led.values():
             one.housekeeping.cancel()
@@ -101,6 +103,8 @@ class Runs:
 
     async def _open(self, run: str, *, make: bool) -> RunDriver:
         async with self._opening:
+            if self._closed:
+                raise NotReady("this coordinator is stopping; try again")
             if run in self._led:
                 return self._led[run].driver
             if len(self._led) >= self._config.runs_max:
@@ -119,31 +123,35 @@ class Runs:
             raise UnknownRun(f"there is no run {run!r}; CreateRun first", run=run) from error
         store = SnapshotStore(self._folder / run)
         recovered = await recover(ledger, store)
+        driver = self._make_driver(run, recovered, ledger, dead)
+        await driver.start()
+        (self._folder / run).mkdir(parents=True, exist_ok=True)
+        keeper = Housekeeper(
+            driver, store, samples, clock=self._clock, limits=self._config.run, position=recovered.snapshot_position
+        )
+        housekeeping = asyncio.create_task(keeper.run(), name=f"{run} housekeeping")
+        housekeeping.add_done_callback(lambda task: _ended(task, driver))
+        return _Led(driver, housekeeping)
+
+    def _make_driver(self, run: str, recovered: Recovered, log: StreamLog, dead: StreamLog) -> RunDriver:
         core = Core(recovered.state)
-        driver = RunDriver(
+        ledger = Ledger(
+            log,
+            position=recovered.position,
+            record_id=recovered.record_id,
+            ids=self._ids,
+            clock=self._clock,
+            append_s_max=self._config.run.append_s_max,
+        )
+        return RunDriver(
             run,
             core,
-            Ledger(
-                ledger,
-                position=recovered.position,
-                record_id=recovered.record_id,
-                ids=self._ids,
-                clock=self._clock,
-                append_s_max=self._config.run.append_s_max,
-            ),
+            ledger,
             lambda inbox: self._effects(core, inbox, dead),
             clock=self._clock,
             limits=self._config.run,
             on_failure=self._on_failure,
         )
-        await driver.start()
-        keeper = Housekeeper(
-            driver, store, samples, clock=self._clock, limits=self._config.run, position=recovered.snapshot_position
-        )
-        (self._folder / run).mkdir(parents=True, exist_ok=True)
-        housekeeping = asyncio.create_task(keeper.run(), name=f"{run} housekeeping")
-        housekeeping.add_done_callback(lambda task: _ended(task, driver))
-        return _Led(driver, housekeeping)
 
     def _effects(self, core: Core, inbox: RunDriver, dead: StreamLog) -> Effects:
         return Effects(core, inbox, self._outside, dead, clock=self._clock, ids=self._ids, limits=self._config.run)

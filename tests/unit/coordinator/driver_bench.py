@@ -1,0 +1,162 @@
+"""A driver for tests: over the memory bus with held-back acknowledgements, a clock that stands still, and services that fail on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rollmesh.services.coordinator.config import RunLimits
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.records import RunSpec, Version
+from rollmesh.services.coordinator.core.turn import CancelEpisodes
+from rollmesh.services.coordinator.driver import RunDriver
+from rollmesh.services.coordinator.effects import Effects
+from rollmesh.services.coordinator.ledger import Ledger
+from rollmesh.shared.bus.bus import StreamLog
+from rollmesh.shared.bus.memory_bus import MemoryBus
+from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.errors import MeshError, Unavailable
+from rollmesh.shared.ids import SeededIds
+from rollmesh.v1 import data_pb2, reward_pb2, types_pb2
+
+NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
+SPEC = RunSpec(run="r", max_staleness=1, batch_groups=1, group_size=2, episode_lease_s=10.0)
+LIMITS = RunLimits(tick_s=0.1, backoff_s=1.0, backoff_s_max=4.0)
+
+
+class GatedLog:
+    """A stream of the memory bus whose acknowledgements the test holds back."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.held: list[tuple[asyncio.Future[int], asyncio.Future[int]]] = []
+        self.holding = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def append_pipelined(self, payload: bytes, **kwargs: Any) -> asyncio.Future[int]:
+        stored: asyncio.Future[int] = await self._inner.append_pipelined(payload, **kwargs)
+        if not self.holding:
+            return stored
+        seen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.held.append((seen, stored))
+        return seen
+
+    def release(self) -> None:
+        self.holding = False
+        for seen, stored in self.held:
+            seen.set_result(stored.result())
+        self.held = []
+
+
+class Services:
+    """Data and reward services that fail as often as they are told to, then answer."""
+
+    def __init__(self) -> None:
+        self.draws_failing = 0
+        self.draws_empty = 0
+        self.decisions_failing = 0
+        self.asked: list[str] = []
+        self.cancelled: list[CancelEpisodes] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def next_tasks(self, request: data_pb2.NextTasksRequest) -> data_pb2.NextTasksResponse:
+        self.asked.append(f"draw {request.first_draw}+{request.num}")
+        await self.hold.wait()
+        if self.draws_failing > 0:
+            self.draws_failing -= 1
+            raise Unavailable("the data service is away")
+        if self.draws_empty > 0:
+            self.draws_empty -= 1
+            return data_pb2.NextTasksResponse()
+        draws = range(request.first_draw, request.first_draw + request.num)
+        tasks = [data_pb2.DrawnTask(draw=draw, task=types_pb2.Task(task_id=f"t{draw}")) for draw in draws]
+        return data_pb2.NextTasksResponse(tasks=tasks)
+
+    async def finalize_group(self, request: reward_pb2.FinalizeGroupRequest) -> reward_pb2.FinalizeGroupResponse:
+        self.asked.append(f"finalize {request.group.group}")
+        await self.hold.wait()
+        if self.decisions_failing > 0:
+            self.decisions_failing -= 1
+            raise Unavailable("the reward service is away")
+        return reward_pb2.FinalizeGroupResponse(decision=reward_pb2.GROUP_DECISION_KEEP)
+
+    def cancel_episodes(self, run: str, command: CancelEpisodes) -> None:
+        self.cancelled.append(command)
+
+
+class Bench:
+    """A driver over the memory bus and a clock that stands still."""
+
+    def __init__(self, log: GatedLog, dead: StreamLog, limits: RunLimits) -> None:
+        self.clock = ManualClock()
+        self.log = log
+        self.core = Core()
+        self.services = Services()
+        self.failures: list[MeshError] = []
+        self.ids = SeededIds(1)
+        ledger = Ledger(log, position=0, record_id="", ids=self.ids, clock=self.clock, append_s_max=5.0)
+        self.driver = RunDriver(
+            "r",
+            self.core,
+            ledger,
+            lambda inbox: Effects(self.core, inbox, self.services, dead, clock=self.clock, ids=self.ids, limits=limits),
+            clock=self.clock,
+            limits=limits,
+            on_failure=lambda run, error: self.failures.append(error),
+        )
+
+    async def ask(self, kind: Callable[..., Any], **fields: Any) -> Any:
+        return await self.driver.ask(lambda ticket: kind(ticket=ticket, **fields))
+
+    def asking(self, kind: Callable[..., Any], **fields: Any) -> asyncio.Task[Any]:
+        return asyncio.create_task(self.ask(kind, **fields))
+
+    async def begin(self) -> None:
+        await self.ask(i.CreateRun, spec=SPEC)
+        attached = await self.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
+        version = Version(policy="main", weights_digest="w")
+        await self.ask(i.PublishVersion, **NAMES, trainer_epoch=attached.trainer_epoch, version=version)
+
+    async def acquire(self, num: int = 2) -> i.Acquired:
+        acquired: i.Acquired = await self.ask(i.AcquireRollouts, node_id="w", num_max=num, wait_s=100.0)
+        return acquired
+
+    async def fail_all(self, leases: tuple[i.EpisodeLease, ...], **changes: Any) -> i.Reported:
+        reports = tuple(
+            i.EpisodeReport(
+                lease_id=lease.lease_id,
+                group=lease.group,
+                episode=lease.episode,
+                attempt=lease.attempt,
+                outcome=i.EpisodeOutcome.INFRA_FAILURE,
+                **changes,
+            )
+            for lease in leases
+        )
+        reported: i.Reported = await self.ask(i.ReportEpisodes, node_id="w", reports=reports)
+        return reported
+
+
+@asynccontextmanager
+async def bench(limits: RunLimits = LIMITS) -> AsyncIterator[Bench]:
+    bus = MemoryBus()
+    streams = run_streams("r")
+    made = Bench(GatedLog(await bus.create(streams.ledger)), await bus.create(streams.dead), limits)
+    await made.driver.start()
+    try:
+        async with asyncio.timeout(20):
+            yield made
+    finally:
+        await made.driver.close()
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)

@@ -1,0 +1,94 @@
+"""Effects: what a decision calls for is asked until it is answered, with pauses, and never in a hot loop."""
+
+from __future__ import annotations
+
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.records import PayloadRef, SampleMeta, StepSpan
+from rollmesh.services.coordinator.driver import without_purged
+
+from .driver_bench import Bench, bench, settle
+
+# Calls to others ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_data_service_that_is_away_is_asked_again_with_growing_pauses() -> None:
+    async with bench() as b:
+        await b.begin()
+        b.services.draws_failing = 3
+        acquired = b.asking(i.AcquireRollouts, node_id="w", num_max=2, wait_s=100.0)
+        await settle()
+        for pause_s, num_asked in ((1.0, 2), (2.0, 3), (4.0, 4)):
+            await b.clock.run_for(pause_s - 0.5)
+            assert len(b.services.asked) == num_asked - 1
+            await b.clock.run_for(0.5)
+            assert len(b.services.asked) == num_asked
+        assert len((await acquired).leases) == 2
+        assert set(b.services.asked) == {"draw 0+1"}
+
+
+async def test_an_empty_answer_is_no_hot_loop() -> None:
+    async with bench() as b:
+        await b.begin()
+        b.services.draws_empty = 2
+        acquired = b.asking(i.AcquireRollouts, node_id="w", num_max=2, wait_s=100.0)
+        await settle()
+        assert len(b.services.asked) == 1
+        await b.clock.run_for(1.1)
+        assert len(b.services.asked) == 2
+        await b.clock.run_for(2.1)
+        assert (await acquired).leases
+
+
+async def test_a_reward_service_that_is_away_never_decides_by_its_absence() -> None:
+    async with bench() as b:
+        await b.begin()
+        b.services.decisions_failing = 4
+        await _score_all(b, (await b.acquire()).leases)
+        assert [g.phase.name for g in b.core.state.groups.values()] == ["FINALIZING"]
+        await b.clock.run_for(1.0 + 2.0 + 4.0 + 4.0 + 0.1)
+        assert [g.phase.name for g in b.core.state.groups.values()] == ["READY"]
+        assert b.services.asked.count("finalize g0") == 5
+
+
+async def test_a_group_that_vanished_settles_its_question() -> None:
+    async with bench() as b:
+        await b.begin()
+        b.services.decisions_failing = 1
+        await _score_all(b, (await b.acquire()).leases)
+        await settle()
+        await b.ask(i.StopRun, reason="x")
+        await b.clock.run_for(1.1)
+        await settle()
+        assert not b.core.volatile.finalizing
+        assert b.services.asked.count("finalize g0") == 1
+
+
+async def _score_all(b: Bench, leases: tuple[i.EpisodeLease, ...]) -> None:
+    for lease in leases:
+        meta = SampleMeta(sample_id=f"{lease.episode}.0", policy="main", steps=(StepSpan(num_tokens=1),), num_tokens=1)
+        report = i.EpisodeReport(
+            lease_id=lease.lease_id,
+            group=lease.group,
+            episode=lease.episode,
+            attempt=lease.attempt,
+            outcome=i.EpisodeOutcome.COMPLETED,
+            samples=(meta,),
+        )
+        await b.ask(i.ReportEpisodes, node_id="w", reports=(report,))
+
+
+def test_only_reports_of_purged_payloads_are_refused() -> None:
+    reports = tuple(
+        i.EpisodeReport(
+            lease_id="l",
+            group="g",
+            episode="e",
+            attempt=1,
+            outcome=i.EpisodeOutcome.COMPLETED,
+            payload=PayloadRef(sequence=sequence),
+        )
+        for sequence in (0, 4, 5)
+    )
+    request = i.ReportEpisodes(ticket=1, node_id="w", reports=reports)
+    assert [r.attempt for r in without_purged(request, 5).reports] == [1, -1, 1]
+    assert without_purged(request, 0) is request
