@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
+import pytest_asyncio
 
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import (
@@ -19,13 +21,22 @@ from rollmesh.shared.errors import (
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc, run_pb2, types_pb2
 
-from .coordinator_mesh import TOKEN, WORKER, MeshParts, coordinator_mesh, eventually
+from .coordinator_mesh import TOKEN, MeshParts, coordinator_mesh, eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+_numbers = itertools.count()
 
 
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[MeshParts]:
-    async with coordinator_mesh(tmp_path) as parts:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MeshParts]:
+    async with coordinator_mesh(tmp_path_factory.mktemp("mesh")) as parts:
         yield parts
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def mesh(shared_mesh: MeshParts) -> MeshParts:
+    """The shared mesh, about a run of the test's own."""
+    return await shared_mesh.another_run(f"run-{next(_numbers)}")
 
 
 async def test_two_updates_from_task_to_checkpoint_conserve_every_sample(mesh: MeshParts) -> None:
@@ -45,7 +56,7 @@ async def test_two_updates_from_task_to_checkpoint_conserve_every_sample(mesh: M
 async def test_a_lease_carries_task_target_and_a_seed_that_a_retry_keeps(mesh: MeshParts) -> None:
     await mesh.begin()
     (lease,) = await mesh.acquire(1)
-    assert lease.key.run == "r"
+    assert lease.key.run == mesh.name
     assert lease.task.messages
     assert lease.policy == "main"
     assert lease.step_min == 0
@@ -64,7 +75,7 @@ async def test_admission_holds_workers_until_the_learner_has_caught_up(mesh: Mes
     leases = await mesh.acquire(100)
     leases += await mesh.acquire(100, wait_s=0.05)
     assert len(leases) == 8
-    request = pb.AcquireRolloutsRequest(node_id=WORKER, num_max=1, wait_s=0.05)
+    request = pb.AcquireRolloutsRequest(node_id=mesh.worker, num_max=1, wait_s=0.05)
     empty = await mesh.call(mesh.coordinator.AcquireRollouts, request)
     assert "admission" in empty.waiting_for
 
@@ -89,11 +100,11 @@ async def test_evaluation_is_measured_and_never_leased_to_the_learner(mesh: Mesh
 
 async def test_a_watcher_sees_the_present_then_changes_and_is_told_to_stop(mesh: MeshParts) -> None:
     await mesh.begin()
-    watch = mesh.run.WatchRun(run_pb2.WatchRunRequest(run="r"))
+    watch = mesh.run.WatchRun(run_pb2.WatchRunRequest(run=mesh.name))
     first = await watch.read()
     assert first.state.policies[0].published_step == 0
     assert first.command == run_pb2.TRAINER_COMMAND_UNSPECIFIED
-    await mesh.call(mesh.run.StopRun, run_pb2.StopRunRequest(run="r", reason="enough"))
+    await mesh.call(mesh.run.StopRun, run_pb2.StopRunRequest(run=mesh.name, reason="enough"))
     async with asyncio.timeout(10):
         while not (news := await watch.read()).state.ended:
             assert news.state.ledger_position > first.state.ledger_position
@@ -105,11 +116,11 @@ async def test_a_watcher_sees_the_present_then_changes_and_is_told_to_stop(mesh:
 async def test_a_worker_that_hangs_up_leaves_no_lease_behind(mesh: MeshParts) -> None:
     await mesh.begin()
     await mesh.acquire(100)
-    request = pb.AcquireRolloutsRequest(node_id=WORKER, num_max=1, wait_s=30)
+    request = pb.AcquireRolloutsRequest(node_id=mesh.worker, num_max=1, wait_s=30)
     call = mesh.coordinator.AcquireRollouts(request)
 
     async def waits() -> bool:
-        return f"worker/{WORKER}" in (await mesh.state()).waiting
+        return f"worker/{mesh.worker}" in (await mesh.state()).waiting
 
     await eventually(waits)
     call.cancel()
@@ -128,7 +139,7 @@ async def test_a_task_that_breaks_everything_is_quarantined_with_its_cause(mesh:
         outcome = pb.EPISODE_OUTCOME_INFRA_FAILURE
         await mesh.report([pb.EpisodeReport(lease_id=lease.lease_id, key=lease.key, outcome=outcome, failure=failure)])
     assert dict((await mesh.state()).samples.reasons) == {"failed/TRIES_EXHAUSTED": 1}
-    dead = await mesh.bus.open(run_streams("r").dead.name)
+    dead = await mesh.bus.open(run_streams(mesh.name).dead.name)
 
     async def buried() -> bool:
         return await dead.last() is not None
@@ -162,7 +173,7 @@ async def test_every_verb_may_be_repeated(mesh: MeshParts) -> None:
     await mesh.checkpoint(1, committed.digest)
     await mesh.checkpoint(1, committed.digest)
     for _ in range(2):
-        await mesh.call(mesh.run.StopRun, run_pb2.StopRunRequest(run="r", reason="x"))
+        await mesh.call(mesh.run.StopRun, run_pb2.StopRunRequest(run=mesh.name, reason="x"))
     state = await mesh.state()
     assert (state.samples.trained, state.policies[0].applied_step) == (4, 1)
 
@@ -188,29 +199,30 @@ async def test_renewing_extends_what_is_held_and_names_what_is_gone(mesh: MeshPa
     held, done = await mesh.acquire(2)
     await mesh.generate([done], step=0)
     names = [held.lease_id, done.lease_id, "other/g0.0#1", "nonsense"]
-    renewed = await mesh.call(mesh.coordinator.RenewLeases, pb.RenewLeasesRequest(node_id=WORKER, lease_ids=names))
+    renewed = await mesh.call(mesh.coordinator.RenewLeases, pb.RenewLeasesRequest(node_id=mesh.worker, lease_ids=names))
     assert renewed.lease_s == 7.0
     assert set(renewed.gone) == {done.lease_id, "other/g0.0#1", "/nonsense"}
 
 
-async def test_two_runs_share_a_worker_and_keep_their_leases_apart(mesh: MeshParts) -> None:
-    await mesh.begin()
-    await mesh.create(run="s")
-    attach = run_pb2.AttachTrainerRequest(run="s")
-    epoch = (await mesh.call(mesh.run.AttachTrainer, attach)).trainer_epoch
-    digest = await mesh.upload(b"other")
-    version = types_pb2.PolicyVersion(weights_digest=digest)
-    publish = run_pb2.PublishVersionRequest(run="s", trainer_epoch=epoch, version=version)
-    await mesh.call(mesh.run.PublishVersion, publish)
-    leases: list[pb.EpisodeLease] = []
+async def test_two_runs_share_a_worker_and_keep_their_leases_apart(tmp_path: Path) -> None:
+    async with coordinator_mesh(tmp_path) as mesh:
+        await mesh.begin()
+        await mesh.create(run="s")
+        attach = run_pb2.AttachTrainerRequest(run="s")
+        epoch = (await mesh.call(mesh.run.AttachTrainer, attach)).trainer_epoch
+        digest = await mesh.upload(b"other")
+        version = types_pb2.PolicyVersion(weights_digest=digest)
+        publish = run_pb2.PublishVersionRequest(run="s", trainer_epoch=epoch, version=version)
+        await mesh.call(mesh.run.PublishVersion, publish)
+        leases: list[pb.EpisodeLease] = []
 
-    async def both() -> bool:
-        leases.extend(await mesh.acquire(1))
-        return {lease.key.run for lease in leases} == {"r", "s"}
+        async def both() -> bool:
+            leases.extend(await mesh.acquire(1))
+            return {lease.key.run for lease in leases} == {"r", "s"}
 
-    await eventually(both)
-    assert len({lease.lease_id for lease in leases}) == len(leases)
-    assert set(await mesh.generate(leases, step=0)) == {""}
+        await eventually(both)
+        assert len({lease.lease_id for lease in leases}) == len(leases)
+        assert set(await mesh.generate(leases, step=0)) == {""}
 
 
 async def test_a_stub_of_another_language_needs_only_the_contract(mesh: MeshParts) -> None:
@@ -220,4 +232,4 @@ async def test_a_stub_of_another_language_needs_only_the_contract(mesh: MeshPart
         metadata = (("authorization", f"Bearer {TOKEN}"),)
         assert (await stub.GetFleet(pb.GetFleetRequest(), metadata=metadata)).nodes
     with pytest.raises(Unimplemented):
-        await mesh.call(mesh.coordinator.ExtendGroup, pb.ExtendGroupRequest(run="r"))
+        await mesh.call(mesh.coordinator.ExtendGroup, pb.ExtendGroupRequest(run=mesh.name))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import pytest
+import pytest_asyncio
 
 from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.gateway.node import GatewayNode
@@ -20,11 +22,20 @@ from rollmesh.v1 import run_pb2, run_pb2_grpc, types_pb2
 
 from .coordinator_mesh import GATEWAY, TOKEN, MeshParts, coordinator_mesh, eventually
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+_numbers = itertools.count()
 
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[MeshParts]:
-    async with coordinator_mesh(tmp_path) as parts:
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MeshParts]:
+    async with coordinator_mesh(tmp_path_factory.mktemp("mesh")) as parts:
         yield parts
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def mesh(shared_mesh: MeshParts) -> MeshParts:
+    """The shared mesh, about a run of the test's own."""
+    return await shared_mesh.another_run(f"run-{next(_numbers)}")
 
 
 async def leased(mesh: MeshParts, num_groups: int = 2) -> run_pb2.LeaseBatchResponse:
@@ -65,7 +76,7 @@ async def test_an_episode_with_several_samples_is_sent_once(mesh: MeshParts) -> 
     report = await mesh.finished(lease, step=0)
     names = [f"{lease.key.episode}.{n}" for n in range(3)]
     samples = [types_pb2.Sample(sample_id=name, policy="main") for name in names]
-    stream = await mesh.bus.open(run_streams("r").samples.name)
+    stream = await mesh.bus.open(run_streams(mesh.name).samples.name)
     payload = types_pb2.Episode(key=lease.key, samples=samples).SerializeToString()
     report.payload.sequence = await stream.append(payload, msg_id="several")
     metas = [types_pb2.SampleMeta.FromString(report.samples[0].SerializeToString()) for _ in names]
@@ -95,7 +106,7 @@ async def test_a_payload_that_is_not_what_was_reported_is_lost(mesh: MeshParts) 
 
 async def test_a_lost_payload_can_be_dropped_and_the_rest_trained(mesh: MeshParts) -> None:
     batch = await leased(mesh)
-    samples = await mesh.bus.open(run_streams("r").samples.name)
+    samples = await mesh.bus.open(run_streams(mesh.name).samples.name)
     first = min(s.payload.sequence for s in batch.samples)
     await samples.purge_below(first + 1)
     lost = []
@@ -113,20 +124,20 @@ async def test_decisions_and_their_errors_pass_unchanged(mesh: MeshParts) -> Non
     await mesh.begin()
     errors = []
     for stub in (mesh.run, mesh.decisions):
-        request = run_pb2.LeaseBatchRequest(run="r", trainer_epoch=mesh.epoch, update=9)
+        request = run_pb2.LeaseBatchRequest(run=mesh.name, trainer_epoch=mesh.epoch, update=9)
         with pytest.raises(WrongUpdate) as caught:
             await mesh.call(stub.LeaseBatch, request)
         errors.append((str(caught.value), caught.value.metadata, caught.value.retry_after_s, caught.value.violations))
     assert errors[0] == errors[1]
     assert errors[0][1] == {"next_update": "1"}
-    assert await mesh.call(mesh.run.GetRun, run_pb2.GetRunRequest(run="r")) == await mesh.call(
-        mesh.decisions.GetRun, run_pb2.GetRunRequest(run="r")
+    assert await mesh.call(mesh.run.GetRun, run_pb2.GetRunRequest(run=mesh.name)) == await mesh.call(
+        mesh.decisions.GetRun, run_pb2.GetRunRequest(run=mesh.name)
     )
 
 
 async def test_a_trainer_that_hangs_up_waits_no_longer_at_the_coordinator(mesh: MeshParts) -> None:
     await mesh.begin()
-    request = run_pb2.LeaseBatchRequest(run="r", trainer_epoch=mesh.epoch, update=1, wait_s=30)
+    request = run_pb2.LeaseBatchRequest(run=mesh.name, trainer_epoch=mesh.epoch, update=1, wait_s=30)
     call = mesh.run.LeaseBatch(request)
 
     async def waits() -> bool:
@@ -143,26 +154,27 @@ async def test_a_trainer_that_hangs_up_waits_no_longer_at_the_coordinator(mesh: 
 
 async def test_a_wait_ends_before_the_callers_deadline_and_says_for_what(mesh: MeshParts) -> None:
     await mesh.begin()
-    request = run_pb2.LeaseBatchRequest(run="r", trainer_epoch=mesh.epoch, update=1, wait_s=60)
+    request = run_pb2.LeaseBatchRequest(run=mesh.name, trainer_epoch=mesh.epoch, update=1, wait_s=60)
     batch = await mesh.run.LeaseBatch(request, timeout=0.5)
     assert not batch.lease_id
     assert batch.waiting_for.startswith("READY groups: 0 of 2")
 
 
-async def test_the_gateway_outlives_its_coordinator(mesh: MeshParts) -> None:
-    batch = await leased(mesh)
-    await mesh.stop_coordinator()
-    with pytest.raises(Unavailable):
-        await mesh.call(lambda r: mesh.run.GetRun(r, timeout=10), run_pb2.GetRunRequest(run="r"))
-    pending = asyncio.create_task(persistent_commit(mesh, batch.lease_id))
-    await mesh.start_coordinator()
-    assert (await pending).digest
+async def test_the_gateway_outlives_its_coordinator(tmp_path: Path) -> None:
+    async with coordinator_mesh(tmp_path) as mesh:
+        batch = await leased(mesh)
+        await mesh.stop_coordinator()
+        with pytest.raises(Unavailable):
+            await mesh.call(lambda r: mesh.run.GetRun(r, timeout=10), run_pb2.GetRunRequest(run=mesh.name))
+        pending = asyncio.create_task(persistent_commit(mesh, batch.lease_id))
+        await mesh.start_coordinator()
+        assert (await pending).digest
 
-    async def joined() -> bool:
-        fleet = await mesh.call(mesh.coordinator.GetFleet, pb.GetFleetRequest(kind=GATEWAY))
-        return bool(fleet.nodes)
+        async def joined() -> bool:
+            fleet = await mesh.call(mesh.coordinator.GetFleet, pb.GetFleetRequest(kind=GATEWAY))
+            return bool(fleet.nodes)
 
-    await eventually(joined)
+        await eventually(joined)
 
 
 async def test_gateways_hold_no_state(mesh: MeshParts) -> None:
@@ -170,7 +182,7 @@ async def test_gateways_hold_no_state(mesh: MeshParts) -> None:
     config = GatewayConfig(server=msgspec.structs.replace(GatewayConfig().server, stop_s=0.0), reads_max=1)
     second = GatewayNode(config, node_id="g2", coordinator=mesh.address, token=TOKEN, bus_url=mesh.nats.url)
     async with second, open_channel(second.address, token=TOKEN) as channel:
-        request = run_pb2.FetchSamplesRequest(run="r", trainer_epoch=mesh.epoch, lease_id=batch.lease_id)
+        request = run_pb2.FetchSamplesRequest(run=mesh.name, trainer_epoch=mesh.epoch, lease_id=batch.lease_id)
         fetched = [one async for one in run_pb2_grpc.RunServiceStub(channel).FetchSamples(request)]
     assert fetched == await mesh.fetch(batch.lease_id)
 
