@@ -20,7 +20,7 @@ of `part_names`, makes the run if it is new, and goes on with it if it is not; l
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -74,6 +74,11 @@ class Mesh:
     def gateway_address(self) -> str:
         """host:port of RunService."""
         return self.place.gateway
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Names of the parts that run here, in the order of their start."""
+        return tuple(self._parts)
 
     def part(self, name: str) -> Any:
         """A running part, e.g. `inference-0`."""
@@ -136,17 +141,33 @@ class Mesh:
             raise ExceptionGroup("parts that did not stop in good order", failures)
 
     async def finished(self) -> None:
-        """Waits until the learner is done. Raises what ended it, or what ended the coordinator or a worker before."""
-        waits = {"learner": self.part("learner").wait(), "coordinator": self.part("coordinator").failed()}
-        tasks = [asyncio.create_task(wait, name=f"watch {name}") for name, wait in waits.items()]
+        """Until the learner is done; without one here, until every worker here has drained. Raises what ended a part before.
+
+        At once if no part here ends by itself. A part that is stopped or restarted meanwhile is watched no more.
+        """
+        watches = {asyncio.create_task(end, name=f"watch {name}"): name for name, end in self._ends()}
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            while watches:
+                done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    name = watches.pop(task)
+                    if not task.cancelled():
+                        task.result()
+                        if name == "learner":
+                            return
         finally:
-            for task in tasks:
+            for task in watches:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    def _ends(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
+        """Parts that can end by themselves, and how to wait for it."""
+        for name, (_, part) in self._parts.items():
+            kind = name.partition("-")[0]
+            if kind in ("learner", "rollout"):
+                yield name, part.wait()
+            elif kind == "coordinator":
+                yield name, part.failed()
 
 
 async def create_run(place: Place) -> None:

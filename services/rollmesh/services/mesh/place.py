@@ -7,9 +7,11 @@ runs/<name>/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,23 +80,35 @@ def open_place(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> Place:
 
 def _token(path: Path) -> str:
     if not path.exists():
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(new_secret())
+        _write_once(path, new_secret())
     return path.read_text().strip()
 
 
 def _addresses(path: Path, names: tuple[str, ...]) -> dict[str, str]:
-    if path.exists():
-        known: dict[str, str] = json.loads(path.read_text())
-        return known
+    if not path.exists():
+        _write_once(path, json.dumps(_free_addresses(names)))
+    known: dict[str, str] = json.loads(path.read_text())
+    return known
+
+
+def _free_addresses(names: tuple[str, ...]) -> dict[str, str]:
     sockets = [socket.socket() for _ in names]
     try:
         for one in sockets:
             one.bind(("127.0.0.1", 0))
-        chosen = {name: f"127.0.0.1:{s.getsockname()[1]}" for name, s in zip(names, sockets, strict=True)}
+        return {name: f"127.0.0.1:{s.getsockname()[1]}" for name, s in zip(names, sockets, strict=True)}
     finally:
         for one in sockets:
             one.close()
-    path.write_text(json.dumps(chosen))
-    return chosen
+
+
+def _write_once(path: Path, text: str) -> None:
+    """Whole or not at all, and the first writer wins: processes of one run may start together."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # readable by its owner only
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        os.unlink(temporary)

@@ -19,6 +19,7 @@ import numpy as np
 from rollmesh.services.rollout.agent import LimitReached, Task, ToolResult, Turn
 from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, SamplingConfig
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary
+from rollmesh.services.rollout.moments import AtMoment, Moment, pass_by
 from rollmesh.services.rollout.ports import Generator
 from rollmesh.services.rollout.recorder import Recorder
 from rollmesh.services.rollout.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ class EpisodeState:
     sampling: SamplingConfig
     limits: LimitsConfig
     recorder: Recorder
+    at: AtMoment = pass_by
     num_turns: int = 0
     num_tokens: int = 0
     """Sampled tokens so far."""
@@ -236,6 +238,8 @@ class Environment:
             ) as generation:
                 async for piece in generation:
                     pieces.append(piece)
+                    if len(pieces) == 1:
+                        await state.at(Moment.GENERATING)
         except asyncio.CancelledError:
             if pieces:
                 self._record(merged(pieces, FinishReason.CANCELLED), params, train=train)

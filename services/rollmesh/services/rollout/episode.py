@@ -19,6 +19,7 @@ from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.environment import Environment, EpisodeState
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary, to_failure
 from rollmesh.services.rollout.lease import Lease, decode_lease
+from rollmesh.services.rollout.moments import AtMoment, Moment, pass_by
 from rollmesh.services.rollout.ports import Generator, SampleLog, Sandbox, Scorer
 from rollmesh.services.rollout.progress import Progress
 from rollmesh.services.rollout.recorder import Recorder, numbered_samples
@@ -50,6 +51,7 @@ class EpisodeParts:
     clock: Clock
     stages: Stages
     progress: Progress
+    at: AtMoment = pass_by
 
 
 class EpisodeRunner:
@@ -63,6 +65,7 @@ class EpisodeRunner:
         try:
             with boundary("rollout"):
                 lease = decode_lease(message)
+            await self._parts.at(Moment.LEASED)
             return await self._run(lease)
         except EpisodeFailed as err:
             return self._failed(message, err)
@@ -103,6 +106,7 @@ class EpisodeRunner:
             sampling=sampling,
             limits=config.limits,
             recorder=Recorder(lease.seed),
+            at=parts.at,
         )
 
     async def _init(self, state: EpisodeState) -> Environment:
@@ -183,6 +187,7 @@ class EpisodeRunner:
         with boundary("bus"):
             message_id = f"{lease.key.episode}.{lease.key.attempt}"
             sequence = await self._parts.samples.append(lease.key.run, payload, message_id=message_id)
+        await self._parts.at(Moment.STORED)
         self._parts.progress.add_tokens(episode)
         return Report(
             lease_id=lease.lease_id,

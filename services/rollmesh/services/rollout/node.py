@@ -22,6 +22,7 @@ from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.coordinator_link import CoordinatorLink
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
+from rollmesh.services.rollout.moments import AtMoment, pass_by
 from rollmesh.services.rollout.ports import Sandbox
 from rollmesh.services.rollout.progress import Progress
 from rollmesh.services.rollout.sample_log import BusSampleLog
@@ -54,11 +55,12 @@ class RolloutNode:
         base_dir: str | Path | None = None,
         tokenizer: Tokenizer | None = None,
         open_node: Callable[[str], grpc.aio.Channel] | None = None,
+        at: AtMoment = pass_by,
     ) -> None:
         """Raises `ConfigError` for an agent or a tokenizer that doesn't load.
 
         `base_dir` is where relative files of the config are looked up; `tokenizer` replaces the one in `model_dir`; `open_node` opens
-        channels to other nodes, by default with `token`.
+        channels to other nodes, by default with `token`; `at` is awaited at each `Moment` of each episode.
         """
         self._config = config
         self._node_id = node_id
@@ -67,6 +69,7 @@ class RolloutNode:
         self._bus = bus
         self._clock = clock or SystemClock()
         self._open_node = open_node or (lambda address: open_channel(address, token=token))
+        self._at = at
         self._agent = load_agent(config.agent, config.agent_options, base_dir)
         self._tokenizer = tokenizer or load_tokenizer(Path(base_dir or ".") / config.model_dir)
         self._stack = AsyncExitStack()
@@ -141,6 +144,7 @@ class RolloutNode:
                 clock=self._clock,
                 stages=Stages(config.stages, self._clock),
                 progress=self.progress,
+                at=self._at,
             )
         )
 

@@ -83,6 +83,11 @@ class EmbeddedServer:
         """The process id while it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
+    def known_url(self) -> str:
+        """The URL at which this or another process has started a server over this folder; empty if none ever has."""
+        self._port = self._port or _read_port(self._folder / "port")
+        return self.url if self._port else ""
+
     async def start(self) -> str:
         """Starts the server, waits until it answers, and returns its URL. Raises `BusUnavailable` with the end of its log."""
         assert self.pid is None, "already running"

@@ -1,0 +1,195 @@
+"""Some parts of a run in a process of their own; several hosts over one run folder make a mesh of processes.
+
+    python -m rollmesh.services.mesh --run-dir runs/mine --config run.yaml --parts nats
+    python -m rollmesh.services.mesh --run-dir runs/mine --config run.yaml --parts coordinator,depot,reward,data,gateway
+    python -m rollmesh.services.mesh --run-dir runs/mine --config run.yaml --parts inference-0,rollout-0
+    python -m rollmesh.services.mesh --run-dir runs/mine --config run.yaml --parts learner
+
+The hosts share the folder (token, addresses), in any order of start. Part `nats` is the embedded server; the others find its port
+in the folder, or a cluster by the config's bus.url. A host ends when a part of it ends: code 0 if in good order (the run is over,
+the worker has drained), 1 if not, so that a supervisor starts it again; 2 for a config that cannot work. SIGTERM and SIGINT stop it in good
+order (a learner finishes its update and writes a checkpoint) within `stop_s`; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.services.mesh.config import BusConfig, MeshConfig
+from rollmesh.services.mesh.mesh import Mesh
+from rollmesh.services.mesh.parts import part_names
+from rollmesh.services.mesh.place import open_place
+from rollmesh.shared.bus.bus import BusUnavailable
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.config import load_config
+from rollmesh.shared.errors import ConfigError, MeshError
+
+NATS = "nats"
+_POLL_S = 0.05
+_log = logging.getLogger(__name__)
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host is told."""
+
+    run_dir: Path
+    config: Path
+    parts: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    stop_s: float = 30.0
+    """Limit of an orderly stop."""
+
+
+def main(argv: Sequence[str] | None = None, options: Options | None = None) -> int:
+    """Hosts parts until they end. `options` are keyword arguments for their nodes, as for `Mesh`. Returns the exit code."""
+    host = _parse(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        asyncio.run(run_host(host, options))
+    except ConfigError as err:
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+    except (MeshError, ExceptionGroup) as err:
+        print(f"error: {','.join(host.parts)} ended: {err}", file=sys.stderr)
+        return 1
+    except TimeoutError:
+        print(f"error: {','.join(host.parts)} did not stop within {host.stop_s} s", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # a thread that does not end would keep the interpreter for ever
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> HostOptions:
+    parser = argparse.ArgumentParser(prog="python -m rollmesh.services.mesh", description="Hosts some parts of a run.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder of the run, shared by all of its hosts")
+    parser.add_argument("--config", type=Path, required=True, help="the run's config file")
+    parser.add_argument("--parts", required=True, help="parts by name, e.g. nats,coordinator or rollout-0")
+    parser.add_argument("--stop-s", type=float, default=30.0, help="limit of an orderly stop, seconds")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    found = parser.parse_args(argv)
+    parts = tuple(part for part in found.parts.split(",") if part)
+    overrides = tuple(found.overrides)
+    return HostOptions(
+        run_dir=found.run_dir, config=found.config, parts=parts, overrides=overrides, stop_s=found.stop_s
+    )
+
+
+async def run_host(host: HostOptions, options: Options | None = None) -> None:
+    """Until a part ends or a signal comes. Raises what ended a part; TimeoutError for a stop beyond its limit; ConfigError."""
+    config = load_config(MeshConfig, host.config, host.overrides)
+    base_dir = host.config.resolve().parent
+    _check_parts(host.parts, config)
+    if NATS not in host.parts and not config.bus.url:
+        config = await _with_bus_of_folder(config, host.run_dir, base_dir)
+    names = [name for name in part_names(config) if name in host.parts]
+    mesh = Mesh(config, run_dir=host.run_dir, base_dir=base_dir, parts=names, options=options)
+    stopping = asyncio.create_task(_signalled(), name="signals")
+    serving = asyncio.create_task(_serve(mesh, host.stop_s), name="parts")
+    try:
+        await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            await _finish_update(mesh, host.stop_s)
+    finally:
+        stopping.cancel()
+        serving.cancel()
+        await asyncio.wait([serving])
+    if not serving.cancelled():
+        serving.result()
+
+
+async def _serve(mesh: Mesh, stop_s: float) -> None:
+    """Runs the parts until one ends or this is cancelled, then stops them within `stop_s`."""
+    await mesh.__aenter__()
+    try:
+        await _ended(mesh)
+    finally:
+        async with asyncio.timeout(stop_s):
+            await mesh.__aexit__(None, None, None)
+
+
+async def _finish_update(mesh: Mesh, limit_s: float) -> None:
+    """A learner that is told to stop leaves its last update in a checkpoint, unless the rest of the mesh is gone already."""
+    if "learner" not in mesh.running:
+        return
+    try:
+        async with asyncio.timeout(limit_s):
+            await mesh.part("learner").stop()
+    except (MeshError, TimeoutError) as err:
+        _log.warning("the learner stops without a last checkpoint: %s: %s", type(err).__name__, err)
+
+
+def _check_parts(parts: Sequence[str], config: MeshConfig) -> None:
+    known = [NATS, *part_names(config)]
+    for part in parts:
+        if part not in known:
+            raise ConfigError(f"--parts: there is no `{part}`; this config has {', '.join(known)}")
+    if not parts:
+        raise ConfigError(f"--parts: name at least one of {', '.join(known)}")
+    if NATS in parts and config.bus.url:
+        raise ConfigError(f"--parts: bus.url names the cluster {config.bus.url}; leave out `nats`, or the url")
+
+
+async def _with_bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> MeshConfig:
+    """The config with the URL of the run's embedded server, once that has a port. Raises BusUnavailable."""
+    place = open_place(config, run_dir=run_dir, base_dir=base_dir)
+    server = EmbeddedServer(place.folder(NATS), token=place.token, config=config.bus.embedded)
+    limit_s = config.bus.embedded.start_s
+    try:
+        async with asyncio.timeout(limit_s):
+            while not (url := server.known_url()):  # noqa: ASYNC110 (another process writes it)
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise BusUnavailable(
+            f"no nats-server has written its port into {place.run_dir / NATS} within {limit_s} s; host the part `nats`, "
+            "or set bus.url"
+        ) from None
+    return msgspec.structs.replace(config, bus=BusConfig(url=url, token=place.token, embedded=config.bus.embedded))
+
+
+async def _ended(mesh: Mesh) -> None:
+    """Until a part ends that can. Raises why, unless it was in good order."""
+    waits = [asyncio.create_task(_server_gone(mesh.nats))] if mesh.nats is not None else []
+    if any(name.partition("-")[0] in ("learner", "rollout", "coordinator") for name in mesh.running):
+        waits.append(asyncio.create_task(mesh.finished()))
+    try:
+        if not waits:
+            await asyncio.Event().wait()  # until cancelled by a signal
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def _server_gone(server: EmbeddedServer) -> None:
+    while server.pid is not None:  # noqa: ASYNC110 (another process ends)
+        await asyncio.sleep(_POLL_S)
+    raise BusUnavailable(f"nats-server at {server.url} has ended; its log is in the run folder")
+
+
+async def _signalled() -> None:
+    """Until SIGTERM or SIGINT. The next one ends the process, as if there were no handler."""
+    came = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for one in signals:
+        loop.add_signal_handler(one, came.set)
+    try:
+        await came.wait()
+    finally:
+        for one in signals:
+            loop.remove_signal_handler(one)
