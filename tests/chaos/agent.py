@@ -1,0 +1,19 @@
+"""An agent with turns and tool calls whatever the model says: the fake engine writes noise that never closes a call."""
+
+from __future__ import annotations
+
+from rollmesh.services.rollout.agent import Task
+from rollmesh.services.rollout.environment import Environment
+
+NUM_CALLS = 2
+
+
+class SeveralTurns:
+    """Calls the calculator between its turns."""
+
+    async def run(self, task: Task, env: Environment) -> None:
+        for _ in range(NUM_CALLS):
+            turn = await env.generate()
+            result = await env.tool("calculator", f"{len(turn.text)}+1")
+            env.observe(result.text)
+        await env.generate()

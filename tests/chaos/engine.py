@@ -1,0 +1,19 @@
+"""The fake engine, with a trap in the middle of a generation."""
+
+from __future__ import annotations
+
+from rollmesh.services.inference.engine import Emit, GenerateDelta, GenerateRequest
+from rollmesh.services.inference.engines.fake_engine import FakeEngine
+from tests.chaos.traps import passes
+
+
+class TrappedEngine(FakeEngine):
+    """Passes `inference-generating` whenever a request has some of its tokens and is to have more."""
+
+    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+        def watched(delta: GenerateDelta) -> None:
+            emit(delta)
+            if delta.finish is None:
+                passes("inference-generating")
+
+        super().submit(request, watched)

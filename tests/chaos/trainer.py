@@ -1,0 +1,126 @@
+"""The fake trainer with traps, and a witness of what it really got: independent of what anybody reported about it.
+
+For every update it notes, beside the ids, how old the trained tokens are by the stamps in the *payloads*, and whether the tokens are
+those that the stamped weights draw (the fake engine's tokens are a function of weights, seed and position): a wrong stamp shows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rollmesh.services.inference.engines.fake_policy import FakePolicy
+from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult, TrainerEngine
+from rollmesh.services.learner.engines import fake_trainer
+from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Source, TrainingSample
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.trainer.trained_log import TrainedLog
+from tests.chaos.traps import passes
+
+WITNESS = "witness.jsonl"
+VOCAB_SIZE = 112
+
+
+class Witnessed(msgspec.Struct, frozen=True, kw_only=True):
+    """One update as the trainer made it, whether it came to be committed or not."""
+
+    update: int
+    sample_ids: list[str]
+    steps: list[int]
+    """Oldest step of each sample's trained tokens."""
+    incarnations: list[int]
+    """Of those steps."""
+    num_forged: int
+    """Segments whose tokens are not those of their stamped version."""
+
+
+def open_trainer(config: LearnerConfig) -> Restored:
+    """As `engine.OpenEngine`."""
+    restored = fake_trainer.open_trainer(config)
+    return replace(restored, engine=WitnessTrainer(restored.engine, Path(config.directory) / WITNESS))
+
+
+class WitnessTrainer:
+    """Implements `engine.TrainerEngine` around the fake."""
+
+    def __init__(self, engine: TrainerEngine, path: Path) -> None:
+        self._engine = engine
+        self._path = path
+
+    @property
+    def step(self) -> int:
+        return self._engine.step
+
+    @property
+    def vocab_size(self) -> int:
+        return self._engine.vocab_size
+
+    def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
+        result = self._engine.update(k, samples, groups)
+        used = set(result.used_ids)
+        self._note(k, [sample for sample in samples if sample.sample.sample_id in used])
+        return result
+
+    def score(self, token_ids: IntArray) -> FloatArray:
+        return self._engine.score(token_ids)
+
+    def export_weights(self, folder: Path) -> ExportedWeights:
+        return self._engine.export_weights(folder)
+
+    def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
+        return self._engine.save(_TrappedLog(log), position, data_snapshot=data_snapshot)
+
+    def _note(self, k: int, samples: Sequence[TrainingSample]) -> None:
+        oldest = [_oldest(sample) for sample in samples]
+        line = Witnessed(
+            update=k,
+            sample_ids=[sample.sample.sample_id for sample in samples],
+            steps=[version.step for version in oldest],
+            incarnations=[version.incarnation for version in oldest],
+            num_forged=sum(_num_forged(sample) for sample in samples),
+        )
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            os.write(descriptor, msgspec.json.encode(line) + b"\n")
+        finally:
+            os.close(descriptor)
+
+
+class _TrappedLog(TrainedLog):
+    """Passes `learner-saving` when a checkpoint is written to its temporary folder, but isn't in place."""
+
+    def __init__(self, log: TrainedLog) -> None:
+        self.__dict__ = log.__dict__  # one state, so that `rebase` reaches the tenure's log
+
+    def write_to(self, path: Path) -> None:
+        super().write_to(path)
+        passes("learner-saving")
+
+
+def _oldest(sample: TrainingSample) -> PolicyVersion:
+    versions = [s.version for s in sample.segments if s.source is Source.POLICY and s.num_trainable and s.version]
+    return min(versions, key=lambda version: version.step)
+
+
+def _num_forged(sample: TrainingSample) -> int:
+    start = forged = 0
+    for segment in sample.segments:
+        end = start + segment.num_tokens
+        if segment.source is Source.POLICY and segment.version is not None:
+            params = sample.sampling_params[segment.sampling]
+            drawn, _ = _policy(segment.version).draw(params, np.arange(start, end))
+            forged += not np.array_equal(drawn, segment.token_ids)
+        start = end
+    return forged
+
+
+@lru_cache(maxsize=64)
+def _policy(version: PolicyVersion) -> FakePolicy:
+    return FakePolicy(version, VOCAB_SIZE)

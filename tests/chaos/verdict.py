@@ -1,0 +1,75 @@
+"""What must hold when the dust has settled: three accounts that know nothing of each other, held against one another.
+
+- the ledger, by its audit;
+- the list in the newest checkpoint, by which the final weights are named;
+- the witness beside the trainer, who looked into the payloads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import msgspec
+
+from rollmesh.services.coordinator.audit import AuditReport, audit_run
+from rollmesh.services.coordinator.audit_checkpoint import find_list
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.trainer.trained_log import TrainedUpdate, read_trained
+from rollmesh.v1 import run_pb2
+from tests.chaos.trainer import WITNESS, Witnessed
+from tests.chaos.world import World
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run came to."""
+
+    audit: AuditReport
+    trained: list[TrainedUpdate]
+    lags: dict[int, int]
+    """Samples of the final weights by staleness, by the stamps in their payloads."""
+
+
+async def settle(world: World, *, updates: int, limit_s: float) -> Verdict:
+    """Waits for the end of the run and checks everything that is promised about it."""
+    await world.until("the learner is done", world.done.is_set, limit_s=limit_s)
+    state = await world.until_state("nothing is live", lambda s: bool(s.ended) and s.samples.live == 0, limit_s=60.0)
+    _check_accounts(state)
+    server_port = (world.place.folder("nats") / "port").read_text().strip()
+    bus = await JetStreamBus.connect(f"nats://127.0.0.1:{server_port}", token=world.place.token)
+    checkpoints = world.place.run_dir / "checkpoints"
+    try:
+        audit = await audit_run(bus, world.place.run, checkpoint=checkpoints)
+    finally:
+        await bus.close()
+    assert audit.holds, audit.to_text()
+    assert audit.checkpoint is not None
+    assert audit.checkpoint.updates == audit.updates == updates
+    trained = list(read_trained(find_list(checkpoints)))
+    ids = [sample for update in trained for sample in update.sample_ids]
+    assert len(ids) == len(set(ids)) == state.samples.trained == audit.samples.trained
+    lags = _check_witness(world, trained, audit)
+    return Verdict(audit=audit, trained=trained, lags=lags)
+
+
+def _check_accounts(state: run_pb2.RunState) -> None:
+    for counts in (state.samples, state.eval_samples):
+        ends = (counts.trained, counts.stale, counts.filtered, counts.failed, counts.cancelled, counts.exported)
+        assert counts.live == 0
+        assert counts.reserved == sum(ends), counts
+
+
+def _check_witness(world: World, trained: list[TrainedUpdate], audit: AuditReport) -> dict[int, int]:
+    """Staleness of the final weights' samples, from payloads alone."""
+    lines = (world.place.run_dir / WITNESS).read_bytes().splitlines()
+    seen = [msgspec.json.decode(line, type=Witnessed) for line in lines]
+    assert not sum(witnessed.num_forged for witnessed in seen), "tokens that their stamped weights do not draw"
+    made = {(witnessed.update, frozenset(witnessed.sample_ids)): witnessed for witnessed in seen}
+    lags: Counter[int] = Counter()
+    for line in trained:
+        witnessed = made[line.update, frozenset(line.sample_ids)]
+        lags.update(line.update - 1 - step for step in witnessed.steps)
+    assert min(lags) >= 0
+    assert max(lags) <= audit.eta
+    return dict(lags)
