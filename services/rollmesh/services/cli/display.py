@@ -250,12 +250,21 @@ def _staleness(now: Point, bound: int) -> Text:
 
 
 def _samples(now: Point) -> Text:
-    ends = [(name, n) for name, n in now.samples.items() if name != "reserved" and (n or name in ("trained", "live"))]
     text = Text.assemble((f"{now.samples.get('reserved', 0):,}", "bold"), (" reserved = ", "dim"))
-    for number, (name, count) in enumerate(sorted(ends, key=lambda e: e[0] == "live")):
+    for number, (name, count) in enumerate(sample_parts(now)):
         style = "bold red" if name in ("failed", "stale") else ""
         text.append(" + " if number else "", style="dim").append(f"{count:,} ", style=style).append(name, style="dim")
     return text
+
+
+def sample_parts(now: Point) -> list[tuple[str, int]]:
+    """Where the reserved samples are. Live ones in the weights count as applied until a checkpoint makes them trained."""
+    counts = dict(now.samples)
+    counts.pop("reserved", None)
+    live, trained = counts.pop("live", 0), counts.pop("trained", 0)
+    applied = min(live, max(0, sum(now.trained_by_staleness.values()) - trained))
+    parts = [("trained", trained), ("applied", applied), *counts.items(), ("in flight", live - applied)]
+    return [(name, count) for name, count in parts if count or name in ("trained", "in flight")]
 
 
 # Words ----------------------------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False, "svg.fonttype": "none", "figure.facecolor": "white",
 }  # fmt: skip
 
+_ROWS_MIN = 5
+"""Room for so many rows, so that few of them do not become blocks."""
+
 
 def draw(series: Series, summary: Summary) -> Figure:
     """The figure; the caller closes it."""
@@ -85,7 +88,7 @@ def _course(ax: Axes, evals: list[Eval], updates: list[Point], *, by: str) -> No
         xs = [e.step if by_updates else e.time_s for e in evals]
         ys = [e.success for e in evals]
         ax.plot(xs, ys, color=SUCCESS, linewidth=2.2, marker="o", markersize=5, label="held-out success")
-        ax.annotate(f"{ys[-1]:.2f}", (xs[-1], ys[-1]), (6, 6), textcoords="offset points", color=SUCCESS, weight="bold")
+        ax.annotate(f"{ys[-1]:.3f}", (xs[-1], ys[-1]), (6, 6), textcoords="offset points", color=SUCCESS, weight="bold")
     bounded = all(0 <= v <= 1 for p in updates for v in p.mean_rewards.values())
     if bounded:
         ax.set_ylim(0, 1.06)
@@ -117,9 +120,9 @@ def _labels(ax: Axes, evals: list[Eval]) -> None:
     ax.scatter([], [], color=BEFORE, s=60, label=f"update {first.step}")
     ax.scatter([], [], color=SUCCESS, s=60, label=f"update {last.step}")
     ax.set_yticks(range(len(labels)), [label.replace("=", " ") for label in labels])
-    ax.set_ylim(len(labels) - 0.5, -0.8)
+    ax.set_ylim(max(len(labels), _ROWS_MIN) - 0.5, -0.6)
     ax.set_xlim(-0.04, 1.12)
-    ax.legend(loc="lower left")
+    ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2, columnspacing=1.2)
     return None
 
 
@@ -167,7 +170,7 @@ def _bars(ax: Axes, rows: list[tuple[str, float, str, str]]) -> None:
     bars = ax.barh(range(len(rows)), [row[1] for row in rows], color=[row[3] for row in rows], height=0.62)
     ax.bar_label(bars, labels=[row[2] for row in rows], padding=5, color=INK)
     ax.set_yticks(range(len(rows)), [row[0] for row in rows])
-    ax.set_ylim(len(rows) - 0.4, -0.6)
+    ax.set_ylim(max(len(rows), _ROWS_MIN) - 0.4, -0.6)
     ax.margins(x=0.16)
     ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.grid(axis="y", visible=False)

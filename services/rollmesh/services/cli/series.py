@@ -14,8 +14,8 @@ import msgspec
 
 from rollmesh.shared.errors import ConfigError
 
-RATE_WINDOW_S = 10.0
-"""Tokens per second are averaged over this time."""
+RATE_WINDOW_S = 30.0
+"""Tokens per second are averaged over this time; shorter than an update, the rate of training would jump."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point", tag_field="kind"):
