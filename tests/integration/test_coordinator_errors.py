@@ -142,6 +142,18 @@ async def fetching_what_was_never_leased(mesh: MeshParts) -> None:
     await mesh.fetch("nonsense")
 
 
+@brings("FetchSamples", "ABORTED", "FENCED")
+async def fetching_in_an_old_epoch(mesh: MeshParts) -> None:
+    await mesh.begin()
+    mesh.epoch -= 1
+    await mesh.fetch("any")
+
+
+@brings("FetchSamples", "FAILED_PRECONDITION", "LEASE_EXPIRED")
+async def fetching_too_late(mesh: MeshParts) -> None:
+    await mesh.fetch(await expired(mesh))
+
+
 @brings("FetchSamples", "DATA_LOSS", "PAYLOAD_LOST")
 async def fetching_what_is_gone(mesh: MeshParts) -> None:
     await mesh.begin()

@@ -173,7 +173,8 @@ class RunServiceServicer(object):
         Every shard has whole samples; the union of the n shards is the lease.
         Errors:
         NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
-        DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again.
+        ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
+        DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; commit its samples as DROPPED.
         INVALID_ARGUMENT: shard index not below shard count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -196,7 +197,7 @@ class RunServiceServicer(object):
         FAILED_PRECONDITION BEYOND_BOUND: a sample is older than the bound at this update (a bug, or a changed bound); the
         lease stays; drop that sample and train again.
         ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
-        INVALID_ARGUMENT: a disposition for a sample not in the leases, or one missing.
+        INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -84,7 +84,8 @@ class RunServiceStub:
     Every shard has whole samples; the union of the n shards is the lease.
     Errors:
       NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
-      DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again.
+      ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
+      DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; commit its samples as DROPPED.
       INVALID_ARGUMENT: shard index not below shard count.
     """
     RenewBatch: _grpc.UnaryUnaryMultiCallable[_run_pb2.RenewBatchRequest, _run_pb2.RenewBatchResponse]
@@ -99,7 +100,7 @@ class RunServiceStub:
       FAILED_PRECONDITION BEYOND_BOUND: a sample is older than the bound at this update (a bug, or a changed bound); the
         lease stays; drop that sample and train again.
       ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
-      INVALID_ARGUMENT: a disposition for a sample not in the leases, or one missing.
+      INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
     """
     ReleaseBatch: _grpc.UnaryUnaryMultiCallable[_run_pb2.ReleaseBatchRequest, _run_pb2.ReleaseBatchResponse]
     """Gives a lease back unused: its samples are READY again. Idempotent.
@@ -177,7 +178,8 @@ class RunServiceAsyncStub(RunServiceStub):
     Every shard has whole samples; the union of the n shards is the lease.
     Errors:
       NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
-      DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again.
+      ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
+      DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; commit its samples as DROPPED.
       INVALID_ARGUMENT: shard index not below shard count.
     """
     RenewBatch: _aio.UnaryUnaryMultiCallable[_run_pb2.RenewBatchRequest, _run_pb2.RenewBatchResponse]  # type: ignore[assignment]
@@ -192,7 +194,7 @@ class RunServiceAsyncStub(RunServiceStub):
       FAILED_PRECONDITION BEYOND_BOUND: a sample is older than the bound at this update (a bug, or a changed bound); the
         lease stays; drop that sample and train again.
       ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
-      INVALID_ARGUMENT: a disposition for a sample not in the leases, or one missing.
+      INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
     """
     ReleaseBatch: _aio.UnaryUnaryMultiCallable[_run_pb2.ReleaseBatchRequest, _run_pb2.ReleaseBatchResponse]  # type: ignore[assignment]
     """Gives a lease back unused: its samples are READY again. Idempotent.
@@ -303,7 +305,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         Every shard has whole samples; the union of the n shards is the lease.
         Errors:
           NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
-          DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again.
+          ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
+          DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; commit its samples as DROPPED.
           INVALID_ARGUMENT: shard index not below shard count.
         """
 
@@ -330,7 +333,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION BEYOND_BOUND: a sample is older than the bound at this update (a bug, or a changed bound); the
             lease stays; drop that sample and train again.
           ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
-          INVALID_ARGUMENT: a disposition for a sample not in the leases, or one missing.
+          INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
         """
 
     @_abc_1.abstractmethod

@@ -192,7 +192,7 @@ def _record(turn: Turn, report: i.EpisodeReport) -> str:
     """Record one report. Idempotent by (episode, attempt); a late one counts if nobody else has the episode."""
     group = turn.state.groups.get(report.group)
     episode = group.episodes.get(report.episode) if group else None
-    if group is None or episode is None or episode.attempt != report.attempt:
+    if group is None or episode is None or report.attempt < 1 or episode.attempt != report.attempt:
         return "UNKNOWN_LEASE"
     if episode.status is EpisodeStatus.SCORED:
         return ""
