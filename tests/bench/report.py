@@ -1,0 +1,86 @@
+"""What a bench hands back: a table of numbers with their spread, and the machine they come from, as text and as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median of repetitions with its smallest and largest value."""
+
+    median: float
+    low: float
+    high: float
+    digits: int = 0
+
+    def __str__(self) -> str:
+        d = self.digits
+        return f"{self.median:,.{d}f} ({self.low:,.{d}f}-{self.high:,.{d}f})"
+
+
+def spread(values: Sequence[float], digits: int = 0) -> Spread:
+    return Spread(statistics.median(values), min(values), max(values), digits)
+
+
+@dataclass(slots=True)
+class Report:
+    """Rows of one bench; all rows have the keys of the first."""
+
+    bench: str
+    setting: str
+    """What was held fixed, in one line."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        if not self.rows:
+            return f"{self.bench}: no rows"
+        lines = [f"{self.bench}: {self.setting}", ""]
+        lines += _markdown(list(self.rows[0]), [[_cell(value) for value in row.values()] for row in self.rows])
+        return "\n".join([*lines, "", *(f"- {note}" for note in self.notes)])
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [{name: _plain(value) for name, value in row.items()} for row in self.rows]
+        return {"bench": self.bench, "setting": self.setting, "rows": rows, "notes": self.notes}
+
+
+def machine() -> dict[str, Any]:
+    """Where the numbers come from; `load_1m` far above `cores` means that others were computing."""
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "cores": cores,
+        "load_1m": round(os.getloadavg()[0], 1),
+        "cpu": _cpu_name(),
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,.2f}" if isinstance(value, float) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    return {"median": value.median, "low": value.low, "high": value.high} if isinstance(value, Spread) else value
+
+
+def _markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    rule = ["-" * width for width in widths]
+    return [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in [head, rule, *rows]
+    ]
