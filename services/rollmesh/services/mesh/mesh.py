@@ -7,7 +7,8 @@
 
 Nothing here is a mock: the servicers, the bus and the engines are those of a cluster; only the number of processes differs.
 Model compute runs in threads of its own, so that a busy engine never expires a lease. Entering starts the parts in the order
-of `part_names`, makes the run if it is new, and goes on with it if it is not; leaving stops them in reverse.
+of `part_names`, makes the run if it is new, and goes on with it if it is not; leaving stops them in reverse. Entering also sets
+the interpreter's switch interval and collector thresholds, for the whole process (`tuning`).
 
 | part | waits for | unblocked by |
 | --- | --- | --- |
@@ -30,6 +31,7 @@ from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.parts import Part, build_part, part_names
 from rollmesh.services.mesh.place import Place, open_place
+from rollmesh.services.mesh.tuning import tune_process
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
@@ -93,6 +95,7 @@ class Mesh:
                     await create_run(self.place)
                 await self.start(name)
             self._stack = stack.pop_all()
+        tune_process()
         return self
 
     async def __aexit__(
