@@ -67,7 +67,12 @@ def _gateway(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 
 def _depot(name: str, place: Place, bus: Bus, **options: Any) -> Part:
-    config = msgspec.structs.replace(place.config.depot, directory=str(place.folder(place.config.depot.directory)))
+    config = place.config.depot
+    config = msgspec.structs.replace(
+        config,
+        directory=str(place.folder(config.directory)),
+        server=place.served_at(place.depot, config.server),
+    )
     return DepotNode(config, node_id=name, coordinator=place.coordinator, token=place.token, **options)
 
 

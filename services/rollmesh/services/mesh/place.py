@@ -37,6 +37,8 @@ class Place:
     """host:port of the coordinator."""
     gateway: str
     """host:port of the gateway."""
+    depot: str
+    """host:port of the depot: a learner is told once, when it attaches."""
 
     @property
     def run(self) -> str:
@@ -67,7 +69,7 @@ def open_place(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> Place:
     """The run's place, made on first use. Addresses are chosen once and kept, so that a restarted part is found again."""
     run_dir = run_dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
-    addresses = _addresses(run_dir / "addresses.json", ("coordinator", "gateway"))
+    addresses = _addresses(run_dir / "addresses.json", ("coordinator", "gateway", "depot"))
     return Place(
         config=config,
         run_dir=run_dir,
@@ -75,6 +77,7 @@ def open_place(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> Place:
         token=_token(run_dir / "token"),
         coordinator=addresses["coordinator"],
         gateway=addresses["gateway"],
+        depot=addresses["depot"],
     )
 
 
