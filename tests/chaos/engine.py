@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rollmesh.services.inference.engine import Emit, GenerateDelta, GenerateRequest
 from rollmesh.services.inference.engines.fake_engine import FakeEngine
-from tests.chaos.traps import passes
+
+from .traps import passes
 
 
 class TrappedEngine(FakeEngine):

@@ -7,8 +7,9 @@ import sys
 from rollmesh.services.learner.moments import Moment as LearnerMoment
 from rollmesh.services.mesh.host import Options, main
 from rollmesh.services.rollout.moments import Moment as RolloutMoment
-from tests.chaos.trainer import open_trainer
-from tests.chaos.traps import passes
+
+from .trainer import open_trainer
+from .traps import passes
 
 
 async def at_learner(moment: LearnerMoment) -> None:

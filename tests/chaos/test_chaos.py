@@ -139,9 +139,15 @@ async def test_a_round_with_kills_is_conserved_once_and_within_the_bound(tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 async def test_ten_thousand_samples_with_kills_at_every_moment(tmp_path: Path, model: Path) -> None:
-    verdict, mesh = await survive(tmp_path, model, EVERY_MOMENT, updates_max=82, batch_groups=16)
+    verdict, mesh = await survive(tmp_path, model, EVERY_MOMENT, updates_max=92, batch_groups=16)
     assert verdict.audit.samples.trained >= 10_000
-    print(verdict.audit.to_text(), f"lags by payload: {verdict.lags}", f"exits: {mesh.exits}", sep="\n")
+    print(
+        verdict.audit.to_text(),
+        verdict.audit.reasons,
+        f"lags by payload: {verdict.lags}",
+        f"exits: {mesh.exits}",
+        sep="\n",
+    )
 
 
 @pytest.mark.timeout(300)

@@ -22,7 +22,8 @@ from rollmesh.services.learner.engines import fake_trainer
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Source, TrainingSample
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.trainer.trained_log import TrainedLog
-from tests.chaos.traps import passes
+
+from .traps import passes
 
 WITNESS = "witness.jsonl"
 VOCAB_SIZE = 112

@@ -17,8 +17,9 @@ from rollmesh.services.coordinator.audit_checkpoint import find_list
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.trainer.trained_log import TrainedUpdate, read_trained
 from rollmesh.v1 import run_pb2
-from tests.chaos.trainer import WITNESS, Witnessed
-from tests.chaos.world import World
+
+from .trainer import WITNESS, Witnessed
+from .world import World
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2, run_pb2_grpc
-from tests.chaos.traps import FOLDER_VARIABLE, Traps
+
+from .traps import FOLDER_VARIABLE, Traps
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
