@@ -16,6 +16,7 @@ BENCHES = {
     "prefix": "tests.bench.prefix",
     "admission_latency": "tests.bench.admission_latency",
     "mesh_turn": "tests.bench.mesh_turn",
+    "switch_interval": "tests.bench.switch_interval",
 }
 """Name to module; each has `run(quick: bool) -> Report`. Imported when asked for: some load torch and transformers."""
 

@@ -1,0 +1,145 @@
+"""Where the CPU seconds of a process tree go: by Python owner in the main thread, by native thread, by child process.
+
+The kernel's profiling timer interrupts the main thread whenever the process has used a few milliseconds of CPU; the handler looks at the
+frames and books the sample to the nearest one that belongs to somebody. Samples are shares only: they are scaled to the main thread's
+own CPU clock. Everything else is read from /proc, where a tick is 10 ms: measure for seconds. Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+SAMPLE_S = 0.002
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+Owner = Callable[[str], str]
+"""Who owns a source file; empty if nobody in particular does."""
+
+
+@dataclass(slots=True)
+class Profile:
+    """CPU seconds between entering and leaving `CpuProfile`."""
+
+    wall_s: float = 0.0
+    owners: dict[str, float] = field(default_factory=dict)
+    """Main thread, by owner."""
+    functions: dict[tuple[str, str], float] = field(default_factory=dict)
+    """Main thread, by owner and its innermost function."""
+    threads: dict[str, float] = field(default_factory=dict)
+    """Other threads of this process, by name."""
+    children: dict[str, float] = field(default_factory=dict)
+    """Processes below this one, by command, with what they waited for."""
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.owners.values()) + sum(self.threads.values()) + sum(self.children.values())
+
+
+class CpuProfile:
+    """`with CpuProfile(owner) as profile: ...`, in the main thread; `profile` is filled on leaving."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self._known: dict[str, str] = {}
+        self._samples: Counter[tuple[str, str]] = Counter()
+        self.profile = Profile()
+
+    def __enter__(self) -> Profile:
+        self._before = (time.perf_counter(), _threads(), _descendants())
+        self._handler = signal.signal(signal.SIGPROF, self._on_sample)
+        signal.setitimer(signal.ITIMER_PROF, SAMPLE_S, SAMPLE_S)
+        return self.profile
+
+    def __exit__(self, *exc: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, self._handler)
+        wall_s, threads, children = self._before
+        profile = self.profile
+        profile.wall_s = time.perf_counter() - wall_s
+        spent = _by_name(_threads(), threads)
+        main_s = spent.pop("main", 0.0)
+        profile.threads = spent
+        profile.children = _by_name(_descendants(), children)
+        num = max(1, self._samples.total())
+        for (owner, function), count in self._samples.items():
+            profile.functions[owner, function] = main_s * count / num
+            profile.owners[owner] = profile.owners.get(owner, 0.0) + main_s * count / num
+
+    def _on_sample(self, number: int, frame: FrameType | None) -> None:
+        leaf = frame
+        while frame is not None:
+            if owner := self._owner_of(frame.f_code.co_filename):
+                if not owner.startswith("waiting"):
+                    self._samples[owner, frame.f_code.co_qualname] += 1
+                return
+            frame = frame.f_back
+        self._samples["elsewhere", leaf.f_code.co_qualname if leaf else ""] += 1
+
+    def _owner_of(self, filename: str) -> str:
+        if filename not in self._known:
+            self._known[filename] = self._owner(filename)
+        return self._known[filename]
+
+
+Spent = dict[str, tuple[str, float]]
+"""Id of a thread or process: its name and CPU seconds."""
+
+
+def _by_name(after: Spent, before: Spent) -> dict[str, float]:
+    spent: dict[str, float] = {}
+    for key, (name, seconds) in after.items():
+        used_s = seconds - before.get(key, ("", 0.0))[1]
+        if used_s > 0:
+            spent[name] = spent.get(name, 0.0) + used_s
+    return spent
+
+
+def _threads() -> Spent:
+    names = {str(thread.native_id): thread.name for thread in threading.enumerate()}
+    found: Spent = {}
+    for path in Path("/proc/self/task").iterdir():
+        if (stat := _stat(path)) is not None:
+            comm, fields = stat
+            name = "main" if path.name == str(os.getpid()) else names.get(path.name, f"native {comm}")
+            found[path.name] = (name, (int(fields[11]) + int(fields[12])) / _TICKS_PER_S)
+    return found
+
+
+def _descendants() -> Spent:
+    """Living processes below this one, each with the children it has waited for; and what this one has waited for."""
+    parents: dict[str, str] = {}
+    spent: Spent = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and (stat := _stat(path)) is not None:
+            comm, fields = stat
+            parents[path.name] = fields[1]
+            spent[path.name] = (comm, sum(int(field) for field in fields[11:15]) / _TICKS_PER_S)
+    me = str(os.getpid())
+    below = {pid: spent[pid] for pid in parents if _is_below(pid, me, parents)}
+    reaped = os.times()
+    return below | {"reaped": ("ended children", reaped.children_user + reaped.children_system)}
+
+
+def _is_below(pid: str, ancestor: str, parents: dict[str, str]) -> bool:
+    while (pid := parents.get(pid, "0")) not in ("0", "1"):
+        if pid == ancestor:
+            return True
+    return False
+
+
+def _stat(path: Path) -> tuple[str, list[str]] | None:
+    """Command and the fields from the third on of proc(5)'s stat; None if it has ended."""
+    try:
+        text = (path / "stat").read_text()
+    except OSError:
+        return None
+    command, _, rest = text.partition("(")[2].rpartition(")")
+    return command, rest.split()

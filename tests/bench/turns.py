@@ -1,0 +1,57 @@
+"""Agents of a fixed number of turns whatever the model says, and a count of the turns all of them made."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollmesh.services.rollout.agent import Task
+from rollmesh.services.rollout.environment import Environment
+
+NUM_TURNS = 6
+
+
+class TurnCount:
+    """Turns since the process began."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._marks: list[tuple[int, asyncio.Event]] = []
+
+    def add(self) -> None:
+        self.value += 1
+        while self._marks and self.value >= self._marks[0][0]:
+            self._marks.pop(0)[1].set()
+
+    async def until(self, value: int) -> None:
+        reached = asyncio.Event()
+        self._marks.append((value, reached))
+        self._marks.sort(key=lambda mark: mark[0])
+        await reached.wait()
+
+
+TURNS = TurnCount()
+
+
+class Talking:
+    """Turns without tools: something is observed after each, as a simulated user's answer would be."""
+
+    async def run(self, task: Task, env: Environment) -> None:
+        for _ in range(NUM_TURNS - 1):
+            await env.generate()
+            TURNS.add()
+            env.observe("go on")
+        await env.generate()
+        TURNS.add()
+
+
+class Calling:
+    """Every turn but the last calls the calculator."""
+
+    async def run(self, task: Task, env: Environment) -> None:
+        for _ in range(NUM_TURNS - 1):
+            turn = await env.generate()
+            result = await env.tool("calculator", f"{len(turn.text)}+1")
+            TURNS.add()
+            env.observe(result.text)
+        await env.generate()
+        TURNS.add()
