@@ -117,12 +117,10 @@ def _labels(ax: Axes, evals: list[Eval]) -> None:
         ax.annotate(
             f"{after:.2f}", (max(before, after), row), (10, 0), textcoords="offset points", va="center", color=INK
         )
-    ax.scatter([], [], color=BEFORE, s=60, label=f"update {first.step}")
-    ax.scatter([], [], color=SUCCESS, s=60, label=f"update {last.step}")
     ax.set_yticks(range(len(labels)), [label.replace("=", " ") for label in labels])
     ax.set_ylim(max(len(labels), _ROWS_MIN) - 0.5, -0.6)
     ax.set_xlim(-0.04, 1.12)
-    ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2, borderaxespad=0.2, columnspacing=1.2)
+    ax.set_xlabel(f"at update {first.step} (grey) and {last.step} (blue)")
     return None
 
 

@@ -22,7 +22,7 @@ from rollmesh.services.cli.model_process import make_in_process
 from rollmesh.services.cli.results import note_warm_start, write_results
 from rollmesh.services.cli.run_folder import RunFolder
 from rollmesh.services.cli.summary import Outcome, Summary
-from rollmesh.services.cli.watch import Recorder, watching
+from rollmesh.services.cli.watch import Recorder, Watcher
 from rollmesh.services.mesh.mesh import Mesh
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import DeadlineExceeded
@@ -94,25 +94,26 @@ class Session:
             self.view.phase("starting the services")
             mesh = Mesh(self._mesh_config(), run_dir=self.folder.root, base_dir=self.base_dir)
             await stack.enter_async_context(mesh)
-            watch = await stack.enter_async_context(
-                watching(mesh.gateway_address, mesh.token, mesh.run, recorder, self.clock)
-            )
+            watcher = Watcher(mesh.gateway_address, mesh.token, mesh.run, recorder, self.clock)
+            await stack.enter_async_context(watcher)
             self.view.follow(recorder)
             self.view.phase("")
             try:
                 await interrupts.unless_stopped(mesh.finished())
             except Stopped:
                 await mesh.part("learner").stop()
+                await watcher.refresh()
                 raise
-            await interrupts.unless_stopped(_ended(watch, run.eval_s_max + END_S_MARGIN))
+            await interrupts.unless_stopped(_ended(watcher, run.eval_s_max + END_S_MARGIN))
             self.outcome = "finished"
             self.view.phase("stopping the services")
 
 
-async def _ended(watch: asyncio.Task[None], limit_s: float) -> None:
+async def _ended(watcher: Watcher, limit_s: float) -> None:
     """Waits until the watcher has seen the end of the run: the last evaluation comes after the last update."""
     try:
-        await asyncio.wait_for(asyncio.shield(watch), limit_s)
+        async with asyncio.timeout(limit_s):
+            await watcher.wait()
     except TimeoutError as err:
         raise DeadlineExceeded(
             f"the learner is done, but the run has not ended within {limit_s:.0f} s; `rollmesh train` on its folder goes on"

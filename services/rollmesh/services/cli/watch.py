@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rollmesh.services.cli.series import Eval, Point, Series, encode_line, read_series
 from rollmesh.shared.clock import Clock
@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 RECORD_EVERY_S = 2.0
 """Between updates, a point is recorded this often, so that a run which stands still shows it."""
 _BACKOFF_S = 0.2
+_REFRESH_S_MAX = 10.0
 
 
 class Recorder:
@@ -127,7 +128,7 @@ def eval_of(result: run_pb2.EvalResult, success_reward: str, time_s: float) -> E
 
 
 class Watcher:
-    """Watches while it is entered; `recorder.ended` tells when the run is over."""
+    """Watches a run in the background while it is entered; `recorder.ended` tells when the run is over."""
 
     def __init__(self, address: str, token: str, run: str, recorder: Recorder, clock: Clock) -> None:
         self._channel = open_channel(address, token=token)
@@ -136,45 +137,53 @@ class Watcher:
         self._recorder = recorder
         self._clock = clock
         self._newest: run_pb2.RunState | None = None
+        self._task: asyncio.Task[None] | None = None
 
-    async def run(self) -> None:
-        """Until the run has ended. Refusals that asking again cannot help are raised."""
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._watch(), name=f"watch {self._run}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._recorder.close(self._newest)
+        await self._channel.close()
+
+    async def wait(self) -> None:
+        """Returns once the run has ended. Raises a refusal that asking again cannot help."""
+        assert self._task is not None, "not entered"
+        await asyncio.shield(self._task)
+
+    async def refresh(self) -> None:
+        """Sees the present state: what is streamed may be a moment old. Raises MeshError."""
+        with typed_errors():
+            reply = await self._stub.GetRun(run_pb2.GetRunRequest(run=self._run), timeout=_REFRESH_S_MAX)
+        self._see(reply.state)
+
+    def _see(self, state: run_pb2.RunState) -> None:
+        self._newest = state
+        self._recorder.see(state)
+
+    async def _watch(self) -> None:
         while not self._recorder.ended.is_set():
             try:
-                await self._watch()
+                await self._follow()
             except MeshError as err:
                 if not err.retryable:
                     raise
                 _log.debug("watching the run: %s", err)
             await self._clock.sleep(_BACKOFF_S)
 
-    async def _watch(self) -> None:
+    async def _follow(self) -> None:
         call = self._stub.WatchRun(run_pb2.WatchRunRequest(run=self._run))
         try:
             with typed_errors():
                 async for message in call:
-                    self._newest = message.state
-                    self._recorder.see(message.state)
+                    self._see(message.state)
                     if self._recorder.ended.is_set():
                         return
         finally:
             call.cancel()
-
-    async def close(self) -> None:
-        self._recorder.close(self._newest)
-        await self._channel.close()
-
-
-@asynccontextmanager
-async def watching(
-    address: str, token: str, run: str, recorder: Recorder, clock: Clock
-) -> AsyncIterator[asyncio.Task[None]]:
-    """Watches in the background; yields the task, which ends with the run."""
-    watcher = Watcher(address, token, run, recorder, clock)
-    task = asyncio.create_task(watcher.run(), name="watch run")
-    try:
-        yield task
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-        await watcher.close()

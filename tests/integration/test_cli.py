@@ -1,0 +1,142 @@
+"""The command over a whole mesh: real services, gRPC and nats-server, with an engine and a trainer that need no model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmesh.services.cli.__main__ import app
+from rollmesh.services.cli.run_folder import RunFolder
+from rollmesh.services.cli.series import read_series
+from rollmesh.services.learner.metrics_log import read_metrics
+from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
+
+AGENT = """
+class Agent:
+    async def run(self, task, env):
+        await env.generate(max_tokens=4)
+"""
+SCORER = """
+class Scorer:
+    async def score(self, item):
+        return float(sum(map(ord, item.response())) % 2)
+"""
+CONFIG = """
+model: model
+run: {name: cli, max_staleness: 2, batch_groups: 2, group_size: 4, updates_max: 4, eval_every: 2, eval_tasks: 4}
+counts: {sandbox: 0}
+data: {source: {kind: jsonl, path: tasks.jsonl, labels: {parity: parity}, validation_share: 0.1, test_share: 0.3}}
+rollout: {agent: "agent.py:Agent"}
+reward: {scorers: [{scorer: "scorer.py:Scorer", name: correct}]}
+inference:
+  engine: rollmesh.services.inference.engines.fake_engine:FakeEngine
+  engine_config: rollmesh.services.inference.engines.fake_engine:FakeEngineConfig
+learner:
+  engine: rollmesh.services.learner.engines.fake_trainer:open_trainer
+  checkpoint_every: 2
+  publish: {num_probes: 0}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A folder with a configuration, tasks, an agent and a scorer of a user's own."""
+    (tmp_path / "model").mkdir()
+    save_tokenizer(build_tokenizer(), tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "scorer.py").write_text(SCORER)
+    tasks = [{"question": f"{n}+{n}", "answer": str(2 * n), "parity": str(n % 2)} for n in range(60)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger_that_holds(mine: Path) -> None:
+    out = mine / "run"
+    done = CliRunner().invoke(app, ["train", str(mine / "mine.yaml"), "--out", str(out), "--json"])
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert summary == json.loads((out / "summary.json").read_text())
+    assert (summary["updates"], summary["outcome"], summary["samples"]["live"]) == (4, "finished", 0)
+    assert summary["lag_max"] <= summary["eta"] == 2
+    assert Path(summary["checkpoint"]).name == "update-00000004.0"
+    series = read_series(RunFolder(out).series)
+    assert [e.step for e in series.evals_by_step] == [0, 2, 4]
+    assert set(series.evals_by_step[0].success_by_label) == {"parity=0", "parity=1"}
+    assert series.last.ended == "UPDATES_MAX"
+    assert "<svg" in (out / "report.html").read_text()
+
+    audit = CliRunner().invoke(app, ["audit", str(out), "--json"])
+    assert audit.exit_code == 0, audit.output
+    found = json.loads(audit.stdout)
+    assert found["holds"]
+    assert found["samples"]["trained"] == summary["samples"]["trained"]
+    assert found["checkpoint"] is not None
+
+
+def test_audit_of_a_checkpoint_that_says_otherwise_fails(mine: Path) -> None:
+    out = mine / "run"
+    done = CliRunner().invoke(app, ["train", str(mine / "mine.yaml"), "run.updates_max=2", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert re.search(r"checkpoint +.*/checkpoints/update-00000002.0", done.stdout)
+    trained = out / "checkpoints" / "update-00000002.0" / "trained.jsonl"
+    lines = trained.read_text().splitlines()
+    first = json.loads(lines[0])
+    first["sample_ids"].append(first["sample_ids"][0] + "x")
+    trained.write_text("\n".join([json.dumps(first), *lines[1:]]) + "\n")
+    audit = CliRunner().invoke(app, ["audit", str(out)])
+    assert audit.exit_code == 1, audit.output
+    assert "CLAIMS ARE BROKEN" in audit.stdout
+
+
+async def test_interrupted_run_writes_a_checkpoint_and_goes_on(mine: Path) -> None:
+    out = mine / "run"
+    told = await _interrupted(
+        "train", str(mine / "mine.yaml"), "run.updates_max=2000", "run.eval_every=0", "--out", str(out)
+    )
+    first = json.loads((out / "summary.json").read_text())
+    assert first["outcome"] == "interrupted"
+    assert f"rollmesh train {out}" in told
+    assert Path(first["checkpoint"]).name == f"update-{first['updates']:08}.0"
+
+    await _interrupted("train", str(out))
+    second = json.loads((out / "summary.json").read_text())
+    assert second["updates"] > first["updates"]
+    assert {line.incarnation for line in read_metrics(out / "metrics.jsonl").values()} == {0}
+    audit = await asyncio.to_thread(CliRunner().invoke, app, ["audit", str(out)])
+    assert audit.exit_code == 0, audit.output
+
+
+async def _interrupted(*arguments: str) -> str:
+    """Runs the command until three more updates are made, then sends Ctrl-C; what it printed."""
+    metrics = Path(arguments[-1]) / "metrics.jsonl"
+    wanted = _num_lines(metrics) + 3
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rollmesh.services.cli", *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        async with asyncio.timeout(90):
+            while _num_lines(metrics) < wanted:
+                assert process.returncode is None, (await process.communicate())[0].decode()
+                await asyncio.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            told, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 130, told.decode()
+    return told.decode()
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0

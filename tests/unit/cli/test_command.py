@@ -1,0 +1,201 @@
+"""The command itself: instant help, and one message with place and remedy for every mistake."""
+
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rollmesh.services.cli.__main__ import app
+from rollmesh.services.cli.config import DEMO_CONFIG
+from rollmesh.trainer.model_files import write_model_folder
+from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.trainer.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).parents[3]
+SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
+TASKS = '{"question": "1+1", "answer": "2"}\n{"question": "2+2", "answer": "4"}\n'
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def refused(*arguments: str) -> str:
+    """What is said about bad input: one message, exit code 2, no traceback."""
+    done = command(*arguments)
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.output
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith("error: ")
+    assert len(lines) == 1, lines
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model_folder(build_tiny_model(SMALL, seed=0), build_tokenizer(), folder)
+    return folder
+
+
+def config_file(folder: Path, text: str = "") -> Path:
+    """A configuration over a task file beside it, with `text` added."""
+    (folder / "tasks.jsonl").write_text(TASKS * 20)
+    path = folder / "mine.yaml"
+    path.write_text(
+        "data: {source: {kind: jsonl, path: tasks.jsonl}}\nrollout: {limits: {context_tokens_max: 512}}\n"
+        f"counts: {{sandbox: 0}}\n{text}"
+    )
+    return path
+
+
+# Help ---------------------------------------------------------------------------------------------------------------
+
+
+def test_help_is_instant() -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "rollmesh.services.cli", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert all(name in done.stdout for name in ("demo", "train", "check", "audit"))
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 0.5
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, contextlib, rollmesh.services.cli.__main__ as m\n"
+        "with contextlib.suppress(SystemExit): m.app(['train', '--help'])\n"
+        "print([n for n in ('torch', 'transformers', 'grpc', 'nats', 'numpy', 'matplotlib', 'google.protobuf') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# check --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "configs").glob("*.yaml")))
+def test_every_configuration_in_the_repository_resolves_and_says_what_it_is_for(name: str, tmp_path: Path) -> None:
+    path = ROOT / "configs" / name
+    head = path.read_text().partition("\nrun:")[0]
+    assert all(re.search(rf"^# {word} ", head, re.MULTILINE) for word in ("Hardware", "Purpose", "Expected"))
+    done = command("check", str(path), "run.seed=5")
+    assert done.exit_code == 0, done.output
+    (tmp_path / "resolved.yaml").write_text(done.stdout)
+    assert "seed: 5" in done.stdout
+
+
+def test_demo_needs_no_file_outside_the_package() -> None:
+    package = ROOT / "services" / "rollmesh" / "services" / "cli"
+    assert DEMO_CONFIG.resolve().is_relative_to(package)
+    assert (ROOT / "configs" / "demo.yaml").resolve() == DEMO_CONFIG.resolve()
+
+
+def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "agent.py").write_text("class Agent:\n    async def run(self, task, env): ...\n")
+    text = f"model: {model}\nrun: {{eval_every: 0}}\n"
+    done = command("check", str(config_file(tmp_path, text)), "rollout.agent=agent.py:Agent")
+    assert done.exit_code == 0, done.output
+    assert "agent: agent.py:Agent" in done.stdout
+
+
+# Bad input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.update_max=3", r"`run.update_max`: unknown key; did you mean `updates_max`\?"),
+        ("run.updates_max=many", r"`run.updates_max`: Expected `int`, got `str` \(found 'many'\)"),
+        ("run.publish_every=4", r"publish_every = 4 with max_staleness = 2: .*raise max_staleness or lower publish_every"),
+        ("run.name=my/run", r"`run.name`: name must be .* got 'my/run'"),
+        ("run.success_reward=corect", r"`run.success_reward`: no scorer gives .*`corect`; known: correct"),
+        ("run.eval_split=dev", r"`run.eval_split`: 'dev' is no split; known: train, validation, test"),
+        ("counts.sandbox=0", r"`counts.sandbox`: 0, but tasks use the tool `calculator`; set it to 1"),
+        ("data.source.tools=[abacus]", r"`data.source.tools`: there is no tool `abacus`; known: calculator, python"),
+        ("data.selector.name=best", r"there is no selector `best`; known: uniform, thompson"),
+        ("rollout.agent=mine.py:Agent", r"`mine.py:Agent`: there is no file .*mine.py"),
+        ("rollout.limits.context_tokens_max=999", r"999 is beyond the engine's context of 320 tokens; lower it, or raise"),
+        ("inference.engine_options.slots=1", r"`inference.engine_options`: .*unknown key; did you mean `slots_max`\?"),
+        ("learner.recipe=gpro", r"`learner`: recipe: there is no `gpro`; known: grpo"),
+        ("learner.recipe_options.optimizer.lrr=1", r"recipe_options: .*`optimizer.lrr`: unknown key; did you mean `lr`\?"),
+        ("made_model.warm_start.level=3", r"`made_model.warm_start`: .*unknown key; did you mean `levels`\?"),
+        ("made_model.tasks.test_share=0.2", r"`made_model.tasks`: .*must equal those of data.source"),
+        ("model=somewhere", r"model must be empty where `made_model` makes it"),
+        ("reward.scorers.0.scorer=exakt", r"there is no scorer `exakt`; known: exact, math"),
+    ],
+)  # fmt: skip
+def test_mistake_in_a_setting_is_told_with_its_place_and_remedy(override: str, expected: str) -> None:
+    assert re.search(expected, refused("check", str(DEMO_CONFIG), override))
+
+
+def test_missing_configuration_is_told() -> None:
+    assert re.search(
+        r"nope.yaml: cannot read the configuration file: .*; check the path", refused("check", "nope.yaml")
+    )
+
+
+def test_missing_task_file_is_told(tmp_path: Path) -> None:
+    path = config_file(tmp_path)
+    (tmp_path / "tasks.jsonl").unlink()
+    assert re.search(
+        r"cannot read .*tasks.jsonl: No such file .*give the path of a JSONL file", refused("check", str(path))
+    )
+
+
+def test_malformed_task_line_is_told_with_line_and_field(tmp_path: Path) -> None:
+    path = config_file(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text(TASKS + '{"question": "3+3"}\n')
+    message = refused("check", str(path))
+    assert re.search(r'tasks.jsonl:3: field "answer": is missing; the line has question', message)
+
+
+def test_missing_model_is_told(tmp_path: Path) -> None:
+    path = config_file(tmp_path, "run: {eval_every: 0}\n")
+    assert "`model`: name a folder with a model in transformers format, or give `made_model`" in refused(
+        "check", str(path)
+    )
+    assert re.search(r"`model`: .*/gone holds no config.json; name a folder", refused("check", str(path), "model=gone"))
+
+
+def test_model_that_does_not_load_is_told(tmp_path: Path, model: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    path = config_file(tmp_path, "run: {eval_every: 0}\nmodel: broken\n")
+    assert re.search(r"`model`: no model can be loaded from .*broken", refused("check", str(path)))
+
+
+def test_train_refuses_before_it_makes_a_folder(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    refused("train", str(DEMO_CONFIG), "learner.recipe=gpro", "--out", str(out))
+    assert not out.exists()
+
+
+def test_train_does_not_overwrite_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    message = refused("demo", "--out", str(tmp_path))
+    assert f"holds a run; go on with it by `rollmesh train {tmp_path}`, or choose another --out" in message
+
+
+def test_audit_of_another_folder_is_refused(tmp_path: Path) -> None:
+    assert "not the folder of a run" in refused("audit", str(tmp_path))
+
+
+def test_audit_of_a_run_that_never_started_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {name: idle}\n")
+    origin = {"command": [], "base_dir": "/", "started_at": "", "python": "", "platform": "", "packages": {}}
+    (tmp_path / "run.json").write_text(json.dumps(origin))
+    assert "the run was never started, there is no ledger" in refused("audit", str(tmp_path))

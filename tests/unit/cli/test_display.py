@@ -1,0 +1,91 @@
+"""What a person sees while a run goes on."""
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollmesh.services.cli.config import TrainConfig
+from rollmesh.services.cli.display import LiveView, PlainView, open_view, sample_parts, spark
+from rollmesh.services.cli.model_process import WarmStep
+from rollmesh.services.cli.watch import Recorder
+from rollmesh.services.mesh.config import RunConfig
+from rollmesh.shared.clock import ManualClock
+from tests.unit.cli.recorded import encoded, recorded_point, recorded_series
+
+CONFIG = TrainConfig(run=RunConfig(name="shown", updates_max=12))
+
+
+def watched(tmp_path: Path) -> Recorder:
+    series = recorded_series()
+    path = tmp_path / "series.jsonl"
+    path.write_bytes(encoded(series.points[:7], series.evals[:2]))
+    return Recorder(path, success_reward="correct", clock=ManualClock())
+
+
+def console(*, terminal: bool) -> tuple[Console, StringIO]:
+    out = StringIO()
+    return Console(file=out, force_terminal=terminal, width=110, color_system=None), out
+
+
+def test_view_is_live_on_a_terminal_and_plain_elsewhere() -> None:
+    for terminal, kind in ((True, LiveView), (False, PlainView)):
+        view = open_view(CONFIG, console(terminal=terminal)[0], "runs/x")
+        assert type(view) is kind
+        view.close()
+
+
+def test_live_view_shows_progress_success_staleness_accounts_and_waiters(tmp_path: Path) -> None:
+    shown, out = console(terminal=False)
+    view = LiveView(CONFIG, shown, "runs/x")
+    view.follow(watched(tmp_path))
+    view.close()
+    out.truncate(0)
+    shown.print(view.render())
+    text = out.getvalue()
+    for part in ("update 6 / 12", "0.450 → 0.720", "at update 6", "level 1: 0.82", "correct 0.600", "(bound 2)", "33%",
+                 "104 reserved = 48 trained + 24 applied", "main waits", "READY groups: 1 of 2"):  # fmt: skip
+        assert part in text
+
+
+def test_live_view_shows_the_warm_start() -> None:
+    shown, out = console(terminal=False)
+    view = LiveView(CONFIG, shown, "runs/x")
+    view.phase("making the model")
+    view.warm_start(WarmStep(step=90, level=4, loss_smoothed=0.21, success=0.31))
+    view.close()
+    shown.print(view.render())
+    for part in ("making the model", "step 90  levels 1-4  loss 0.210", "0.310"):
+        assert part in out.getvalue()
+
+
+def test_plain_view_has_lines_for_evaluations_and_updates(tmp_path: Path) -> None:
+    shown, out = console(terminal=False)
+    view = PlainView(CONFIG, shown, "runs/x")
+    recorder = watched(tmp_path)
+    evals = recorder.series.evals
+    recorder.series.evals = evals[:1]
+    view.follow(recorder)
+    recorder.series.evals = evals
+    view.moved()
+    view.moved()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "shown: seed 0, runs/x"
+    assert lines[1].endswith("evaluated update 6: held-out success 0.720  (level 1: 0.82, level 2: 0.62)")
+    assert lines[2].startswith("0:17  update 6/12  reward correct 0.60  lag 0:33% 1:67% 2:0%")
+    assert len(lines) == 3
+
+
+def test_sample_parts_add_up_and_tell_applied_from_in_flight() -> None:
+    point = recorded_point(6, time_s=1.0)
+    parts = sample_parts(point)
+    assert sum(count for _, count in parts) == point.samples["reserved"]
+    assert dict(parts) == {"trained": 48, "applied": 24, "stale": 6, "filtered": 18, "in flight": 8}
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"), [([0.0, 0.5, 1.0], "▁▅█"), ([], ""), ([-3.0, 9.0], "▁█"), ([0.5] * 100, "▅" * 32)]
+)
+def test_spark_draws_values_between_its_ends(values: list[float], drawn: str) -> None:
+    assert spark(values, low=0.0, high=1.0) == drawn

@@ -1,0 +1,71 @@
+"""Ctrl-C: the first stops in order, the second leaves at once."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rollmesh.services.cli.interrupts import EXIT_INTERRUPTED, Interrupts, Stopped
+
+
+async def test_first_signal_stops_work_and_waits_for_its_clean_up() -> None:
+    cleaned, noticed = [], []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append(True)
+
+    with Interrupts(notice=lambda: noticed.append(True)) as interrupts:
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+        with pytest.raises(Stopped):
+            await interrupts.unless_stopped(work())
+    assert (cleaned, noticed) == ([True], [True])
+
+
+async def test_work_that_is_done_gives_its_result_and_handlers_are_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interrupts() as interrupts:
+        assert await interrupts.unless_stopped(asyncio.sleep(0, "done")) == "done"
+        assert not interrupts.stop.is_set()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+async def test_work_begun_after_a_stop_does_not_run_on() -> None:
+    with Interrupts() as interrupts:
+        interrupts.stop.set()
+        with pytest.raises(Stopped):
+            await interrupts.unless_stopped(asyncio.Event().wait())
+
+
+async def test_failure_of_work_passes_through() -> None:
+    async def fail() -> None:
+        raise RuntimeError("broken")
+
+    with Interrupts() as interrupts, pytest.raises(RuntimeError, match="broken"):
+        await interrupts.unless_stopped(fail())
+
+
+STUCK = """
+import asyncio, os, signal, time
+from rollmesh.services.cli.interrupts import Interrupts, Stopped
+async def main():
+    with Interrupts(leave=lambda: print("left", flush=True), notice=lambda: print("noticed", flush=True)) as interrupts:
+        asyncio.get_running_loop().call_later(0, os.kill, os.getpid(), signal.SIGINT)
+        try:
+            await interrupts.unless_stopped(asyncio.Event().wait())
+        except Stopped:
+            os.kill(os.getpid(), signal.SIGINT)  # while the loop is stuck in what follows
+            while True: time.sleep(0.01)
+asyncio.run(main())
+"""
+
+
+def test_second_signal_leaves_at_once_even_if_the_loop_is_stuck() -> None:
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == EXIT_INTERRUPTED
+    assert done.stdout.split() == ["noticed", "left"]

@@ -1,0 +1,55 @@
+"""Making the demo's model: in a process, deterministic, whole or not at all."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from rollmesh.services.cli.config import MadeModelConfig
+from rollmesh.services.cli.make_model import _Demonstrator, make_model
+from rollmesh.services.cli.model_process import ModelNotMade, WarmStep, make_in_process
+from rollmesh.services.data.calc_source import CalcConfig, calc_pool
+from rollmesh.services.data.task import Split, split_of
+from rollmesh.trainer.model_files import load_model, load_tokenizer
+from rollmesh.trainer.tokenizer import END, build_tokenizer
+
+TASKS = CalcConfig(level_max=1, num_train=1, num_validation=8, num_test=1)
+SHAPE = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 48}
+QUICK = {"levels": 1, "levels_first": 1, "batch_size": 4, "evaluate_every": 2, "target_success": 1e-12}
+CONFIG = MadeModelConfig(shape=SHAPE, warm_start=QUICK, tasks=TASKS)
+
+
+async def test_model_is_made_in_a_process_that_tells_its_steps(tmp_path: Path) -> None:
+    steps: list[WarmStep] = []
+    last = await make_in_process(CONFIG, tmp_path / "model", seed=3, limit_s=60, on_step=steps.append)
+    assert [step.step for step in steps] == list(range(1, last.step + 1))
+    assert last.success is not None
+    assert load_tokenizer(tmp_path / "model").decode([1]) == END
+    make_model(CONFIG, tmp_path / "again", seed=3, on_step=lambda _: None)
+    first, second = load_model(tmp_path / "model").state_dict(), load_model(tmp_path / "again").state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert sorted(os.listdir(tmp_path)) == ["again", "model"]
+
+
+async def test_target_out_of_reach_is_told_and_leaves_no_model(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(CONFIG, warm_start={**QUICK, "target_success": 1.0, "steps_max": 2})
+    with pytest.raises(ModelNotMade, match="success stayed below 1.0 in 2 steps"):
+        await make_in_process(config, tmp_path / "model", seed=0, limit_s=60, on_step=lambda _: None)
+    assert os.listdir(tmp_path) == []
+
+
+def test_demonstrations_come_from_the_train_range_and_validation_from_its_own() -> None:
+    maker, tokenizer, rng = _Demonstrator(TASKS), build_tokenizer(), np.random.default_rng(0)
+    shares = {"validation_share": TASKS.validation_share, "test_share": TASKS.test_share}
+    for _ in range(30):
+        text = str(tokenizer.decode(maker.new(2, rng).token_ids))
+        question = text.split("<|user|>")[1].split("<|end|>")[0]
+        assert split_of(question, **shares) is Split.TRAIN
+    held_out = [tokenizer.decode(demo.token_ids) for demo in maker.validation()]
+    pool = calc_pool(TASKS, Split.VALIDATION)
+    assert [f"<|user|>{pool.task(n).messages[0].content}<|end|>" in text for n, text in enumerate(held_out)] == [
+        True
+    ] * 8

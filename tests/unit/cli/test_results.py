@@ -1,0 +1,92 @@
+"""summary.json and report from a recorded run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollmesh.services.cli.closing import closing_words
+from rollmesh.services.cli.results import write_results
+from rollmesh.services.cli.series import Series
+from rollmesh.services.cli.summary import learner_seconds, milestones, summarise
+from tests.unit.cli.recorded import recorded_eval, recorded_folder
+
+# The fields that scripts rely on.
+FIELDS = {
+    "run": "recorded", "recipe": "grpo", "seed": 3, "eta": 2, "lag_max": 1, "updates": 12, "wall_s": 29.0,
+    "heldout_success_before": 0.45, "heldout_success_after": 0.9, "tokens_generated": 12000, "tokens_trained": 7200,
+}  # fmt: skip
+
+
+def test_summary_has_what_scripts_rely_on(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    write_results(folder, config, outcome="finished")
+    written = json.loads(folder.summary.read_text())
+    assert {name: written[name] for name in FIELDS} == FIELDS
+    samples = written["samples"]
+    assert set(samples) == {"reserved", "trained", "stale", "filtered", "failed", "cancelled", "exported", "live"}
+    assert samples["reserved"] == sum(n for name, n in samples.items() if name != "reserved")
+    assert written["learner_seconds"]["train"] == 12.0
+    assert written["learner_seconds"]["wait"] == 6.0
+
+
+def test_summary_counts_the_warm_start_into_the_whole(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    (folder.root / "warm_start.json").write_text(
+        '{"seconds": 12.5, "steps": 140, "num_tokens": 9, "success_validation": 0.46}'
+    )
+    summary = write_results(folder, config, outcome="finished")
+    assert (summary.warm_start_s, summary.train_s, summary.wall_s) == (12.5, 29.0, 41.5)
+
+
+def test_milestones_name_the_first_evaluation_at_or_above_each(tmp_path: Path) -> None:
+    evals = [recorded_eval(0, 0.5, time_s=1.0), recorded_eval(5, 0.8, time_s=9.0), recorded_eval(10, 0.75, time_s=20.0)]
+    assert [(m.success, m.update, m.time_s) for m in milestones(evals)] == [(0.6, 5, 9.0), (0.7, 5, 9.0), (0.8, 5, 9.0)]
+
+
+def test_summary_of_a_run_that_never_began_says_so(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    summary = summarise(folder, config, Series(), outcome="failed", warm_start_s=0.0)
+    assert (summary.updates, summary.lag_max, summary.heldout_success_before) == (0, None, None)
+
+
+def test_learner_seconds_of_unreadable_metrics_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("not json\n")
+    assert learner_seconds(tmp_path / "metrics.jsonl") == {}
+    assert learner_seconds(tmp_path / "absent.jsonl") == {}
+
+
+def test_report_is_one_file_with_pictures_and_tables(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    write_results(folder, config, outcome="finished")
+    page = folder.report.read_text()
+    assert folder.picture.read_bytes().startswith(b"\x89PNG")
+    for text in ("<svg", "0.450 → 0.900", "BEYOND_BOUND", "level 2", "update-00000012.0", "max_staleness: 2"):
+        assert text in page
+    for outside in ("<script src", "<link", "<img", "url(http"):
+        assert outside not in page
+
+
+def test_report_escapes_what_comes_from_outside(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    write_results(folder, config, outcome="finished")
+    page = folder.report.read_text()
+    assert "&lt;b&gt;mine&lt;/b&gt;.yaml" in page
+    assert "<b>mine" not in page
+
+
+def test_report_of_an_empty_run_is_written(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    folder.series.unlink()
+    folder.metrics.unlink()
+    write_results(folder, config, outcome="interrupted")
+    assert "can go on" in folder.report.read_text()
+
+
+@pytest.mark.parametrize(("outcome", "told"), [("finished", False), ("interrupted", True)])
+def test_closing_words_name_the_checkpoint_and_how_to_go_on(tmp_path: Path, outcome: str, told: bool) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    words = closing_words(write_results(folder, config, outcome=outcome))  # type: ignore[arg-type]
+    assert "0.450 -> 0.900" in words
+    assert f"checkpoint  {folder.root}/checkpoints/update-00000012.0" in words
+    assert (f"rollmesh train {folder.root}" in words) is told
