@@ -75,7 +75,7 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) 
                 "worker": {"episodes_max": 128},
             },
             "reward": {"finalizer": {"name": "keep_all"}},
-            "sandbox": {"engine": "fake"},
+            "sandbox": {"engine": "fake", "orphan_s": 2.0},
             "learner": {
                 "engine": "rollmesh.services.learner.engines.fake_trainer:open_trainer",
                 "checkpoint_every": 3,

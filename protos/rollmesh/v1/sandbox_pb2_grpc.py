@@ -66,7 +66,8 @@ class SandboxServiceServicer(object):
         UNKNOWN_PROFILE (NOT_FOUND): see the node's configured profiles in the message.
         SANDBOX_FAILED (UNAVAILABLE): the jail could not be made or was lost: infra failure, never the model's fault; try again.
         UNIMPLEMENTED: the verb is not served (snapshot and fork, in this version).
-        Sessions opened on a stream that breaks live on until their time to live and can be used from another stream.
+        Sessions of a stream that breaks live on for a while (the node's orphan_s, at most their time to live), and for their whole
+        time to live again once they are used from another stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

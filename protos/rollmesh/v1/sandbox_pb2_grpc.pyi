@@ -43,7 +43,8 @@ class SandboxServiceStub:
       UNKNOWN_PROFILE (NOT_FOUND): see the node's configured profiles in the message.
       SANDBOX_FAILED (UNAVAILABLE): the jail could not be made or was lost: infra failure, never the model's fault; try again.
       UNIMPLEMENTED: the verb is not served (snapshot and fork, in this version).
-    Sessions opened on a stream that breaks live on until their time to live and can be used from another stream.
+    Sessions of a stream that breaks live on for a while (the node's orphan_s, at most their time to live), and for their whole
+    time to live again once they are used from another stream.
     """
     Exec: _grpc.UnaryUnaryMultiCallable[_sandbox_pb2.ExecRequest, _sandbox_pb2.ExecResponse]
     """Opens a fresh session, runs one piece of code, closes it.
@@ -67,7 +68,8 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
       UNKNOWN_PROFILE (NOT_FOUND): see the node's configured profiles in the message.
       SANDBOX_FAILED (UNAVAILABLE): the jail could not be made or was lost: infra failure, never the model's fault; try again.
       UNIMPLEMENTED: the verb is not served (snapshot and fork, in this version).
-    Sessions opened on a stream that breaks live on until their time to live and can be used from another stream.
+    Sessions of a stream that breaks live on for a while (the node's orphan_s, at most their time to live), and for their whole
+    time to live again once they are used from another stream.
     """
     Exec: _aio.UnaryUnaryMultiCallable[_sandbox_pb2.ExecRequest, _sandbox_pb2.ExecResponse]  # type: ignore[assignment]
     """Opens a fresh session, runs one piece of code, closes it.
@@ -94,7 +96,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
           UNKNOWN_PROFILE (NOT_FOUND): see the node's configured profiles in the message.
           SANDBOX_FAILED (UNAVAILABLE): the jail could not be made or was lost: infra failure, never the model's fault; try again.
           UNIMPLEMENTED: the verb is not served (snapshot and fork, in this version).
-        Sessions opened on a stream that breaks live on until their time to live and can be used from another stream.
+        Sessions of a stream that breaks live on for a while (the node's orphan_s, at most their time to live), and for their whole
+        time to live again once they are used from another stream.
         """
 
     @_abc_1.abstractmethod

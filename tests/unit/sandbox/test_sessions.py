@@ -13,11 +13,11 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.engines.fake_engine import FakeEngine
-from rollmesh.services.sandbox.sessions import End, Sessions
+from rollmesh.services.sandbox.sessions import End, Holder, Sessions
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, Overloaded, SandboxFailed, UnknownSession
 
-CONFIG = SandboxConfig(engine="fake", sessions_max=3, ttl_s=10.0, ttl_s_max=100.0)
+CONFIG = SandboxConfig(engine="fake", sessions_max=3, ttl_s=10.0, ttl_s_max=100.0, orphan_s=3.0)
 
 
 class ScriptedEngine(FakeEngine):
@@ -73,6 +73,29 @@ async def test_use_renews_the_lease() -> None:
     with pytest.raises(UnknownSession):
         await sessions.run("s", "1", 0)
     assert sessions.counts().ended[End.REAPED] == 1
+
+
+async def test_a_session_whose_holder_is_gone_ends_soon_unless_another_uses_it() -> None:
+    sessions, engine, clock = make()
+    gone, back = Holder(), Holder()
+    for session_id in ("left", "taken over", "busy"):
+        await sessions.open(session_id, profile="calc", limits={}, ttl_s=0, owner="test", holder=gone)
+    busy = asyncio.create_task(sessions.call("busy", "call", ["wait"], 0))
+    await asyncio.sleep(0)
+    sessions.let_go(gone)
+    sessions.hold("taken over", back)
+    await sessions.call("taken over", "call", ["1+1"], 0)
+    clock.advance(3.0)
+    assert await sessions.sweep() == 1
+    assert set(sessions.owners()) == {"taken over", "busy"}
+    engine.gate.set()
+    await busy  # ended after its holder: it has as long as the other had
+    clock.advance(2.9)
+    assert await sessions.sweep() == 0
+    clock.advance(0.1)
+    assert await sessions.sweep() == 1
+    assert set(sessions.owners()) == {"taken over"}
+    assert_counts_add_up(sessions)
 
 
 async def test_lease_cannot_run_out_during_use() -> None:

@@ -78,6 +78,9 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Seconds without use after which a session is ended, where its opener names none."""
     ttl_s_max: float = 3600.0
     """Longest time to live an opener may ask for."""
+    orphan_s: float = 60.0
+    """Seconds without use after which a session is ended whose stream broke, if that is sooner: its worker has probably died, and its
+    places are wanted. Long enough for a worker that lives to come back to it with the next call."""
     reap_every_s: float = 1.0
     """Time between looks for expired sessions: how late one may end."""
     grace_s: float = 1.0
@@ -102,7 +105,7 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         for name in (
-            "sessions_max", "starts_inflight_max", "ttl_s", "reap_every_s", "grace_s", "start_timeout_s",
+            "sessions_max", "starts_inflight_max", "ttl_s", "orphan_s", "reap_every_s", "grace_s", "start_timeout_s",
             "retry_after_s", "stop_s", "commands_inflight_max", "files_bytes_max", "uid_base",
         ):  # fmt: skip
             if getattr(self, name) <= 0:

@@ -3,7 +3,7 @@
 Work: every command of a stream is a task of its own, so that a slow session holds up no other; at most
 `commands_inflight_max` of them, then the stream is not read (back-pressure by flow control). Tasks start in the order of
 their commands, and the sessions' locks are fair: commands of one session keep their order. When a stream breaks its commands
-run to their end, bounded by their limits, and their answers are dropped.
+run to their end, bounded by their limits, and their answers are dropped; its sessions end soon unless another stream uses them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import grpc
 
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
-from rollmesh.services.sandbox.sessions import Sessions
+from rollmesh.services.sandbox.sessions import Holder, Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, InvalidInput, MeshError, Unimplemented
 from rollmesh.shared.ids import IdSource
@@ -64,13 +64,15 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
     ) -> AsyncIterator[sandbox_pb2.WorkResponse]:
         answers: asyncio.Queue[sandbox_pb2.WorkResponse | None] = asyncio.Queue()  # bounded by `places`
         places = asyncio.Semaphore(self._config.commands_inflight_max)
-        reader = asyncio.create_task(self._read(request_iterator, answers, places))
+        holder = Holder()
+        reader = asyncio.create_task(self._read(request_iterator, answers, places, holder))
         try:
             while (answer := await answers.get()) is not None:
                 yield answer
                 places.release()
             await reader
         finally:
+            self._sessions.let_go(holder)
             reader.cancel()
 
     async def Exec(
@@ -101,13 +103,14 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         requests: AsyncIterator[sandbox_pb2.WorkRequest],
         answers: asyncio.Queue[sandbox_pb2.WorkResponse | None],
         places: asyncio.Semaphore,
+        holder: Holder,
     ) -> None:
         """Start a task per command; after the client's last one wait for all answers, then end the stream."""
         started: set[asyncio.Task[None]] = set()
         try:
             async for request in requests:
                 await places.acquire()
-                task = asyncio.create_task(self._answer(request, answers))
+                task = asyncio.create_task(self._answer(request, answers, holder))
                 for tasks in (started, self._tasks):
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
@@ -119,11 +122,14 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             answers.put_nowait(None)
 
     async def _answer(
-        self, request: sandbox_pb2.WorkRequest, answers: asyncio.Queue[sandbox_pb2.WorkResponse | None]
+        self,
+        request: sandbox_pb2.WorkRequest,
+        answers: asyncio.Queue[sandbox_pb2.WorkResponse | None],
+        holder: Holder,
     ) -> None:
         answer = sandbox_pb2.WorkResponse(request_id=request.request_id, session_id=request.session_id)
         try:
-            await self._carry_out(request, answer)
+            await self._carry_out(request, answer, holder)
         except MeshError as error:
             answer.failure.CopyFrom(_failure(error))
         except Exception:  # noqa: BLE001 - a bug of ours in one command must not take the others' stream along
@@ -131,11 +137,14 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             answer.failure.CopyFrom(_failure(Internal("the command failed inside the sandbox service; see its log")))
         answers.put_nowait(answer)
 
-    async def _carry_out(self, request: sandbox_pb2.WorkRequest, answer: sandbox_pb2.WorkResponse) -> None:
+    async def _carry_out(
+        self, request: sandbox_pb2.WorkRequest, answer: sandbox_pb2.WorkResponse, holder: Holder
+    ) -> None:
         session_id = request.session_id
+        self._sessions.hold(session_id, holder)
         match request.WhichOneof("command"):
             case "open":
-                await self._open(session_id, request.open, answer)
+                await self._open(session_id, request.open, answer, holder)
             case "run":
                 _require_language(request.run.language)
                 result = await self._sessions.run(session_id, request.run.code, request.run.wall_s)
@@ -163,7 +172,9 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             case other:
                 raise InvalidInput(f"no command in the request ({other})")
 
-    async def _open(self, session_id: str, request: sandbox_pb2.OpenSession, answer: sandbox_pb2.WorkResponse) -> None:
+    async def _open(
+        self, session_id: str, request: sandbox_pb2.OpenSession, answer: sandbox_pb2.WorkResponse, holder: Holder
+    ) -> None:
         began_s = self._clock.monotonic_s()
         await self._sessions.open(
             session_id,
@@ -171,6 +182,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             limits=_limits(request.limits),
             ttl_s=request.ttl_s,
             owner=request.owner,
+            holder=holder,
         )
         answer.opened.start_s = self._clock.monotonic_s() - began_s
 

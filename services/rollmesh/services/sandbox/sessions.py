@@ -4,7 +4,8 @@ A session lives from `open` to exactly one of five ends: CLOSED by its user, DIE
 LOST with its jail (an infra failure), REFUSED if it never came to be. created = live + the sum of ends, at every moment.
 
 Commands of one session run one after another, in the order in which they were called: each takes the session's lock, and
-asyncio locks are fair. A lease is renewed by use and can't run out during one; every use is bounded by the session's limits.
+asyncio locks are fair. A lease is renewed by use and can't run out during one; every use is bounded by the session's limits. A lease
+whose holder (the stream that used it last) is gone runs out after `orphan_s`, unless another holder uses it before.
 """
 
 from __future__ import annotations
@@ -43,12 +44,20 @@ class Counts:
     ended: Mapping[End, int]
 
 
+@dataclass(slots=True, eq=False)
+class Holder:
+    """A stream, as far as leases care."""
+
+    alive: bool = True
+
+
 @dataclass(slots=True, kw_only=True)
 class _Lease:
     owner: str
     ttl_s: float
     expires_s: float
     limits: Limits
+    holder: Holder
     in_use: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -73,13 +82,20 @@ class Sessions:
         return {session_id: lease.owner for session_id, lease in self._leases.items()}
 
     async def open(
-        self, session_id: str, *, profile: str, limits: Mapping[str, float], ttl_s: float, owner: str
+        self,
+        session_id: str,
+        *,
+        profile: str,
+        limits: Mapping[str, float],
+        ttl_s: float,
+        owner: str,
+        holder: Holder | None = None,
     ) -> None:
         """Make a session under a lease. `limits` and `ttl_s` of 0 mean the profile's and the node's.
 
         Raises InvalidInput, AlreadyExists, UnknownProfile, Overloaded, SandboxFailed.
         """
-        lease = self._admit(session_id, profile, limits, ttl_s, owner)
+        lease = self._admit(session_id, profile, limits, ttl_s, owner, holder or Holder())
         try:
             async with self._using(session_id):
                 await self._engine.open(session_id, profile, lease.limits)
@@ -122,6 +138,18 @@ class Sessions:
                 self._finish(session_id, lease, End.CLOSED)
                 await self._engine.end(session_id)
 
+    def hold(self, session_id: str, holder: Holder) -> None:
+        """Who uses the session now, if there is one."""
+        if (lease := self._leases.get(session_id)) is not None:
+            lease.holder = holder
+
+    def let_go(self, holder: Holder) -> None:
+        """The holder is gone; what it held and nobody else uses ends soon."""
+        holder.alive = False
+        for lease in self._leases.values():
+            if lease.holder is holder:
+                lease.expires_s = min(lease.expires_s, self._expiry_s(lease))
+
     async def sweep(self) -> int:
         """End the sessions whose lease ran out unused; how many."""
         now_s = self._clock.monotonic_s()
@@ -137,7 +165,9 @@ class Sessions:
             await self._clock.sleep(self._config.reap_every_s)
             await self.sweep()
 
-    def _admit(self, session_id: str, profile: str, limits: Mapping[str, float], ttl_s: float, owner: str) -> _Lease:
+    def _admit(
+        self, session_id: str, profile: str, limits: Mapping[str, float], ttl_s: float, owner: str, holder: Holder
+    ) -> _Lease:
         if not session_id:
             raise InvalidInput("session_id must not be empty: use the episode's id and attempt")
         if session_id in self._leases:
@@ -151,7 +181,9 @@ class Sessions:
                 retry_after_s=self._config.retry_after_s,
             )
         ttl_s = ttl_s or self._config.ttl_s
-        lease = _Lease(owner=owner, ttl_s=ttl_s, expires_s=self._clock.monotonic_s() + ttl_s, limits=narrowed)
+        lease = _Lease(
+            owner=owner, ttl_s=ttl_s, expires_s=self._clock.monotonic_s() + ttl_s, limits=narrowed, holder=holder
+        )
         self._leases[session_id] = lease
         self._created += 1
         return lease
@@ -171,7 +203,11 @@ class Sessions:
                     yield lease
         finally:
             lease.in_use -= 1
-            lease.expires_s = self._clock.monotonic_s() + lease.ttl_s
+            lease.expires_s = self._expiry_s(lease)
+
+    def _expiry_s(self, lease: _Lease) -> float:
+        ttl_s = lease.ttl_s if lease.holder.alive else min(lease.ttl_s, self._config.orphan_s)
+        return self._clock.monotonic_s() + ttl_s
 
     @contextmanager
     def _noting_failures(self, session_id: str, lease: _Lease) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -94,7 +94,7 @@ class JetStreamBus:
                 await link.listen_for_acks()
             connected = True
         except (OSError, TimeoutError, nats.errors.Error) as err:
-            await client.close()
+            await _close(client)
             why = problems[-1] if problems else err
             raise BusUnavailable(
                 f"cannot reach NATS at {url} ({why}); is the server running, and the token right?", url=url
@@ -136,7 +136,7 @@ class JetStreamBus:
     async def close(self) -> None:
         for log in self._streams.values():
             await log.close()
-        await self._client.close()
+        await _close(self._client)
 
     def _log_of(self, name: str) -> JetStreamLog:
         if name not in self._streams:
@@ -257,6 +257,12 @@ class JetStreamLog:
 
     def _unknown(self) -> UnknownStream:
         return UnknownStream(f"there is no stream {self._name}", stream=self._name)
+
+
+async def _close(client: Client) -> None:
+    """nats-py flushes while it closes, and a server that has just died makes that fail: then there is nothing left to flush."""
+    with suppress(OSError):
+        await client.close()
 
 
 def _connect_options(url: str, token: str, config: JetStreamConfig, link: Link) -> dict[str, Any]:

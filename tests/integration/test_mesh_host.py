@@ -1,0 +1,111 @@
+"""Parts of a run in a process of their own: `python -m rollmesh.services.mesh`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.services.mesh.host import NATS
+from rollmesh.services.mesh.parts import part_names
+from rollmesh.services.mesh.place import open_place
+from rollmesh.shared.config import to_yaml
+from rollmesh.trainer.trained_log import read_trained
+
+from ..chaos.world import World, mesh_config, save_model_folder
+
+END_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> MeshConfig:
+    """A run that ends when it is told to."""
+    model = save_model_folder(tmp_path_factory.mktemp("model"))
+    return mesh_config(model, batch_groups=4, group_size=4, updates_max=0)
+
+
+@asynccontextmanager
+async def host(
+    folder: Path, config: MeshConfig, parts: Sequence[str], *overrides: str
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """The command, killed at the end if it is still there."""
+    (folder / "config.yaml").write_text(to_yaml(config))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollmesh.services.mesh", "--run-dir", str(folder / "run")),
+        *("--config", str(folder / "config.yaml"), "--parts", ",".join(parts), *overrides),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
+    """Exit code and what it said."""
+    async with asyncio.timeout(END_S):
+        _, said = await process.communicate()
+    return process.returncode, said.decode()
+
+
+def look(folder: Path, config: MeshConfig) -> World:
+    """The run from outside."""
+    place = open_place(config, run_dir=folder / "run", base_dir=folder)
+    return World(place=place, config_file=folder / "config.yaml", traps=None, hosts={})  # type: ignore[arg-type]
+
+
+async def test_a_host_told_to_stop_leaves_the_last_update_in_a_checkpoint(tmp_path: Path, made: MeshConfig) -> None:
+    async with host(tmp_path, made, [NATS, *part_names(made)]) as process:
+        run = look(tmp_path, made)
+        state = await run.until_state("two updates", lambda s: s.policies[0].applied_step >= 2, limit_s=END_S)
+        (ports,) = run.place.folder(NATS).glob("nats-server_*.ports")
+        process.send_signal(signal.SIGTERM)
+        assert await ended(process) == (0, "")
+    newest = max((tmp_path / "run/checkpoints").iterdir())
+    assert len(list(read_trained(newest / "trained.jsonl"))) >= state.policies[0].applied_step
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(ports.stem.rpartition("_")[2]), 0)
+
+
+async def test_a_host_ends_with_its_nats_server(tmp_path: Path, made: MeshConfig) -> None:
+    async with host(tmp_path, made, [NATS, "coordinator"]) as process:
+        run = look(tmp_path, made)
+        await run.until("the server runs", lambda: (run.place.folder(NATS) / "port").exists(), limit_s=END_S)
+        assert not await run.fleet()  # the coordinator answers, so it has a bus
+        run.kill_nats_server()
+        code, said = await ended(process)
+    assert code == 1
+    assert "error: nats,coordinator ended: nats-server" in said, said
+
+
+@pytest.mark.parametrize(
+    ("parts", "overrides", "code", "message"),
+    [
+        (["rollout-7"], [], 2, "--parts: there is no `rollout-7`; this config has nats, coordinator"),
+        ([], [], 2, "--parts: name at least one of nats, coordinator"),
+        (
+            [NATS],
+            ["bus.url=nats://elsewhere:4222"],
+            2,
+            "bus.url names the cluster nats://elsewhere:4222; leave out `nats`",
+        ),
+        (["rollout-0"], ["bus.embedded.start_s=0.2"], 1, "within 0.2 s; host the part `nats`, or set bus.url"),
+    ],
+)
+async def test_a_host_that_cannot_work_says_why(
+    tmp_path: Path, made: MeshConfig, parts: list[str], overrides: list[str], code: int, message: str
+) -> None:
+    async with host(tmp_path, made, parts, *overrides) as process:
+        found, said = await ended(process)
+    assert found == code
+    assert message in said
+    assert said.count("\n") == 1, said
