@@ -1,0 +1,201 @@
+"""Who trains, and what the last trainer left: each way an attach can resolve, each way a trainer can be refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.records import RunSpec, SampleEnd
+from rollmesh.services.coordinator.core.state import GroupPhase
+from rollmesh.shared.digest import next_digest
+from tests.sim.world import NAMES, Checkpoint, World, refused
+
+
+def make_world(*, eta: int = 1, updates_max: int = 0, eval_every: int = 0, batch_lease_s: float = 20.0) -> World:
+    spec = RunSpec(
+        run="r",
+        max_staleness=eta,
+        batch_groups=2,
+        group_size=2,
+        updates_max=updates_max,
+        eval_every=eval_every,
+        eval_tasks=2,
+        episode_lease_s=10.0,
+        batch_lease_s=batch_lease_s,
+    )
+    world = World(spec=spec, rng=random.Random(0))
+    world.ask(i.CreateRun(ticket=0, spec=spec))
+    world.attach()
+    world.checkpoint(report=True)
+    return world
+
+
+def attach_request(world: World, update: int, digest: str, *, forgetful: bool = False) -> i.AttachTrainer:
+    return i.AttachTrainer(
+        ticket=world.ticket(), last_update=update, digest=digest, keeps_no_checkpoints=forgetful, **NAMES
+    )
+
+
+def trained(world: World, updates: int) -> World:
+    for _ in range(updates):
+        world.train()
+        world.checkpoint(report=True)
+    return world
+
+
+def test_attach_at_the_ledgers_end_continues() -> None:
+    world = trained(make_world(), 2)
+    answer = world.ask(attach_request(world, 2, world.trainer.digest))
+    assert answer == i.Attached(trainer_epoch=2, next_update=3, incarnation=0, resolution=i.Resolution.CONTINUED)
+
+
+def test_attach_behind_the_ledger_rolls_back_and_asks_for_publication() -> None:
+    world = trained(make_world(), 1)
+    first = world.checkpoints[-1]
+    world.train()
+    answer = world.ask(attach_request(world, 1, first.digest))
+    assert isinstance(answer, i.Attached)
+    assert (answer.next_update, answer.incarnation, answer.resolution) == (2, 1, i.Resolution.ROLLED_BACK)
+    lease = i.LeaseBatch(ticket=9, trainer_epoch=answer.trainer_epoch, update=2, **NAMES)
+    assert refused(world, lease) == "NOT_PUBLISHED"
+
+
+def test_rolled_back_samples_in_bound_are_ready_again() -> None:
+    world = make_world()
+    world.train()
+    assert len(world.core.state.training_groups(GroupPhase.APPLIED)) == 2
+    world.ask(attach_request(world, 0, ""))
+    assert len(world.core.state.training_groups(GroupPhase.READY)) >= 2
+    assert world.core.state.accounts.conserved
+
+
+def test_samples_of_a_lost_checkpoint_are_no_longer_counted_as_trained() -> None:
+    world = trained(make_world(), 2)
+    before = world.core.state.accounts.ends[SampleEnd.TRAINED]
+    world.ask(attach_request(world, 0, ""))
+    accounts = world.core.state.accounts
+    assert (before, accounts.ends[SampleEnd.TRAINED]) == (8, 0)
+    assert accounts.reasons["stale/ROLLED_BACK"] == 8
+    assert accounts.conserved
+
+
+def test_checkpoint_that_holds_the_doubtful_update_rolls_forward() -> None:
+    world = leased(trained(make_world(), 1))
+    assert world.trainer.lease is not None
+    used = [s.meta.sample_id for s in world.trainer.lease.samples]
+    world.advance(25.0)  # the lease expires: in doubt
+    assert len(world.core.state.training_groups(GroupPhase.IN_DOUBT)) == 2
+    answer = world.ask(attach_request(world, 2, next_digest(world.trainer.digest, 2, used)))
+    assert isinstance(answer, i.Attached)
+    assert (answer.next_update, answer.resolution) == (3, i.Resolution.ROLLED_FORWARD)
+    assert world.core.state.the_clock.checkpoint == 2
+
+
+def generate(world: World) -> None:
+    """Workers do what there is to do."""
+    world.acquire(8)
+    world.serve_questions()
+    while world.leases:
+        world.finish_episode(outcome=i.EpisodeOutcome.COMPLETED)
+    world.serve_questions()
+    world.advance(0.1)
+
+
+def leased(world: World) -> World:
+    """The trainer holds the batch of its next update."""
+    for _ in range(10):
+        generate(world)
+        if world.trainer.lease is None:
+            world.lease_batch()
+    assert world.trainer.lease is not None
+    return world
+
+
+def test_batch_that_is_not_in_the_checkpoint_is_ready_again() -> None:
+    world = leased(make_world())
+    held = {g.group for g in world.core.state.training_groups(GroupPhase.LEASED)}
+    world.ask(attach_request(world, 0, ""))
+    assert held and held <= {g.group for g in world.core.state.training_groups(GroupPhase.READY)}
+    assert not world.core.state.batches
+
+
+def test_trainer_that_cannot_say_loses_the_doubtful_samples() -> None:
+    world = make_world()
+    world.ask(attach_request(world, 0, "", forgetful=True))
+    world.trainer.epoch = world.core.state.the_clock.trainer_epoch
+    leased(world)
+    world.ask(attach_request(world, 0, "", forgetful=True))
+    assert world.core.state.accounts.reasons["failed/IN_DOUBT"] == 4
+
+
+@pytest.mark.parametrize(
+    ("update", "digest", "reason"),
+    [
+        (2, "0" * 64, "DIGEST_MISMATCH"),
+        (9, "0" * 64, "UNKNOWN_UPDATE"),
+        (-1, "", "UNKNOWN_UPDATE"),
+        (0, "x", "DIGEST_MISMATCH"),
+    ],
+)
+def test_checkpoint_of_another_history_is_refused(update: int, digest: str, reason: str) -> None:
+    world = trained(make_world(), 2)
+    before = world.core.state.the_clock.trainer_epoch
+    assert refused(world, attach_request(world, update, digest)) == reason
+    assert world.core.state.the_clock.trainer_epoch == before
+
+
+def test_older_epoch_is_fenced_from_every_verb() -> None:
+    world = leased(make_world())
+    lease = world.trainer.lease
+    assert lease is not None
+    world.ask(attach_request(world, 0, ""))
+    old = {"ticket": 9, "trainer_epoch": 1, **NAMES}
+    for request in (
+        i.LeaseBatch(update=1, **old),
+        i.RenewBatch(lease_id=lease.lease_id, **old),
+        i.CommitUpdate(update=1, lease_ids=(lease.lease_id,), **old),
+        i.ReleaseBatch(lease_id=lease.lease_id, **old),
+        i.ReportCheckpoint(update=0, digest="", **old),
+    ):
+        assert refused(world, request) == "FENCED"
+
+
+def test_commit_after_the_lease_expired_is_refused_until_an_attach() -> None:
+    world = leased(make_world())
+    lease = world.trainer.lease
+    assert lease is not None
+    world.advance(25.0)
+    commit = i.CommitUpdate(ticket=9, trainer_epoch=1, update=1, lease_ids=(lease.lease_id,), **NAMES)
+    assert refused(world, commit) == "LEASE_EXPIRED"
+    assert refused(world, i.LeaseBatch(ticket=9, trainer_epoch=1, update=1, **NAMES)) == "LEASE_EXPIRED"
+
+
+def test_run_ends_after_its_last_update_is_safe_and_measured() -> None:
+    world = make_world(updates_max=2, eval_every=1)
+    for _ in range(2):
+        while world.core.pinned():
+            generate(world)
+        world.train()
+    world.checkpoint(report=True)
+    assert world.core.state.ended == "", "the last step is not measured yet"
+    for _ in range(5):
+        generate(world)
+    assert world.core.state.ended == "UPDATES_MAX"
+    assert [e.step for e in world.core.state.evals] == [0, 1, 2]
+    assert world.core.state.accounts.live == world.core.state.eval_accounts.live == 0
+
+
+def test_admission_stops_at_eta_plus_one_batches() -> None:
+    world = make_world(eta=2)
+    for _ in range(10):
+        world.acquire(8)
+    groups = world.core.state.training_groups(*GroupPhase)
+    assert [g.update_intended for g in groups] == [1, 1, 2, 2, 3, 3]
+    assert [g.step_min for g in groups] == [0, 0, 0, 0, 0, 0]
+
+
+def test_checkpoint_dataclass_is_what_a_trainer_says() -> None:
+    world = trained(make_world(), 1)
+    assert world.checkpoints[-1] == Checkpoint(1, world.core.state.the_clock.digest, 0, world.trainer.content)

@@ -1,0 +1,183 @@
+"""Node states and the weight rollout: canary first, pins in order, one node's trouble apart from the version's."""
+
+from __future__ import annotations
+
+from rollmesh.services.coordinator.core.fleet import (
+    Fleet,
+    FleetConfig,
+    FleetEvent,
+    NodeDied,
+    NodeKind,
+    NodeState,
+    Refused,
+    SendWeights,
+    WeightGoal,
+    WeightPhase,
+    WeightVerb,
+)
+from rollmesh.services.coordinator.core.records import Version
+
+CONFIG = FleetConfig(heartbeat_s=1.0, suspect_after_s=5.0, dead_after_s=15.0, prepare_s_max=120.0)
+
+
+def version(step: int, incarnation: int = 0) -> Version:
+    return Version(policy="main", step=step, incarnation=incarnation, weights_digest=f"w{step}")
+
+
+def goal(*versions: Version, pins: tuple[tuple[int, int], ...] = (), step_min: int = 0) -> dict[str, WeightGoal]:
+    incarnation = versions[-1].incarnation if versions else 0
+    return {"r": WeightGoal(versions=versions, pins=pins, step_min=step_min, incarnation=incarnation)}
+
+
+def fleet_of(*names: str, kind: NodeKind = NodeKind.INFERENCE) -> Fleet:
+    fleet = Fleet(CONFIG)
+    for name in names:
+        fleet.joined(node_id=name, kind=kind, address="127.0.0.1:1", capacity=1, runs=(), active=None, now=0.0)
+    return fleet
+
+
+def commands(events: list[FleetEvent]) -> list[tuple[str, WeightVerb, int]]:
+    return [(e.node_id, e.verb, e.version.step) for e in events if isinstance(e, SendWeights)]
+
+
+def answer(fleet: Fleet, node_id: str, phase: WeightPhase, of: Version, now: float = 0.0) -> None:
+    fleet.weights_reported(node_id, version=of, phase=phase, cause="because", run="r", now=now)
+
+
+def state_of(fleet: Fleet, node_id: str) -> NodeState:
+    return fleet.nodes[node_id].state
+
+
+def serve(fleet: Fleet, node_id: str, of: Version) -> None:
+    """Bring one node to serve `of`, whatever the plan says."""
+    answer(fleet, node_id, WeightPhase.PREPARED, of)
+    answer(fleet, node_id, WeightPhase.ACTIVE, of)
+
+
+def test_canary_activates_before_the_others() -> None:
+    fleet, v = fleet_of("a", "b"), version(0)
+    assert commands(fleet.plan(goal(v), 0.0)) == [("a", WeightVerb.PREPARE, 0), ("b", WeightVerb.PREPARE, 0)]
+    answer(fleet, "a", WeightPhase.PREPARED, v)
+    answer(fleet, "b", WeightPhase.PREPARED, v)
+    assert commands(fleet.plan(goal(v), 0.1)) == [("a", WeightVerb.ACTIVATE, 0)]
+    assert commands(fleet.plan(goal(v), 0.2)) == []
+    answer(fleet, "a", WeightPhase.ACTIVE, v)
+    assert commands(fleet.plan(goal(v), 0.3)) == [("b", WeightVerb.ACTIVATE, 0)]
+
+
+def test_node_is_ready_only_with_admissible_weights() -> None:
+    fleet = fleet_of("a")
+    fleet.plan(goal(version(0)), 0.0)
+    assert state_of(fleet, "a") is NodeState.JOINING
+    serve(fleet, "a", version(0))
+    fleet.plan(goal(version(0)), 0.1)
+    assert [n.node_id for n in fleet.usable(NodeKind.INFERENCE)] == ["a"]
+    fleet.plan(goal(version(0), version(3), step_min=1), 0.2)
+    assert state_of(fleet, "a") is NodeState.STALE
+
+
+def test_probe_mismatch_of_the_canary_refuses_the_version() -> None:
+    fleet, v = fleet_of("a", "b"), version(1)
+    answer(fleet, "a", WeightPhase.PROBE_MISMATCH, v)
+    events = fleet.plan(goal(v), 0.0)
+    assert [e for e in events if isinstance(e, Refused)] == [Refused("r", v, "because")]
+    assert state_of(fleet, "a") is NodeState.QUARANTINED
+
+
+def test_probe_mismatch_after_verification_is_the_nodes_trouble() -> None:
+    fleet, v = fleet_of("a", "b"), version(1)
+    serve(fleet, "a", v)
+    answer(fleet, "b", WeightPhase.PROBE_MISMATCH, v)
+    events = fleet.plan(goal(v), 0.0)
+    assert not [e for e in events if isinstance(e, Refused)]
+    assert [n.node_id for n in fleet.usable(NodeKind.INFERENCE)] == ["a"]
+
+
+def test_failing_canary_hands_its_place_to_the_next() -> None:
+    fleet, v = fleet_of("a", "b"), version(0)
+    fleet.plan(goal(v), 0.0)
+    answer(fleet, "b", WeightPhase.PREPARED, v)
+    for _ in range(3):
+        answer(fleet, "a", WeightPhase.FAILED, v)
+    assert commands(fleet.plan(goal(v), 1.0)) == [("b", WeightVerb.ACTIVATE, 0)]
+
+
+def test_version_that_no_node_can_prepare_is_refused() -> None:
+    fleet, v = fleet_of("a"), version(0)
+    fleet.plan(goal(v), 0.0)
+    for _ in range(3):
+        answer(fleet, "a", WeightPhase.FAILED, v)
+    assert any(isinstance(e, Refused) for e in fleet.plan(goal(v), 1.0))
+
+
+def test_failed_preparation_is_tried_again_after_a_pause() -> None:
+    fleet, v = fleet_of("a"), version(0)
+    fleet.plan(goal(v), 0.0)
+    answer(fleet, "a", WeightPhase.FAILED, v, now=0.0)
+    assert commands(fleet.plan(goal(v), 1.9)) == []
+    assert commands(fleet.plan(goal(v), 2.0)) == [("a", WeightVerb.PREPARE, 0)]
+
+
+def test_pinned_version_is_not_run_past() -> None:
+    fleet = fleet_of("a")
+    serve(fleet, "a", version(10))
+    pinned = goal(version(10), version(11), pins=((10, 0),))
+    assert commands(fleet.plan(pinned, 0.0)) == []
+    assert commands(fleet.plan(goal(version(10), version(11)), 0.1)) == [("a", WeightVerb.PREPARE, 11)]
+
+
+def test_pinned_version_is_activated_before_newer_ones() -> None:
+    fleet = fleet_of("a")
+    serve(fleet, "a", version(9))
+    events = fleet.plan(goal(version(9), version(10), version(11), pins=((10, 0),)), 0.0)
+    assert commands(events) == [("a", WeightVerb.PREPARE, 10)]
+
+
+def test_newer_incarnation_follows_however_low_its_step() -> None:
+    fleet = fleet_of("a")
+    serve(fleet, "a", version(7))
+    events = fleet.plan(goal(version(7), version(4, incarnation=1)), 0.0)
+    assert commands(events) == [("a", WeightVerb.PREPARE, 4)]
+    assert state_of(fleet, "a") is NodeState.STALE
+
+
+def test_superseded_preparation_is_discarded_first() -> None:
+    fleet = fleet_of("a")
+    answer(fleet, "a", WeightPhase.PREPARED, version(1))
+    events = fleet.plan(goal(version(1), version(2)), 0.0)
+    assert commands(events) == [("a", WeightVerb.DISCARD, 1), ("a", WeightVerb.PREPARE, 2)]
+
+
+def test_unanswered_command_is_sent_again() -> None:
+    fleet, v = fleet_of("a"), version(0)
+    fleet.plan(goal(v), 0.0)
+    fleet.reported("a", num_running=0, num_waiting=0, waiting_for="", now=120.0)
+    assert commands(fleet.plan(goal(v), 120.0)) == [("a", WeightVerb.PREPARE, 0)]
+
+
+def test_silent_node_is_suspect_then_dead_once() -> None:
+    fleet = fleet_of("w", kind=NodeKind.ROLLOUT)
+    fleet.plan({}, 4.9)
+    assert state_of(fleet, "w") is NodeState.READY
+    fleet.plan({}, 5.0)
+    assert state_of(fleet, "w") is NodeState.SUSPECT
+    assert NodeDied("w") in fleet.plan({}, 15.0)
+    assert NodeDied("w") not in fleet.plan({}, 16.0)
+
+
+def test_node_that_comes_back_in_time_is_used_again() -> None:
+    fleet = fleet_of("w", kind=NodeKind.ROLLOUT)
+    fleet.lost("w")
+    fleet.plan({}, 1.0)
+    assert state_of(fleet, "w") is NodeState.SUSPECT
+    fleet.joined(node_id="w", kind=NodeKind.ROLLOUT, address="", capacity=1, runs=(), active=None, now=2.0)
+    fleet.plan({}, 2.0)
+    assert state_of(fleet, "w") is NodeState.READY
+
+
+def test_draining_node_gets_nothing_new() -> None:
+    fleet = fleet_of("a")
+    serve(fleet, "a", version(0))
+    fleet.drain("a")
+    assert commands(fleet.plan(goal(version(0), version(1)), 0.0)) == []
+    assert fleet.usable(NodeKind.INFERENCE) == []
