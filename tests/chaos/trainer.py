@@ -79,13 +79,13 @@ class WitnessTrainer:
         return self._engine.save(_TrappedLog(log), position, data_snapshot=data_snapshot)
 
     def _note(self, k: int, samples: Sequence[TrainingSample]) -> None:
-        oldest = [_oldest(sample) for sample in samples]
+        versions = [oldest(sample) for sample in samples]
         line = Witnessed(
             update=k,
             sample_ids=[sample.sample.sample_id for sample in samples],
-            steps=[version.step for version in oldest],
-            incarnations=[version.incarnation for version in oldest],
-            num_forged=sum(_num_forged(sample) for sample in samples),
+            steps=[version.step for version in versions],
+            incarnations=[version.incarnation for version in versions],
+            num_forged=sum(num_forged(sample) for sample in samples),
         )
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
@@ -105,12 +105,12 @@ class _TrappedLog(TrainedLog):
         passes("learner-saving")
 
 
-def _oldest(sample: TrainingSample) -> PolicyVersion:
+def oldest(sample: TrainingSample) -> PolicyVersion:
     versions = [s.version for s in sample.segments if s.source is Source.POLICY and s.num_trainable and s.version]
     return min(versions, key=lambda version: version.step)
 
 
-def _num_forged(sample: TrainingSample) -> int:
+def num_forged(sample: TrainingSample) -> int:
     start = forged = 0
     for segment in sample.segments:
         end = start + segment.num_tokens

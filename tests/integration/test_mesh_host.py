@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -109,3 +110,14 @@ async def test_a_host_that_cannot_work_says_why(
     assert found == code
     assert message in said
     assert said.count("\n") == 1, said
+
+
+def test_hosts_that_start_together_agree_on_token_and_addresses(tmp_path: Path, made: MeshConfig) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        places = list(
+            pool.map(lambda _: open_place(made, run_dir=tmp_path / "run", base_dir=tmp_path), range(8), timeout=END_S)
+        )
+    assert all(place == places[0] for place in places)
+    assert len(places[0].token) >= 32
+    assert (tmp_path / "run/token").stat().st_mode & 0o777 == 0o600
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"token", "addresses.json"}
