@@ -73,7 +73,7 @@ def train(
 
 
 @app.command()
-def check(config: Path, overrides: Overrides = None) -> None:
+def check(config: Annotated[Path, typer.Argument(help="A configuration file.")], overrides: Overrides = None) -> None:
     """Find every mistake in a configuration before a run, and print what it resolves to."""
     with _told_once():
         from rollmesh.services.cli import train as commands

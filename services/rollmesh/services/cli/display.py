@@ -34,7 +34,7 @@ class View(Protocol):
     """What a session tells while it works."""
 
     def phase(self, text: str) -> None:
-        """What begins now."""
+        """What begins now; empty once the run itself is under way."""
         ...
 
     def warm_start(self, step: WarmStep) -> None: ...
@@ -65,13 +65,14 @@ class PlainView:
         self._config = config
         self._console = console
         self._recorder: Recorder | None = None
-        self._shown_update = -1
+        self._shown_update = 0
         self._shown_evals = 0
         self._shown_s = -PLAIN_EVERY_S
         self._say(f"{config.run.name}: seed {config.run.seed}, {folder}")
 
     def phase(self, text: str) -> None:
-        self._say(text)
+        if text:
+            self._say(text)
 
     def warm_start(self, step: WarmStep) -> None:
         if step.success is not None or step.step % 50 == 0:
