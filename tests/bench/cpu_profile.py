@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 
 SAMPLE_S = 0.002
+WAITING = "waiting"
+"""Owner of code that waits for others; samples that meet it first are of another thread's CPU and don't count."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Owner = Callable[[str], str]
@@ -77,7 +79,7 @@ class CpuProfile:
         leaf = frame
         while frame is not None:
             if owner := self._owner_of(frame.f_code.co_filename):
-                if not owner.startswith("waiting"):
+                if owner != WAITING:
                     self._samples[owner, frame.f_code.co_qualname] += 1
                 return
             frame = frame.f_back

@@ -31,7 +31,7 @@ from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
-from tests.bench.cpu_profile import CpuProfile, Profile
+from tests.bench.cpu_profile import WAITING, CpuProfile, Profile
 from tests.bench.report import Report
 from tests.bench.turns import TURNS
 
@@ -67,7 +67,7 @@ async def _ping_cpu_s() -> float:
     async with RpcServer(token="bench") as server:
         await server.start()
         async with open_channel(server.address, token="bench") as channel:
-            stub: Any = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+            stub: Any = health_pb2_grpc.HealthStub(channel)
 
             async def pings(num: int) -> None:
                 for _ in range(num):
@@ -121,20 +121,21 @@ def _config(model: Path, tools: bool) -> MeshConfig:
 
 
 _OWNERS = (
-    (re.compile(r"rollmesh/services/(inference|learner)/engines/"), lambda m: MODEL),
-    (re.compile(r"rollmesh/services/(\w+)/"), lambda m: m[1]),
-    (re.compile(r"rollmesh/shared/(\w+)"), lambda m: f"shared.{m[1]}"),
-    (re.compile(r"/(grpc|nats|tokenizers)/"), lambda m: "grpc, asyncio" if m[1] == "grpc" else m[1]),
-    (re.compile(r"/tests/bench/turns\.py"), lambda m: "rollout"),
-    (re.compile(r"/selectors\.py"), lambda m: "waiting"),
-    (re.compile(r"/asyncio/"), lambda m: "grpc, asyncio"),
+    (re.compile(r"rollmesh/services/(?:inference|learner)/engines/"), MODEL),
+    (re.compile(r"rollmesh/services/(\w+)/"), r"\1"),
+    (re.compile(r"rollmesh/shared/(\w+)"), r"shared.\1"),
+    (re.compile(r"/tests/bench/turns\.py"), "rollout"),
+    (re.compile(r"/selectors\.py"), WAITING),
+    (re.compile(r"/(?:grpc|asyncio)/"), "grpc, asyncio"),
+    (re.compile(r"/(nats|tokenizers)/"), r"\1"),
 )
+"""Source file to owner, the first match counts."""
 
 
 def owner_of(filename: str) -> str:
     for pattern, name in _OWNERS:
         if (match := pattern.search(filename)) is not None:
-            return str(name(match))
+            return match.expand(name)
     return ""
 
 

@@ -6,7 +6,7 @@ Both engines decode the same number of tokens; only the prefix work differs. The
 
 How to read it: `prefilled` counts tokens whose keys and values were computed for a prefix, from the engine's counters; it is exact and
 repeats. `new in all turns` is what must be computed at the least: prompt and observations. The rest with reuse is one token per turn (the
-last sampled one, which was never fed). Time gains grow with turns and with the share of prefill; this model is so small that decoding
+last sampled one, which was never fed), less what sessions share that happen to begin with the same token. Time gains grow with turns and with the share of prefill; this model is so small that decoding
 dominates.
 """
 
