@@ -17,6 +17,7 @@ BENCHES = {
     "admission_latency": "tests.bench.admission_latency",
     "mesh_turn": "tests.bench.mesh_turn",
     "switch_interval": "tests.bench.switch_interval",
+    "staleness": "tests.bench.staleness",
 }
 """Name to module; each has `run(quick: bool) -> Report`. Imported when asked for: some load torch and transformers."""
 

@@ -117,7 +117,8 @@ def test_batch_that_is_not_in_the_checkpoint_is_ready_again() -> None:
     world = leased(make_world())
     held = {g.group for g in world.core.state.training_groups(GroupPhase.LEASED)}
     world.ask(attach_request(world, 0, ""))
-    assert held and held <= {g.group for g in world.core.state.training_groups(GroupPhase.READY)}
+    assert len(held) == 2
+    assert held <= {g.group for g in world.core.state.training_groups(GroupPhase.READY)}
     assert not world.core.state.batches
 
 
