@@ -139,7 +139,7 @@ async def test_a_round_with_kills_is_conserved_once_and_within_the_bound(tmp_pat
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 async def test_ten_thousand_samples_with_kills_at_every_moment(tmp_path: Path, model: Path) -> None:
-    verdict, mesh = await survive(tmp_path, model, EVERY_MOMENT, updates_max=92, batch_groups=16)
+    verdict, mesh = await survive(tmp_path, model, EVERY_MOMENT, updates_max=86, batch_groups=16)
     assert verdict.audit.samples.trained >= 10_000
     print(
         verdict.audit.to_text(),
