@@ -34,7 +34,9 @@ class Registry:
             return load_object(self._built_in[name])
         if ":" not in name:
             known = ", ".join(self.names)
-            raise ConfigError(f"there is no {self.kind} `{name}`; known: {known}, or your own as file.py:Name", name=name)
+            raise ConfigError(
+                f"there is no {self.kind} `{name}`; known: {known}, or your own as file.py:Name", name=name
+            )
         return load_object(name, base_dir)
 
     def make(self, name: str, options: Mapping[str, Any], base_dir: str | Path | None = None, **context: Any) -> Any:
@@ -47,7 +49,9 @@ class Registry:
         try:
             converted = config_from_dict(type_ or _NoOptions, dict(options))
         except ConfigError as error:
-            raise ConfigError(f"options of {self.kind} `{name}`: {error.message}", violations=error.violations) from error
+            raise ConfigError(
+                f"options of {self.kind} `{name}`: {error.message}", violations=error.violations
+            ) from error
         return cls(**context, options=converted) if type_ else cls(**context)
 
 
