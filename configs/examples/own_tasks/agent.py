@@ -1,4 +1,4 @@
-"""An agent of one's own: it lets the model call the calculator, and asks once more if a turn held neither call nor answer."""
+"""An agent of one's own: lets the model call the calculator, and asks once more after neither call nor answer."""
 
 from __future__ import annotations
 

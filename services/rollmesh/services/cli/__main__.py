@@ -1,4 +1,4 @@
-"""The `rollmesh` command. `--help` is instant: torch, gRPC and the services are imported by the sub-commands that need them.
+"""The `rollmesh` command. `--help` is instant: only the sub-commands import torch, gRPC and the services.
 
 Exit codes: 0 done; 1 a run or an audit failed; 2 bad input; 130 interrupted by Ctrl-C.
 """

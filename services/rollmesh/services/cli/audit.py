@@ -1,4 +1,4 @@
-"""`rollmesh audit RUN`: proofs from the ledger in a run's folder, with a nats-server of its own over that folder's store.
+"""`rollmesh audit RUN`: proofs from a run folder's ledger, with a nats-server of its own over that folder's store.
 
 Collaborators: `coordinator.audit` (the proofs). Nothing but the server's own files is written.
 """

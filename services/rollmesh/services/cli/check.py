@@ -1,7 +1,7 @@
 """Finding a run's mistakes before it begins: each is one error that names the key and the remedy.
 
-Sections are checked by their own types when they are read; here is what takes more: files, users' objects, the model, and
-what two sections must agree on. Nothing is started or written.
+Sections are checked by their own types when they are read; here is what takes more: files, users' objects, the model,
+and what two sections must agree on. Nothing is started or written.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def _check_evaluation(config: TrainConfig, pools: dict[Split, TaskPool]) -> None
         )
     if run.eval_every and run.eval_tasks and not len(pools[Split(run.eval_split)]):
         raise ConfigError(
-            f"`run.eval_split`: the source has no task in the {run.eval_split} split; give it some, name another split, or set "
-            "run.eval_every=0",
+            f"`run.eval_split`: the source has no task in the {run.eval_split} split; give it some, name another split, "
+            "or set run.eval_every=0",
             key="run.eval_split",
         )
 
@@ -60,7 +60,8 @@ def _check_tools(config: TrainConfig, pool: TaskPool) -> None:
     for name in pool.task(0).tools if len(pool) else ():
         if name not in known:
             raise ConfigError(
-                f"`data.source.tools`: there is no tool `{name}`; known: {', '.join(known) or 'none'}; describe it in rollout.tools",
+                f"`data.source.tools`: there is no tool `{name}`; known: {', '.join(known) or 'none'}; "
+                "describe it in rollout.tools",
                 key="data.source.tools",
             )
         if known[name].profile not in config.sandbox.profiles:
@@ -83,7 +84,8 @@ def _check_rewards(config: TrainConfig, base_dir: Path) -> None:
     ]
     if config.run.success_reward not in names:
         raise ConfigError(
-            f"`run.success_reward`: no scorer gives a reward called `{config.run.success_reward}`; known: {', '.join(names)}",
+            f"`run.success_reward`: no scorer gives a reward called `{config.run.success_reward}`; "
+            f"known: {', '.join(names)}",
             key="run.success_reward",
         )
 
@@ -101,8 +103,8 @@ def _check_engine(config: TrainConfig, base_dir: Path) -> None:
     longest = config.rollout.limits.context_tokens_max
     if longest > options.context_max:
         raise ConfigError(
-            f"`rollout.limits.context_tokens_max`: {longest} is beyond the engine's context of {options.context_max} tokens; lower "
-            "it, or raise inference.engine_options.context_max",
+            f"`rollout.limits.context_tokens_max`: {longest} is beyond the engine's context of {options.context_max} tokens; "
+            "lower it, or raise inference.engine_options.context_max",
             key="rollout.limits.context_tokens_max",
         )
 
@@ -152,7 +154,8 @@ def _check_made_model(config: TrainConfig) -> None:
         theirs.test_share,
     ):
         raise ConfigError(
-            "`made_model.tasks`: validation_share and test_share must equal those of data.source, or the warm start sees test tasks",
+            "`made_model.tasks`: validation_share and test_share must equal those of data.source, or the warm start sees "
+            "test tasks",
             key="made_model.tasks",
         )
 

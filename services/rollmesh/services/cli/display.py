@@ -259,7 +259,7 @@ def _samples(now: Point) -> Text:
 
 
 def sample_parts(now: Point) -> list[tuple[str, int]]:
-    """Where the reserved samples are. Live ones in the weights count as applied until a checkpoint makes them trained."""
+    """Where the reserved samples are. Live ones in the weights are `applied` until a checkpoint makes them trained."""
     counts = dict(now.samples)
     counts.pop("reserved", None)
     live, trained = counts.pop("live", 0), counts.pop("trained", 0)

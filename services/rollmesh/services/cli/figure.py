@@ -1,7 +1,7 @@
 """The six pictures of a run's report, by matplotlib without a display.
 
-Reward and held-out success against updates and against seconds, success by label before and after, staleness of what was
-trained on, where the learner's time went, and what became of every sample.
+Reward and held-out success against updates and against seconds, success by label before and after, staleness of what
+was trained on, where the learner's time went, and what became of every sample.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ PHASE_COLOURS = {
     "commit": "#a3b18a", "attach": "#b8c4ce", "other": "#dde3e8",
 }  # fmt: skip
 SAMPLE_COLOURS = {
-    "trained": GOOD, "filtered": "#b8c4ce", "cancelled": "#d5dce2", "stale": "#c9a227", "failed": BAD, "live": "#6c8ea4",
-    "exported": "#8f7aa6",
+    "trained": GOOD, "filtered": "#b8c4ce", "cancelled": "#d5dce2", "stale": "#c9a227", "failed": BAD,
+    "live": "#6c8ea4", "exported": "#8f7aa6",
 }  # fmt: skip
 _STYLE: dict[str, Any] = {
     "font.family": "sans-serif", "font.size": 10, "text.color": INK, "axes.labelcolor": MUTED, "axes.edgecolor": GRID,

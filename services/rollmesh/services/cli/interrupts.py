@@ -26,7 +26,7 @@ class Interrupts:
     """Handles SIGINT and SIGTERM of this process while entered; from the main thread, in a running event loop."""
 
     def __init__(self, *, leave: Callable[[], None] = lambda: None, notice: Callable[[], None] = lambda: None) -> None:
-        """`leave` puts the terminal back in order before the process ends at once; `notice` is told of the first signal."""
+        """`leave` puts the terminal in order before the process ends at once; `notice` is told of the first signal."""
         self.stop = asyncio.Event()
         self._leave = leave
         self._notice = notice

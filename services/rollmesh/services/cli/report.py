@@ -74,12 +74,14 @@ def render_page(folder: RunFolder, series: Series, summary: Summary, svg: str) -
         _details("Resolved configuration", folder.config.read_text(encoding="utf-8")),
     ]
     head = f"<meta charset=utf-8><meta name=viewport content='width=device-width'><title>{escape(title)}</title>"
-    return f"<!doctype html><html lang=en><head>{head}<style>{_CSS}</style></head><body><main>{''.join(body)}</main></body></html>\n"
+    page = f"<head>{head}<style>{_CSS}</style></head><body><main>{''.join(body)}</main></body>"
+    return f"<!doctype html><html lang=en>{page}</html>\n"
 
 
 def _subtitle(summary: Summary, origin: Origin) -> str:
     words = {"finished": "finished", "interrupted": "interrupted, can go on", "failed": "ended by an error, can go on"}
-    return f"{words[summary.outcome]} · recipe {summary.recipe} · staleness bound {summary.eta} · started {origin.started_at}"
+    facts = [words[summary.outcome], f"recipe {summary.recipe}", f"staleness bound {summary.eta}"]
+    return " · ".join([*facts, f"started {origin.started_at}"])
 
 
 def _cards(summary: Summary) -> str:

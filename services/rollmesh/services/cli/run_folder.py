@@ -118,7 +118,7 @@ def new_folder(config: TrainConfig, origin: Origin, out: Path | None = None) -> 
 
 
 def open_folder(root: Path, overrides: list[str]) -> tuple[RunFolder, TrainConfig, Path]:
-    """The folder of a run that is to go on, its configuration with `overrides`, and the base folder of the user's files.
+    """Folder and configuration (with `overrides`) of a run that is to go on, and the base folder of the user's files.
 
     ConfigError if it isn't one, or its configuration is unusable.
     """

@@ -1,7 +1,8 @@
 """The course of a run as `series.jsonl` keeps it: what was seen on WatchRun, with the time at which it was seen.
 
-One JSON object per line, told apart by `kind`: a `point` is the state at a moment, an `eval` the result of an evaluation. Times are
-seconds of running time: they go on where an interrupted run stopped. Collaborators: `watch` writes, display and report read.
+One JSON object per line, told apart by `kind`: a `point` is the state at a moment, an `eval` the result of an
+evaluation. Times are seconds of running time: they go on where an interrupted run stopped.
+Collaborators: `watch` writes, display and report read.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def encode_line(entry: Point | Eval) -> bytes:
 
 
 def read_series(path: Path) -> Series:
-    """The file's content; empty if there is none. A last line cut off by a crash is left out. ConfigError for other damage."""
+    """The file's content; empty if there is none. A last line cut off by a crash is left out. ConfigError if damaged."""
     series = Series()
     for entry in _entries(path):
         series.add(entry)

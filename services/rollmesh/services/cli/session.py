@@ -116,5 +116,5 @@ async def _ended(watcher: Watcher, limit_s: float) -> None:
             await watcher.wait()
     except TimeoutError as err:
         raise DeadlineExceeded(
-            f"the learner is done, but the run has not ended within {limit_s:.0f} s; `rollmesh train` on its folder goes on"
+            f"the learner is done, but the run has not ended in {limit_s:.0f} s; `rollmesh train` on its folder goes on"
         ) from err
