@@ -7,7 +7,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check protos verify lint-protos sim soak chaos bench clean
+.PHONY: setup demo test check protos verify lint-protos sim soak bench clean
 
 setup: $(VENV)/.installed
 

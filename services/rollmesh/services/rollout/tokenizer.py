@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -18,6 +19,8 @@ import numpy as np
 
 from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.shared.trajectory import IntArray, Message
+
+MARKUP_CACHE_MAX = 256
 
 
 class Tokenizer(Protocol):
@@ -50,6 +53,8 @@ class ChatTokenizer:
     def __init__(self, core: Any, render: Callable[..., str]) -> None:
         self._core = core
         self._render = render
+        # The words around observations are few and come with every turn.
+        self._markup = lru_cache(maxsize=MARKUP_CACHE_MAX)(self._encode_shared)
 
     def encode_text(self, text: str) -> IntArray:
         self._core.encode_special_tokens = True  # the library's name for "encode them as if they were ordinary text"
@@ -59,7 +64,12 @@ class ChatTokenizer:
             self._core.encode_special_tokens = False
 
     def encode_markup(self, text: str) -> IntArray:
-        return self._encode(text)
+        return self._markup(text)
+
+    def _encode_shared(self, text: str) -> IntArray:
+        ids = self._encode(text)
+        ids.setflags(write=False)
+        return ids
 
     def encode_prompt(self, messages: Sequence[Message], tools: Sequence[str]) -> IntArray:
         described = [{"type": "function", "function": {"name": name}} for name in tools]

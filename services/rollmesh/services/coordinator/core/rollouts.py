@@ -258,9 +258,9 @@ def leased_episodes(turn: Turn) -> Iterable[tuple[GroupState, EpisodeState]]:
 
 def expire(turn: Turn) -> None:
     """Take back what is overdue: episode leases, whole groups, evaluations."""
-    deadlines = turn.volatile.episode_deadlines
-    for group, episode in list(leased_episodes(turn)):
-        if turn.now >= deadlines.get(episode.lease_id, turn.now):
+    overdue = {lease for lease, at in turn.volatile.episode_deadlines.items() if turn.now >= at}
+    for group, episode in list(leased_episodes(turn)) if overdue else ():
+        if episode.lease_id in overdue:
             _cancel_at_node(turn, [episode], "LEASE_EXPIRED")
             _return(turn, group, episode, counts=True, cause="LEASE_EXPIRED")
     for name, deadline in list(turn.volatile.group_deadlines.items()):
