@@ -330,12 +330,13 @@ async def test_descriptors_are_bounded(engine: JailEngine) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="as an ordinary user sessions have the user's own uid outside")
 async def test_detached_children_die_with_the_session(engine: JailEngine) -> None:
     low, high = 60578, 60578 + 256
-    assert processes_of(low, high) == []
+    others = set(processes_of(low, high))  # another node's, on a host that has one
     await open_session(engine)
     await run(engine, "import subprocess\nfor _ in range(3): subprocess.Popen(['setsid', 'sleep', '300'])")
-    assert len(processes_of(low, high)) == 4
+    ours = set(processes_of(low, high)) - others
+    assert len(ours) >= 4
     await engine.end("s")
-    assert processes_of(low, high) == []
+    assert not ours & set(processes_of(low, high))
 
 
 @pytest.mark.parametrize(

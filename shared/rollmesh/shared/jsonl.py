@@ -25,9 +25,11 @@ class RecordError(InvalidInput):
 
     reason = "MALFORMED_RECORD"
 
-    def __init__(self, path: Path, line: int, cause: str, *, field: str = "") -> None:
+    @classmethod
+    def at(cls, path: Path, line: int, cause: str, *, field: str = "") -> RecordError:
+        """The error about one line, and one field of it if named."""
         where = f'field "{field}": ' if field else ""
-        super().__init__(f"{path}:{line}: {where}{cause}", path=path, line=line, field=field)
+        return cls(f"{path}:{line}: {where}{cause}", path=path, line=line, field=field)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +80,7 @@ class Record:
         return tuple(entry.strip() for entry in value)
 
     def error(self, cause: str, field: str = "") -> RecordError:
-        return RecordError(self.path, self.line, cause, field=field)
+        return RecordError.at(self.path, self.line, cause, field=field)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +126,9 @@ def _lines(path: Path, num_lines_max: int) -> Iterator[tuple[int, bytes]]:
         while raw := file.readline(LINE_BYTES_MAX + 1):
             line += 1
             if len(raw) > LINE_BYTES_MAX:
-                raise RecordError(path, line, f"is longer than {LINE_BYTES_MAX} bytes")
+                raise RecordError.at(path, line, f"is longer than {LINE_BYTES_MAX} bytes")
             if line > num_lines_max:
-                raise RecordError(path, line, f"the file has more than {num_lines_max} lines")
+                raise RecordError.at(path, line, f"the file has more than {num_lines_max} lines")
             yield line, raw
 
 
@@ -134,13 +136,13 @@ def _parse(path: Path, line: int, raw: bytes) -> dict[str, object]:
     try:
         value = json.loads(raw)
     except UnicodeDecodeError as error:
-        raise RecordError(path, line, f"is not UTF-8: {error.reason}") from None
+        raise RecordError.at(path, line, f"is not UTF-8: {error.reason}") from None
     except json.JSONDecodeError as error:
-        raise RecordError(path, line, f"is not JSON: {error.msg} at column {error.colno}") from None
+        raise RecordError.at(path, line, f"is not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
-        raise RecordError(path, line, "is nested too deeply") from None
+        raise RecordError.at(path, line, "is nested too deeply") from None
     if not isinstance(value, dict):
-        raise RecordError(path, line, f"must be a JSON object, got {_kind(value)}")
+        raise RecordError.at(path, line, f"must be a JSON object, got {_kind(value)}")
     return value
 
 

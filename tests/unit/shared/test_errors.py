@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import pytest
 from google.rpc import code_pb2
 
-from rollmesh.shared import errors
+from rollmesh.shared import errors, jsonl
 from rollmesh.shared.rpc.status import from_status, to_status
 
 
@@ -21,6 +23,12 @@ def test_every_error_survives_the_round_trip(cls: type[errors.MeshError]) -> Non
     err = from_status(to_status(cls("what to do", retry_after_s=1.5, step=7)))
     assert type(err) is cls
     assert (err.message, err.retry_after_s, err.metadata, err.code) == ("what to do", 1.5, {"step": "7"}, cls.code)
+
+
+def test_an_error_defined_beside_its_use_is_restored_too() -> None:
+    err = from_status(to_status(jsonl.RecordError.at(Path("tasks.jsonl"), 3, "is no number", field="answer")))
+    assert type(err) is jsonl.RecordError
+    assert err.message == 'tasks.jsonl:3: field "answer": is no number'
 
 
 def test_a_reason_of_a_newer_peer_becomes_the_class_of_its_code() -> None:
