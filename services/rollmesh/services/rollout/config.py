@@ -68,8 +68,8 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Most generations."""
     tokens_max: int = 4096
     """Most sampled tokens, over all turns and branches."""
-    context_tokens_max: int = 4096
-    """Longest sequence, prompt and observations included; at most what the engine's context holds."""
+    context_tokens_max: int = 1024
+    """Longest sequence, prompt and observations included; at most what the engine holds (`context_max`, by default the same)."""
     run_s_max: float = 600.0
     """Longest time in the RUN stage, seconds."""
     observation_chars_max: int = 4096
