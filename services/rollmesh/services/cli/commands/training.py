@@ -1,0 +1,64 @@
+"""`rollmesh demo`, `train`, `check`: from a configuration to a trained model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollmesh.services.cli.app import INTERRUPTED, AsJson, Out, Overrides, app, console, set_up_compute, told_once
+
+if TYPE_CHECKING:
+    from rollmesh.services.cli.summary import Summary
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    seed: Annotated[int, typer.Option(help="Seed of warm start and training alike.", min=0)] = 0,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a tiny model to use a calculator, from nothing, and watch held-out success rise."""
+    with told_once():
+        from rollmesh.services.cli import train as runs
+
+        set_up_compute()
+        summary = runs.demo(seed, overrides or [], command=sys.argv, console=console(as_json), out=out)
+    _finish(summary, as_json)
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="A configuration file, or the folder of a run that is to go on.")],
+    overrides: Overrides = None,
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train by a configuration file, or go on with an interrupted run."""
+    with told_once():
+        from rollmesh.services.cli import train as runs
+
+        set_up_compute()
+        summary = runs.train(config, overrides or [], command=sys.argv, console=console(as_json), out=out)
+    _finish(summary, as_json)
+
+
+@app.command()
+def check(config: Annotated[Path, typer.Argument(help="A configuration file.")], overrides: Overrides = None) -> None:
+    """Find every mistake in a configuration before a run, and print what it resolves to."""
+    with told_once():
+        from rollmesh.services.cli import train as runs
+
+        set_up_compute()
+        typer.echo(runs.check_file(config, overrides or []), nl=False)
+
+
+def _finish(summary: Summary, as_json: bool) -> None:
+    from rollmesh.services.cli.closing import closing_words
+    from rollmesh.services.cli.summary import encode_summary
+
+    typer.echo(encode_summary(summary).decode() if as_json else closing_words(summary), nl=False)
+    raise typer.Exit(INTERRUPTED if summary.outcome == "interrupted" else 0)
