@@ -43,6 +43,12 @@ def member(address: str, worker: Worker, *, clock: ManualClock | None = None, to
     return Membership(address, token=token, handler=worker, clock=clock, config=MEMBERSHIP)
 
 
+async def asleep(clock: ManualClock) -> None:
+    async with asyncio.timeout(20):
+        while not clock.num_sleepers():
+            await asyncio.sleep(0)
+
+
 async def test_a_node_says_hello_and_reports_every_heartbeat() -> None:
     clock = ManualClock()
     async with coordinator(heartbeat_s=5.0) as (boss, address), member(address, Worker(), clock=clock) as node:
@@ -50,6 +56,7 @@ async def test_a_node_says_hello_and_reports_every_heartbeat() -> None:
         assert (boss.hellos[0].node_id, node.coordinator_id, node.waiting_for) == ("w", "c0", "")
         for num in (1, 2, 3):
             await boss.until(partial(boss.has_reports, num))
+            await asleep(clock)  # the report may be here before its sender sleeps again
             await clock.run_for(5.0)
         assert [report.num_running for _, report in boss.reports[:3]] == [1, 2, 3]
 
