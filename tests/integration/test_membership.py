@@ -45,7 +45,7 @@ def member(address: str, worker: Worker, *, clock: ManualClock | None = None, to
 
 async def asleep(clock: ManualClock) -> None:
     async with asyncio.timeout(20):
-        while not clock.num_sleepers():
+        while not clock.num_sleepers():  # noqa: ASYNC110 (the clock tells nobody)
             await asyncio.sleep(0)
 
 
