@@ -49,7 +49,7 @@ soak: setup ## slow suites: full demo per seed, 10,000 samples under kills
 	$(BIN)/python -m pytest -q -m slow --timeout 1800
 
 bench: setup ## figures of docs/benchmarks.md
-	$(BIN)/python -m tests.bench
+	$(BIN)/rollmesh bench
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) .tools .pytest_cache .mypy_cache .ruff_cache .hypothesis

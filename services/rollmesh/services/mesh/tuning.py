@@ -2,7 +2,7 @@
 
 An event loop that is busy gives the interpreter lock away only every `switchinterval`, and a compute thread asks for it after
 every tensor operation. At Python's default of 5 ms a small model's update was measured to take six times as long beside a
-busy loop; at 0.2 ms, 1.2 times (`python -m tests.bench switch_interval`).
+busy loop; at 0.2 ms, 1.2 times (`rollmesh bench switch_interval`).
 
 A collection walks every object of every service. What lives since start-up need not be walked again.
 """

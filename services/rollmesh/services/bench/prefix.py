@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from rollmesh.services.bench.interleave import Lap, interleave, ratios
+from rollmesh.services.bench.report import Report, spread
+from rollmesh.services.bench.torch_engine import EngineBench, prompts, tiny_folder
 from rollmesh.shared.trajectory import SamplingParams
-from tests.bench.interleave import Lap, interleave, ratios
-from tests.bench.report import Report, spread
-from tests.bench.torch_engine import EngineBench, prompts, tiny_folder
 
 NUM_SESSIONS = 32
 NUM_TURNS = 6

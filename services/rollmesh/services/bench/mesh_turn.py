@@ -26,14 +26,14 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rollmesh.services.bench.cpu_profile import WAITING, CpuProfile, Profile
+from rollmesh.services.bench.report import Report
+from rollmesh.services.bench.turns import TURNS
 from rollmesh.services.mesh import Mesh, MeshConfig
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
-from tests.bench.cpu_profile import WAITING, CpuProfile, Profile
-from tests.bench.report import Report
-from tests.bench.turns import TURNS
 
 FAKE = "rollmesh.services.inference.engines.fake_engine"
 MODEL = "model (fakes, left out)"
@@ -109,7 +109,7 @@ def _config(model: Path, tools: bool) -> MeshConfig:
             },
             "data": {"source": {"kind": "calc", "tools": ["calculator"] if tools else []}},
             "rollout": {
-                "agent": f"tests.bench.turns:{'Calling' if tools else 'Talking'}", "model_dir": str(model),
+                "agent": f"rollmesh.services.bench.turns:{'Calling' if tools else 'Talking'}", "model_dir": str(model),
                 "sampling": {"max_tokens": NEW_TOKENS},
             },
             "reward": {"finalizer": {"name": "keep_all"}},
@@ -124,7 +124,7 @@ _OWNERS = (
     (re.compile(r"rollmesh/services/(?:inference|learner)/engines/"), MODEL),
     (re.compile(r"rollmesh/services/(\w+)/"), r"\1"),
     (re.compile(r"rollmesh/shared/(\w+)"), r"shared.\1"),
-    (re.compile(r"/tests/bench/turns\.py"), "rollout"),
+    (re.compile(r"/services/bench/turns\.py"), "rollout"),
     (re.compile(r"/selectors\.py"), WAITING),
     (re.compile(r"/(?:grpc|asyncio)/"), "grpc, asyncio"),
     (re.compile(r"/(nats|tokenizers)/"), r"\1"),

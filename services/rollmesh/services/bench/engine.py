@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from rollmesh.services.bench.interleave import Contender, Lap, interleave, ratios
+from rollmesh.services.bench.report import Report, spread
+from rollmesh.services.bench.torch_engine import EngineBench, prompts, tiny_folder
 from rollmesh.shared.trajectory import SamplingParams
-from tests.bench.interleave import Contender, Lap, interleave, ratios
-from tests.bench.report import Report, spread
-from tests.bench.torch_engine import EngineBench, prompts, tiny_folder
 
 OURS, GENERATE, CONTINUOUS = "rollmesh", "transformers generate", "transformers continuous"
 PROMPT_TOKENS = 32

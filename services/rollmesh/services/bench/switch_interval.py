@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 
+from rollmesh.services.bench.report import Report, spread
 from rollmesh.services.mesh.tuning import SWITCH_INTERVAL_S
-from tests.bench.report import Report, spread
 
 INTERVALS_S = (0.005, 0.001, SWITCH_INTERVAL_S)
 NUM_OPERATIONS = 400

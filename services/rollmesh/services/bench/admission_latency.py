@@ -15,9 +15,9 @@ import asyncio
 import time
 from typing import Any
 
+from rollmesh.services.bench.report import Report, spread
+from rollmesh.services.bench.torch_engine import Answer, EngineBench, prompts, tiny_folder
 from rollmesh.shared.trajectory import SamplingParams
-from tests.bench.report import Report, spread
-from tests.bench.torch_engine import Answer, EngineBench, prompts, tiny_folder
 
 NUM_OTHERS = 31
 CHUNK = 256

@@ -1,1 +1,0 @@
-"""Benchmarks: `python -m tests.bench [NAME ...]`. One file per bench says what it measures, against what, and how to read it."""
