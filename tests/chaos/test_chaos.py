@@ -227,6 +227,6 @@ async def attach(mesh: World, state: run_pb2.RunState) -> None:
     request = run_pb2.AttachTrainerRequest(
         run=state.run, last_update=held.applied_step, digest=held.digest, holder="another"
     )
-    async with open_channel(mesh.place.gateway, token=mesh.place.token) as channel:
+    async with open_channel(mesh.place.gateway, access=mesh.place.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         await stub.AttachTrainer(request, timeout=10.0)

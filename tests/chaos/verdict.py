@@ -38,7 +38,7 @@ async def settle(world: World, *, updates: int, limit_s: float) -> Verdict:
     state = await world.until_state("nothing is live", lambda s: bool(s.ended) and s.samples.live == 0, limit_s=60.0)
     _check_accounts(state)
     server_port = (world.place.folder("nats") / "port").read_text().strip()
-    bus = await JetStreamBus.connect(f"nats://127.0.0.1:{server_port}", token=world.place.token)
+    bus = await JetStreamBus.connect(f"nats://127.0.0.1:{server_port}", token=world.place.access.token)
     checkpoints = world.place.run_dir / "checkpoints"
     try:
         audit = await audit_run(bus, world.place.run, checkpoint=checkpoints)

@@ -178,7 +178,7 @@ class World:
 
     async def state(self) -> run_pb2.RunState | None:
         """The run's state; None if nobody says so now."""
-        async with open_channel(self.place.gateway, token=self.place.token) as channel:
+        async with open_channel(self.place.gateway, access=self.place.access) as channel:
             stub: Any = run_pb2_grpc.RunServiceStub(channel)
             try:
                 with typed_errors():
@@ -190,7 +190,7 @@ class World:
                 return None
 
     async def fleet(self) -> list[coordinator_pb2.FleetNode]:
-        async with open_channel(self.place.coordinator, token=self.place.token) as channel:
+        async with open_channel(self.place.coordinator, access=self.place.access) as channel:
             stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             response = await stub.GetFleet(coordinator_pb2.GetFleetRequest(), timeout=10.0, wait_for_ready=True)
             return list(response.nodes)

@@ -27,6 +27,7 @@ from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
@@ -43,6 +44,7 @@ from rollmesh.v1 import (
 
 T = TypeVar("T")
 TOKEN = "token"
+ACCESS = Access(token=TOKEN)
 WORKER = "worker-0"
 MIB = 1 << 20
 DATA = coordinator_pb2.NODE_KIND_DATA
@@ -108,7 +110,7 @@ class MeshParts:
         if self.address:
             server = msgspec.structs.replace(config.server, address=self.address)
             config = msgspec.structs.replace(config, server=server)
-        self.node = CoordinatorNode(config, folder=self.folder / "coordinator", token=TOKEN, bus_url=self.nats.url)
+        self.node = CoordinatorNode(config, folder=self.folder / "coordinator", access=ACCESS, bus_url=self.nats.url)
         await self.node.__aenter__()
         self.address = self.node.address
         return self.node
@@ -121,7 +123,7 @@ class MeshParts:
     async def another_run(self, name: str) -> MeshParts:
         """The same mesh, about another run with a worker of its own."""
         hello = coordinator_pb2.NodeHello(node_id=f"w-{name}", kind=ROLLOUT, capacity=8, runs=[name])
-        worker = Membership(self.address, token=TOKEN, handler=PassiveHandler(hello), config=JOIN)
+        worker = Membership(self.address, access=ACCESS, handler=PassiveHandler(hello), config=JOIN)
         await self.stack.enter_async_context(worker)
         await worker.wait_joined()
         return replace(self, name=name, worker=hello.node_id, epoch=0)
@@ -164,7 +166,7 @@ class MeshParts:
     async def put(self, content: bytes) -> str:
         digest = hashlib.sha256(content).hexdigest()
         depot = (await self.coordinator.GetFleet(coordinator_pb2.GetFleetRequest(kind=DEPOT))).nodes[0]
-        async with open_channel(depot.address, token=TOKEN) as channel:
+        async with open_channel(depot.address, access=ACCESS) as channel:
             stub = weights_pb2_grpc.BlobServiceStub(channel)
             head = weights_pb2.PutRequest(digest=digest, size_bytes=len(content), owner="test", data=content)
             with typed_errors():
@@ -305,7 +307,7 @@ async def coordinator_mesh(tmp_path: Path, config: CoordinatorConfig = CONFIG) -
 
 
 async def _join_all(parts: MeshParts) -> None:
-    common: dict[str, Any] = {"token": TOKEN, "coordinator": parts.address}
+    common: dict[str, Any] = {"access": ACCESS, "coordinator": parts.address}
     depot = DepotConfig(directory=str(parts.folder / "depot"), membership=JOIN, server=ServerConfig(stop_s=0.0))
     stop = ServerConfig(stop_s=0.0)
     reward = RewardConfig(finalizer=FinalizerConfig(name="keep_all"))
@@ -314,14 +316,14 @@ async def _join_all(parts: MeshParts) -> None:
         DataNode(DataConfig(), node_id="data-0", bus=parts.bus, server=stop, **common),
         RewardNode(reward, node_id="reward-0", server=stop, **common),
         DepotNode(depot, node_id="depot-0", **common),
-        Membership(parts.address, token=TOKEN, handler=PassiveHandler(worker), config=JOIN),
+        Membership(parts.address, access=ACCESS, handler=PassiveHandler(worker), config=JOIN),
     ):
         await parts.stack.enter_async_context(node)
     gateway = GatewayNode(GatewayConfig(server=stop), node_id="gateway-0", bus=parts.bus, **common)
     parts.gateway = await parts.stack.enter_async_context(gateway)
     channels = ChannelConfig(wait_for_ready=True)
-    outer = await parts.stack.enter_async_context(open_channel(gateway.address, token=TOKEN, config=channels))
-    inner = await parts.stack.enter_async_context(open_channel(parts.address, token=TOKEN, config=channels))
+    outer = await parts.stack.enter_async_context(open_channel(gateway.address, access=ACCESS, config=channels))
+    inner = await parts.stack.enter_async_context(open_channel(parts.address, access=ACCESS, config=channels))
     parts.run = run_pb2_grpc.RunServiceStub(outer)
     parts.decisions = run_pb2_grpc.RunServiceStub(inner)
     parts.coordinator = coordinator_pb2_grpc.CoordinatorServiceStub(inner)

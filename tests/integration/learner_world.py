@@ -37,13 +37,14 @@ from rollmesh.shared.errors import (
     WrongUpdate,
     WrongVersion,
 )
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.trajectory import Episode, EpisodeKey, Reward, Role, Sample, SamplingParams, Segment, Source
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc, types_pb2
 
-TOKEN = "token"
+ACCESS = Access(token="token")
 
 
 def episode(group: str, index: int, *, steps: tuple[int, ...] = (0,), reward: float = 0.0) -> Episode:
@@ -393,8 +394,8 @@ class RunningWorld:
             publish_every=publish_every,
         )
         config = DepotConfig(directory=str(folder / "depot"), versions_max=1000)  # tests look at old ones
-        self._depot = DepotNode(config, node_id="depot", token=TOKEN)
-        self._server = RpcServer(token=TOKEN)
+        self._depot = DepotNode(config, node_id="depot", access=ACCESS)
+        self._server = RpcServer(access=ACCESS)
         self._stack = AsyncExitStack()
 
     @property

@@ -21,7 +21,7 @@ from rollmesh.shared.errors import (
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc, run_pb2, types_pb2
 
-from .coordinator_mesh import TOKEN, MeshParts, coordinator_mesh, eventually
+from .coordinator_mesh import ACCESS, MeshParts, coordinator_mesh, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _numbers = itertools.count()
@@ -229,7 +229,7 @@ async def test_a_stub_of_another_language_needs_only_the_contract(mesh: MeshPart
     """Unset optional fields mean their defaults."""
     async with grpc.aio.insecure_channel(mesh.address) as channel:
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
-        metadata = (("authorization", f"Bearer {TOKEN}"),)
+        metadata = (("authorization", f"Bearer {ACCESS.token}"),)
         assert (await stub.GetFleet(pb.GetFleetRequest(), metadata=metadata)).nodes
     with pytest.raises(Unimplemented):
         await mesh.call(mesh.coordinator.ExtendGroup, pb.ExtendGroupRequest(run=mesh.name))

@@ -23,7 +23,7 @@ from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import run_pb2, run_pb2_grpc
 
-from .coordinator_mesh import CONFIG, DEPOT, ROLLOUT, TOKEN, MeshParts, coordinator_mesh, eventually
+from .coordinator_mesh import ACCESS, CONFIG, DEPOT, ROLLOUT, MeshParts, coordinator_mesh, eventually
 
 
 @pytest.fixture
@@ -146,8 +146,8 @@ async def test_a_second_coordinator_fences_the_first(mesh: MeshParts) -> None:
     await mesh.begin()
     assert mesh.node is not None
     first = mesh.node
-    second = CoordinatorNode(CONFIG, folder=mesh.folder / "second", token=TOKEN, bus_url=mesh.nats.url)
-    async with second, open_channel(second.address, token=TOKEN) as channel:
+    second = CoordinatorNode(CONFIG, folder=mesh.folder / "second", access=ACCESS, bus_url=mesh.nats.url)
+    async with second, open_channel(second.address, access=ACCESS) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         stop = run_pb2.StopRunRequest(run="r", reason="said to the second")
         await mesh.call(stub.StopRun, stop)

@@ -28,6 +28,7 @@ from rollmesh.shared.errors import (
     UnknownRun,
     UnknownSplit,
 )
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.rpc.status import typed_errors
@@ -44,10 +45,10 @@ OK = types_pb2.REWARD_OUTCOME_OK
 async def serving(settings: dict[str, Any], bus: Bus) -> AsyncIterator[data_pb2_grpc.DataServiceAsyncStub]:
     engine = build_engine(config_from_dict(DataConfig, settings), bus=bus, clock=SystemClock())
     try:
-        async with RpcServer(token="t") as server:
+        async with RpcServer(access=Access(token="t")) as server:
             server.add(data_pb2_grpc.add_DataServiceServicer_to_server, DataServicer(engine))
             await server.start()
-            async with open_channel(server.address, token="t") as channel:
+            async with open_channel(server.address, access=Access(token="t")) as channel:
                 yield data_pb2_grpc.DataServiceStub(channel)
     finally:
         await engine.close()

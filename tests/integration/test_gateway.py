@@ -20,7 +20,7 @@ from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import run_pb2, run_pb2_grpc, types_pb2
 
-from .coordinator_mesh import GATEWAY, TOKEN, MeshParts, coordinator_mesh, eventually
+from .coordinator_mesh import ACCESS, GATEWAY, MeshParts, coordinator_mesh, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _numbers = itertools.count()
@@ -180,8 +180,8 @@ async def test_the_gateway_outlives_its_coordinator(tmp_path: Path) -> None:
 async def test_gateways_hold_no_state(mesh: MeshParts) -> None:
     batch = await leased(mesh)
     config = GatewayConfig(server=msgspec.structs.replace(GatewayConfig().server, stop_s=0.0), reads_max=1)
-    second = GatewayNode(config, node_id="g2", coordinator=mesh.address, token=TOKEN, bus_url=mesh.nats.url)
-    async with second, open_channel(second.address, token=TOKEN) as channel:
+    second = GatewayNode(config, node_id="g2", coordinator=mesh.address, access=ACCESS, bus_url=mesh.nats.url)
+    async with second, open_channel(second.address, access=ACCESS) as channel:
         request = run_pb2.FetchSamplesRequest(run=mesh.name, trainer_epoch=mesh.epoch, lease_id=batch.lease_id)
         fetched = [one async for one in run_pb2_grpc.RunServiceStub(channel).FetchSamples(request)]
     assert fetched == await mesh.fetch(batch.lease_id)

@@ -33,7 +33,7 @@ from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 from ..unit.shared.safetensors_files import write_safetensors
 from .content_engine import ContentEngine, content_logprobs, content_of
-from .weight_mesh import TOKEN, depot, inference, publish
+from .weight_mesh import ACCESS, depot, inference, publish
 
 Target = inference_pb2.Target
 ERROR, STOP, LENGTH = types_pb2.FINISH_REASON_ERROR, types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
@@ -68,7 +68,7 @@ async def served(folder: Path, *, engine: str = "ContentEngine", **options: Any)
             await node.keeper.prepare(version, [store.address])
             versions.append(version)
         await node.keeper.activate(versions[0], KvPolicy.RECOMPUTE)
-        async with open_channel(node.address, token=TOKEN) as channel:
+        async with open_channel(node.address, access=ACCESS) as channel:
             yield Served(node, versions, inference_pb2_grpc.InferenceServiceStub(channel))
 
 

@@ -30,12 +30,13 @@ from rollmesh.shared.errors import (
     Unauthenticated,
     Unavailable,
 )
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.trajectory import GroupContext, TrainingSample
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import run_pb2
 
-from .learner_world import TOKEN, RunningWorld, World, episode
+from .learner_world import ACCESS, RunningWorld, World, episode
 
 QUICK = RetryConfig(retry_s=5.0, backoff_s=0.001, backoff_s_max=0.01)
 
@@ -52,7 +53,7 @@ def config(folder: Path, **changes: Any) -> LearnerConfig:
 
 
 def learner(world: RunningWorld, settings: LearnerConfig, **kwargs: Any) -> LearnerNode:
-    where = RunAddress(address=world.address, token=kwargs.pop("token", TOKEN), run="r", holder="test")
+    where = RunAddress(address=world.address, access=kwargs.pop("access", ACCESS), run="r", holder="test")
     return LearnerNode(settings, where, **kwargs)
 
 
@@ -181,7 +182,7 @@ async def test_checkpoint_command_writes_one_and_training_goes_on(tmp_path: Path
 async def test_wrong_token_stops_the_learner_at_once(tmp_path: Path) -> None:
     async with RunningWorld(tmp_path) as running:
         with pytest.raises(Unauthenticated):
-            await train(running, config(tmp_path), token="wrong")
+            await train(running, config(tmp_path), access=Access(token="wrong"))
 
 
 # Crashes --------------------------------------------------------------------------------------------------------------

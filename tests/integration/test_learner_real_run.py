@@ -23,7 +23,7 @@ from rollmesh.shared.versions import PolicyVersion
 from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
-from .coordinator_mesh import TOKEN, MeshParts, coordinator_mesh
+from .coordinator_mesh import ACCESS, MeshParts, coordinator_mesh
 from .learner_world import episode
 
 UPDATES = 10
@@ -83,7 +83,7 @@ def learner(mesh: MeshParts, folder: Path, *, at: AtMoment = pass_by) -> Learner
         tensorboard=False,
         retry=RetryConfig(retry_s=10.0, backoff_s=0.01, backoff_s_max=0.1),
     )
-    where = RunAddress(address=mesh.gateway.address, token=TOKEN, run="r", holder="test")
+    where = RunAddress(address=mesh.gateway.address, access=ACCESS, run="r", holder="test")
     return LearnerNode(config, where, at=at, coordinator=mesh.address)
 
 

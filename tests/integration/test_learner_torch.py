@@ -22,7 +22,7 @@ from rollmesh.trainer.model_files import WEIGHTS_NAME, load_model, write_model_f
 from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.trainer.tokenizer import build_tokenizer
 
-from .learner_world import TOKEN, RunningWorld, World, episode
+from .learner_world import ACCESS, RunningWorld, World, episode
 
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
 
@@ -47,7 +47,7 @@ def config(folder: Path, **changes: Any) -> LearnerConfig:
 
 
 async def train(running: RunningWorld, settings: LearnerConfig, **kwargs: Any) -> LearnerNode:
-    where = RunAddress(address=running.address, token=TOKEN, run="r")
+    where = RunAddress(address=running.address, access=ACCESS, run="r")
     async with LearnerNode(settings, where, **kwargs) as node:
         await node.wait()
     return node

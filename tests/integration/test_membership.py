@@ -10,10 +10,11 @@ import pytest
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, Unauthenticated, Unavailable
 from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
-from .weight_mesh import MEMBERSHIP, TOKEN, TinyCoordinator, coordinator
+from .weight_mesh import ACCESS, MEMBERSHIP, TinyCoordinator, coordinator
 
 JoinResponse = coordinator_pb2.JoinResponse
 
@@ -39,8 +40,8 @@ class Worker(PassiveHandler):
         self.obeyed.set()
 
 
-def member(address: str, worker: Worker, *, clock: ManualClock | None = None, token: str = TOKEN) -> Membership:
-    return Membership(address, token=token, handler=worker, clock=clock, config=MEMBERSHIP)
+def member(address: str, worker: Worker, *, clock: ManualClock | None = None, access: Access = ACCESS) -> Membership:
+    return Membership(address, access=access, handler=worker, clock=clock, config=MEMBERSHIP)
 
 
 async def asleep(clock: ManualClock) -> None:
@@ -115,7 +116,7 @@ async def test_a_node_waits_for_a_coordinator_that_starts_later_and_for_one_that
         with pytest.raises(Unavailable, match="is the coordinator running"):
             await node.wait_joined(timeout_s=0.05)
         for _ in range(2):
-            async with RpcServer(ServerConfig(address=address, stop_s=0.0), token=TOKEN) as server:
+            async with RpcServer(ServerConfig(address=address, stop_s=0.0), access=ACCESS) as server:
                 boss = TinyCoordinator()  # type: ignore[abstract]
                 server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, boss)
                 await server.start()
@@ -124,7 +125,7 @@ async def test_a_node_waits_for_a_coordinator_that_starts_later_and_for_one_that
 
 
 async def test_a_wrong_token_is_told_at_once_and_not_tried_for_ever() -> None:
-    async with coordinator() as (_, address), member(address, Worker(), token="wrong") as node:
+    async with coordinator() as (_, address), member(address, Worker(), access=Access(token="wrong")) as node:
         with pytest.raises(Unauthenticated):
             await node.wait_joined()
         assert "refuses this node" in node.waiting_for
@@ -137,7 +138,7 @@ async def test_a_refused_hello_is_told() -> None:
             raise InvalidInput("hello.address: empty")
             yield
 
-    async with RpcServer(ServerConfig(stop_s=0.0), token=TOKEN) as server:
+    async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
         server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, Strict())  # type: ignore[abstract]
         await server.start()
         async with member(server.address, Worker()) as node:
@@ -153,7 +154,7 @@ async def test_a_handler_that_is_stuck_loses_the_stream_not_the_memory() -> None
     config = MembershipConfig(commands_max=2, backoff_s_min=0.01, backoff_s_max=0.01)
     async with (
         coordinator() as (boss, address),
-        Membership(address, token=TOKEN, handler=Stuck(), config=config) as node,
+        Membership(address, access=ACCESS, handler=Stuck(), config=config) as node,
     ):
         await node.wait_joined()
         for _ in range(4):

@@ -58,7 +58,7 @@ class Operator:
     mesh: Mesh
 
     async def call(self, verb: str, request: Any) -> Any:
-        async with open_channel(self.mesh.gateway_address, token=self.mesh.token) as channel:
+        async with open_channel(self.mesh.gateway_address, access=self.mesh.access) as channel:
             stub: Any = run_pb2_grpc.RunServiceStub(channel)
             with typed_errors():
                 return await getattr(stub, verb)(request, timeout=10.0, wait_for_ready=True)
@@ -96,7 +96,7 @@ class Operator:
 
     async def _bus(self) -> JetStreamBus:
         assert self.mesh.nats is not None
-        return await JetStreamBus.connect(self.mesh.nats.url, token=self.mesh.token)
+        return await JetStreamBus.connect(self.mesh.nats.url, token=self.mesh.access.token)
 
 
 async def test_a_run_goes_to_its_end_with_evaluations_pinned_and_never_trained_on(tmp_path: Path, model: Path) -> None:

@@ -118,6 +118,6 @@ def test_hosts_that_start_together_agree_on_token_and_addresses(tmp_path: Path, 
             pool.map(lambda _: open_place(made, run_dir=tmp_path / "run", base_dir=tmp_path), range(8), timeout=END_S)
         )
     assert all(place == places[0] for place in places)
-    assert len(places[0].token) >= 32
+    assert len(places[0].access.token) >= 32
     assert (tmp_path / "run/token").stat().st_mode & 0o777 == 0o600
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"token", "addresses.json"}

@@ -15,6 +15,7 @@ from rollmesh.services.reward.servicer import RewardServicer
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import InvalidInput, UnknownOracle
 from rollmesh.shared.jsonl import read_jsonl
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.rpc.status import typed_errors
@@ -37,13 +38,13 @@ async def serving(
     config = config_from_dict(RewardConfig, settings)
     engine = build_engine(config, base_dir)
     try:
-        async with RpcServer(token="t") as server:
+        async with RpcServer(access=Access(token="t")) as server:
             server.add(
                 reward_pb2_grpc.add_RewardServiceServicer_to_server,
                 RewardServicer(engine, finalizer_name=config.finalizer.name),
             )
             await server.start()
-            async with open_channel(server.address, token="t") as channel:
+            async with open_channel(server.address, access=Access(token="t")) as channel:
                 yield reward_pb2_grpc.RewardServiceStub(channel)
     finally:
         await engine.close()

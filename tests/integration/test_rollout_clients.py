@@ -17,16 +17,17 @@ from rollmesh.shared.clients.reward import RewardClient, RewardClientConfig
 from rollmesh.shared.clients.sandbox import ExecOutcome, SandboxClient, SandboxClientConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import MeshError, NotReady, Overloaded, Unavailable, UnknownOracle, UnknownProfile
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 
-TOKEN = "t"
+ACCESS = Access(token="t")
 WAIT_S = 20.0
 
 
 def connect(address: str) -> grpc.aio.Channel:
-    return open_channel(address, token=TOKEN)
+    return open_channel(address, access=ACCESS)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -42,7 +43,7 @@ async def until(condition: Callable[[], object]) -> None:
 def sandbox_node(folder: Path, name: str, **changes: Any) -> SandboxNode:
     server = ServerConfig(stop_s=0.0)
     return SandboxNode(
-        SandboxConfig(engine="fake", **changes), node_id=name, token=TOKEN, state_dir=folder / name, server=server
+        SandboxConfig(engine="fake", **changes), node_id=name, access=ACCESS, state_dir=folder / name, server=server
     )
 
 
@@ -188,7 +189,7 @@ def scorers_of(errors: Sequence[MeshError] = ()) -> Scorers:
 
 @asynccontextmanager
 async def reward_client(scorers: Scorers, **changes: Any) -> AsyncIterator[RewardClient]:
-    async with RpcServer(ServerConfig(stop_s=0.0), token=TOKEN) as server:
+    async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
         server.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, scorers)
         await server.start()
         config = RewardClientConfig(backoff_s=0.01, **changes)

@@ -25,6 +25,7 @@ from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.codec.arrays import decode_ints, encode_floats, encode_ints
 from rollmesh.shared.codec.trajectory import episode_from_bytes
 from rollmesh.shared.errors import UnknownNode
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.v1 import (
     coordinator_pb2,
@@ -35,6 +36,7 @@ from rollmesh.v1 import (
 )
 
 TOKEN = "t"
+ACCESS = Access(token=TOKEN)
 WAIT_S = 20.0
 MIB = 2**20
 COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
@@ -185,7 +187,7 @@ class Mesh:
         self.stack.push_async_callback(self.bus.close)
         small = StreamLimits(samples_bytes_max=MIB, ledger_bytes_max=MIB, events_bytes_max=MIB, dead_bytes_max=MIB)
         self.samples = await self.bus.create(run_streams("r", small).samples)
-        server = await enter(RpcServer(ServerConfig(stop_s=0.0), token=TOKEN))
+        server = await enter(RpcServer(ServerConfig(stop_s=0.0), access=ACCESS))
         server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, self.coordinator)
         server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, self.inference)
         await server.start()
@@ -194,10 +196,10 @@ class Mesh:
         config = SandboxConfig(engine="fake")
         self.sandbox = await enter(
             SandboxNode(
-                config, node_id="sandbox-0", token=TOKEN, state_dir=self.folder / "sb", coordinator=self.address
+                config, node_id="sandbox-0", access=ACCESS, state_dir=self.folder / "sb", coordinator=self.address
             )
         )
-        await enter(RewardNode(RewardConfig(), node_id="reward-0", token=TOKEN, coordinator=self.address))
+        await enter(RewardNode(RewardConfig(), node_id="reward-0", access=ACCESS, coordinator=self.address))
         await until(lambda: len(self.coordinator.nodes) == 3)
         return self
 
@@ -210,7 +212,7 @@ class Mesh:
             config or RolloutConfig(),
             node_id="rollout-0",
             coordinator=self.address,
-            token=TOKEN,
+            access=ACCESS,
             bus=self.bus,
             tokenizer=self.tokenizer,
         )

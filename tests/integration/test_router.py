@@ -25,7 +25,7 @@ from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2
 
 from ..unit.shared.safetensors_files import write_safetensors
-from .weight_mesh import FAKE, TOKEN, depot, inference, publish
+from .weight_mesh import ACCESS, FAKE, depot, inference, publish
 
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 LONG = 100_000
@@ -80,7 +80,7 @@ class Cell:
         )
 
     def router(self, config: RouterConfig = FAST) -> InferenceRouter:
-        return InferenceRouter(self.fleet, token=TOKEN, config=config)
+        return InferenceRouter(self.fleet, access=ACCESS, config=config)
 
 
 @contextlib.asynccontextmanager
@@ -281,7 +281,7 @@ async def test_a_request_waits_for_weights_and_says_so(tmp_path: Path) -> None:
 
 
 async def test_a_request_without_a_node_ends_at_its_deadline_with_the_cause(tmp_path: Path) -> None:
-    async with InferenceRouter(Fleet(), token=TOKEN, config=RouterConfig(deadline_s=0.01)) as router:
+    async with InferenceRouter(Fleet(), access=ACCESS, config=RouterConfig(deadline_s=0.01)) as router:
         with pytest.raises(DeadlineExceeded, match="it waits for an inference node .* of 0 nodes none"):
             await generated(router)
 

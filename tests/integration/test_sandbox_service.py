@@ -16,13 +16,14 @@ from rollmesh.services.sandbox.sessions import End
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, Unimplemented, UnknownProfile
 from rollmesh.shared.ids import RandomIds
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import sandbox_pb2 as pb
 from rollmesh.v1 import sandbox_pb2_grpc
 
-TOKEN = "t"
+ACCESS = Access(token="t")
 WAIT_S = 20.0
 
 
@@ -69,11 +70,11 @@ async def serving(state_dir: Path, **changes: Any) -> AsyncIterator[tuple[Sandbo
     config, clock = SandboxConfig(**changes), ManualClock()
     async with (
         SandboxCore(config, state_dir=state_dir, clock=clock, ids=RandomIds()) as node,
-        RpcServer(ServerConfig(stop_s=0.0), token=TOKEN) as server,
+        RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server,
     ):
         server.add(sandbox_pb2_grpc.add_SandboxServiceServicer_to_server, node.servicer)
         await server.start()
-        async with open_channel(server.address, token=TOKEN) as channel:
+        async with open_channel(server.address, access=ACCESS) as channel:
             yield node, sandbox_pb2_grpc.SandboxServiceStub(channel), clock
 
 

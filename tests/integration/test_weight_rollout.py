@@ -22,7 +22,7 @@ from rollmesh.v1 import run_pb2
 
 from ..unit.shared.safetensors_files import write_safetensors
 from .content_engine import VOCAB, content_logprobs, content_of
-from .coordinator_mesh import DEPOT, JOIN, TOKEN, MeshParts, coordinator_mesh
+from .coordinator_mesh import ACCESS, DEPOT, JOIN, MeshParts, coordinator_mesh
 from .weight_mesh import FAKE_CONFIG, HERE, SERVER
 
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
@@ -36,7 +36,7 @@ def joining(parts: MeshParts, node_id: str) -> InferenceNode:
         server=SERVER,
         membership=JOIN,
     )
-    return InferenceNode(config, node_id=node_id, token=TOKEN, coordinator=parts.address, base_dir=HERE)
+    return InferenceNode(config, node_id=node_id, access=ACCESS, coordinator=parts.address, base_dir=HERE)
 
 
 async def publish(parts: MeshParts, depot: str, step: int) -> PolicyVersion:
@@ -46,7 +46,7 @@ async def publish(parts: MeshParts, depot: str, step: int) -> PolicyVersion:
     probe = Probe(token_ids=tokens, logprobs=content_logprobs(content_of(files), tokens))
     built = build_manifest(files, probes=[probe])
     version = PolicyVersion(policy="main", step=step, weights_digest=built.weights_digest)
-    async with open_channel(depot, token=TOKEN) as channel:
+    async with open_channel(depot, access=ACCESS) as channel:
         await upload(channel, built, owner=version_owner(version))
     request = run_pb2.PublishVersionRequest(run="r", trainer_epoch=parts.epoch, version=encode_version(version))
     await parts.call(parts.run.PublishVersion, request)
@@ -66,7 +66,7 @@ async def test_published_weights_reach_every_node_and_late_ones_too(tmp_path: Pa
         depot = early.fleet.address_of(DEPOT)
         assert depot is not None
         version = await publish(parts, depot, 0)
-        async with InferenceRouter(early.fleet, token=TOKEN) as router:
+        async with InferenceRouter(early.fleet, access=ACCESS) as router:
             assert (await answer(router)).spans[0].version == version
             async with joining(parts, "inf-1") as late:
                 await asyncio.wait_for(in_use(early.fleet, "inf-1"), 20)

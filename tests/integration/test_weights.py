@@ -33,7 +33,7 @@ from rollmesh.shared.weights.transfer import Fetcher, TransferConfig
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 
 from ..unit.shared.safetensors_files import write_safetensors
-from .weight_mesh import NETWORK, SERVER, TOKEN, coordinator, depot, inference, publish
+from .weight_mesh import ACCESS, NETWORK, SERVER, coordinator, depot, inference, publish
 from .weight_mesh import WeightCommand as Command
 from .weight_mesh import WeightReport as Report
 
@@ -46,7 +46,7 @@ def files(folder: Path, *seeds: int) -> dict[str, Path]:
 
 
 def channel(address: str) -> Any:
-    return open_channel(address, token=TOKEN)
+    return open_channel(address, access=ACCESS)
 
 
 @contextlib.asynccontextmanager
@@ -147,7 +147,7 @@ class DamagedSource(BlobServicer):
 
 @contextlib.asynccontextmanager
 async def serving(servicer: BlobServicer) -> AsyncIterator[str]:
-    async with RpcServer(SERVER, token=TOKEN) as server:
+    async with RpcServer(SERVER, access=ACCESS) as server:
         server.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, servicer)
         await server.start()
         yield server.address

@@ -16,6 +16,7 @@ from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.codec.trajectory import encode_version
 from rollmesh.shared.membership import MembershipConfig
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.versions import PolicyVersion
@@ -25,7 +26,7 @@ from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from .content_engine import VOCAB, content_logprobs, content_of
 
-TOKEN = "test-token"
+ACCESS = Access(token="test-token")
 HERE = Path(__file__).parent
 SERVER = ServerConfig(stop_s=0.0)
 MEMBERSHIP = MembershipConfig(backoff_s_min=0.01, backoff_s_max=0.05)
@@ -117,7 +118,7 @@ class TinyCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 @asynccontextmanager
 async def coordinator(heartbeat_s: float = 60.0) -> AsyncIterator[tuple[TinyCoordinator, str]]:
     servicer = TinyCoordinator(heartbeat_s)  # type: ignore[abstract]  # Join is all that nodes need
-    async with RpcServer(SERVER, token=TOKEN) as server:
+    async with RpcServer(SERVER, access=ACCESS) as server:
         server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, servicer)
         await server.start()
         yield servicer, server.address
@@ -125,7 +126,7 @@ async def coordinator(heartbeat_s: float = 60.0) -> AsyncIterator[tuple[TinyCoor
 
 def depot(folder: Path, *, coordinator: str = "", **options: Any) -> DepotNode:
     config = DepotConfig(directory=str(folder / "depot"), server=SERVER, membership=MEMBERSHIP, **options)
-    return DepotNode(config, node_id="depot", token=TOKEN, coordinator=coordinator)
+    return DepotNode(config, node_id="depot", access=ACCESS, coordinator=coordinator)
 
 
 def inference(
@@ -148,7 +149,7 @@ def inference(
         transfer=transfer,
         drain_s=0.0,
     )
-    return InferenceNode(config, node_id=node_id, token=TOKEN, coordinator=coordinator, base_dir=HERE)
+    return InferenceNode(config, node_id=node_id, access=ACCESS, coordinator=coordinator, base_dir=HERE)
 
 
 async def publish(
@@ -165,6 +166,6 @@ async def publish(
     probes = [Probe(token_ids=tokens, logprobs=content_logprobs(content_of(files), tokens))] if with_probes else []
     built = build_manifest(files, probes=probes, chunk_bytes=chunk_bytes)
     version = PolicyVersion(policy="main", step=step, weights_digest=built.weights_digest)
-    async with open_channel(address, token=TOKEN) as channel:
+    async with open_channel(address, access=ACCESS) as channel:
         report = await upload(channel, built, owner=version_owner(version), config=transfer)
     return version, report

@@ -31,6 +31,7 @@ from rollmesh.shared.errors import (
     Unimplemented,
 )
 from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -107,7 +108,7 @@ class Membership:
         self,
         address: str,
         *,
-        token: str,
+        access: Access,
         handler: NodeHandler,
         clock: Clock | None = None,
         config: MembershipConfig | None = None,
@@ -119,7 +120,7 @@ class Membership:
         self.waiting_for = f"the coordinator at {address}"
         """Why this node is not joined; empty while it is."""
         self._address = address
-        self._token = token
+        self._access = access
         self._handler = handler
         self._clock = clock or SystemClock()
         self._config = config or MembershipConfig()
@@ -213,7 +214,7 @@ class Membership:
 
     async def _serve_stream(self) -> None:
         """One stream from hello to its end. Raises `MeshError` or TimeoutError when it is lost."""
-        async with open_channel(self._address, token=self._token) as channel:
+        async with open_channel(self._address, access=self._access) as channel:
             stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             call = stub.Join()
             with typed_errors():

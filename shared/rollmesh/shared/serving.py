@@ -1,6 +1,6 @@
 """A server that has joined the mesh: what nodes without commands of their own (reward, data, sandbox) have in common.
 
-    async with JoinedServer(hello, server=config, token=token, coordinator=address) as joined:
+    async with JoinedServer(hello, server=config, access=access, coordinator=address) as joined:
         joined.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, servicer)
         await joined.start()
 
@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.v1 import coordinator_pb2
 
@@ -28,7 +29,7 @@ class JoinedServer:
         *,
         kind: coordinator_pb2.NodeKind.ValueType,
         node_id: str,
-        token: str,
+        access: Access,
         coordinator: str = "",
         capacity: int = 1,
         server: ServerConfig | None = None,
@@ -38,12 +39,12 @@ class JoinedServer:
         self.membership: Membership | None = None
         self._kind = kind
         self._node_id = node_id
-        self._token = token
+        self._access = access
         self._coordinator = coordinator
         self._capacity = capacity
         self._config = membership
         self._clock = clock
-        self._server = RpcServer(server, token=token)
+        self._server = RpcServer(server, access=access)
         self._stack = AsyncExitStack()
 
     @property
@@ -66,7 +67,11 @@ class JoinedServer:
             node_id=self._node_id, kind=self._kind, address=self.address, capacity=self._capacity
         )
         return Membership(
-            self._coordinator, token=self._token, handler=PassiveHandler(hello), clock=self._clock, config=self._config
+            self._coordinator,
+            access=self._access,
+            handler=PassiveHandler(hello),
+            clock=self._clock,
+            config=self._config,
         )
 
     async def __aenter__(self) -> Self:

@@ -15,11 +15,13 @@ from grpc_reflection.v1alpha import reflection_pb2
 from opentelemetry import trace
 
 from rollmesh.shared import errors
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import ChannelConfig, MeshChannel, open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
 
 TOKEN = "test-token"
+ACCESS = Access(token=TOKEN)
 ARITIES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
@@ -80,7 +82,7 @@ def add_echo(servicer: Echo, server: Any) -> None:
 
 @asynccontextmanager
 async def echo_server(config: ServerConfig | None = None, echo: Echo | None = None) -> AsyncIterator[RpcServer]:
-    async with RpcServer(config or ServerConfig(stop_s=0.0), token=TOKEN) as server:
+    async with RpcServer(config or ServerConfig(stop_s=0.0), access=ACCESS) as server:
         server.add(add_echo, echo or Echo())
         await server.start()
         yield server
@@ -88,7 +90,7 @@ async def echo_server(config: ServerConfig | None = None, echo: Echo | None = No
 
 @asynccontextmanager
 async def echo_channel(server_config: ServerConfig | None = None, **kwargs: Any) -> AsyncIterator[MeshChannel]:
-    async with echo_server(server_config) as server, open_channel(server.address, token=TOKEN, **kwargs) as channel:
+    async with echo_server(server_config) as server, open_channel(server.address, access=ACCESS, **kwargs) as channel:
         yield channel
 
 
@@ -139,12 +141,12 @@ async def test_a_bug_is_logged_once_and_told_without_its_text(arity: str, caplog
 
 @pytest.mark.parametrize("arity", ARITIES)
 async def test_without_the_token_nothing_is_served(arity: str) -> None:
-    async with echo_server() as server, open_channel(server.address, token="wrong") as channel:
+    async with echo_server() as server, open_channel(server.address, access=Access(token="wrong")) as channel:
         assert isinstance(await raised(channel, arity, b"hello"), errors.Unauthenticated)
 
 
 async def test_a_refused_stream_ends_before_its_first_request() -> None:
-    async with echo_server() as server, open_channel(server.address, token="wrong") as channel:
+    async with echo_server() as server, open_channel(server.address, access=Access(token="wrong")) as channel:
         stream: Any = channel.stream_stream("/test.Echo/stream_stream")()
         with pytest.raises(errors.Unauthenticated), typed_errors():
             await asyncio.wait_for(stream.read(), 5)
@@ -191,7 +193,7 @@ async def test_the_server_limits_a_unary_call_that_has_no_deadline() -> None:
 @pytest.mark.parametrize("arity", ["unary_unary", "stream_stream"])
 async def test_cancelling_a_call_cancels_its_handler(arity: str) -> None:
     echo = Echo()
-    async with echo_server(echo=echo) as server, open_channel(server.address, token=TOKEN) as channel:
+    async with echo_server(echo=echo) as server, open_channel(server.address, access=ACCESS) as channel:
         with pytest.raises(errors.DeadlineExceeded):
             await call(channel, arity, b"wait", timeout=0.1)
         await asyncio.wait_for(echo.cancelled.wait(), 5)
@@ -208,14 +210,14 @@ async def test_a_message_over_the_limit_says_so_on_either_side(limited: str) -> 
 
 
 async def test_a_busy_port_is_refused() -> None:
-    async with echo_server() as server, RpcServer(ServerConfig(address=server.address), token=TOKEN) as second:
+    async with echo_server() as server, RpcServer(ServerConfig(address=server.address), access=ACCESS) as second:
         with pytest.raises(errors.ConfigError, match="cannot listen on"):
             await second.start()
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "10.0.0.1:0", "example.org:0", ":0"])
 async def test_beyond_loopback_without_tls_is_refused(address: str) -> None:
-    async with RpcServer(ServerConfig(address=address), token=TOKEN) as server:
+    async with RpcServer(ServerConfig(address=address), access=ACCESS) as server:
         with pytest.raises(errors.ConfigError, match="without TLS"):
             await server.start()
 
@@ -232,7 +234,7 @@ async def test_health_needs_no_token_and_knows_each_service() -> None:
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_lists_services_and_describes_itself(version: str) -> None:
     service = f"grpc.reflection.{version}.ServerReflection"
-    async with echo_server() as server, open_channel(server.address, token=TOKEN) as channel:
+    async with echo_server() as server, open_channel(server.address, access=ACCESS) as channel:
         method: Any = channel.stream_stream(
             f"/{service}/ServerReflectionInfo",
             request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
@@ -252,7 +254,7 @@ async def test_the_trace_context_crosses_the_call(arity: str) -> None:
     echo = Echo()
     trace_id = 0x1234567890ABCDEF1234567890ABCDEF
     parent = trace.SpanContext(trace_id, 0x1234567890ABCDEF, is_remote=False, trace_flags=trace.TraceFlags(1))
-    async with echo_server(echo=echo) as server, open_channel(server.address, token=TOKEN) as channel:
+    async with echo_server(echo=echo) as server, open_channel(server.address, access=ACCESS) as channel:
         await call(channel, arity, b"x")
         assert echo.traceparent == ""
         with trace.use_span(trace.NonRecordingSpan(parent)):
@@ -263,7 +265,7 @@ async def test_the_trace_context_crosses_the_call(arity: str) -> None:
 async def test_an_idempotent_call_survives_a_restart_of_the_server() -> None:
     async with echo_server() as first:
         address = first.address
-    async with open_channel(address, token=TOKEN, idempotent=["test.Echo/unary_unary"]) as channel:
+    async with open_channel(address, access=ACCESS, idempotent=["test.Echo/unary_unary"]) as channel:
         pending = asyncio.create_task(call(channel, "unary_unary", b"hello"))
         await asyncio.sleep(0)
         async with echo_server(ServerConfig(address=address, stop_s=0.0)):
@@ -271,7 +273,7 @@ async def test_an_idempotent_call_survives_a_restart_of_the_server() -> None:
 
 
 async def test_an_unreachable_server_is_unavailable_and_retryable() -> None:
-    async with open_channel("127.0.0.1:1", token=TOKEN) as channel:
+    async with open_channel("127.0.0.1:1", access=ACCESS) as channel:
         err = await raised(channel, "unary_unary", b"x")
     assert type(err) is errors.Unavailable
     assert err.retryable

@@ -31,6 +31,7 @@ from rollmesh.services.bench.report import Report
 from rollmesh.services.bench.turns import TURNS
 from rollmesh.services.mesh import Mesh, MeshConfig
 from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
@@ -64,9 +65,9 @@ def run(quick: bool) -> Report:
 
 async def _ping_cpu_s() -> float:
     """CPU seconds of one empty unary call, both sides."""
-    async with RpcServer(token="bench") as server:
+    async with RpcServer(access=Access(token="bench")) as server:
         await server.start()
-        async with open_channel(server.address, token="bench") as channel:
+        async with open_channel(server.address, access=Access(token="bench")) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
 
             async def pings(num: int) -> None:

@@ -94,7 +94,7 @@ class Session:
             self.view.phase("starting the services")
             mesh = Mesh(self._mesh_config(), run_dir=self.folder.root, base_dir=self.base_dir)
             await stack.enter_async_context(mesh)
-            watcher = Watcher(mesh.gateway_address, mesh.token, mesh.run, recorder, self.clock)
+            watcher = Watcher(mesh.gateway_address, mesh.access, mesh.run, recorder, self.clock)
             await stack.enter_async_context(watcher)
             self.view.follow(recorder)
             self.view.phase("")

@@ -15,6 +15,7 @@ from typing import Any, Self
 from rollmesh.services.cli.series import Eval, Point, Series, encode_line, read_series
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import run_pb2, run_pb2_grpc
@@ -130,8 +131,8 @@ def eval_of(result: run_pb2.EvalResult, success_reward: str, time_s: float) -> E
 class Watcher:
     """Watches a run in the background while it is entered; `recorder.ended` tells when the run is over."""
 
-    def __init__(self, address: str, token: str, run: str, recorder: Recorder, clock: Clock) -> None:
-        self._channel = open_channel(address, token=token)
+    def __init__(self, address: str, access: Access, run: str, recorder: Recorder, clock: Clock) -> None:
+        self._channel = open_channel(address, access=access)
         self._stub: Any = run_pb2_grpc.RunServiceStub(self._channel)
         self._run = run
         self._recorder = recorder

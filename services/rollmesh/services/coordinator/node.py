@@ -1,6 +1,6 @@
 """A coordinator as a node: bus, runs, fleet and both services behind one gRPC server.
 
-    async with CoordinatorNode(config, folder=..., token=..., bus_url=...) as node:
+    async with CoordinatorNode(config, folder=..., access=..., bus_url=...) as node:
         node.address                # both CoordinatorService and RunService
         await node.failed()         # raises if it can't lead on: fenced by another coordinator, or the ledger is out of reach
 
@@ -27,6 +27,7 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import Internal, MeshError
 from rollmesh.shared.ids import IdSource, RandomIds
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.v1 import coordinator_pb2_grpc, run_pb2_grpc
 
@@ -41,7 +42,7 @@ class CoordinatorNode:
         config: CoordinatorConfig,
         *,
         folder: str | Path,
-        token: str,
+        access: Access,
         bus: Bus | None = None,
         bus_url: str = "",
         clock: Clock | None = None,
@@ -50,13 +51,13 @@ class CoordinatorNode:
         assert (bus is None) != (not bus_url), "a bus or the URL of one"
         self._config = config
         self._folder = Path(folder)
-        self._token = token
+        self._access = access
         self._bus = bus
         self._bus_url = bus_url
         self._clock = clock or SystemClock()
         self._ids = ids or RandomIds()
         self._stack = AsyncExitStack()
-        self._server = RpcServer(config.server, token=token)
+        self._server = RpcServer(config.server, access=access)
         self._runs: Runs | None = None
         self._failure: asyncio.Future[NoReturn] | None = None
 
@@ -94,10 +95,10 @@ class CoordinatorNode:
         self._failure.add_done_callback(lambda failure: failure.exception() if not failure.cancelled() else None)
         bus = self._bus
         if bus is None:
-            bus = await JetStreamBus.connect(self._bus_url, token=self._token)
+            bus = await JetStreamBus.connect(self._bus_url, token=self._access.token)
             stack.push_async_callback(bus.close)
         keeper = self._make_keeper()
-        outgoing = Outgoing(keeper, token=self._token, call_s=self._config.run.call_s)
+        outgoing = Outgoing(keeper, access=self._access, call_s=self._config.run.call_s)
         stack.push_async_callback(outgoing.close)
         stack.push_async_callback(self._server.stop)
         stack.callback(keeper.close)

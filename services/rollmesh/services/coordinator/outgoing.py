@@ -10,6 +10,7 @@ from rollmesh.services.coordinator.core.turn import CancelEpisodes
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.lease_names import to_wire
 from rollmesh.shared.errors import NotReady, UnknownBlob
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import MeshChannel, open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.weights.manifest import parse_manifest
@@ -32,9 +33,9 @@ HAS_MAX = 10_000
 class Outgoing:
     """Channels by address, and the calls made over them. Nodes of a kind take turns."""
 
-    def __init__(self, keeper: FleetKeeper, *, token: str, call_s: float) -> None:
+    def __init__(self, keeper: FleetKeeper, *, access: Access, call_s: float) -> None:
         self._keeper = keeper
-        self._token = token
+        self._access = access
         self._call_s = call_s
         self._channels: dict[str, MeshChannel] = {}
         self._turn = itertools.count()
@@ -100,5 +101,5 @@ class Outgoing:
         if address not in self._channels:
             while len(self._channels) >= CHANNELS_MAX:
                 await self._channels.pop(next(iter(self._channels))).close()
-            self._channels[address] = open_channel(address, token=self._token)
+            self._channels[address] = open_channel(address, access=self._access)
         return self._channels[address]

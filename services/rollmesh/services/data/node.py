@@ -11,6 +11,7 @@ from rollmesh.services.data.config import DataConfig, build_engine
 from rollmesh.services.data.servicer import DataServicer
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.serving import JoinedServer
 from rollmesh.v1 import coordinator_pb2, data_pb2_grpc
@@ -24,7 +25,7 @@ class DataNode:
         config: DataConfig,
         *,
         node_id: str,
-        token: str,
+        access: Access,
         bus: Bus,
         coordinator: str = "",
         clock: Clock | None = None,
@@ -37,7 +38,7 @@ class DataNode:
         self._joined = JoinedServer(
             kind=coordinator_pb2.NODE_KIND_DATA,
             node_id=node_id,
-            token=token,
+            access=access,
             coordinator=coordinator,
             server=server,
             clock=clock,

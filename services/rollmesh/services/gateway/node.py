@@ -1,6 +1,6 @@
 """A gateway as a node: RunService in front of a coordinator and a bus.
 
-async with GatewayNode(config, node_id="gateway-0", coordinator="127.0.0.1:7000", token=token, bus_url=url) as gateway:
+async with GatewayNode(config, node_id="gateway-0", coordinator="127.0.0.1:7000", access=access, bus_url=url) as gateway:
     gateway.address                # what trainers are given
 """
 
@@ -16,6 +16,7 @@ from rollmesh.services.gateway.servicer import GatewayServicer
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.serving import JoinedServer
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
@@ -33,7 +34,7 @@ class GatewayNode:
         *,
         node_id: str,
         coordinator: str,
-        token: str,
+        access: Access,
         bus: Bus | None = None,
         bus_url: str = "",
         clock: Clock | None = None,
@@ -41,13 +42,13 @@ class GatewayNode:
         assert (bus is None) != (not bus_url), "a bus or the URL of one"
         self._config = config
         self._coordinator = coordinator
-        self._token = token
+        self._access = access
         self._bus = bus
         self._bus_url = bus_url
         self._joined = JoinedServer(
             kind=coordinator_pb2.NODE_KIND_GATEWAY,
             node_id=node_id,
-            token=token,
+            access=access,
             coordinator=coordinator,
             server=config.server,
             clock=clock,
@@ -63,10 +64,10 @@ class GatewayNode:
         async with AsyncExitStack() as stack:
             bus = self._bus
             if bus is None:
-                bus = await JetStreamBus.connect(self._bus_url, token=self._token)
+                bus = await JetStreamBus.connect(self._bus_url, token=self._access.token)
                 stack.push_async_callback(bus.close)
             channel = await stack.enter_async_context(
-                open_channel(self._coordinator, token=self._token, idempotent=IDEMPOTENT)
+                open_channel(self._coordinator, access=self._access, idempotent=IDEMPOTENT)
             )
             servicer = GatewayServicer(
                 run_pb2_grpc.RunServiceStub(channel),

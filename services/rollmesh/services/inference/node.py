@@ -1,6 +1,6 @@
 """An inference node put together: engine, weights, server, membership, as one async context.
 
-async with InferenceNode(config, node_id="inf-0", coordinator="127.0.0.1:7000", token=token) as node:
+async with InferenceNode(config, node_id="inf-0", coordinator="127.0.0.1:7000", access=access) as node:
     ...                                 # served at node.address; has no weights until it has activated some
 """
 
@@ -25,6 +25,7 @@ from rollmesh.shared.errors import Draining
 from rollmesh.shared.fleet import Fleet
 from rollmesh.shared.membership import Membership
 from rollmesh.shared.objects import load_object
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.weights.blobs import BlobStore
@@ -42,7 +43,7 @@ class InferenceNode:
         config: InferenceConfig,
         *,
         node_id: str,
-        token: str,
+        access: Access,
         coordinator: str = "",
         clock: Clock | None = None,
         base_dir: Path | None = None,
@@ -53,12 +54,12 @@ class InferenceNode:
         self.store = BlobStore(Path(config.directory), quota_bytes=config.quota_bytes)
         self.engine = make_engine(config, base_dir)
         self.state = NodeState(self.engine, node_id=node_id, policy=config.policy)
-        self.keeper = WeightKeeper(self.state, self.store, lambda a: open_channel(a, token=token), config)
+        self.keeper = WeightKeeper(self.state, self.store, lambda a: open_channel(a, access=access), config)
         self._config = config
-        self._token = token
+        self._access = access
         self._coordinator = coordinator
         self._clock = clock or SystemClock()
-        self._server = RpcServer(config.server, token=token)
+        self._server = RpcServer(config.server, access=access)
         self._servicer = InferenceServicer(self.state, config)
         self._stack = AsyncExitStack()
 
@@ -118,7 +119,7 @@ class InferenceNode:
         )
         membership = Membership(
             self._coordinator,
-            token=self._token,
+            access=self._access,
             handler=handler,
             clock=self._clock,
             config=self._config.membership,

@@ -1,6 +1,6 @@
 """A learner put together: client, compute thread, watcher, loop, as one async context.
 
-    async with LearnerNode(config, RunAddress(address=gateway, token=token, run="r1")) as learner:
+    async with LearnerNode(config, RunAddress(address=gateway, access=access, run="r1")) as learner:
         await learner.wait()            # until the run ends; raises what stopped it
         learner.progress                # at any time
 
@@ -124,7 +124,7 @@ class LearnerNode:
             node_id=self._node_id, kind=coordinator_pb2.NODE_KIND_LEARNER, capacity=1, runs=[self._where.run]
         )
         handler = _Visible(hello, self.progress)
-        return Membership(self._coordinator, token=self._where.token, handler=handler, clock=self._clock)
+        return Membership(self._coordinator, access=self._where.access, handler=handler, clock=self._clock)
 
 
 class _Visible(PassiveHandler):

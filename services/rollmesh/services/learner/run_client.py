@@ -21,6 +21,7 @@ from rollmesh.services.learner.source import UNREADABLE, BatchAssembler, Fetched
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.trajectory import decode_group_context, encode_version
 from rollmesh.shared.errors import NotReady
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.trajectory import GroupContext
@@ -36,7 +37,7 @@ class RunAddress:
 
     address: str
     """host:port of the gateway."""
-    token: str
+    access: Access
     run: str
     policy: str = "main"
     learner: str = "main"
@@ -87,7 +88,7 @@ class RunClient:
         self._clock = clock
         self._epoch = 0
         self._lease_s = 0.0
-        self._channel = open_channel(where.address, token=where.token)
+        self._channel = open_channel(where.address, access=where.access)
         self._stub: Any = run_pb2_grpc.RunServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -221,7 +222,7 @@ class RunClient:
 
     def open_depot(self) -> grpc.aio.Channel:
         """A channel to the depot, with the run's token."""
-        return open_channel(self.weights_address, token=self.where.token)
+        return open_channel(self.weights_address, access=self.where.access)
 
     async def persist(self, ask: Callable[[], Awaitable[T]]) -> T:
         """`ask()` repeated while nobody answers, within the client's limit."""

@@ -2,7 +2,7 @@
 
     config = load_config(MeshConfig, "run.yaml", ["run.max_staleness=1"])
     async with Mesh(config, run_dir=Path("runs/mine"), base_dir=Path(".")) as mesh:
-        channel = open_channel(mesh.gateway_address, token=mesh.token)     # any RunService client, the built-in learner is one
+        channel = open_channel(mesh.gateway_address, access=mesh.access)     # any RunService client, the built-in learner is one
         await mesh.finished()                                              # until the learner is done
 
 Nothing here is a mock: the servicers, the bus and the engines are those of a cluster; only the number of processes differs.
@@ -35,6 +35,7 @@ from rollmesh.services.mesh.tuning import tune_process
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
@@ -69,8 +70,9 @@ class Mesh:
         return self.place.run
 
     @property
-    def token(self) -> str:
-        return self.place.token
+    def access(self) -> Access:
+        """What a client needs to be let in."""
+        return self.place.access
 
     @property
     def gateway_address(self) -> str:
@@ -108,9 +110,9 @@ class Mesh:
         if config.url:
             bus = await JetStreamBus.connect(config.url, token=config.token)
         else:
-            self.nats = EmbeddedServer(self.place.folder("nats"), token=self.token, config=config.embedded)
+            self.nats = EmbeddedServer(self.place.folder("nats"), token=self.access.token, config=config.embedded)
             await stack.enter_async_context(self.nats)
-            bus = await JetStreamBus.connect(self.nats.url, token=self.token)
+            bus = await JetStreamBus.connect(self.nats.url, token=self.access.token)
         stack.push_async_callback(bus.close)
         return bus
 
@@ -175,7 +177,7 @@ class Mesh:
 
 async def create_run(place: Place) -> None:
     """Makes the run at the coordinator; a run of the same spec that is there goes on. Raises InvalidInput, RunExists."""
-    async with open_channel(place.coordinator, token=place.token) as channel:
+    async with open_channel(place.coordinator, access=place.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         request = run_pb2.CreateRunRequest(spec=encode(place.config.run.spec(), events_pb2.RunSpec))
         with typed_errors():

@@ -57,13 +57,13 @@ def build_part(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 def _coordinator(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     config = place.config.coordinator
     config = msgspec.structs.replace(config, server=place.served_at(place.coordinator, config.server))
-    return CoordinatorNode(config, folder=place.folder(name), token=place.token, bus=bus, **options)
+    return CoordinatorNode(config, folder=place.folder(name), access=place.access, bus=bus, **options)
 
 
 def _gateway(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     config = place.config.gateway
     config = msgspec.structs.replace(config, server=place.served_at(place.gateway, config.server))
-    return GatewayNode(config, node_id=name, coordinator=place.coordinator, token=place.token, bus=bus, **options)
+    return GatewayNode(config, node_id=name, coordinator=place.coordinator, access=place.access, bus=bus, **options)
 
 
 def _depot(name: str, place: Place, bus: Bus, **options: Any) -> Part:
@@ -73,7 +73,7 @@ def _depot(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         directory=str(place.folder(config.directory)),
         server=place.served_at(place.depot, config.server),
     )
-    return DepotNode(config, node_id=name, coordinator=place.coordinator, token=place.token, **options)
+    return DepotNode(config, node_id=name, coordinator=place.coordinator, access=place.access, **options)
 
 
 def _inference(name: str, place: Place, bus: Bus, **options: Any) -> Part:
@@ -83,7 +83,7 @@ def _inference(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         engine.setdefault("model", str(place.model_dir()))
     config = msgspec.structs.replace(config, directory=str(place.folder(name)), engine_options=engine)
     return InferenceNode(
-        config, node_id=name, coordinator=place.coordinator, token=place.token, base_dir=place.base_dir, **options
+        config, node_id=name, coordinator=place.coordinator, access=place.access, base_dir=place.base_dir, **options
     )
 
 
@@ -92,7 +92,7 @@ def _sandbox(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         place.config.sandbox,
         node_id=name,
         coordinator=place.coordinator,
-        token=place.token,
+        access=place.access,
         state_dir=place.folder(name),
         **options,
     )
@@ -103,7 +103,7 @@ def _reward(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         reward_config(place.config),
         node_id=name,
         coordinator=place.coordinator,
-        token=place.token,
+        access=place.access,
         base_dir=place.base_dir,
         **options,
     )
@@ -128,7 +128,7 @@ def _data(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         config,
         node_id=name,
         coordinator=place.coordinator,
-        token=place.token,
+        access=place.access,
         bus=bus,
         base_dir=place.base_dir,
         **options,
@@ -143,7 +143,7 @@ def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         config,
         node_id=name,
         coordinator=place.coordinator,
-        token=place.token,
+        access=place.access,
         bus=bus,
         base_dir=place.base_dir,
         **options,
@@ -152,7 +152,9 @@ def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 def _learner(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     run = place.config.run
-    where = RunAddress(address=place.gateway, token=place.token, run=place.run, policy=run.policy, learner=run.learner)
+    where = RunAddress(
+        address=place.gateway, access=place.access, run=place.run, policy=run.policy, learner=run.learner
+    )
     return LearnerNode(learner_config(place), where, coordinator=place.coordinator, node_id=name, **options)
 
 

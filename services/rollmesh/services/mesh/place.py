@@ -20,6 +20,7 @@ import msgspec
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ids import new_secret
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
 
 
@@ -31,8 +32,8 @@ class Place:
     run_dir: Path
     base_dir: Path
     """Where files that the config names are looked up."""
-    token: str
-    """Secret of this run; in `run_dir/token`, readable by its owner only."""
+    access: Access
+    """The run's token is in `run_dir/token`, readable by its owner only."""
     coordinator: str
     """host:port of the coordinator."""
     gateway: str
@@ -74,7 +75,7 @@ def open_place(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> Place:
         config=config,
         run_dir=run_dir,
         base_dir=base_dir.resolve(),
-        token=_token(run_dir / "token"),
+        access=Access(_token(run_dir / "token")),
         coordinator=addresses["coordinator"],
         gateway=addresses["gateway"],
         depot=addresses["depot"],

@@ -10,6 +10,7 @@ from typing import Self
 from rollmesh.services.reward.config import RewardConfig, build_engine
 from rollmesh.services.reward.servicer import RewardServicer
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.serving import JoinedServer
 from rollmesh.v1 import coordinator_pb2, reward_pb2_grpc
@@ -23,7 +24,7 @@ class RewardNode:
         config: RewardConfig,
         *,
         node_id: str,
-        token: str,
+        access: Access,
         coordinator: str = "",
         clock: Clock | None = None,
         base_dir: Path | None = None,
@@ -35,7 +36,7 @@ class RewardNode:
         self._joined = JoinedServer(
             kind=coordinator_pb2.NODE_KIND_REWARD,
             node_id=node_id,
-            token=token,
+            access=access,
             coordinator=coordinator,
             capacity=config.concurrency_max,
             server=server,

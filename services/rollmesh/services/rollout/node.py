@@ -1,6 +1,6 @@
 """A rollout node put together: membership, clients, worker, as one async context.
 
-    async with RolloutNode(config, node_id="rollout-0", coordinator=..., token=..., bus=bus) as node:
+    async with RolloutNode(config, node_id="rollout-0", coordinator=..., access=..., bus=bus) as node:
         await node.wait()          # until drained by the coordinator, or raises what ended the worker
 
 Built outside-in, taken down in reverse: the worker first, which cancels its episodes and gives their leases back while the node is
@@ -36,6 +36,7 @@ from rollmesh.shared.clients.reward import RewardClient
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.membership import Membership, PassiveHandler
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2
 
@@ -49,7 +50,7 @@ class RolloutNode:
         *,
         node_id: str,
         coordinator: str,
-        token: str,
+        access: Access,
         bus: Bus,
         clock: Clock | None = None,
         base_dir: str | Path | None = None,
@@ -65,17 +66,17 @@ class RolloutNode:
         self._config = config
         self._node_id = node_id
         self._coordinator = coordinator
-        self._token = token
+        self._access = access
         self._bus = bus
         self._clock = clock or SystemClock()
-        self._open_node = open_node or (lambda address: open_channel(address, token=token))
+        self._open_node = open_node or (lambda address: open_channel(address, access=access))
         self._at = at
         self._agent = load_agent(config.agent, config.agent_options, base_dir)
         self._tokenizer = tokenizer or load_tokenizer(Path(base_dir or ".") / config.model_dir)
         self._stack = AsyncExitStack()
         self._task: asyncio.Task[None] | None = None
         self.progress = Progress()
-        self.membership = Membership(coordinator, token=token, handler=_Commands(self), clock=self._clock)
+        self.membership = Membership(coordinator, access=access, handler=_Commands(self), clock=self._clock)
 
     @property
     def waiting_for(self) -> str:
@@ -113,7 +114,7 @@ class RolloutNode:
     def _build(self, stack: AsyncExitStack) -> None:
         config, clock, fleet = self._config, self._clock, self.membership.fleet
         self._router = InferenceRouter(
-            fleet, token=self._token, clock=clock, config=config.router, open_node=self._open_node
+            fleet, access=self._access, clock=clock, config=config.router, open_node=self._open_node
         )
         self._sandbox = SandboxClient(
             lambda: self._ready(coordinator_pb2.NODE_KIND_SANDBOX), self._open_node, clock, config.sandbox
@@ -121,7 +122,7 @@ class RolloutNode:
         self._reward = RewardClient(
             lambda: self._ready(coordinator_pb2.NODE_KIND_REWARD), self._open_node, clock, config.reward
         )
-        channel = open_channel(self._coordinator, token=self._token)
+        channel = open_channel(self._coordinator, access=self._access)
         for close in (channel.close, self._reward.close, self._sandbox.close, self._router.close):
             stack.push_async_callback(close)
         link = CoordinatorLink(channel, self._node_id, rpc_s_max=config.worker.rpc_s_max)

@@ -1,6 +1,6 @@
 """A sandbox node put together: engine, leases, reaper, servicer; and, around it, server and membership.
 
-    async with SandboxNode(config, node_id="sandbox-0", token=token, coordinator=address, state_dir=...) as node:
+    async with SandboxNode(config, node_id="sandbox-0", access=access, coordinator=address, state_dir=...) as node:
         node.address
 
 `SandboxCore` is the node without a server. Leaving either gives commands in progress `stop_s`, then ends every session;
@@ -23,6 +23,7 @@ from rollmesh.services.sandbox.servicer import SandboxServicer
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.ids import IdSource, RandomIds
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.serving import JoinedServer
 from rollmesh.v1 import coordinator_pb2, sandbox_pb2_grpc
@@ -69,7 +70,7 @@ class SandboxNode:
         config: SandboxConfig,
         *,
         node_id: str,
-        token: str,
+        access: Access,
         state_dir: Path,
         coordinator: str = "",
         clock: Clock | None = None,
@@ -80,7 +81,7 @@ class SandboxNode:
         self._joined = JoinedServer(
             kind=coordinator_pb2.NODE_KIND_SANDBOX,
             node_id=node_id,
-            token=token,
+            access=access,
             coordinator=coordinator,
             capacity=config.sessions_max,
             server=server,

@@ -1,7 +1,7 @@
 """A depot put together: store, server, membership, as one async context.
 
-async with DepotNode(config, node_id="depot-0", coordinator="127.0.0.1:7000", token=token) as depot:
-    await upload(open_channel(depot.address, token=token), built, owner=version_owner(version))
+async with DepotNode(config, node_id="depot-0", coordinator="127.0.0.1:7000", access=access) as depot:
+    await upload(open_channel(depot.address, access=access), built, owner=version_owner(version))
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.servicer import DepotBlobServicer, DepotWeightServicer
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.membership import Membership, PassiveHandler
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.v1 import coordinator_pb2, weights_pb2_grpc
@@ -25,16 +26,16 @@ class DepotNode:
     """One depot. Without a `coordinator` address it serves alone."""
 
     def __init__(
-        self, config: DepotConfig, *, node_id: str, token: str, coordinator: str = "", clock: Clock | None = None
+        self, config: DepotConfig, *, node_id: str, access: Access, coordinator: str = "", clock: Clock | None = None
     ) -> None:
         self.store = BlobStore(Path(config.directory), quota_bytes=config.quota_bytes)
         self.membership: Membership | None = None
         self._config = config
         self._node_id = node_id
-        self._token = token
+        self._access = access
         self._coordinator = coordinator
         self._clock = clock
-        self._server = RpcServer(config.server, token=token)
+        self._server = RpcServer(config.server, access=access)
         self._stack = AsyncExitStack()
 
     @property
@@ -67,7 +68,7 @@ class DepotNode:
         )
         return Membership(
             self._coordinator,
-            token=self._token,
+            access=self._access,
             handler=PassiveHandler(hello),
             clock=self._clock,
             config=self._config.membership,

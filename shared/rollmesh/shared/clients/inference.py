@@ -1,6 +1,6 @@
 """The client-side router over inference nodes: affinity, load, fail-over that keeps the tokens.
 
-    router = InferenceRouter(membership.fleet, token=token)
+    router = InferenceRouter(membership.fleet, access=access)
     answer = await router.generate(prompt, params, target=Target(step=3), session="e7")     # Generated
     async with router.open(prompt, params, target=Target()) as generation:                  # or piece by piece
         async for span in generation: ...
@@ -44,6 +44,7 @@ from rollmesh.shared.errors import (
     Unimplemented,
 )
 from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, SamplingParams
 from rollmesh.v1 import inference_pb2
@@ -59,14 +60,14 @@ class InferenceRouter:
         self,
         fleet: Fleet,
         *,
-        token: str,
+        access: Access,
         clock: Clock | None = None,
         config: RouterConfig | None = None,
         open_node: Callable[[str], grpc.aio.Channel] | None = None,
     ) -> None:
         """`open_node` opens a channel to host:port; by default with `token`."""
         self._config = config or RouterConfig()
-        open_node = open_node or (lambda address: open_channel(address, token=token))
+        open_node = open_node or (lambda address: open_channel(address, access=access))
         self._pool = NodePool(fleet, clock or SystemClock(), self._config, open_node)
 
     @property

@@ -3,7 +3,7 @@
 `MeshChannel` decorates the calls of a plain channel instead of using grpc.aio's client interceptors: those put a task and a
 queue around every call, and we only ever change its timeout and metadata.
 
-    async with open_channel(address, token=token) as channel:
+    async with open_channel(address, access=access) as channel:
         stub = run_pb2_grpc.RunServiceStub(channel)
         with typed_errors():
             reply = await stub.CommitUpdate(request)        # raises e.g. errors.Fenced
@@ -19,6 +19,7 @@ from typing import Any, Self
 import grpc
 import msgspec
 
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.auth_interceptor import bearer
 from rollmesh.shared.rpc.server import MESSAGE_BYTES_MAX
 from rollmesh.shared.rpc.trace_interceptor import trace_headers
@@ -51,23 +52,23 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def open_channel(
     address: str,
     *,
-    token: str,
+    access: Access,
     config: ChannelConfig | None = None,
     idempotent: Sequence[str] = (),
-    credentials: grpc.ChannelCredentials | None = None,
 ) -> MeshChannel:
     """A channel to `address`. Connects on the first call, and again by itself whenever the connection breaks.
 
     `idempotent` lists what may be sent again after UNAVAILABLE: "rollmesh.v1.RunService" or "rollmesh.v1.RunService/CommitUpdate".
-    `credentials` (TLS) are for servers beyond this machine.
+    ConfigError if a TLS file of `access` cannot be read.
     """
     config = config or ChannelConfig()
     options = _options(config, idempotent)
+    credentials = access.channel_credentials()
     if credentials is None:
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         channel = grpc.aio.secure_channel(address, credentials, options=options)
-    return MeshChannel(channel, config, token)
+    return MeshChannel(channel, config, access.token)
 
 
 class MeshChannel(grpc.aio.Channel):

@@ -3,7 +3,7 @@
 Order around each call, outermost first: trace, token, errors, deadline. Health (grpc.health.v1) and reflection (v1, v1alpha) are
 always there. By default it binds to loopback and wants the run's token; beyond loopback it wants TLS credentials too.
 
-    async with RpcServer(ServerConfig(), token=token) as server:
+    async with RpcServer(ServerConfig(), access=access) as server:
         server.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer)
         await server.start()          # server.address is now host:port
 """
@@ -22,6 +22,7 @@ from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.auth_interceptor import AuthInterceptor
 from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
 from rollmesh.shared.rpc.error_interceptor import ErrorInterceptor
@@ -58,16 +59,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class RpcServer:
     """A gRPC server with the mesh's interceptors. Leaving the context stops it."""
 
-    def __init__(
-        self, config: ServerConfig | None = None, *, token: str, credentials: grpc.ServerCredentials | None = None
-    ) -> None:
-        """`credentials` (TLS) are what allows an address beyond loopback."""
+    def __init__(self, config: ServerConfig | None = None, *, access: Access) -> None:
+        """`access` with TLS is what allows an address beyond loopback. ConfigError if one of its files cannot be read."""
         self._config = config or ServerConfig()
-        self._credentials = credentials
+        self._credentials = access.server_credentials()
         self._server = grpc.aio.server(
             interceptors=[
                 TraceInterceptor(),
-                AuthInterceptor(token),
+                AuthInterceptor(access.token),
                 ErrorInterceptor(),
                 DeadlineInterceptor(self._config.deadline_s),
             ],

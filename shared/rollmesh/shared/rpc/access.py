@@ -1,0 +1,66 @@
+"""`Access`: what a process needs to be let in by the mesh's servers, and to let others in: the token, and TLS if there is any.
+
+One value is handed to every server, channel and node, so that no part can be served or called with half of it. With `tls`
+both sides prove themselves (mutual TLS): a server takes only clients with a certificate of the same CA. Neither the token nor a
+file's content is ever part of a repr, a message or a log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from rollmesh.shared.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """PEM files of one party. The same certificate serves and calls."""
+
+    ca: Path
+    """Certificates of the authority that signs every party's certificate."""
+    certificate: Path
+    """This party's certificate, with its chain; its SANs must hold the host that others are told."""
+    key: Path
+    """The private key to it."""
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a server that demands a client certificate. ConfigError if a file cannot be read."""
+        pair = (_read(self.key), _read(self.certificate))
+        return grpc.ssl_server_credentials([pair], root_certificates=_read(self.ca), require_client_auth=True)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For a client that shows its certificate. ConfigError if a file cannot be read."""
+        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The run's token, and TLS where calls leave the machine."""
+
+    token: str = field(repr=False)
+    tls: Tls | None = None
+
+    def __post_init__(self) -> None:
+        if not self.token:
+            raise ValueError("token must not be empty; rollmesh.shared.ids.new_secret() makes one")
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """None without TLS: then a server must stay on loopback."""
+        return None if self.tls is None else self.tls.server_credentials()
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """None without TLS."""
+        return None if self.tls is None else self.tls.channel_credentials()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as err:
+        raise ConfigError(
+            f"cannot read {path} ({err.strerror}); `security` names the TLS files, `rollmesh certs` makes some",
+            path=str(path),
+        ) from err
