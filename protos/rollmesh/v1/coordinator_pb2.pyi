@@ -153,6 +153,7 @@ class NodeHello(_message.Message):
     CAPACITY_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     ACTIVE_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Stable over reconnects of one process, unique in the mesh."""
     kind: Global___NodeKind.ValueType
@@ -161,6 +162,8 @@ class NodeHello(_message.Message):
     """host:port of its services; empty for nodes that serve nothing (rollout workers)."""
     capacity: _builtins.int
     """Episodes (rollout), sequences (inference), sessions (sandbox) it can hold at once."""
+    draining: _builtins.bool
+    """It was told to drain before and is not done: it gets nothing new after joining again either."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Runs it serves; empty means every run."""
@@ -178,10 +181,11 @@ class NodeHello(_message.Message):
         capacity: _builtins.int = ...,
         runs: _abc.Iterable[_builtins.str] | None = ...,
         active: _types_pb2.PolicyVersion | None = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capacity", b"capacity", "kind", b"kind", "node_id", b"node_id", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capacity", b"capacity", "draining", b"draining", "kind", b"kind", "node_id", b"node_id", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -262,12 +266,15 @@ class NodeReport(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Work in progress: episodes, sequences, sessions."""
     num_waiting: _builtins.int
     """Work waiting."""
     waiting_for: _builtins.str
     """What the node itself waits for; empty if for nothing."""
+    leaving: _builtins.bool
+    """The last report: the node leaves in good order. It is DEAD at once, without the grace of a node that fell silent."""
     @_builtins.property
     def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightReport]:
         """What came of weight commands."""
@@ -279,10 +286,11 @@ class NodeReport(_message.Message):
         num_waiting: _builtins.int = ...,
         weights: _abc.Iterable[Global___WeightReport] | None = ...,
         waiting_for: _builtins.str = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_running", b"num_running", "num_waiting", b"num_waiting", "waiting_for", b"waiting_for", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "num_running", b"num_running", "num_waiting", b"num_waiting", "waiting_for", b"waiting_for", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -924,6 +932,8 @@ class FleetNode(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     SILENT_S_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Id."""
     kind: Global___NodeKind.ValueType
@@ -939,7 +949,11 @@ class FleetNode(_message.Message):
     silent_s: _builtins.float
     """Seconds since its last sign of life."""
     cause: _builtins.str
-    """Why it is quarantined or stale; empty otherwise."""
+    """Why it is quarantined, stale or gone; empty otherwise."""
+    num_waiting: _builtins.int
+    """Work waiting from its last report."""
+    waiting_for: _builtins.str
+    """What it said that it waits for; empty if for nothing."""
     @_builtins.property
     def active(self) -> _types_pb2.PolicyVersion:
         """Active weights, for inference nodes."""
@@ -961,10 +975,12 @@ class FleetNode(_message.Message):
         num_running: _builtins.int = ...,
         silent_s: _builtins.float = ...,
         cause: _builtins.str = ...,
+        num_waiting: _builtins.int = ...,
+        waiting_for: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "prepared", b"prepared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capacity", b"capacity", "cause", b"cause", "kind", b"kind", "node_id", b"node_id", "num_running", b"num_running", "prepared", b"prepared", "silent_s", b"silent_s", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capacity", b"capacity", "cause", b"cause", "kind", b"kind", "node_id", b"node_id", "num_running", b"num_running", "num_waiting", b"num_waiting", "prepared", b"prepared", "silent_s", b"silent_s", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1047,3 +1063,190 @@ class GetBatchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetBatchResponse: _TypeAlias = GetBatchResponse  # noqa: Y015
+
+@_typing.final
+class GetMeshRequest(_message.Message):
+    """Asks what the mesh is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMeshRequest: _TypeAlias = GetMeshRequest  # noqa: Y015
+
+@_typing.final
+class MeshRun(_message.Message):
+    """A run that this mesh leads."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Run."""
+    ended: _builtins.str
+    """Empty while it runs; else why it ended."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        ended: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeshRun: _TypeAlias = MeshRun  # noqa: Y015
+
+@_typing.final
+class ModelFile(_message.Message):
+    """A small file of the model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name in the model's folder, without directories."""
+    num_bytes: _builtins.int
+    """Size, bytes."""
+    sha256: _builtins.str
+    """SHA-256 of the content, lower-case hex."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "num_bytes", b"num_bytes", "sha256", b"sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelFile: _TypeAlias = ModelFile  # noqa: Y015
+
+@_typing.final
+class GetMeshResponse(_message.Message):
+    """What a joining node needs to know. No secret is in it: the caller's token is the one that it goes on to use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFIG_YAML_FIELD_NUMBER: _builtins.int
+    COORDINATOR_FIELD_NUMBER: _builtins.int
+    GATEWAYS_FIELD_NUMBER: _builtins.int
+    DEPOTS_FIELD_NUMBER: _builtins.int
+    BUS_URL_FIELD_NUMBER: _builtins.int
+    BASE_DIR_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    MODEL_FILES_FIELD_NUMBER: _builtins.int
+    config_yaml: _builtins.str
+    """The resolved configuration as YAML (the `MeshConfig` of the Python services), without tokens and passwords."""
+    coordinator: _builtins.str
+    """host:port of CoordinatorService, for Join."""
+    bus_url: _builtins.str
+    """nats://host:port of the streams."""
+    base_dir: _builtins.str
+    """Folder on the coordinator's host in which files that the configuration names are looked up. A joining host that lacks it names
+    its own.
+    """
+    @_builtins.property
+    def gateways(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of the gateways that have joined."""
+
+    @_builtins.property
+    def depots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """host:port of the depots that have joined."""
+
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeshRun]:
+        """Runs led now, ended ones included."""
+
+    @_builtins.property
+    def model_files(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelFile]:
+        """What FetchModelFiles gives; empty if the configuration names no model."""
+
+    def __init__(
+        self,
+        *,
+        config_yaml: _builtins.str = ...,
+        coordinator: _builtins.str = ...,
+        gateways: _abc.Iterable[_builtins.str] | None = ...,
+        depots: _abc.Iterable[_builtins.str] | None = ...,
+        bus_url: _builtins.str = ...,
+        base_dir: _builtins.str = ...,
+        runs: _abc.Iterable[Global___MeshRun] | None = ...,
+        model_files: _abc.Iterable[Global___ModelFile] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_dir", b"base_dir", "bus_url", b"bus_url", "config_yaml", b"config_yaml", "coordinator", b"coordinator", "depots", b"depots", "gateways", b"gateways", "model_files", b"model_files", "runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetMeshResponse: _TypeAlias = GetMeshResponse  # noqa: Y015
+
+@_typing.final
+class FetchModelFilesRequest(_message.Message):
+    """Asks for the model's small files."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names; empty means all."""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchModelFilesRequest: _TypeAlias = FetchModelFilesRequest  # noqa: Y015
+
+@_typing.final
+class FetchModelFilesResponse(_message.Message):
+    """A piece of a file."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The file."""
+    offset: _builtins.int
+    """Where in the file the piece begins, bytes. Pieces of a file are in order; an empty file is one empty piece."""
+    data: _builtins.bytes
+    """The piece."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "name", b"name", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchModelFilesResponse: _TypeAlias = FetchModelFilesResponse  # noqa: Y015

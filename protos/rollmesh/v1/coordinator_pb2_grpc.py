@@ -75,6 +75,16 @@ class CoordinatorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.GetBatchRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.GetBatchResponse.FromString,
                 _registered_method=True)
+        self.GetMesh = channel.unary_unary(
+                '/rollmesh.v1.CoordinatorService/GetMesh',
+                request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.GetMeshRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.GetMeshResponse.FromString,
+                _registered_method=True)
+        self.FetchModelFiles = channel.unary_stream(
+                '/rollmesh.v1.CoordinatorService/FetchModelFiles',
+                request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.FetchModelFilesRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.FetchModelFilesResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServiceServicer(object):
@@ -126,7 +136,8 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops giving work to a node; it finishes what it has. Idempotent.
+        """Stops giving work to a node and tells it to finish or hand over what it has, and to leave. Idempotent. Leaving shows in GetFleet:
+        the node is DEAD, or no longer listed. The gateway forwards it.
         Errors:
         NOT_FOUND UNKNOWN_NODE.
         """
@@ -135,7 +146,7 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetFleet(self, request, context):
-        """Nodes and their states.
+        """Nodes and their states; those that left or died too, for some minutes. The gateway forwards it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,6 +156,27 @@ class CoordinatorServiceServicer(object):
         """The contents of a batch lease, for the gateway.
         Errors:
         NOT_FOUND UNKNOWN_LEASE, ABORTED FENCED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMesh(self, request, context):
+        """What somebody needs to build a node of this mesh: configuration, addresses, runs, the model's small files by name. Ask it before
+        Join; the gateway answers it too, so that its address is the only one to hand out.
+        Errors:
+        UNIMPLEMENTED: this coordinator was started by itself, without a mesh to describe; configure the node by hand.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FetchModelFiles(self, request, context):
+        """The model's small files (configuration, tokenizer, chat template), in pieces of at most 1 MiB, file after file in the order of
+        GetMeshResponse.model_files. Weights are not among them: nodes fetch those from the depot. Repeatable; the gateway forwards it.
+        Errors:
+        NOT_FOUND UNKNOWN_BLOB: no such file is offered; GetMesh says which are.
+        UNIMPLEMENTED: as for GetMesh.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,6 +224,16 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.GetBatch,
                     request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.GetBatchRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.GetBatchResponse.SerializeToString,
+            ),
+            'GetMesh': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMesh,
+                    request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.GetMeshRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.GetMeshResponse.SerializeToString,
+            ),
+            'FetchModelFiles': grpc.unary_stream_rpc_method_handler(
+                    servicer.FetchModelFiles,
+                    request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.FetchModelFilesRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.FetchModelFilesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -411,6 +453,60 @@ class CoordinatorService(object):
             '/rollmesh.v1.CoordinatorService/GetBatch',
             rollmesh_dot_v1_dot_coordinator__pb2.GetBatchRequest.SerializeToString,
             rollmesh_dot_v1_dot_coordinator__pb2.GetBatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMesh(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CoordinatorService/GetMesh',
+            rollmesh_dot_v1_dot_coordinator__pb2.GetMeshRequest.SerializeToString,
+            rollmesh_dot_v1_dot_coordinator__pb2.GetMeshResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchModelFiles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollmesh.v1.CoordinatorService/FetchModelFiles',
+            rollmesh_dot_v1_dot_coordinator__pb2.FetchModelFilesRequest.SerializeToString,
+            rollmesh_dot_v1_dot_coordinator__pb2.FetchModelFilesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,16 +56,30 @@ class CoordinatorServiceStub:
       UNKNOWN_LEASE: the episode went to someone else or ended; forget it.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainResponse]
-    """Stops giving work to a node; it finishes what it has. Idempotent.
+    """Stops giving work to a node and tells it to finish or hand over what it has, and to leave. Idempotent. Leaving shows in GetFleet:
+    the node is DEAD, or no longer listed. The gateway forwards it.
     Errors:
       NOT_FOUND UNKNOWN_NODE.
     """
     GetFleet: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetFleetRequest, _coordinator_pb2.GetFleetResponse]
-    """Nodes and their states."""
+    """Nodes and their states; those that left or died too, for some minutes. The gateway forwards it."""
     GetBatch: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetBatchRequest, _coordinator_pb2.GetBatchResponse]
     """The contents of a batch lease, for the gateway.
     Errors:
       NOT_FOUND UNKNOWN_LEASE, ABORTED FENCED.
+    """
+    GetMesh: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.GetMeshRequest, _coordinator_pb2.GetMeshResponse]
+    """What somebody needs to build a node of this mesh: configuration, addresses, runs, the model's small files by name. Ask it before
+    Join; the gateway answers it too, so that its address is the only one to hand out.
+    Errors:
+      UNIMPLEMENTED: this coordinator was started by itself, without a mesh to describe; configure the node by hand.
+    """
+    FetchModelFiles: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.FetchModelFilesRequest, _coordinator_pb2.FetchModelFilesResponse]
+    """The model's small files (configuration, tokenizer, chat template), in pieces of at most 1 MiB, file after file in the order of
+    GetMeshResponse.model_files. Weights are not among them: nodes fetch those from the depot. Repeatable; the gateway forwards it.
+    Errors:
+      NOT_FOUND UNKNOWN_BLOB: no such file is offered; GetMesh says which are.
+      UNIMPLEMENTED: as for GetMesh.
     """
 
 @_typing.type_check_only
@@ -96,16 +110,30 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
       UNKNOWN_LEASE: the episode went to someone else or ended; forget it.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainResponse]  # type: ignore[assignment]
-    """Stops giving work to a node; it finishes what it has. Idempotent.
+    """Stops giving work to a node and tells it to finish or hand over what it has, and to leave. Idempotent. Leaving shows in GetFleet:
+    the node is DEAD, or no longer listed. The gateway forwards it.
     Errors:
       NOT_FOUND UNKNOWN_NODE.
     """
     GetFleet: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetFleetRequest, _coordinator_pb2.GetFleetResponse]  # type: ignore[assignment]
-    """Nodes and their states."""
+    """Nodes and their states; those that left or died too, for some minutes. The gateway forwards it."""
     GetBatch: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetBatchRequest, _coordinator_pb2.GetBatchResponse]  # type: ignore[assignment]
     """The contents of a batch lease, for the gateway.
     Errors:
       NOT_FOUND UNKNOWN_LEASE, ABORTED FENCED.
+    """
+    GetMesh: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.GetMeshRequest, _coordinator_pb2.GetMeshResponse]  # type: ignore[assignment]
+    """What somebody needs to build a node of this mesh: configuration, addresses, runs, the model's small files by name. Ask it before
+    Join; the gateway answers it too, so that its address is the only one to hand out.
+    Errors:
+      UNIMPLEMENTED: this coordinator was started by itself, without a mesh to describe; configure the node by hand.
+    """
+    FetchModelFiles: _aio.UnaryStreamMultiCallable[_coordinator_pb2.FetchModelFilesRequest, _coordinator_pb2.FetchModelFilesResponse]  # type: ignore[assignment]
+    """The model's small files (configuration, tokenizer, chat template), in pieces of at most 1 MiB, file after file in the order of
+    GetMeshResponse.model_files. Weights are not among them: nodes fetch those from the depot. Repeatable; the gateway forwards it.
+    Errors:
+      NOT_FOUND UNKNOWN_BLOB: no such file is offered; GetMesh says which are.
+      UNIMPLEMENTED: as for GetMesh.
     """
 
 class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -169,7 +197,8 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.DrainResponse, _abc.Awaitable[_coordinator_pb2.DrainResponse]]:
-        """Stops giving work to a node; it finishes what it has. Idempotent.
+        """Stops giving work to a node and tells it to finish or hand over what it has, and to leave. Idempotent. Leaving shows in GetFleet:
+        the node is DEAD, or no longer listed. The gateway forwards it.
         Errors:
           NOT_FOUND UNKNOWN_NODE.
         """
@@ -180,7 +209,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.GetFleetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.GetFleetResponse, _abc.Awaitable[_coordinator_pb2.GetFleetResponse]]:
-        """Nodes and their states."""
+        """Nodes and their states; those that left or died too, for some minutes. The gateway forwards it."""
 
     @_abc_1.abstractmethod
     def GetBatch(
@@ -191,6 +220,31 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """The contents of a batch lease, for the gateway.
         Errors:
           NOT_FOUND UNKNOWN_LEASE, ABORTED FENCED.
+        """
+
+    @_abc_1.abstractmethod
+    def GetMesh(
+        self,
+        request: _coordinator_pb2.GetMeshRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.GetMeshResponse, _abc.Awaitable[_coordinator_pb2.GetMeshResponse]]:
+        """What somebody needs to build a node of this mesh: configuration, addresses, runs, the model's small files by name. Ask it before
+        Join; the gateway answers it too, so that its address is the only one to hand out.
+        Errors:
+          UNIMPLEMENTED: this coordinator was started by itself, without a mesh to describe; configure the node by hand.
+        """
+
+    @_abc_1.abstractmethod
+    def FetchModelFiles(
+        self,
+        request: _coordinator_pb2.FetchModelFilesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_pb2.FetchModelFilesResponse], _abc.AsyncIterator[_coordinator_pb2.FetchModelFilesResponse]]:
+        """The model's small files (configuration, tokenizer, chat template), in pieces of at most 1 MiB, file after file in the order of
+        GetMeshResponse.model_files. Weights are not among them: nodes fetch those from the depot. Repeatable; the gateway forwards it.
+        Errors:
+          NOT_FOUND UNKNOWN_BLOB: no such file is offered; GetMesh says which are.
+          UNIMPLEMENTED: as for GetMesh.
         """
 
 def add_CoordinatorServiceServicer_to_server(servicer: CoordinatorServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

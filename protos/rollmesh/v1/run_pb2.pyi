@@ -1481,6 +1481,7 @@ class RunState(_message.Message):
     WAITING_FIELD_NUMBER: _builtins.int
     MEAN_REWARDS_FIELD_NUMBER: _builtins.int
     LEDGER_POSITION_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run."""
     ended: _builtins.str
@@ -1511,6 +1512,10 @@ class RunState(_message.Message):
     def mean_rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Mean reward per name over the last committed update's groups, all scored members."""
 
+    @_builtins.property
+    def leases(self) -> Global___LeaseCounts:
+        """Leases that are out, and what waits for one."""
+
     def __init__(
         self,
         *,
@@ -1523,11 +1528,50 @@ class RunState(_message.Message):
         waiting: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         mean_rewards: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         ledger_position: _builtins.int = ...,
+        leases: Global___LeaseCounts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "samples", b"samples"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "leases", b"leases", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "leases", b"leases", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
+
+@_typing.final
+class LeaseCounts(_message.Message):
+    """Leases of a run and the queues in front of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPISODES_LEASED_FIELD_NUMBER: _builtins.int
+    EPISODES_PENDING_FIELD_NUMBER: _builtins.int
+    EVAL_EPISODES_PENDING_FIELD_NUMBER: _builtins.int
+    BATCHES_LEASED_FIELD_NUMBER: _builtins.int
+    BATCHES_IN_DOUBT_FIELD_NUMBER: _builtins.int
+    episodes_leased: _builtins.int
+    """Episodes that workers hold."""
+    episodes_pending: _builtins.int
+    """Training episodes that wait for a worker."""
+    eval_episodes_pending: _builtins.int
+    """Evaluation episodes that wait for a worker."""
+    batches_leased: _builtins.int
+    """Batches that a trainer holds."""
+    batches_in_doubt: _builtins.int
+    """Batches whose trainer was lost; the next AttachTrainer decides on them."""
+    def __init__(
+        self,
+        *,
+        episodes_leased: _builtins.int = ...,
+        episodes_pending: _builtins.int = ...,
+        eval_episodes_pending: _builtins.int = ...,
+        batches_leased: _builtins.int = ...,
+        batches_in_doubt: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches_in_doubt", b"batches_in_doubt", "batches_leased", b"batches_leased", "episodes_leased", b"episodes_leased", "episodes_pending", b"episodes_pending", "eval_episodes_pending", b"eval_episodes_pending"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseCounts: _TypeAlias = LeaseCounts  # noqa: Y015

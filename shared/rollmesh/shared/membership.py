@@ -1,7 +1,7 @@
 """A node's place in the mesh: the client of `CoordinatorService.Join` that every kind of node uses.
 
 One stream carries the hello, then reports up and commands down. When the coordinator is away the node keeps working and joins
-again with backoff. What was reported on a lost stream is not repeated: the next hello tells the active weights, and the coordinator
+again with backoff. Leaving in good order is told by the last report. What was reported on a lost stream is not repeated: the next hello tells the active weights, and the coordinator
 repeats commands that it has no answer to; handlers are therefore idempotent.
 
     coordinator --commands--> inbox (bounded) --> handler task --weight reports--> outbox --> coordinator
@@ -129,6 +129,7 @@ class Membership:
         self._joined = asyncio.Event()
         self._refusal: MeshError | None = None
         self._leaving = False
+        self._draining = False
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -218,12 +219,19 @@ class Membership:
             stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             call = stub.Join()
             with typed_errors():
-                await _send(call, coordinator_pb2.JoinRequest(hello=self._handler.hello()))
+                await _send(call, coordinator_pb2.JoinRequest(hello=self._hello()))
                 async with asyncio.timeout(self._config.welcome_s):
                     heartbeat_s = await self._welcome(call)
             self._joined.set()
             self.waiting_for = ""
             await self._talk(call, heartbeat_s)
+
+    def _hello(self) -> coordinator_pb2.NodeHello:
+        """A coordinator that restarted knows of no earlier command to drain."""
+        hello = coordinator_pb2.NodeHello()
+        hello.CopyFrom(self._handler.hello())
+        hello.draining = hello.draining or self._draining
+        return hello
 
     async def _welcome(self, call: Any) -> float:
         message = await call.read()
@@ -255,6 +263,7 @@ class Membership:
             leaving = self._leaving
             self._urgent.clear()
             report = self._handler.report()
+            report.leaving = leaving
             weights, self._weights = self._weights, []
             report.weights.extend(weights)
             with typed_errors():
@@ -295,13 +304,17 @@ class Membership:
         verbs: dict[str, Callable[[coordinator_pb2.JoinResponse], Awaitable[None]]] = {
             "weights": lambda message: self._handler.on_weights(message.weights),
             "cancel": lambda message: self._handler.on_cancel(message.cancel),
-            "drain": lambda message: self._handler.on_drain(),
+            "drain": lambda message: self._on_drain(),
         }
         while True:
             message = await commands.get()
             verb = verbs.get(message.WhichOneof("message") or "")
             if verb is not None:  # a newer coordinator may say more than we understand
                 await verb(message)
+
+    async def _on_drain(self) -> None:
+        self._draining = True
+        await self._handler.on_drain()
 
 
 async def _send(call: Any, message: coordinator_pb2.JoinRequest) -> None:

@@ -11,9 +11,11 @@ from rollmesh.services.coordinator.core.fleet import (
     NodeState,
     Refused,
     SendWeights,
+    StateChanged,
     WeightGoal,
     WeightPhase,
     WeightVerb,
+    run_of,
 )
 from rollmesh.services.coordinator.core.records import Version
 
@@ -173,6 +175,46 @@ def test_node_that_comes_back_in_time_is_used_again() -> None:
     fleet.joined(node_id="w", kind=NodeKind.ROLLOUT, address="", capacity=1, runs=(), active=None, now=2.0)
     fleet.plan({}, 2.0)
     assert state_of(fleet, "w") is NodeState.READY
+
+
+def test_a_node_that_leaves_is_gone_without_the_grace() -> None:
+    fleet = fleet_of("w", kind=NodeKind.ROLLOUT)
+    fleet.left("w")
+    fleet.lost("w")
+    events = fleet.plan({}, 0.1)
+    assert NodeDied("w") in events
+    assert state_of(fleet, "w") is NodeState.DEAD
+    assert fleet.nodes["w"].cause == "left in good order"
+    assert not [e for e in events if isinstance(e, StateChanged) and e.state is NodeState.SUSPECT]
+
+
+def test_a_node_that_left_may_come_back() -> None:
+    fleet = fleet_of("w", kind=NodeKind.ROLLOUT)
+    fleet.left("w")
+    fleet.plan({}, 0.1)
+    fleet.joined(node_id="w", kind=NodeKind.ROLLOUT, address="", capacity=1, runs=(), active=None, now=0.2)
+    fleet.plan({}, 0.3)
+    assert state_of(fleet, "w") is NodeState.READY
+
+
+def test_weights_of_another_run_are_stale_however_high_their_step() -> None:
+    fleet, theirs, ours = fleet_of("a"), version(30), version(0)
+    serve(fleet, "a", theirs)
+    fleet.plan(goal(theirs), 0.0)
+    assert state_of(fleet, "a") is NodeState.READY
+    assert commands(fleet.plan(goal(ours), 0.1)) == [("a", WeightVerb.PREPARE, 0)]
+    assert state_of(fleet, "a") is NodeState.STALE
+    serve(fleet, "a", ours)
+    fleet.plan(goal(ours), 0.2)
+    assert state_of(fleet, "a") is NodeState.READY
+
+
+def test_a_run_that_has_ended_leaves_its_nodes_to_the_next() -> None:
+    (node,) = fleet_of("a").nodes.values()
+    live, over = WeightGoal(versions=()), WeightGoal(versions=(), ended=True)
+    assert run_of(node, {"old": over, "new": live}) == "new"
+    assert run_of(node, {"old": over}) == "old"
+    assert run_of(node, {"one": live, "other": live}) == ""
 
 
 def test_draining_node_gets_nothing_new() -> None:

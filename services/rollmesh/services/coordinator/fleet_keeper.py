@@ -122,6 +122,8 @@ class FleetKeeper:
             active=decode(Version, hello.active) if hello.HasField("active") else None,
             now=self._clock.monotonic_s(),
         )
+        if hello.draining:
+            self._fleet.drain(hello.node_id)
         stream = self._streams[hello.node_id] = NodeStream(hello.node_id, self._commands_max)
         welcome = pb.Welcome(heartbeat_s=self._limits.heartbeat_s, coordinator_id=self._coordinator_id)
         stream.send(pb.JoinResponse(welcome=welcome))
@@ -148,6 +150,8 @@ class FleetKeeper:
                 run=fl.run_of(node, self._goals()),
                 now=now,
             )
+        if report.leaving:
+            self._fleet.left(node.node_id)
 
     def leave(self, stream: NodeStream) -> None:
         """The stream broke; if it was the node's live one, the node is silent from now on."""
@@ -223,8 +227,8 @@ class FleetKeeper:
         ready = (n for kind in NodeKind for n in self._fleet.usable(kind))
         view = pb.FleetView(nodes=[self._describe(n) for n in ready])
         for node in view.nodes:  # what changes all the time is not part of the picture
-            node.ClearField("num_running")
-            node.ClearField("silent_s")
+            for name in ("num_running", "num_waiting", "waiting_for", "silent_s"):
+                node.ClearField(name)
         return view
 
     def _describe(self, node: Node) -> pb.FleetNode:
@@ -235,6 +239,8 @@ class FleetKeeper:
             state=pb.NodeState.ValueType(node.state),
             capacity=node.capacity,
             num_running=node.num_running,
+            num_waiting=node.num_waiting,
+            waiting_for=node.waiting_for,
             silent_s=self._clock.monotonic_s() - node.last_seen,
             cause=node.cause,
         )

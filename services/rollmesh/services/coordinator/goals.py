@@ -15,4 +15,5 @@ def weight_goal(core: Core) -> WeightGoal:
         pins=core.pinned(),
         step_min=oldest_admissible(update=clock.applied + 1, eta=core.state.the_spec.max_staleness),
         incarnation=clock.incarnation,
+        ended=bool(core.state.ended),
     )

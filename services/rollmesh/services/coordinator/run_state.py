@@ -31,6 +31,7 @@ def run_state(core: Core, position: int) -> pb.RunState:
         waiting=core.waiting(),
         mean_rewards=state.the_clock.mean_rewards,
         ledger_position=position,
+        leases=_leases(state),
     )
 
 
@@ -54,6 +55,18 @@ def _policy(state: State) -> pb.PolicyState:
         trained_by_staleness=clock.trained_by_staleness,
         tokens_trained=clock.tokens_trained,
         tokens_generated=clock.tokens_generated,
+    )
+
+
+def _leases(state: State) -> pb.LeaseCounts:
+    episodes = (e for group in state.groups.values() for e in group.episodes.values())
+    in_doubt = sum(batch.in_doubt for batch in state.batches.values())
+    return pb.LeaseCounts(
+        episodes_leased=sum(e.status is EpisodeStatus.LEASED for e in episodes),
+        episodes_pending=len(state.pending),
+        eval_episodes_pending=len(state.pending_eval),
+        batches_leased=len(state.batches) - in_doubt,
+        batches_in_doubt=in_doubt,
     )
 
 

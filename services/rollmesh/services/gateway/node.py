@@ -60,6 +60,10 @@ class GatewayNode:
         """host:port of RunService."""
         return self._joined.address
 
+    async def wait(self) -> None:
+        """Until the node was drained: it only has to leave."""
+        await self._joined.wait()
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             bus = self._bus

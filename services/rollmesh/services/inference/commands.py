@@ -7,7 +7,7 @@ in order and joins what is asked twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.services.inference.state import NodeState
@@ -37,7 +37,7 @@ class InferenceHandler:
         capacity: int,
         kv: KvPolicy,
         sources: Callable[[], list[str]],
-        drain: Callable[[], Awaitable[None]],
+        drain: Callable[[], None],
     ) -> None:
         self.report_weights: Callable[[WeightReport], None] = lambda report: None
         self._state = state
@@ -80,7 +80,7 @@ class InferenceHandler:
         """Workers cancel their own requests."""
 
     async def on_drain(self) -> None:
-        await self._drain()
+        self._drain()
 
     async def close(self) -> None:
         for task in self._tasks:

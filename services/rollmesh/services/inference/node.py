@@ -25,6 +25,7 @@ from rollmesh.shared.errors import Draining
 from rollmesh.shared.fleet import Fleet
 from rollmesh.shared.membership import Membership
 from rollmesh.shared.objects import load_object
+from rollmesh.shared.retirement import Retirement
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
@@ -61,6 +62,7 @@ class InferenceNode:
         self._clock = clock or SystemClock()
         self._server = RpcServer(config.server, access=access)
         self._servicer = InferenceServicer(self.state, config)
+        self._retirement = Retirement(self.drain)
         self._stack = AsyncExitStack()
 
     @property
@@ -78,6 +80,7 @@ class InferenceNode:
             await stack.enter_async_context(self._server)
             await self._serve()
             stack.callback(self._refuse_all)
+            stack.push_async_callback(self._retirement.close)
             if self._coordinator:
                 self.membership = await stack.enter_async_context(self._join(stack))
             self._stack = stack.pop_all()
@@ -87,6 +90,10 @@ class InferenceNode:
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    async def wait(self) -> None:
+        """Until the node was drained: nothing runs any more, it only has to leave."""
+        await self._retirement.wait()
 
     async def drain(self) -> None:
         """Takes nothing new; what runs may end within `drain_s`, then it ends as DRAINING and goes on elsewhere."""
@@ -115,7 +122,7 @@ class InferenceNode:
             capacity=self._config.capacity,
             kv=KvPolicy(self._config.kv),
             sources=self._depots,
-            drain=self.drain,
+            drain=self._retirement.begin,
         )
         membership = Membership(
             self._coordinator,

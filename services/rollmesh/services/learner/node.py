@@ -68,9 +68,9 @@ class LearnerNode:
         open_engine = self._open_engine or find_engine(self._config.engine)
         async with AsyncExitStack() as stack:
             parts = await self._parts(stack, open_engine)
+            self._commands = parts.commands
             if self._coordinator:
                 await stack.enter_async_context(self._membership())
-            self._commands = parts.commands
             self._task = asyncio.create_task(run_learner(parts), name=f"learner {self._where.run}")
             self._task.add_done_callback(_log_end)
             self._stack = stack.pop_all()
@@ -123,16 +123,21 @@ class LearnerNode:
         hello = coordinator_pb2.NodeHello(
             node_id=self._node_id, kind=coordinator_pb2.NODE_KIND_LEARNER, capacity=1, runs=[self._where.run]
         )
-        handler = _Visible(hello, self.progress)
+        assert self._commands is not None
+        handler = _Visible(hello, self.progress, self._commands)
         return Membership(self._coordinator, access=self._where.access, handler=handler, clock=self._clock)
 
 
 class _Visible(PassiveHandler):
-    """A node that says what it waits for."""
+    """A node that says what it waits for, and stops after the present update when it is drained."""
 
-    def __init__(self, hello: coordinator_pb2.NodeHello, progress: Progress) -> None:
+    def __init__(self, hello: coordinator_pb2.NodeHello, progress: Progress, commands: Commands) -> None:
         super().__init__(hello)
         self._progress = progress
+        self._commands = commands
+
+    async def on_drain(self) -> None:
+        self._commands.stop.set()
 
     def report(self) -> coordinator_pb2.NodeReport:
         return coordinator_pb2.NodeReport(waiting_for=self._progress.waiting_for)

@@ -49,6 +49,10 @@ class RewardNode:
         """host:port, once entered."""
         return self._joined.address
 
+    async def wait(self) -> None:
+        """Until the node was drained: it only has to leave."""
+        await self._joined.wait()
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._engine.close)

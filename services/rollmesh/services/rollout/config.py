@@ -167,6 +167,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     give_up_s: float = 120.0
     """How long a hand-over (append or report) is tried, seconds; then the coordinator's lease expiry decides. Longer than a
     restart of the bus or the coordinator takes."""
+    finish_s_max: float = 120.0
+    """After a command to drain: how long the episodes held may go on, seconds; those that are left are given back, for others to
+    run from their beginning. Long enough for most of them: what is given back was work for nothing."""
     drain_s_max: float = 5.0
     """At the end: how long cancelled episodes get to close sessions and give their leases back, seconds."""
 
@@ -177,7 +180,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"acquire_wait_s must be in [0, 60], got {self.acquire_wait_s}")
         if not 0.0 <= self.report_window_s <= 1.0:
             raise ValueError(f"report_window_s must be in [0, 1], got {self.report_window_s}")
-        for name in ("renew_every_s_max", "rpc_s_max", "backoff_s", "give_up_s", "drain_s_max"):
+        for name in ("renew_every_s_max", "rpc_s_max", "backoff_s", "give_up_s", "finish_s_max", "drain_s_max"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
         if self.backoff_s_max < self.backoff_s:

@@ -70,19 +70,27 @@ class RolloutWorker:
         return self._renewer.trouble or self._waiting_for
 
     async def run(self) -> None:
-        """Until drained. When cancelled: ends the episodes and gives their leases back, within `drain_s_max`."""
+        """Until drained. At the end, and when cancelled: ends the episodes and gives their leases back, within `drain_s_max`."""
         self._acquiring = asyncio.ensure_future(self._acquire_forever())
         try:
             await asyncio.wait([self._acquiring])  # not awaited itself: draining cancels it, which is not our own end
             if not self._acquiring.cancelled():
                 self._acquiring.result()
-            while self._held:
-                await self._change()
+            await self._finish_held()
         finally:
             await self._stop()
 
+    async def _finish_held(self) -> None:
+        """What is held ends by itself, or is given back by `_stop` when the time for that is over."""
+        try:
+            async with time_limit(self._clock, self._config.finish_s_max):
+                while self._held:
+                    await self._change()
+        except TimeoutError:
+            self._waiting_for = f"{len(self._held)} episodes to be given back: finish_s_max is over"
+
     def drain(self) -> None:
-        """Takes nothing more; `run` returns when what is held has ended."""
+        """Takes nothing more; `run` returns when what is held has ended, or was given back after `finish_s_max`."""
         if self._acquiring is not None:
             self._acquiring.cancel()
 

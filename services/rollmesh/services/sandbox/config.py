@@ -93,6 +93,9 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Commands of one stream in progress; then the stream is not read."""
     files_bytes_max: int = 4 << 20
     """Bytes of files in one message, each way."""
+    drain_s: float = 120.0
+    """After a command to drain: how long open sessions may go on, seconds; those that are left end, and their episodes are tried again
+    elsewhere."""
     stop_s: float = 2.0
     """How long commands in progress may go on when the node stops; then their sessions are ended."""
     uid_base: int = 60578
@@ -106,7 +109,7 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         for name in (
             "sessions_max", "starts_inflight_max", "ttl_s", "orphan_s", "reap_every_s", "grace_s", "start_timeout_s",
-            "retry_after_s", "stop_s", "commands_inflight_max", "files_bytes_max", "uid_base",
+            "retry_after_s", "drain_s", "stop_s", "commands_inflight_max", "files_bytes_max", "uid_base",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

@@ -86,6 +86,8 @@ class SandboxNode:
             capacity=config.sessions_max,
             server=server,
             clock=clock,
+            load=self._load,
+            finish=self.core.sessions.drain,
         )
         self._stack = AsyncExitStack()
 
@@ -93,6 +95,13 @@ class SandboxNode:
     def address(self) -> str:
         """host:port, once entered."""
         return self._joined.address
+
+    async def wait(self) -> None:
+        """Until the node was drained: its sessions have ended, it only has to leave."""
+        await self._joined.wait()
+
+    def _load(self) -> coordinator_pb2.NodeReport:
+        return coordinator_pb2.NodeReport(num_running=self.core.sessions.counts().live)
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:

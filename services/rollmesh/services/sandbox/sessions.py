@@ -22,7 +22,9 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import RunResult, SandboxEngine
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import AlreadyExists, InvalidInput, Overloaded, SandboxFailed, UnknownSession
+from rollmesh.shared.errors import AlreadyExists, Draining, InvalidInput, Overloaded, SandboxFailed, UnknownSession
+
+_DRAIN_POLL_S = 0.1
 
 
 class End(Enum):
@@ -70,6 +72,7 @@ class Sessions:
         self._config = config
         self._clock = clock
         self._leases: dict[str, _Lease] = {}
+        self._draining = False
         self._created = 0
         self._ends: Counter[End] = Counter()
 
@@ -80,6 +83,13 @@ class Sessions:
     def owners(self) -> dict[str, str]:
         """Who holds each live session."""
         return {session_id: lease.owner for session_id, lease in self._leases.items()}
+
+    async def drain(self) -> None:
+        """Take no new session; until the last one has ended, or `drain_s` is over."""
+        self._draining = True
+        end_s = self._clock.monotonic_s() + self._config.drain_s
+        while self._leases and self._clock.monotonic_s() < end_s:
+            await self._clock.sleep(_DRAIN_POLL_S)
 
     async def open(
         self,
@@ -93,7 +103,7 @@ class Sessions:
     ) -> None:
         """Make a session under a lease. `limits` and `ttl_s` of 0 mean the profile's and the node's.
 
-        Raises InvalidInput, AlreadyExists, UnknownProfile, Overloaded, SandboxFailed.
+        Raises InvalidInput, AlreadyExists, UnknownProfile, Overloaded, Draining, SandboxFailed.
         """
         lease = self._admit(session_id, profile, limits, ttl_s, owner, holder or Holder())
         try:
@@ -175,6 +185,8 @@ class Sessions:
         if not 0 <= ttl_s <= self._config.ttl_s_max:
             raise InvalidInput(f"ttl_s must be between 0 and {self._config.ttl_s_max}, got {ttl_s}")
         narrowed = _narrow(self._engine.limits(profile), limits)
+        if self._draining:
+            raise Draining("this sandbox node is leaving: it takes no new sessions; go to another node")
         if len(self._leases) >= self._config.sessions_max:
             raise Overloaded(
                 f"all {self._config.sessions_max} places of this sandbox node are taken; wait or go to another node",

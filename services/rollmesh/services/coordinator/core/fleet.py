@@ -15,6 +15,8 @@ from enum import IntEnum
 from rollmesh.services.coordinator.core.records import Version
 
 PREPARE_TRIES_MAX = 3
+LEFT = "left in good order"
+"""Cause of a node that is DEAD because it said so."""
 RETRY_S = 1.0
 """First pause before a failed preparation is tried again; doubles each time."""
 
@@ -78,6 +80,8 @@ class Node:
     state: NodeState = NodeState.JOINING
     connected: bool = True
     draining: bool = False
+    left: bool = False
+    """It said that it leaves: no grace."""
     num_running: int = 0
     num_waiting: int = 0
     waiting_for: str = ""
@@ -104,6 +108,8 @@ class WeightGoal:
     step_min: int = 0
     """Oldest step that is of any use; nodes below it are STALE."""
     incarnation: int = 0
+    ended: bool = False
+    """The run is over: nodes that name no run are free for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +228,11 @@ class Fleet:
         if node_id in self.nodes:
             self.nodes[node_id].connected = False
 
+    def left(self, node_id: str) -> None:
+        """The node's last report: it is gone, in good order."""
+        self.nodes[node_id].left = True
+        self.nodes[node_id].cause = LEFT
+
     def drain(self, node_id: str) -> None:
         """Give the node nothing new."""
         self.nodes[node_id].draining = True
@@ -260,7 +271,7 @@ class Fleet:
 
     def _judge(self, node: Node, goal: WeightGoal | None, now: float) -> NodeState:
         silent_s = now - node.last_seen
-        if node.state is NodeState.DEAD or silent_s >= self.config.dead_after_s:
+        if node.state is NodeState.DEAD or node.left or silent_s >= self.config.dead_after_s:
             return NodeState.DEAD
         if node.state is NodeState.QUARANTINED:
             return NodeState.QUARANTINED
@@ -272,8 +283,8 @@ class Fleet:
             return NodeState.READY
         if node.active is None:
             return NodeState.JOINING
-        if goal is None or age(node.active) < (goal.incarnation, goal.step_min):
-            return NodeState.STALE
+        if goal is None or node.active not in goal.versions or age(node.active) < (goal.incarnation, goal.step_min):
+            return NodeState.STALE  # what another run left in the node has steps like ours, and is not ours
         return NodeState.READY
 
     def _order(self, node: Node, goal: WeightGoal, now: float) -> Iterable[FleetEvent]:
@@ -318,16 +329,17 @@ class Fleet:
 
 
 def run_of(node: Node, goals: Mapping[str, WeightGoal]) -> str:
-    """The run whose weights a node serves: the one it named, or the only one there is."""
+    """The run whose weights a node serves: the one it named, or the only one there is, ended ones aside."""
     for run in node.runs:
         if run in goals:
             return run
-    return next(iter(goals)) if len(goals) == 1 and not node.runs else ""
+    candidates = [run for run, goal in goals.items() if not goal.ended] or list(goals)
+    return candidates[0] if len(candidates) == 1 and not node.runs else ""
 
 
 def choose(active: Version | None, goal: WeightGoal) -> Version | None:
     """The version a node should serve next: the oldest pinned one it has not passed, else the newest."""
-    at = age(active) if active is not None else (-1, -1)
+    at = age(active) if active in goal.versions and active is not None else (-1, -1)
     pinned = {pin for pin in goal.pins if (pin[1], pin[0]) >= at}
     for version in goal.versions:
         if (version.step, version.incarnation) in pinned:
