@@ -18,6 +18,7 @@ from typing import NoReturn, Self
 
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
+from rollmesh.services.coordinator.offer import MeshFacts, MeshOffer
 from rollmesh.services.coordinator.outgoing import Outgoing
 from rollmesh.services.coordinator.run_servicer import RunServicer
 from rollmesh.services.coordinator.runs import Runs
@@ -47,7 +48,9 @@ class CoordinatorNode:
         bus_url: str = "",
         clock: Clock | None = None,
         ids: IdSource | None = None,
+        offer: MeshOffer | None = None,
     ) -> None:
+        """`offer` is what GetMesh tells; without it nodes are configured by hand."""
         assert (bus is None) != (not bus_url), "a bus or the URL of one"
         self._config = config
         self._folder = Path(folder)
@@ -56,6 +59,7 @@ class CoordinatorNode:
         self._bus_url = bus_url
         self._clock = clock or SystemClock()
         self._ids = ids or RandomIds()
+        self._offer = offer
         self._stack = AsyncExitStack()
         self._server = RpcServer(config.server, access=access)
         self._runs: Runs | None = None
@@ -133,7 +137,9 @@ class CoordinatorNode:
 
     def _add_services(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing) -> None:
         limit_s = self._config.server.deadline_s
-        coordinator = CoordinatorServicer(runs, keeper, self._clock, deadline_s=limit_s)
+        coordinator = CoordinatorServicer(
+            runs, keeper, self._clock, deadline_s=limit_s, mesh=MeshFacts(self._offer, runs, keeper)
+        )
         self._server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, coordinator)
         run = RunServicer(runs, keeper, outgoing, deadline_s=limit_s)
         self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run)

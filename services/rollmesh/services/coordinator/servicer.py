@@ -14,6 +14,7 @@ from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import known_member
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper, NodeStream
 from rollmesh.services.coordinator.lease_names import from_wire, to_wire
+from rollmesh.services.coordinator.offer import MeshFacts
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, Unimplemented, UnknownRun
@@ -29,12 +30,13 @@ REPORTS_MAX = 4096
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """The inside of the mesh."""
 
-    def __init__(self, runs: Runs, keeper: FleetKeeper, clock: Clock, *, deadline_s: float) -> None:
+    def __init__(self, runs: Runs, keeper: FleetKeeper, clock: Clock, *, deadline_s: float, mesh: MeshFacts) -> None:
         """`deadline_s` is the server's limit for a call without a deadline of its own."""
         self._deadline_s = deadline_s
         self._runs = runs
         self._keeper = keeper
         self._clock = clock
+        self._mesh = mesh
         self._turn = itertools.count()
 
     async def Join(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> AsyncIterator[pb.JoinResponse]:
@@ -171,6 +173,15 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def GetFleet(self, request: pb.GetFleetRequest, context: Context) -> pb.GetFleetResponse:
         return pb.GetFleetResponse(nodes=self._keeper.nodes(known_member(NodeKind, request.kind)))
+
+    async def GetMesh(self, request: pb.GetMeshRequest, context: Context) -> pb.GetMeshResponse:
+        return await self._mesh.describe()
+
+    async def FetchModelFiles(
+        self, request: pb.FetchModelFilesRequest, context: Context
+    ) -> AsyncIterator[pb.FetchModelFilesResponse]:
+        async for piece in self._mesh.model_files(request):
+            yield piece
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
         driver = await self._runs.get(request.run)

@@ -1,4 +1,4 @@
-"""A gateway as a node: RunService in front of a coordinator and a bus.
+"""A gateway as a node: RunService, and what is public of CoordinatorService, in front of a coordinator and a bus.
 
 async with GatewayNode(config, node_id="gateway-0", coordinator="127.0.0.1:7000", access=access, bus_url=url) as gateway:
     gateway.address                # what trainers are given
@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from rollmesh.services.gateway.config import GatewayConfig
+from rollmesh.services.gateway.coordinator_front import CoordinatorFront
 from rollmesh.services.gateway.payloads import Payloads
 from rollmesh.services.gateway.servicer import GatewayServicer
 from rollmesh.shared.bus.bus import Bus
@@ -21,7 +22,10 @@ from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.serving import JoinedServer
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 
-IDEMPOTENT = ("rollmesh.v1.RunService", "rollmesh.v1.CoordinatorService/GetBatch")
+IDEMPOTENT = (
+    "rollmesh.v1.RunService",
+    *(f"rollmesh.v1.CoordinatorService/{verb}" for verb in ("GetBatch", "GetMesh", "GetFleet", "Drain")),
+)
 """Every verb of RunService may be sent again: that is part of its contract."""
 
 
@@ -73,14 +77,19 @@ class GatewayNode:
             channel = await stack.enter_async_context(
                 open_channel(self._coordinator, access=self._access, idempotent=IDEMPOTENT)
             )
+            coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = coordinator_pb2_grpc.CoordinatorServiceStub(
+                channel
+            )
             servicer = GatewayServicer(
                 run_pb2_grpc.RunServiceStub(channel),
-                coordinator_pb2_grpc.CoordinatorServiceStub(channel),
+                coordinator,
                 Payloads(bus, reads_max=self._config.reads_max),
                 call_s=self._config.call_s,
             )
             await stack.enter_async_context(self._joined)
             self._joined.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer)
+            front = CoordinatorFront(coordinator, call_s=self._config.call_s)
+            self._joined.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, front)
             await self._joined.start()
             self._stack = stack.pop_all()
         return self

@@ -19,6 +19,7 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.services.learner.run_client import RunAddress
 from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.services.mesh.offer import make_offer
 from rollmesh.services.mesh.place import Place
 from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.node import RewardNode
@@ -57,7 +58,9 @@ def build_part(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 def _coordinator(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     config = place.config.coordinator
     config = msgspec.structs.replace(config, server=place.served_at(place.coordinator, config.server))
-    return CoordinatorNode(config, folder=place.folder(name), access=place.access, bus=bus, **options)
+    return CoordinatorNode(
+        config, folder=place.folder(name), access=place.access, bus=bus, offer=make_offer(place, bus), **options
+    )
 
 
 def _gateway(name: str, place: Place, bus: Bus, **options: Any) -> Part:

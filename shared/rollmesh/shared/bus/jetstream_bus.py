@@ -65,7 +65,9 @@ class JetStreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class JetStreamBus:
     """A connection to JetStream. Make it with `connect`."""
 
-    def __init__(self, client: Client, link: Link, config: JetStreamConfig) -> None:
+    def __init__(self, client: Client, link: Link, config: JetStreamConfig, url: str) -> None:
+        self.url = url
+        """As it was connected to."""
         self._client = client
         self._link = link
         self._config = config
@@ -99,7 +101,7 @@ class JetStreamBus:
             raise BusUnavailable(
                 f"cannot reach NATS at {url} ({why}); is the server running, and the token right?", url=url
             ) from err
-        return cls(client, link, config)
+        return cls(client, link, config, url)
 
     async def create(self, spec: StreamSpec) -> JetStreamLog:
         config = _stream_config(spec)

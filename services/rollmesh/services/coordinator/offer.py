@@ -1,0 +1,71 @@
+"""What a coordinator tells somebody who wants to add a node: the mesh as its operator configured it, and as it stands now.
+
+The offer is made by whoever puts a mesh together; a coordinator that runs by itself has none and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.fleet import NodeKind
+from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
+from rollmesh.services.coordinator.runs import Runs
+from rollmesh.shared.errors import Unimplemented
+from rollmesh.shared.model_files import ModelFiles
+from rollmesh.v1 import coordinator_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshOffer:
+    """The part that does not change. It is handed out as it is: no secret may be in it."""
+
+    config_yaml: str
+    coordinator: str
+    """host:port at which nodes reach the coordinator."""
+    bus_url: str
+    base_dir: str
+    """Folder on this host in which files that the configuration names are looked up."""
+    model: ModelFiles | None = None
+
+
+class MeshFacts:
+    """The offer together with what is known now."""
+
+    def __init__(self, offer: MeshOffer | None, runs: Runs, keeper: FleetKeeper) -> None:
+        self._given = offer
+        self._runs = runs
+        self._keeper = keeper
+
+    async def describe(self) -> pb.GetMeshResponse:
+        """Raises `Unimplemented` without an offer."""
+        offer = self._offer()
+        runs = [pb.MeshRun(run=run, ended=await driver.look(_ended)) for run, driver in self._runs.drivers.items()]
+        return pb.GetMeshResponse(
+            config_yaml=offer.config_yaml,
+            coordinator=offer.coordinator,
+            gateways=self._keeper.addresses(NodeKind.GATEWAY, ""),
+            depots=self._keeper.addresses(NodeKind.DEPOT, ""),
+            bus_url=offer.bus_url,
+            base_dir=offer.base_dir,
+            runs=runs,
+            model_files=offer.model.listing if offer.model is not None else (),
+        )
+
+    async def model_files(self, request: pb.FetchModelFilesRequest) -> AsyncIterator[pb.FetchModelFilesResponse]:
+        """Raises `Unimplemented` without an offer, `UnknownBlob` for a file that is not offered."""
+        model = self._offer().model
+        if model is None:
+            raise Unimplemented("this mesh's configuration names no model; give the node the model's folder by hand")
+        async for piece in model.pieces(request.names):
+            yield piece
+
+    def _offer(self) -> MeshOffer:
+        if self._given is None:
+            raise Unimplemented("this coordinator was started by itself and knows no configuration of a mesh")
+        return self._given
+
+
+def _ended(core: Core, position: int) -> str:
+    return core.state.ended
