@@ -37,9 +37,9 @@ class NextTasksRequest(_message.Message):
     policy: _builtins.str
     """Policy the tasks will train; empty means "main"."""
     purpose: _types_pb2.Purpose.ValueType
-    """TRAIN uses the selector; EVAL takes the first `num` tasks of `split` from `first_draw` on, always the same."""
+    """TRAIN uses the selector; EVAL and EXPORT take the first `num` tasks of `split` from `first_draw` on, always the same."""
     split: _builtins.str
-    """Split for EVAL; empty means "test"."""
+    """Split for EVAL and EXPORT; empty means "test"."""
     first_draw: _builtins.int
     """Index of the first draw, 0-based, counted per purpose."""
     num: _builtins.int

@@ -61,7 +61,7 @@ class DataServiceServicer(object):
         recorded a group for it in the ledger, so asking again after a crash neither skips nor repeats a prompt.
         Errors:
         NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
-        OUT_OF_RANGE EXHAUSTED: the source is finite and its epochs are used up; the run ends.
+        OUT_OF_RANGE EXHAUSTED: the source is finite and its epochs (for EVAL and EXPORT: the split) are used up; the run ends.
         UNAVAILABLE CATCHING_UP: the fold has not reached `ledger_position`; retry after RetryInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

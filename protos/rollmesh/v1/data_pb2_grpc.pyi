@@ -38,7 +38,7 @@ class DataServiceStub:
     recorded a group for it in the ledger, so asking again after a crash neither skips nor repeats a prompt.
     Errors:
       NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
-      OUT_OF_RANGE EXHAUSTED: the source is finite and its epochs are used up; the run ends.
+      OUT_OF_RANGE EXHAUSTED: the source is finite and its epochs (for EVAL and EXPORT: the split) are used up; the run ends.
       UNAVAILABLE CATCHING_UP: the fold has not reached `ledger_position`; retry after RetryInfo.
     """
     Snapshot: _grpc.UnaryUnaryMultiCallable[_data_pb2.SnapshotRequest, _data_pb2.SnapshotResponse]
@@ -59,7 +59,7 @@ class DataServiceAsyncStub(DataServiceStub):
     recorded a group for it in the ledger, so asking again after a crash neither skips nor repeats a prompt.
     Errors:
       NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
-      OUT_OF_RANGE EXHAUSTED: the source is finite and its epochs are used up; the run ends.
+      OUT_OF_RANGE EXHAUSTED: the source is finite and its epochs (for EVAL and EXPORT: the split) are used up; the run ends.
       UNAVAILABLE CATCHING_UP: the fold has not reached `ledger_position`; retry after RetryInfo.
     """
     Snapshot: _aio.UnaryUnaryMultiCallable[_data_pb2.SnapshotRequest, _data_pb2.SnapshotResponse]  # type: ignore[assignment]
@@ -83,7 +83,7 @@ class DataServiceServicer(metaclass=_abc_1.ABCMeta):
         recorded a group for it in the ledger, so asking again after a crash neither skips nor repeats a prompt.
         Errors:
           NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
-          OUT_OF_RANGE EXHAUSTED: the source is finite and its epochs are used up; the run ends.
+          OUT_OF_RANGE EXHAUSTED: the source is finite and its epochs (for EVAL and EXPORT: the split) are used up; the run ends.
           UNAVAILABLE CATCHING_UP: the fold has not reached `ledger_position`; retry after RetryInfo.
         """
 

@@ -72,6 +72,8 @@ class RunSpec(_message.Message):
     EVAL_S_MAX_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SUCCESS_REWARD_FIELD_NUMBER: _builtins.int
+    EXPORT_GROUPS_FIELD_NUMBER: _builtins.int
+    EXPORT_SPLIT_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name: letters, digits, "-" and "_", at most 64."""
     policy: _builtins.str
@@ -110,6 +112,13 @@ class RunSpec(_message.Message):
     """Key of all draws of the run."""
     success_reward: _builtins.str
     """Name of the reward that counts as success (1) or not (0) in evaluations."""
+    export_groups: _builtins.int
+    """0: a learner trains on the samples. Above 0: nobody does; the run admits this many groups, each sample ends as EXPORTED when
+    it is scored, StreamSamples hands them out, and the run ends when all episodes have. Such a run has no updates and no
+    evaluations: updates_max and eval_every must be 0, and the fields about batches and staleness mean nothing.
+    """
+    export_split: _builtins.str
+    """Split that an export draws its tasks from, in the order of the source; empty means "test"."""
     def __init__(
         self,
         *,
@@ -132,10 +141,12 @@ class RunSpec(_message.Message):
         eval_s_max: _builtins.float = ...,
         seed: _builtins.int = ...,
         success_reward: _builtins.str = ...,
+        export_groups: _builtins.int = ...,
+        export_split: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seed", b"seed", "success_reward", b"success_reward", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seed", b"seed", "success_reward", b"success_reward", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,6 +15,9 @@ The life of a trainer:
     upload weights of step k, PublishVersion; k += 1
   after FENCED or LEASE_EXPIRED: go back to the newest checkpoint and AttachTrainer again.
 
+The life of a reader of a run without a learner: whoever has the initial weights attaches, uploads and publishes step 0, and is
+done; StreamSamples until it ends.
+
 The gateway serves all of it. The coordinator serves the decisions among these verbs itself (all but FetchSamples and
 StreamSamples, which it answers with UNIMPLEMENTED) to the gateway, which adds payloads.
 """
@@ -971,21 +974,25 @@ Global___PublishVersionResponse: _TypeAlias = PublishVersionResponse  # noqa: Y0
 
 @_typing.final
 class StreamSamplesRequest(_message.Message):
-    """Asks for samples of a run without a learner."""
+    """Asks for the samples of a run that exports."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run."""
+    cursor: _builtins.str
+    """Of the last response that was received; empty begins with the first episode."""
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
+        cursor: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -993,23 +1000,33 @@ Global___StreamSamplesRequest: _TypeAlias = StreamSamplesRequest  # noqa: Y015
 
 @_typing.final
 class StreamSamplesResponse(_message.Message):
-    """One of them."""
+    """A scored episode."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPISODE_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    CURSOR_FIELD_NUMBER: _builtins.int
+    cursor: _builtins.str
+    """Opaque: its place in the stream, to go on after it."""
     @_builtins.property
     def episode(self) -> _types_pb2.Episode:
-        """The episode."""
+        """The episode as generated, with its samples and their rewards."""
+
+    @_builtins.property
+    def task(self) -> _types_pb2.Task:
+        """The task it is about."""
 
     def __init__(
         self,
         *,
         episode: _types_pb2.Episode | None = ...,
+        task: _types_pb2.Task | None = ...,
+        cursor: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "episode", b"episode", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -162,6 +162,7 @@ class RunServiceServicer(object):
         FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
         FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata says which is.
         FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
+        FAILED_PRECONDITION NO_LEARNER: the run exports its samples; StreamSamples.
         OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -198,6 +199,7 @@ class RunServiceServicer(object):
         lease stays; drop that sample and train again.
         ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
         INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
+        FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -233,7 +235,15 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StreamSamples(self, request, context):
-        """Streams every finished sample of a run without a learner. Answered UNIMPLEMENTED in this version.
+        """Streams the scored episodes of a run that exports (RunSpec.export_groups) with their tasks: in the order in which they were
+        scored, from the first or from the one after `cursor`, then those still to come; ends when the run has ended. Takes
+        nothing away: any number of readers may begin at any time. Episodes that failed or were cancelled are not among them, GetRun
+        counts those. After a broken stream, call again with the newest cursor: none is skipped or repeated.
+        Errors:
+        NOT_FOUND UNKNOWN_RUN: CreateRun first.
+        FAILED_PRECONDITION HAS_LEARNER: the run trains on its samples; lease batches.
+        DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; the metadata's `cursor` goes on after it.
+        INVALID_ARGUMENT: a cursor that no response held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

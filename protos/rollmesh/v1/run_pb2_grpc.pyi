@@ -15,6 +15,9 @@ The life of a trainer:
     upload weights of step k, PublishVersion; k += 1
   after FENCED or LEASE_EXPIRED: go back to the newest checkpoint and AttachTrainer again.
 
+The life of a reader of a run without a learner: whoever has the initial weights attaches, uploads and publishes step 0, and is
+done; StreamSamples until it ends.
+
 The gateway serves all of it. The coordinator serves the decisions among these verbs itself (all but FetchSamples and
 StreamSamples, which it answers with UNIMPLEMENTED) to the gateway, which adds payloads.
 """
@@ -77,6 +80,7 @@ class RunServiceStub:
       FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
       FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata says which is.
       FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
+      FAILED_PRECONDITION NO_LEARNER: the run exports its samples; StreamSamples.
       OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update.
     """
     FetchSamples: _grpc.UnaryStreamMultiCallable[_run_pb2.FetchSamplesRequest, _run_pb2.FetchSamplesResponse]
@@ -101,6 +105,7 @@ class RunServiceStub:
         lease stays; drop that sample and train again.
       ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
       INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
+      FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
     """
     ReleaseBatch: _grpc.UnaryUnaryMultiCallable[_run_pb2.ReleaseBatchRequest, _run_pb2.ReleaseBatchResponse]
     """Gives a lease back unused: its samples are READY again. Idempotent.
@@ -120,7 +125,16 @@ class RunServiceStub:
       FAILED_PRECONDITION NOT_UPLOADED: the depot lacks the manifest or a chunk; upload it.
     """
     StreamSamples: _grpc.UnaryStreamMultiCallable[_run_pb2.StreamSamplesRequest, _run_pb2.StreamSamplesResponse]
-    """Streams every finished sample of a run without a learner. Answered UNIMPLEMENTED in this version."""
+    """Streams the scored episodes of a run that exports (RunSpec.export_groups) with their tasks: in the order in which they were
+    scored, from the first or from the one after `cursor`, then those still to come; ends when the run has ended. Takes
+    nothing away: any number of readers may begin at any time. Episodes that failed or were cancelled are not among them, GetRun
+    counts those. After a broken stream, call again with the newest cursor: none is skipped or repeated.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: CreateRun first.
+      FAILED_PRECONDITION HAS_LEARNER: the run trains on its samples; lease batches.
+      DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; the metadata's `cursor` goes on after it.
+      INVALID_ARGUMENT: a cursor that no response held.
+    """
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]
     """Progress of a run, and commands to its trainers (stop, checkpoint now). Starts with the present state; best effort:
     a slow watcher misses intermediate events, never the newest state.
@@ -171,6 +185,7 @@ class RunServiceAsyncStub(RunServiceStub):
       FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
       FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata says which is.
       FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
+      FAILED_PRECONDITION NO_LEARNER: the run exports its samples; StreamSamples.
       OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update.
     """
     FetchSamples: _aio.UnaryStreamMultiCallable[_run_pb2.FetchSamplesRequest, _run_pb2.FetchSamplesResponse]  # type: ignore[assignment]
@@ -195,6 +210,7 @@ class RunServiceAsyncStub(RunServiceStub):
         lease stays; drop that sample and train again.
       ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
       INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
+      FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
     """
     ReleaseBatch: _aio.UnaryUnaryMultiCallable[_run_pb2.ReleaseBatchRequest, _run_pb2.ReleaseBatchResponse]  # type: ignore[assignment]
     """Gives a lease back unused: its samples are READY again. Idempotent.
@@ -214,7 +230,16 @@ class RunServiceAsyncStub(RunServiceStub):
       FAILED_PRECONDITION NOT_UPLOADED: the depot lacks the manifest or a chunk; upload it.
     """
     StreamSamples: _aio.UnaryStreamMultiCallable[_run_pb2.StreamSamplesRequest, _run_pb2.StreamSamplesResponse]  # type: ignore[assignment]
-    """Streams every finished sample of a run without a learner. Answered UNIMPLEMENTED in this version."""
+    """Streams the scored episodes of a run that exports (RunSpec.export_groups) with their tasks: in the order in which they were
+    scored, from the first or from the one after `cursor`, then those still to come; ends when the run has ended. Takes
+    nothing away: any number of readers may begin at any time. Episodes that failed or were cancelled are not among them, GetRun
+    counts those. After a broken stream, call again with the newest cursor: none is skipped or repeated.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: CreateRun first.
+      FAILED_PRECONDITION HAS_LEARNER: the run trains on its samples; lease batches.
+      DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; the metadata's `cursor` goes on after it.
+      INVALID_ARGUMENT: a cursor that no response held.
+    """
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]  # type: ignore[assignment]
     """Progress of a run, and commands to its trainers (stop, checkpoint now). Starts with the present state; best effort:
     a slow watcher misses intermediate events, never the newest state.
@@ -292,6 +317,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
           FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata says which is.
           FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
+          FAILED_PRECONDITION NO_LEARNER: the run exports its samples; StreamSamples.
           OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update.
         """
 
@@ -334,6 +360,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
             lease stays; drop that sample and train again.
           ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
           INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
+          FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
         """
 
     @_abc_1.abstractmethod
@@ -377,7 +404,16 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.StreamSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_run_pb2.StreamSamplesResponse], _abc.AsyncIterator[_run_pb2.StreamSamplesResponse]]:
-        """Streams every finished sample of a run without a learner. Answered UNIMPLEMENTED in this version."""
+        """Streams the scored episodes of a run that exports (RunSpec.export_groups) with their tasks: in the order in which they were
+        scored, from the first or from the one after `cursor`, then those still to come; ends when the run has ended. Takes
+        nothing away: any number of readers may begin at any time. Episodes that failed or were cancelled are not among them, GetRun
+        counts those. After a broken stream, call again with the newest cursor: none is skipped or repeated.
+        Errors:
+          NOT_FOUND UNKNOWN_RUN: CreateRun first.
+          FAILED_PRECONDITION HAS_LEARNER: the run trains on its samples; lease batches.
+          DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; the metadata's `cursor` goes on after it.
+          INVALID_ARGUMENT: a cursor that no response held.
+        """
 
     @_abc_1.abstractmethod
     def WatchRun(

@@ -49,8 +49,8 @@ from rollmesh.shared.error_base import (
 __all__ = [
     "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AlreadyExists", "BeyondBound", "Cancelled", "CatchingUp", "Code",
     "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
-    "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "HashMismatch",
-    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "MeshError", "NotFound",
+    "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "HasLearner", "HashMismatch",
+    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "MeshError", "NoLearner", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "ProbeMismatch", "ResourceExhausted", "RunEnded", "RunExists",
     "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable",
@@ -207,6 +207,18 @@ class RunStopped(FailedPrecondition):
     """The run has ended; it can be read but no longer driven."""
 
     reason = "RUN_STOPPED"
+
+
+class NoLearner(FailedPrecondition):
+    """The run exports its samples: nothing is leased or committed."""
+
+    reason = "NO_LEARNER"
+
+
+class HasLearner(FailedPrecondition):
+    """The run's samples go to its learner: nothing is streamed."""
+
+    reason = "HAS_LEARNER"
 
 
 class WrongUpdate(FailedPrecondition):

@@ -22,7 +22,7 @@ from rollmesh.services.coordinator.core.turn import CancelEpisodes, DeadLetter, 
 from rollmesh.services.coordinator.questions import finalize_request, group_decided, next_tasks_request, tasks_drawn
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import MeshError
+from rollmesh.shared.errors import MeshError, OutOfRange
 from rollmesh.shared.ids import IdSource
 from rollmesh.v1 import data_pb2, reward_pb2
 
@@ -116,7 +116,8 @@ class Effects:
         except MeshError as error:
             await self._pause(self._draws_failed)
             self._draws_failed += 1
-            await self._inbox.post(i.DrawFailed(purpose=effect.purpose, cause=str(error)))
+            exhausted = isinstance(error, OutOfRange)
+            await self._inbox.post(i.DrawFailed(purpose=effect.purpose, cause=str(error), exhausted=exhausted))
             return
         if not drawn.tasks:
             await self._pause(self._draws_failed)

@@ -81,7 +81,7 @@ class Housekeeper:
 
     def _mark(self, core: Core, _: int) -> int:
         """Where to purge. Marked between two decisions: no report is accepted later whose payload is about to go."""
-        if core.state.spec is None:
+        if core.state.spec is None or core.state.spec.exports:  # whoever streams may begin at the start, at any time
             return 0
         term_s = REPORT_TERMS * core.state.spec.episode_lease_s
         settled = self._settled_end(self._clock.monotonic_s() - term_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.records import GroupDecision, Purpose, RunSpec, SampleEnd, SampleRewards, Task
+from rollmesh.services.coordinator.core.records import GroupDecision, RunSpec, SampleEnd, SampleRewards, Task
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, SampleState, State
 from rollmesh.services.coordinator.core.turn import DrawTasks, FinalizeGroup
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
@@ -16,7 +16,7 @@ def next_tasks_request(spec: RunSpec, effect: DrawTasks, position: int) -> data_
     return data_pb2.NextTasksRequest(
         run=spec.run,
         policy=spec.policy,
-        purpose=types_pb2.PURPOSE_EVAL if effect.purpose is Purpose.EVAL else types_pb2.PURPOSE_TRAIN,
+        purpose=types_pb2.Purpose.ValueType(effect.purpose),
         split=effect.split,
         first_draw=effect.first_draw,
         num=effect.num,

@@ -8,6 +8,7 @@ from rollmesh.shared import errors
 BY_REASON: dict[str, type[errors.MeshError]] = {
     "RUN_EXISTS": errors.RunExists,
     "UNKNOWN_RUN": errors.UnknownRun,
+    "NO_LEARNER": errors.NoLearner,
     "UNKNOWN_LEARNER": errors.UnknownLearner,
     "UNKNOWN_UPDATE": errors.UnknownUpdate,
     "DIGEST_MISMATCH": errors.DigestMismatch,

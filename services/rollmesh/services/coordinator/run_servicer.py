@@ -148,7 +148,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def StreamSamples(
         self, request: pb.StreamSamplesRequest, context: Context
     ) -> AsyncIterator[pb.StreamSamplesResponse]:
-        raise Unimplemented("every run of this version has a learner; lease batches instead")
+        raise Unimplemented("the coordinator holds no payloads; ask the gateway")
         yield  # makes it a stream
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:

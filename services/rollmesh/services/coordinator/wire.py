@@ -30,6 +30,7 @@ def run_spec(message: events_pb2.RunSpec) -> RunSpec:
     filled.policy = message.policy or DEFAULT_NAME
     filled.learner = message.learner or DEFAULT_NAME
     filled.eval_split = message.eval_split or "test"
+    filled.export_split = message.export_split or "test"
     filled.beyond = message.beyond or events_pb2.BOUND_POLICY_DROP
     try:
         run_streams(message.run)

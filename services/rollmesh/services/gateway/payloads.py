@@ -61,7 +61,7 @@ class Payloads:
         waiting: deque[asyncio.Task[run_pb2.FetchSamplesResponse]] = deque()
         try:
             for episode in episodes:
-                waiting.append(asyncio.create_task(_read(log, episode)))
+                waiting.append(asyncio.create_task(_fetch(log, episode)))
                 if len(waiting) >= self._reads_max:
                     yield await waiting.popleft()
             while waiting:
@@ -72,7 +72,12 @@ class Payloads:
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def _read(log: StreamLog, ref: EpisodeRef) -> run_pb2.FetchSamplesResponse:
+async def _fetch(log: StreamLog, ref: EpisodeRef) -> run_pb2.FetchSamplesResponse:
+    return run_pb2.FetchSamplesResponse(episode=await read_episode(log, ref), sample_ids=ref.sample_ids)
+
+
+async def read_episode(log: StreamLog, ref: EpisodeRef) -> types_pb2.Episode:
+    """The payload behind `ref`. Raises PayloadLost if it is gone or is not what was reported."""
     try:
         record = await log.read(ref.sequence)
         episode = types_pb2.Episode.FromString(record.payload)
@@ -81,7 +86,7 @@ async def _read(log: StreamLog, ref: EpisodeRef) -> run_pb2.FetchSamplesResponse
     missing = set(ref.sample_ids) - {sample.sample_id for sample in episode.samples}
     if missing:
         raise _lost(min(missing), f"record {ref.sequence} of {log.name} does not hold it")
-    return run_pb2.FetchSamplesResponse(episode=episode, sample_ids=ref.sample_ids)
+    return episode
 
 
 def _lost(sample_id: str, why: str) -> PayloadLost:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
+from rollmesh.services.gateway.exports import Exports
 from rollmesh.services.gateway.payloads import Payloads, episodes_of, shard
 from rollmesh.shared.errors import FieldViolation, InvalidInput, Unimplemented
 from rollmesh.shared.rpc.handlers import Context
@@ -26,12 +27,14 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         run: run_pb2_grpc.RunServiceAsyncStub,
         coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub,
         payloads: Payloads,
+        exports: Exports,
         *,
         call_s: float,
     ) -> None:
         self._run = run
         self._coordinator = coordinator
         self._payloads = payloads
+        self._exports = exports
         self._call_s = call_s
 
     async def _forward(
@@ -105,5 +108,5 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
     async def StreamSamples(
         self, request: pb.StreamSamplesRequest, context: Context
     ) -> AsyncIterator[pb.StreamSamplesResponse]:
-        raise Unimplemented("every run of this version has a learner; lease batches instead")
-        yield  # makes it a stream
+        async for response in self._exports.stream(request.run, request.cursor):
+            yield response

@@ -41,6 +41,8 @@ _PLACE_LOST = (
 async def run_learner(parts: Parts) -> None:
     """Trains until the run ends or a stop is commanded; the last weights are then in a checkpoint and published.
 
+    In a run that exports its samples it publishes the initial weights, and trains nothing.
+
     Raises what cannot be helped by going back: another history, a refused configuration, or too many returns in a row.
     """
     backoff = Backoff(parts.config.retry, parts.clock)
@@ -48,6 +50,9 @@ async def run_learner(parts: Parts) -> None:
     while True:
         try:
             tenure = await begin_tenure(parts)
+            if tenure.exports:
+                del tenure  # the depot has the weights now; the model's memory is free for others
+                return await _outlast(parts)
             return await tenure.train()
         except MeshError as err:
             if not isinstance(err, _PLACE_LOST) and not worth_retrying(err):
@@ -61,3 +66,10 @@ async def run_learner(parts: Parts) -> None:
                 raise
             _log.warning("back to the newest checkpoint (%d in a row): %s: %s", returns, err.reason, err)
         await backoff.pause()
+
+
+async def _outlast(parts: Parts) -> None:
+    """Until the run has ended, which WatchRun tells again after every break, or a stop is commanded."""
+    parts.progress.waiting_for = "the end of the export"
+    await parts.commands.stop.wait()
+    parts.progress.waiting_for = ""

@@ -81,6 +81,8 @@ class Tenure:
         self._ledger_position = restored.position.ledger_position
         self._checkpointed = restored.position.update
         self._publish_every = _publish_every(parts.config, attached)
+        self.exports = attached.spec.export_groups > 0
+        """Whether the run hands its samples out: then there is nothing to train on."""
         self._num_lost = 0
         self._backoff = Backoff(parts.config.retry, parts.clock)
         progress = parts.progress

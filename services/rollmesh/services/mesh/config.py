@@ -66,6 +66,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Longest time an evaluation may hold back new weights, seconds."""
     success_reward: str = "correct"
     """The reward that says right (1) or wrong (0)."""
+    export_groups: int = 0
+    """0: train. Above 0: nobody trains; this many tasks are rolled out group_size times each with the initial weights, StreamSamples
+    hands the samples out, and the run ends. Nothing above about updates, staleness and evaluation matters then."""
+    export_split: str = "test"
+    """Split that an export takes its tasks from, in their order."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
@@ -75,6 +80,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def spec(self) -> RunSpec:
         """The same as the coordinator knows it. ValueError for a value or combination that cannot work."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("name", "beyond")}
+        if self.export_groups:
+            fields |= {"updates_max": 0, "eval_every": 0}
         return RunSpec(run=self.name, beyond=BoundPolicy[self.beyond.upper()], **fields)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.guards import check_epoch, held_batch, refuse_expired
+from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch, refuse_expired
 from rollmesh.services.coordinator.core.records import SampleEnd, SampleMeta
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
 from rollmesh.services.coordinator.core.turn import BatchWait, Turn, refuse
@@ -13,6 +13,7 @@ from rollmesh.services.coordinator.core.turn import BatchWait, Turn, refuse
 
 def lease_batch(turn: Turn, request: i.LeaseBatch) -> None:
     """Lease the batch of the next update, now or when there is enough; idempotent by (epoch, update)."""
+    check_trains(turn)
     check_epoch(turn, request)
     held = next((b for b in turn.state.batches.values() if b.update == request.update), None)
     if held is not None and held.in_doubt:

@@ -77,10 +77,15 @@ def step_min(state: State) -> int:
 
 
 def num_admissible(state: State) -> int:
-    """How many groups may be admitted now: those whose step_min is published, up to the last update of the run."""
+    """How many groups may be admitted now: those whose step_min is published, up to the last update of the run.
+
+    An export has no updates to be ahead of: its groups are all admissible once there are weights.
+    """
     spec, clock = state.the_spec, state.the_clock
     if clock.published is None or state.ended:
         return 0
+    if spec.exports:
+        return max(0, spec.export_groups - state.num_groups)
     last_update = clock.published.step + 1 + spec.max_staleness
     if spec.updates_max:
         last_update = min(last_update, spec.updates_max)

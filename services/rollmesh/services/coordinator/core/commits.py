@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.guards import check_epoch, held_batch
+from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch
 from rollmesh.services.coordinator.core.records import DroppedSample
 from rollmesh.services.coordinator.core.state import BatchState
 from rollmesh.services.coordinator.core.turn import Turn, describe, refuse
@@ -16,6 +16,7 @@ SKIPPED = "SKIPPED_UPDATE"
 
 def commit(turn: Turn, request: i.CommitUpdate) -> None:
     """Make update k's samples APPLIED, after checking the bound once more. Idempotent."""
+    check_trains(turn)
     check_epoch(turn, request)
     if request.update <= turn.clock.applied:
         turn.reply(request.ticket, _committed_before(turn, request))

@@ -23,12 +23,22 @@ def end_run(turn: Turn, reason: str) -> None:
 def finish(turn: Turn) -> None:
     """After the last update nothing more is generated; the run ends when its last weights are safe and measured."""
     spec, clock = turn.spec, turn.clock
+    if spec.exports:
+        _finish_export(turn)
+        return
     if turn.state.ended or not spec.updates_max or clock.applied < spec.updates_max:
         return
     _cancel_unused(turn, include_evals=False)
     published = clock.published is not None and clock.published.step == clock.applied
     if published and clock.checkpoint == clock.applied and not turn.volatile.eval_deadlines:
         end_run(turn, "UPDATES_MAX")
+
+
+def _finish_export(turn: Turn) -> None:
+    """An export ends when every group it may have has ended. Nothing is left to cancel then."""
+    complete = turn.state.num_groups >= turn.spec.export_groups
+    if (complete or turn.volatile.exhausted) and not turn.state.groups:
+        end_run(turn, "EXPORTED" if complete else "TASKS_EXHAUSTED")
 
 
 def _cancel_unused(turn: Turn, *, include_evals: bool) -> None:

@@ -31,6 +31,15 @@ def check_epoch(turn: Turn, request: i.TrainerRequest) -> None:
         )
 
 
+def check_trains(turn: Turn) -> None:
+    """In an export there is nothing to lease and nothing to commit."""
+    if turn.spec.exports:
+        refuse(
+            "NO_LEARNER",
+            f"run {turn.spec.run} exports its samples (export_groups = {turn.spec.export_groups}): read them by StreamSamples",
+        )
+
+
 def refuse_expired(lease_id: str) -> NoReturn:
     refuse(
         "LEASE_EXPIRED",

@@ -117,10 +117,11 @@ class TasksDrawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawFailed:
-    """Answers `DrawTasks`: nothing now."""
+    """Answers `DrawTasks`: nothing now, or with `exhausted` nothing any more."""
 
     purpose: Purpose
     cause: str
+    exhausted: bool = False
     step: int = 0
     incarnation: int = 0
 

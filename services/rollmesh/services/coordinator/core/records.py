@@ -135,20 +135,32 @@ class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     eval_s_max: float = 60.0
     seed: int = 0
     success_reward: str = "correct"
+    export_groups: int = 0
+    export_split: str = "test"
 
     def __post_init__(self) -> None:
         for name in ("batch_groups", "group_size", "publish_every", "tries_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("max_staleness", "updates_max", "eval_every", "eval_tasks"):
+        for name in ("max_staleness", "updates_max", "eval_every", "eval_tasks", "export_groups"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
         for name in ("episode_lease_s", "batch_lease_s", "group_s_max", "eval_s_max"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be a positive number of seconds")
+        if self.exports and (self.updates_max or self.eval_every):
+            raise ValueError(
+                f"export_groups = {self.export_groups} with updates_max = {self.updates_max}, eval_every = {self.eval_every}: "
+                "a run that exports its samples has no updates and no evaluations; set both to 0"
+            )
         if self.publish_every > self.max_staleness + 1:
             raise ValueError(
                 f"publish_every = {self.publish_every} with max_staleness = {self.max_staleness}: weights must be published "
                 f"at least every max_staleness + 1 = {self.max_staleness + 1} updates, or no new sample could be within "
                 "the bound; raise max_staleness or lower publish_every"
             )
+
+    @property
+    def exports(self) -> bool:
+        """Whether samples are handed out instead of trained on."""
+        return self.export_groups > 0

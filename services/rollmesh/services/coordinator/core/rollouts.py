@@ -90,6 +90,8 @@ def why_no_work(turn: Turn) -> str:
         return f"a published version of incarnation {clock.incarnation}"
     if bound.num_admissible(state) == 0:
         live = len(state.training_groups(*GroupPhase))
+        if turn.spec.exports:
+            return f"nothing: all {state.num_groups} groups are admitted, {live} have not ended"
         return f"admission: {live} groups live, published step {clock.published.step}, eta {turn.spec.max_staleness}"
     return turn.volatile.data_waiting or "tasks from the data service"
 
@@ -102,7 +104,8 @@ def want_tasks(turn: Turn) -> None:
     num = min(bound.num_admissible(turn.state), ceil(demand / turn.spec.group_size), DRAW_MAX)
     if num > 0:
         turn.volatile.drawing = True
-        turn.effect(DrawTasks(Purpose.TRAIN, turn.state.next_draw, num))
+        purpose, split = (Purpose.EXPORT, turn.spec.export_split) if turn.spec.exports else (Purpose.TRAIN, "")
+        turn.effect(DrawTasks(purpose, turn.state.next_draw, num, split))
 
 
 def tasks_drawn(turn: Turn, answer: i.TasksDrawn) -> None:
@@ -118,26 +121,27 @@ def tasks_drawn(turn: Turn, answer: i.TasksDrawn) -> None:
         turn.emit(
             f.GroupReserved(
                 group=f"g{turn.state.num_groups}",
-                purpose=Purpose.TRAIN,
+                purpose=answer.purpose,
                 policy=turn.clock.policy,
                 task=task,
                 draw=draw,
                 num_episodes=turn.spec.group_size,
-                update_intended=bound.next_intended_update(turn.state),
-                step_min=bound.step_min(turn.state),
+                update_intended=0 if turn.spec.exports else bound.next_intended_update(turn.state),
+                step_min=0 if turn.spec.exports else bound.step_min(turn.state),
                 incarnation_min=turn.clock.incarnation,
             )
         )
 
 
 def draw_failed(turn: Turn, answer: i.DrawFailed) -> None:
-    """Nothing was drawn. Training asks again with the next turn; an evaluation without tasks is given up."""
+    """Nothing was drawn. Training asks again with the next turn; an evaluation without tasks is given up, an export ends."""
     if answer.purpose is Purpose.EVAL:
         key = (answer.step, answer.incarnation)
         turn.volatile.eval_deadlines.pop(key, None)
         turn.volatile.evals_given_up.add(key)
     else:
         turn.volatile.drawing = False
+        turn.volatile.exhausted = answer.exhausted
         turn.volatile.data_waiting = f"the data service: {answer.cause}"
 
 
@@ -218,10 +222,14 @@ def _broken_reward(report: i.EpisodeReport) -> str:
 
 
 def _complete(turn: Turn, group: GroupState, episode: EpisodeState, report: i.EpisodeReport) -> None:
+    """In an export, scored is finished: whoever streams samples waits for no group, and no finaliser filters them."""
     if report.samples:
         turn.emit(
             f.EpisodeScored(group=group.group, episode=episode.episode, payload=report.payload, samples=report.samples)
         )
+        if group.purpose is Purpose.EXPORT:
+            ids = tuple(sample.sample_id for sample in report.samples)
+            turn.emit(f.SamplesEnded(group=group.group, sample_ids=ids, end=SampleEnd.EXPORTED))
     else:
         turn.emit(
             f.EpisodeEnded(group=group.group, episode=episode.episode, end=SampleEnd.FILTERED, reason="NO_SAMPLES")

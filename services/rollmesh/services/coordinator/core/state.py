@@ -7,6 +7,8 @@ has ended. Samples follow the phase of their group, unless they have ended on th
       ^                                       |                  ^                |   ^                 |
       +---------------- extend ---------------+                  +---- returned --+   +-- IN_DOUBT --+  |
                                                                  +----------------- rolled back --------+
+
+In an export no sample goes further than OPEN: it ends as EXPORTED with the fact that scores it.
 """
 
 from __future__ import annotations

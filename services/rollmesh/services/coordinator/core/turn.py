@@ -118,6 +118,8 @@ class Volatile:
     finalizing: set[str] = field(default_factory=set)
     overdue: set[str] = field(default_factory=set)
     """Groups whose deadline has passed."""
+    exhausted: bool = False
+    """The data service has no task beyond those drawn."""
     data_waiting: str = ""
     """Why the data service gives nothing, if it does not."""
 

@@ -1,0 +1,138 @@
+"""The samples of a run that exports, read from its ledger and its sample stream.
+
+The ledger says which episodes were scored, in which order, for which tasks, and when the run has ended; the coordinator is not
+asked. A reader's place is (record, fact): the same at every gateway, and for good. Each stream reads the ledger from its first
+record, since that is where the tasks are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from rollmesh.services.gateway.payloads import EpisodeRef, read_episode
+from rollmesh.shared.bus.bus import Bus, Record, StreamLog, UnknownStream
+from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.errors import DataLoss, FieldViolation, HasLearner, InvalidInput, PayloadLost, UnknownRun
+from rollmesh.v1 import events_pb2, run_pb2, types_pb2
+
+Place = tuple[int, int]
+"""(sequence of the ledger record, index of the fact in it)."""
+START: Place = (0, 0)
+
+
+class Exports:
+    """Streams samples of any run on one bus."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def stream(self, run: str, cursor: str) -> AsyncIterator[run_pb2.StreamSamplesResponse]:
+        """Scored episodes after `cursor` until the run has ended. UnknownRun, HasLearner, InvalidInput, PayloadLost, DataLoss."""
+        after = parse_cursor(cursor)
+        ledger, samples = await self._open(run)
+        story = _Story(run)
+        async for record in ledger.follow(1):
+            for found in story.enter(record):
+                if found.place > after:
+                    yield await _response(samples, found)
+            if story.ended:
+                return
+
+    async def _open(self, run: str) -> tuple[StreamLog, StreamLog]:
+        try:
+            streams = run_streams(run)
+            return await self._bus.open(streams.ledger.name), await self._bus.open(streams.samples.name)
+        except (UnknownStream, InvalidInput) as error:
+            raise UnknownRun(f"there is no run {run!r}; CreateRun first", run=run) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    place: Place
+    task: types_pb2.Task
+    ref: EpisodeRef
+
+
+@dataclass(slots=True)
+class _Story:
+    """What the ledger has told so far. Tasks are kept while episodes of their groups are open."""
+
+    run: str
+    ended: bool = False
+    tasks: dict[str, types_pb2.Task] = field(default_factory=dict)
+    num_open: dict[str, int] = field(default_factory=dict)
+
+    def enter(self, record: Record) -> Iterator[_Scored]:
+        """The episodes that this record says were scored."""
+        for index, fact in enumerate(_decode(record, self.run).facts):
+            scored = self._enter(fact, (record.seq, index))
+            if scored is not None:
+                yield scored
+
+    def _enter(self, fact: events_pb2.Fact, place: Place) -> _Scored | None:
+        match fact.WhichOneof("fact"):
+            case "run_created":
+                self._check(fact.run_created.spec)
+            case "group_reserved":
+                self.tasks[fact.group_reserved.group] = fact.group_reserved.task
+                self.num_open[fact.group_reserved.group] = fact.group_reserved.num_episodes
+            case "episode_ended":
+                self._close(fact.episode_ended.group)
+            case "episode_scored":
+                return self._scored(fact.episode_scored, place)
+            case "run_ended":
+                self.ended = True
+        return None
+
+    def _check(self, spec: events_pb2.RunSpec) -> None:
+        if not spec.export_groups:
+            raise HasLearner(f"run {self.run} trains on its samples (export_groups = 0): lease batches", run=self.run)
+
+    def _scored(self, fact: events_pb2.EpisodeScored, place: Place) -> _Scored:
+        task = self.tasks[fact.group]
+        self._close(fact.group)
+        ids = tuple(sorted(sample.sample_id for sample in fact.samples))
+        return _Scored(place, task, EpisodeRef(fact.payload.sequence, ids))
+
+    def _close(self, group: str) -> None:
+        self.num_open[group] -= 1
+        if not self.num_open[group]:
+            del self.tasks[group], self.num_open[group]
+
+
+async def _response(samples: StreamLog, scored: _Scored) -> run_pb2.StreamSamplesResponse:
+    cursor = format_cursor(scored.place)
+    try:
+        episode = await read_episode(samples, scored.ref)
+    except PayloadLost as error:
+        what = f"{samples.name} does not hold the payload {scored.ref.sequence} of {', '.join(scored.ref.sample_ids)}"
+        raise PayloadLost(f"{what}; cursor {cursor} goes on after it", cursor=cursor) from error
+    return run_pb2.StreamSamplesResponse(episode=episode, task=scored.task, cursor=cursor)
+
+
+def format_cursor(place: Place) -> str:
+    return f"{place[0]}.{place[1]}"
+
+
+def parse_cursor(text: str) -> Place:
+    """Raises InvalidInput for what `format_cursor` never gives."""
+    if not text:
+        return START
+    if not re.fullmatch(r"[0-9]{1,19}\.[0-9]{1,9}", text):
+        what = f"is {text[:40]!r}; give the cursor of a response, or none to begin with the first episode"
+        raise InvalidInput(f"cursor {what}", violations=[FieldViolation("cursor", what)])
+    record, _, fact = text.partition(".")
+    return int(record), int(fact)
+
+
+def _decode(record: Record, run: str) -> events_pb2.LedgerRecord:
+    try:
+        return events_pb2.LedgerRecord.FromString(record.payload)
+    except DecodeError as error:
+        raise DataLoss(
+            f"ledger record {record.seq} of {run} cannot be read: {error}; audit the run", seq=record.seq
+        ) from error

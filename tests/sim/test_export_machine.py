@@ -1,0 +1,101 @@
+"""Attacks conservation in runs without a learner: crashes, expiries, failures, late and repeated reports, several samples."""
+
+from __future__ import annotations
+
+import random
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from rollmesh.services.coordinator.audit import Audit
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.records import RunSpec, SampleEnd
+from rollmesh.services.coordinator.ledger import StoredRecord
+from tests.sim.world import World
+
+OUTCOMES = st.sampled_from(
+    [i.EpisodeOutcome.COMPLETED] * 4 + [i.EpisodeOutcome.INFRA_FAILURE, i.EpisodeOutcome.CANCELLED]
+)
+
+
+class ExportMachine(RuleBasedStateMachine):
+    """One run. `teardown` lets faults stop: the run then ends by itself, with every sample exported or accounted for."""
+
+    world: World
+
+    @initialize(groups=st.integers(1, 6), size=st.integers(1, 3), tries=st.integers(1, 3), seed=st.integers(0, 2**32))
+    def begin(self, groups: int, size: int, tries: int, seed: int) -> None:
+        spec = RunSpec(
+            run="r", export_groups=groups, group_size=size, tries_max=tries, episode_lease_s=10.0, group_s_max=60.0
+        )
+        self.world = World(spec=spec, rng=random.Random(seed))
+        self.world.ask(i.CreateRun(ticket=0, spec=spec))
+        self.world.attach()
+
+    @rule(num=st.integers(1, 8))
+    def worker_acquires(self, num: int) -> None:
+        self.world.acquire(num)
+
+    @rule(outcome=OUTCOMES, again=st.booleans(), num=st.integers(0, 2))
+    def worker_reports(self, outcome: i.EpisodeOutcome, again: bool, num: int) -> None:
+        self.world.finish_episode(outcome=outcome, keep_lease=again, num_samples=num)
+
+    @rule(seconds=st.sampled_from([0.5, 11.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.advance(seconds)
+
+    @rule()
+    def services_answer(self) -> None:
+        self.world.serve_questions()
+
+    @rule()
+    def whoever_has_the_weights_comes_again(self) -> None:
+        self.world.attach()
+
+    @rule()
+    def coordinator_dies(self) -> None:
+        self.world.crash_coordinator()
+
+    @rule()
+    def coordinator_restores(self) -> None:
+        self.world.restore_from_snapshot()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+            scored = len(self.world.spans)
+            assert self.world.core.state.accounts.ends.get(SampleEnd.EXPORTED, 0) == scored
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world, state = self.world, self.world.core.state
+        for _ in range(100):
+            if world.core.state.ended:
+                break
+            world.acquire(8)
+            while world.leases:
+                world.finish_episode(outcome=i.EpisodeOutcome.COMPLETED)
+            world.advance(1.0)
+        state = world.core.state
+        assert state.ended == "EXPORTED", world.core.waiting()
+        assert (state.accounts.live, state.num_groups) == (0, world.spec.export_groups)
+        assert set(state.accounts.ends) <= {
+            SampleEnd.EXPORTED,
+            SampleEnd.FAILED,
+            SampleEnd.FILTERED,
+            SampleEnd.CANCELLED,
+        }
+        audit = Audit()
+        for position, facts in enumerate(world.ledger, start=1):
+            audit.enter(StoredRecord(position=position, record_id="", time_unix_s=0.0, facts=facts))
+        report = audit.report()
+        assert report.holds, report.to_text()
+
+
+ExportMachine.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+test_core_conserves_samples_of_an_export_under_faults = ExportMachine.TestCase
