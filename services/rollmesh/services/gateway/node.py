@@ -11,11 +11,8 @@ from types import TracebackType
 from typing import Self
 
 from rollmesh.services.gateway.config import GatewayConfig
-<<<<<<< HEAD
 from rollmesh.services.gateway.coordinator_front import CoordinatorFront
-=======
 from rollmesh.services.gateway.exports import Exports
->>>>>>> 400ab4d (A run without a learner: export_groups makes samples end as exported when scored, StreamSamples hands them out)
 from rollmesh.services.gateway.payloads import Payloads
 from rollmesh.services.gateway.servicer import GatewayServicer
 from rollmesh.shared.bus.bus import Bus
