@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.services.mesh.config import MeshConfig
-from rollmesh.services.mesh.host import NATS
-from rollmesh.services.mesh.parts import part_names
+from rollmesh.services.mesh.host import STOPPED
+from rollmesh.services.mesh.parts import NATS, part_names
 from rollmesh.services.mesh.place import open_place
 from rollmesh.shared.config import to_yaml
 from rollmesh.trainer.trained_log import read_trained
@@ -70,7 +70,8 @@ async def test_a_host_told_to_stop_leaves_the_last_update_in_a_checkpoint(tmp_pa
         state = await run.until_state("two updates", lambda s: s.policies[0].applied_step >= 2, limit_s=END_S)
         (ports,) = run.place.folder(NATS).glob("nats-server_*.ports")
         process.send_signal(signal.SIGTERM)
-        assert await ended(process) == (0, "")
+        code, said = await ended(process)
+        assert (code, "error" in said) == (STOPPED, False), said
     newest = max((tmp_path / "run/checkpoints").iterdir())
     assert len(list(read_trained(newest / "trained.jsonl"))) >= state.policies[0].applied_step
     with pytest.raises(ProcessLookupError):

@@ -15,6 +15,7 @@ import msgspec
 
 from rollmesh.services.cli.config import MadeModelConfig
 from rollmesh.shared.errors import ConfigError, FailedPrecondition
+from rollmesh.shared.process_launch import bound_to_parent
 
 _ERROR_CHARS_MAX = 2000
 
@@ -47,7 +48,7 @@ async def make_in_process(
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollmesh.services.cli.make_model", str(folder), str(seed)),
+        *bound_to_parent([sys.executable, "-m", "rollmesh.services.cli.make_model", str(folder), str(seed)]),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -17,6 +17,7 @@ from rollmesh.services.data.config import DataConfig
 from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.mesh.restarts import ProcessesConfig
 from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.sandbox.config import SandboxConfig
@@ -123,6 +124,8 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Folder of the initial model (transformers format, with tokenizer), relative to the config file."""
     counts: CountsConfig = msgspec.field(default_factory=CountsConfig)
     """How many nodes of each kind."""
+    processes: ProcessesConfig = msgspec.field(default_factory=ProcessesConfig)
+    """How the parts are run and kept alive."""
     bus: BusConfig = msgspec.field(default_factory=BusConfig)
     """Streams."""
     coordinator: CoordinatorConfig = msgspec.field(default_factory=CoordinatorConfig)

@@ -8,7 +8,7 @@
 The hosts share the folder (token, addresses), in any order of start. Part `nats` is the embedded server; the others find its port
 in the folder, or a cluster by the config's bus.url. A host ends when a part of it ends: code 0 if in good order (the run is over,
 the worker has drained), 1 if not, so that a supervisor starts it again; 2 for a config that cannot work. SIGTERM and SIGINT stop it in good
-order (a learner finishes its update and writes a checkpoint) within `stop_s`; a second one ends it at once.
+order (a learner finishes its update and writes a checkpoint) within `stop_s`, with code 143; a second one ends it at once.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ import msgspec
 
 from rollmesh.services.mesh.config import BusConfig, MeshConfig
 from rollmesh.services.mesh.mesh import Mesh
-from rollmesh.services.mesh.parts import part_names
+from rollmesh.services.mesh.parts import NATS, part_names
 from rollmesh.services.mesh.place import open_place
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.config import load_config
 from rollmesh.shared.errors import ConfigError, MeshError
+from rollmesh.shared.telemetry import set_up_logging
 
-NATS = "nats"
+STOPPED = 128 + signal.SIGTERM
+"""Exit code after a stop that was asked for. Not 0: what somebody else has stopped is no part that is done."""
+_FINISH_SHARE = 0.8
+"""Of `stop_s`: for the learner's last update and checkpoint; the rest is for the stop itself."""
 _POLL_S = 0.05
 _log = logging.getLogger(__name__)
 
@@ -47,6 +51,7 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: Path
     config: Path
     parts: tuple[str, ...]
+    base_dir: Path
     overrides: tuple[str, ...] = ()
     stop_s: float = 30.0
     """Limit of an orderly stop."""
@@ -55,9 +60,9 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
 def main(argv: Sequence[str] | None = None, options: Options | None = None) -> int:
     """Hosts parts until they end. `options` are keyword arguments for their nodes, as for `Mesh`. Returns the exit code."""
     host = _parse(argv)
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logging()
     try:
-        asyncio.run(run_host(host, options))
+        stopped = asyncio.run(run_host(host, options))
     except ConfigError as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
@@ -68,7 +73,7 @@ def main(argv: Sequence[str] | None = None, options: Options | None = None) -> i
         print(f"error: {','.join(host.parts)} did not stop within {host.stop_s} s", file=sys.stderr)
         sys.stderr.flush()
         os._exit(1)  # a thread that does not end would keep the interpreter for ever
-    return 0
+    return STOPPED if stopped else 0
 
 
 def _parse(argv: Sequence[str] | None) -> HostOptions:
@@ -76,20 +81,28 @@ def _parse(argv: Sequence[str] | None) -> HostOptions:
     parser.add_argument("--run-dir", type=Path, required=True, help="folder of the run, shared by all of its hosts")
     parser.add_argument("--config", type=Path, required=True, help="the run's config file")
     parser.add_argument("--parts", required=True, help="parts by name, e.g. nats,coordinator or rollout-0")
+    parser.add_argument(
+        "--base-dir", type=Path, help="folder of files that the config names; by default the config's own"
+    )
     parser.add_argument("--stop-s", type=float, default=30.0, help="limit of an orderly stop, seconds")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
     found = parser.parse_args(argv)
     parts = tuple(part for part in found.parts.split(",") if part)
-    overrides = tuple(found.overrides)
     return HostOptions(
-        run_dir=found.run_dir, config=found.config, parts=parts, overrides=overrides, stop_s=found.stop_s
+        run_dir=found.run_dir,
+        config=found.config,
+        parts=parts,
+        base_dir=found.base_dir or found.config.resolve().parent,
+        overrides=tuple(found.overrides),
+        stop_s=found.stop_s,
     )
 
 
-async def run_host(host: HostOptions, options: Options | None = None) -> None:
-    """Until a part ends or a signal comes. Raises what ended a part; TimeoutError for a stop beyond its limit; ConfigError."""
+async def run_host(host: HostOptions, options: Options | None = None) -> bool:
+    """Until a part ends or a signal comes: whether it was a signal. Raises what ended a part, ConfigError, and TimeoutError for a stop
+    beyond its limit."""
     config = load_config(MeshConfig, host.config, host.overrides)
-    base_dir = host.config.resolve().parent
+    base_dir = host.base_dir
     _check_parts(host.parts, config)
     if NATS not in host.parts and not config.bus.url:
         config = await _with_bus_of_folder(config, host.run_dir, base_dir)
@@ -100,13 +113,15 @@ async def run_host(host: HostOptions, options: Options | None = None) -> None:
     try:
         await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
-            await _finish_update(mesh, host.stop_s)
+            await _finish_update(mesh, _FINISH_SHARE * host.stop_s)
     finally:
         stopping.cancel()
         serving.cancel()
         await asyncio.wait([serving])
-    if not serving.cancelled():
-        serving.result()
+    if serving.cancelled():
+        return True
+    serving.result()
+    return False
 
 
 async def _serve(mesh: Mesh, stop_s: float) -> None:

@@ -129,6 +129,10 @@ class Mesh:
         part, _ = self._parts.pop(name)
         await part.__aexit__(None, None, None)
 
+    async def stop_learner(self) -> None:
+        """Ends the learner in good order: it finishes its update, writes a checkpoint and publishes. The rest goes on."""
+        await self.part("learner").stop()
+
     async def restart(self, name: str) -> Any:
         """Stops and starts a part; its address stays, or its peers learn the new one."""
         await self.stop(name)
@@ -175,10 +179,13 @@ class Mesh:
                 yield name, part.failed()
 
 
-async def create_run(place: Place) -> None:
-    """Makes the run at the coordinator; a run of the same spec that is there goes on. Raises InvalidInput, RunExists."""
+async def create_run(place: Place, *, limit_s: float = CREATE_S_MAX) -> None:
+    """Makes the run at the coordinator; a run of the same spec that is there goes on. Raises InvalidInput, RunExists.
+
+    DeadlineExceeded if the coordinator does not answer within `limit_s`.
+    """
     async with open_channel(place.coordinator, access=place.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         request = run_pb2.CreateRunRequest(spec=encode(place.config.run.spec(), events_pb2.RunSpec))
         with typed_errors():
-            await stub.CreateRun(request, timeout=CREATE_S_MAX, wait_for_ready=True)
+            await stub.CreateRun(request, timeout=limit_s, wait_for_ready=True)

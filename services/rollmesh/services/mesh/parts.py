@@ -1,6 +1,7 @@
 """The parts of a mesh by name, each as an async context: the same code in one process and in many.
 
-A part knows the place and the bus; it finds the other parts through the coordinator's address.
+A part knows the place and the bus; it finds the other parts through the coordinator's address. A service is imported when its part is
+built, so that a process pays for the parts that it hosts.
 """
 
 from __future__ import annotations
@@ -10,26 +11,18 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.services.coordinator.node import CoordinatorNode
 from rollmesh.services.data.jsonl_source import JsonlConfig
-from rollmesh.services.data.node import DataNode
-from rollmesh.services.gateway.node import GatewayNode
-from rollmesh.services.inference.node import InferenceNode
 from rollmesh.services.learner.config import LearnerConfig
-from rollmesh.services.learner.node import LearnerNode
-from rollmesh.services.learner.run_client import RunAddress
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.offer import make_offer
 from rollmesh.services.mesh.place import Place
 from rollmesh.services.reward.config import RewardConfig
-from rollmesh.services.reward.node import RewardNode
 from rollmesh.services.reward.oracles import AnswerFileConfig
-from rollmesh.services.rollout.node import RolloutNode
-from rollmesh.services.sandbox.node import SandboxNode
-from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.bus.bus import Bus
 
 Part = AbstractAsyncContextManager[Any]
+NATS = "nats"
+"""The embedded server: started as a part, but not built as one."""
 
 
 def part_names(config: MeshConfig) -> list[str]:
@@ -56,6 +49,8 @@ def build_part(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 
 def _coordinator(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    from rollmesh.services.coordinator.node import CoordinatorNode
+
     config = place.config.coordinator
     config = msgspec.structs.replace(config, server=place.served_at(place.coordinator, config.server))
     return CoordinatorNode(
@@ -64,12 +59,16 @@ def _coordinator(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 
 def _gateway(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    from rollmesh.services.gateway.node import GatewayNode
+
     config = place.config.gateway
     config = msgspec.structs.replace(config, server=place.served_at(place.gateway, config.server))
     return GatewayNode(config, node_id=name, coordinator=place.coordinator, access=place.access, bus=bus, **options)
 
 
 def _depot(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    from rollmesh.services.weights.node import DepotNode
+
     config = place.config.depot
     config = msgspec.structs.replace(
         config,
@@ -80,6 +79,8 @@ def _depot(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 
 def _inference(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    from rollmesh.services.inference.node import InferenceNode
+
     config = place.config.inference
     engine = dict(config.engine_options)
     if config.engine.endswith(":TorchEngine"):
@@ -91,6 +92,8 @@ def _inference(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 
 def _sandbox(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    from rollmesh.services.sandbox.node import SandboxNode
+
     return SandboxNode(
         place.config.sandbox,
         node_id=name,
@@ -102,6 +105,8 @@ def _sandbox(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 
 def _reward(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    from rollmesh.services.reward.node import RewardNode
+
     return RewardNode(
         reward_config(place.config),
         node_id=name,
@@ -124,6 +129,8 @@ def reward_config(config: MeshConfig) -> RewardConfig:
 
 
 def _data(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    from rollmesh.services.data.node import DataNode
+
     config = place.config.data
     if not config.seed:
         config = msgspec.structs.replace(config, seed=place.config.run.seed)
@@ -139,6 +146,8 @@ def _data(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 
 def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    from rollmesh.services.rollout.node import RolloutNode
+
     config = place.config.rollout
     if not config.model_dir:
         config = msgspec.structs.replace(config, model_dir=str(place.model_dir()))
@@ -154,6 +163,9 @@ def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 
 def _learner(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+    from rollmesh.services.learner.node import LearnerNode
+    from rollmesh.services.learner.run_client import RunAddress
+
     run = place.config.run
     where = RunAddress(
         address=place.gateway, access=place.access, run=place.run, policy=run.policy, learner=run.learner

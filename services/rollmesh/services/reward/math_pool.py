@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollmesh.shared.errors import ScorerFailed
+from rollmesh.shared.process_launch import bound_to_parent
 
 _LINE_BYTES_MAX = 1 << 20
 
@@ -64,11 +65,9 @@ class MathPool:
         await asyncio.gather(*(worker.wait() for worker in workers))
 
     async def _start(self) -> Process:
+        command = [sys.executable, "-m", "rollmesh.services.reward.math_worker", str(self._memory_bytes_max)]
         worker = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "rollmesh.services.reward.math_worker",
-            str(self._memory_bytes_max),
+            *bound_to_parent(command),
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,

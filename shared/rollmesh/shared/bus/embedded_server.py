@@ -28,11 +28,12 @@ _LOG_TAIL_CHARS = 600
 
 # Runs in a fresh interpreter and becomes nats-server. Python code between fork and exec in the mesh's own process (preexec_fn) could
 # deadlock on a lock that another of its threads held. PR_SET_PDEATHSIG (1) survives exec; the parent may have died before it was set.
+# SIGKILL, since a stopped server would not act upon SIGTERM; the store survives it, as it must survive any crash.
 # The lock is held by the server's process as long as it lives: a second server would open the same store before it finds the port taken.
 _LAUNCHER = """
 import ctypes, fcntl, os, signal, sys
 parent, lock, *command = sys.argv[1:]
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 if os.getppid() != int(parent): sys.exit("the parent is gone")
 fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
 try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,74 @@
+"""How processes are kept alive: the config section `processes`, and the decision whether and when one is started again.
+
+Pure but for the clock it is given. Collaborator: `child`, which asks after each death.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+
+from rollmesh.shared.clock import Clock
+
+MIB = 1 << 20
+
+
+class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run as processes: one for each part."""
+
+    enabled: bool = True
+    """Each part in a process of its own, started again when it dies. False: all parts share one process, which saves about 50 MB of
+    memory and a second of start per part, but a crash of one part is a crash of all."""
+    restarts_max: int = 10
+    """Restarts of one process within `window_s`; one more death stops the run with its cause. A fault that repeats (a full disk, a
+    bug) must come to light; single deaths, days apart, must not add up."""
+    window_s: float = 300.0
+    """Length of the window in which restarts count, seconds. Longer than `restarts_max` pauses take together."""
+    backoff_s_min: float = 0.2
+    """Pause before the first restart in a window, seconds. Short: most deaths do not repeat, and work waits."""
+    backoff_s_max: float = 10.0
+    """Longest pause; it doubles from one restart to the next. Long enough for what the process needs to come back itself."""
+    start_s: float = 120.0
+    """How long the coordinator may take from the start until it answers, seconds. It covers the import of all parts at once on few
+    cores, and the recovery of a large ledger."""
+    stop_s: float = 30.0
+    """How long a process may take to stop in good order before it is killed, seconds. A learner finishes its update and writes
+    a checkpoint in 80 % of it: longer for large models."""
+    log_bytes_max: int = 16 * MIB
+    """Size at which the log of a process is cut to its newest part (half of this, at most 1 MiB)."""
+
+    def __post_init__(self) -> None:
+        if self.restarts_max < 0:
+            raise ValueError(f"restarts_max must be >= 0, got {self.restarts_max}")
+        for name in ("window_s", "backoff_s_min", "start_s", "stop_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.backoff_s_max < self.backoff_s_min:
+            raise ValueError(f"backoff_s_max must be >= backoff_s_min = {self.backoff_s_min}, got {self.backoff_s_max}")
+        if self.log_bytes_max < 4096:
+            raise ValueError(f"log_bytes_max must be >= 4096, got {self.log_bytes_max}")
+
+
+class Restarts:
+    """The restarts of one process."""
+
+    def __init__(self, config: ProcessesConfig, clock: Clock) -> None:
+        self._config = config
+        self._clock = clock
+        self._deaths_s: deque[float] = deque()
+
+    @property
+    def num_recent(self) -> int:
+        """Restarts granted in the present window."""
+        return len(self._deaths_s)
+
+    def next_pause_s(self) -> float | None:
+        """After a death: the pause before the next start; None if there were too many."""
+        now_s = self._clock.monotonic_s()
+        while self._deaths_s and now_s - self._deaths_s[0] > self._config.window_s:
+            self._deaths_s.popleft()
+        if len(self._deaths_s) >= self._config.restarts_max:
+            return None
+        self._deaths_s.append(now_s)
+        return min(self._config.backoff_s_max, self._config.backoff_s_min * 2.0 ** (len(self._deaths_s) - 1))

@@ -1,0 +1,42 @@
+"""One owner of a run folder at a time: two meshes over one folder would fight for its addresses and its ledger.
+
+The lock is the kernel's, so it goes with its owner, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollmesh.shared.errors import FailedPrecondition
+
+FILE = "owner.lock"
+
+
+class RunFolderBusy(FailedPrecondition):
+    """Another process runs the run in this folder; the message names it."""
+
+    reason = "RUN_FOLDER_BUSY"
+
+
+@contextmanager
+def owned(run_dir: Path) -> Iterator[None]:
+    """The folder is this process's until the context is left. Raises RunFolderBusy."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(run_dir / FILE, os.O_RDWR | os.O_CREAT, 0o600)  # not inherited by children
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise RunFolderBusy(
+                f"{run_dir}: the run goes on in process {owner}; stop that first (Ctrl-C there, or `kill {owner}`)"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
