@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from rollmesh.services.mesh.config import MeshConfig
-from rollmesh.services.mesh.host import STOPPED
 from rollmesh.services.mesh.parts import NATS, part_names
 from rollmesh.services.mesh.place import open_place
+from rollmesh.services.mesh.process_events import STOPPED
 from rollmesh.shared.config import to_yaml
 from rollmesh.trainer.trained_log import read_trained
 

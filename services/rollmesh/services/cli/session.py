@@ -3,7 +3,7 @@
     folder -> model -> mesh -> watch -> learner is done -> last evaluation -> checkpoint, summary.json, report.html
 
 Whatever ends it, the folder is left so that `rollmesh train FOLDER` goes on from the newest checkpoint.
-Collaborators: `mesh` (the run itself), `watch` and `display` (RunService clients), `results`.
+Collaborators: `mesh` (the run itself: a process for each part, or all in this one), `watch` and `display` (RunService clients), `results`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from rollmesh.services.cli.run_folder import RunFolder
 from rollmesh.services.cli.summary import Outcome, Summary
 from rollmesh.services.cli.watch import Recorder, Watcher
 from rollmesh.services.mesh.mesh import Mesh
+from rollmesh.services.mesh.running import RunningMesh
+from rollmesh.services.mesh.supervisor import Supervisor
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import DeadlineExceeded
 
@@ -81,6 +83,12 @@ class Session:
             return self.config
         return msgspec.structs.replace(self.config, made_model=None, model=str(self.folder.model))
 
+    def _mesh(self) -> RunningMesh:
+        config, root = self._mesh_config(), self.folder.root
+        if config.processes.enabled:
+            return Supervisor(config, run_dir=root, base_dir=self.base_dir, on_event=self.view.event)
+        return Mesh(config, run_dir=root, base_dir=self.base_dir)
+
     async def _train(self, interrupts: Interrupts) -> None:
         run = self.config.run
         async with AsyncExitStack() as stack:
@@ -92,16 +100,16 @@ class Session:
             )
             stack.callback(recorder.close)
             self.view.phase("starting the services")
-            mesh = Mesh(self._mesh_config(), run_dir=self.folder.root, base_dir=self.base_dir)
-            await stack.enter_async_context(mesh)
-            watcher = Watcher(mesh.gateway_address, mesh.access, mesh.run, recorder, self.clock)
+            mesh = self._mesh()
+            await interrupts.unless_stopped(stack.enter_async_context(mesh))
+            watcher = Watcher(mesh.place.gateway, mesh.place.access, mesh.place.run, recorder, self.clock)
             await stack.enter_async_context(watcher)
             self.view.follow(recorder)
             self.view.phase("")
             try:
                 await interrupts.unless_stopped(mesh.finished())
             except Stopped:
-                await mesh.part("learner").stop()
+                await mesh.stop_learner()
                 await watcher.refresh()
                 raise
             await interrupts.unless_stopped(_ended(watcher, run.eval_s_max + END_S_MARGIN))

@@ -29,14 +29,13 @@ from rollmesh.services.mesh.config import BusConfig, MeshConfig
 from rollmesh.services.mesh.mesh import Mesh
 from rollmesh.services.mesh.parts import NATS, part_names
 from rollmesh.services.mesh.place import open_place
+from rollmesh.services.mesh.process_events import STOPPED
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.config import load_config
 from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.telemetry import set_up_logging
 
-STOPPED = 128 + signal.SIGTERM
-"""Exit code after a stop that was asked for. Not 0: what somebody else has stopped is no part that is done."""
 _FINISH_SHARE = 0.8
 """Of `stop_s`: for the learner's last update and checkpoint; the rest is for the stop itself."""
 _POLL_S = 0.05

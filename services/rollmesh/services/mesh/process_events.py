@@ -18,6 +18,9 @@ from rollmesh.shared.clock import Clock
 FILE = "processes.jsonl"
 _FILE_BYTES_MAX = 1 << 20
 _RECENT = 200
+STOPPED = 128 + signal.SIGTERM
+"""Exit code of a process after a stop that was asked for. Not 0: what somebody else has stopped is no part that is done."""
+_WORDS = {0: "ended in good order", STOPPED: "was told to stop"}
 
 
 class ProcessEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -54,8 +57,10 @@ class ProcessEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 def how_ended(code: int) -> str:
     """An exit code as `subprocess` tells it, in words."""
-    if code >= 0:
-        return "ended in good order" if code == 0 else f"ended with exit code {code}"
+    if code in _WORDS:
+        return _WORDS[code]
+    if code > 0:
+        return f"ended with exit code {code}"
     try:
         return f"was ended by {signal.Signals(-code).name}"
     except ValueError:
