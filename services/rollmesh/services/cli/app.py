@@ -36,6 +36,10 @@ AsJson = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON on standard output; progress goes to stderr.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder of the run; by default runs/NAME-TIME.")]
+InProcess = Annotated[
+    bool,
+    typer.Option("--in-process", help="All services in this process, instead of one for each (processes.enabled)."),
+]
 
 
 @contextmanager

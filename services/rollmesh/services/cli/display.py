@@ -6,6 +6,7 @@ Both read the newest state on their own; nothing here slows a run down or can fa
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from rollmesh.services.cli.config import TrainConfig
 from rollmesh.services.cli.model_process import WarmStep
 from rollmesh.services.cli.series import Eval, Point, Series, staleness_shares
 from rollmesh.services.cli.watch import Recorder
+from rollmesh.services.mesh.process_events import ProcessEvent
 
 PLAIN_EVERY_S = 10.0
 """Without a terminal: a line at least this often while updates go on, besides those of evaluations."""
@@ -28,6 +30,9 @@ _WIDTH_MAX = 104
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_MAX = 32
 _STALENESS_BAR = 10
+SHOWN_EVENTS = ("restarting", "gave_up")
+"""What of its processes a person is told: what the run repairs or dies of. The rest is in processes.jsonl."""
+_EVENTS_SHOWN = 3
 
 
 class View(Protocol):
@@ -45,6 +50,10 @@ class View(Protocol):
 
     def moved(self) -> None:
         """The recorder has seen something."""
+        ...
+
+    def event(self, event: ProcessEvent) -> None:
+        """Something happened to a process of the run."""
         ...
 
     def close(self) -> None: ...
@@ -94,6 +103,10 @@ class PlainView:
             self._shown_update, self._shown_s = now.update, now.time_s
             self._say(self._line(now, recorder.series))
 
+    def event(self, event: ProcessEvent) -> None:
+        if event.what in SHOWN_EVENTS:
+            self._say(_first_line(event))
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -124,6 +137,7 @@ class LiveView:
         self._warm: WarmStep | None = None
         self._warm_evals: list[float] = []
         self._recorder: Recorder | None = None
+        self._events: deque[ProcessEvent] = deque(maxlen=_EVENTS_SHOWN)
         self._begin_s = time.monotonic()
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, redirect_stdout=False)
         self._live.start()
@@ -142,6 +156,10 @@ class LiveView:
     def moved(self) -> None:
         """It is redrawn by the clock."""
 
+    def event(self, event: ProcessEvent) -> None:
+        if event.what in SHOWN_EVENTS:
+            self._events.append(event)
+
     def close(self) -> None:
         self._live.stop()
 
@@ -156,6 +174,8 @@ class LiveView:
             body += [Text(), _rows(rows)]
         if recorder is not None:
             body = [progress_line(config, recorder), Text(), run_table(config, recorder)]
+            if self._events:
+                body += [Text(), *(Text(_first_line(event), style="yellow") for event in self._events)]
             if self._phase:
                 body += [Text(), Text(self._phase, style="bold yellow")]
         title = Text.assemble(
@@ -289,6 +309,11 @@ def spark(values: Sequence[float], *, low: float, high: float) -> str:
         values = [values[round(i * (len(values) - 1) / (_SPARK_MAX - 1))] for i in range(_SPARK_MAX)]
     span = (high - low) or 1.0
     return "".join(_BARS[min(len(_BARS) - 1, max(0, int((v - low) / span * len(_BARS))))] for v in values)
+
+
+def _first_line(event: ProcessEvent) -> str:
+    when = time.strftime("%H:%M:%S", time.localtime(event.time_s))
+    return f"{when}  {event.text().splitlines()[0]}"
 
 
 def _clock(seconds: float) -> str:

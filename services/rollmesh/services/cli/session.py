@@ -9,7 +9,7 @@ Collaborators: `mesh` (the run itself: a process for each part, or all in this o
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from rollmesh.services.mesh.mesh import Mesh
 from rollmesh.services.mesh.running import RunningMesh
 from rollmesh.services.mesh.supervisor import Supervisor
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import DeadlineExceeded
+from rollmesh.shared.errors import DeadlineExceeded, MeshError
 
 MAKE_MODEL_S_MAX = 1800.0
 END_S_MARGIN = 30.0
@@ -43,6 +43,8 @@ class Session:
     base_dir: Path
     """Where files that the configuration names are looked up."""
     view: View
+    in_process: bool = False
+    """All parts in this process, whatever `processes.enabled` says."""
     clock: Clock = field(default_factory=SystemClock)
     outcome: Outcome = "failed"
 
@@ -85,7 +87,7 @@ class Session:
 
     def _mesh(self) -> RunningMesh:
         config, root = self._mesh_config(), self.folder.root
-        if config.processes.enabled:
+        if config.processes.enabled and not self.in_process:
             return Supervisor(config, run_dir=root, base_dir=self.base_dir, on_event=self.view.event)
         return Mesh(config, run_dir=root, base_dir=self.base_dir)
 
@@ -110,7 +112,8 @@ class Session:
                 await interrupts.unless_stopped(mesh.finished())
             except Stopped:
                 await mesh.stop_learner()
-                await watcher.refresh()
+                with suppress(MeshError):  # what is shown may be a moment old
+                    await watcher.refresh()
                 raise
             await interrupts.unless_stopped(_ended(watcher, run.eval_s_max + END_S_MARGIN))
             self.outcome = "finished"

@@ -28,9 +28,18 @@ def check_file(path: Path, overrides: Sequence[str]) -> str:
 
 
 def train(
-    path: Path, overrides: Sequence[str], *, command: list[str], console: Console, out: Path | None = None
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    command: list[str],
+    console: Console,
+    out: Path | None = None,
+    in_process: bool = False,
 ) -> Summary:
-    """Trains by a configuration file, or goes on with the run in a folder. Raises MeshError."""
+    """Trains by a configuration file, or goes on with the run in a folder. Raises MeshError.
+
+    `in_process` puts all parts into this process, whatever `processes.enabled` says.
+    """
     if path.is_dir():
         if out is not None:
             raise ConfigError(f"--out {out}: a run that goes on stays in its folder; leave --out away")
@@ -40,21 +49,30 @@ def train(
         config, base_dir = load_train_config(path, overrides), path.parent.resolve()
         check(config, base_dir)  # before anything is made: a mistake leaves no folder behind
         folder = new_folder(config, origin_now(command, base_dir), out)
-    return _run(folder, config, base_dir, console)
+    return _run(folder, config, base_dir, console, in_process=in_process)
 
 
-def demo(seed: int, overrides: Sequence[str], *, command: list[str], console: Console, out: Path | None) -> Summary:
-    """Trains the demo. Raises MeshError."""
-    return train(DEMO_CONFIG, [f"run.seed={seed}", *overrides], command=command, console=console, out=out)
+def demo(
+    seed: int,
+    overrides: Sequence[str],
+    *,
+    command: list[str],
+    console: Console,
+    out: Path | None,
+    in_process: bool = False,
+) -> Summary:
+    """Trains the demo; otherwise as `train`."""
+    overrides = [f"run.seed={seed}", *overrides]
+    return train(DEMO_CONFIG, overrides, command=command, console=console, out=out, in_process=in_process)
 
 
-def _run(folder: RunFolder, config: TrainConfig, base_dir: Path, console: Console) -> Summary:
+def _run(folder: RunFolder, config: TrainConfig, base_dir: Path, console: Console, *, in_process: bool) -> Summary:
     with folder.log.open("a", encoding="utf-8") as log:
         set_up_logging(stream=log)
         try:
             view = open_view(config, console, _shown(folder.root))
             try:
-                session = Session(folder=folder, config=config, base_dir=base_dir, view=view)
+                session = Session(folder=folder, config=config, base_dir=base_dir, view=view, in_process=in_process)
                 return asyncio.run(session.run())
             finally:
                 view.close()

@@ -14,7 +14,6 @@ import msgspec
 from rollmesh.services.data.jsonl_source import JsonlConfig
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.mesh.config import MeshConfig
-from rollmesh.services.mesh.offer import make_offer
 from rollmesh.services.mesh.place import Place
 from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.oracles import AnswerFileConfig
@@ -50,6 +49,7 @@ def build_part(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 def _coordinator(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.coordinator.node import CoordinatorNode
+    from rollmesh.services.mesh.offer import make_offer
 
     config = place.config.coordinator
     config = msgspec.structs.replace(config, server=place.served_at(place.coordinator, config.server))

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmesh.services.cli.app import INTERRUPTED, AsJson, Out, Overrides, app, console, set_up_compute, told_once
+from rollmesh.services.cli.app import (
+    INTERRUPTED,
+    AsJson,
+    InProcess,
+    Out,
+    Overrides,
+    app,
+    console,
+    set_up_compute,
+    told_once,
+)
 
 if TYPE_CHECKING:
     from rollmesh.services.cli.summary import Summary
@@ -19,6 +29,7 @@ def demo(
     overrides: Overrides = None,
     seed: Annotated[int, typer.Option(help="Seed of warm start and training alike.", min=0)] = 0,
     out: Out = None,
+    in_process: InProcess = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a tiny model to use a calculator, from nothing, and watch held-out success rise."""
@@ -26,7 +37,9 @@ def demo(
         from rollmesh.services.cli import train as runs
 
         set_up_compute()
-        summary = runs.demo(seed, overrides or [], command=sys.argv, console=console(as_json), out=out)
+        summary = runs.demo(
+            seed, overrides or [], command=sys.argv, console=console(as_json), out=out, in_process=in_process
+        )
     _finish(summary, as_json)
 
 
@@ -35,6 +48,7 @@ def train(
     config: Annotated[Path, typer.Argument(help="A configuration file, or the folder of a run that is to go on.")],
     overrides: Overrides = None,
     out: Out = None,
+    in_process: InProcess = False,
     as_json: AsJson = False,
 ) -> None:
     """Train by a configuration file, or go on with an interrupted run."""
@@ -42,7 +56,9 @@ def train(
         from rollmesh.services.cli import train as runs
 
         set_up_compute()
-        summary = runs.train(config, overrides or [], command=sys.argv, console=console(as_json), out=out)
+        summary = runs.train(
+            config, overrides or [], command=sys.argv, console=console(as_json), out=out, in_process=in_process
+        )
     _finish(summary, as_json)
 
 
