@@ -5,6 +5,7 @@ Implementations: `mesh.Mesh` (one process), `supervisor.Supervisor` (processes).
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Protocol, Self
 
 from rollmesh.services.mesh.place import Place
@@ -28,4 +29,6 @@ class RunningMesh(Protocol):
 
     async def __aenter__(self) -> Self: ...
 
-    async def __aexit__(self, kind: object, err: object, trace: object, /) -> None: ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None, /
+    ) -> None: ...
