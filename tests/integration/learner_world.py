@@ -130,6 +130,8 @@ class World(run_pb2_grpc.RunServiceServicer):
             batch_lease_s=lease_s,
         )
         self.weights_address = ""
+        self.weights_moved_to = ""
+        """Where the depot is said to be after the attach; empty: where it was."""
         self.blob: Callable[[str], Path] = Path
         self.epoch = 0
         self.incarnation = 0
@@ -366,6 +368,9 @@ class World(run_pb2_grpc.RunServiceServicer):
         if known != version.weights_digest:
             raise VersionConflict(f"{version.step} was published as {known[:8]}")
         return run_pb2.PublishVersionResponse()
+
+    async def GetRun(self, request: run_pb2.GetRunRequest, context: Any) -> run_pb2.GetRunResponse:
+        return run_pb2.GetRunResponse(state=run_pb2.RunState(weights_address=self.weights_moved_to))
 
     async def WatchRun(self, request: run_pb2.WatchRunRequest, context: Any) -> AsyncIterator[run_pb2.WatchRunResponse]:
         yield run_pb2.WatchRunResponse()

@@ -294,6 +294,13 @@ async def test_a_depot_that_lost_the_upload_gets_it_again(tmp_path: Path) -> Non
             await train(running, config(tmp_path))
 
 
+async def test_a_depot_that_moved_after_the_attach_is_found_again(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path) as running:
+        running.world.weights_moved_to, running.world.weights_address = running.world.weights_address, "127.0.0.1:9"
+        node = await train(running, config(tmp_path))
+    assert node.progress.published_step == 5
+
+
 async def test_a_batch_with_a_lost_payload_is_released_and_leased_again(tmp_path: Path) -> None:
     async with RunningWorld(tmp_path) as running:
         running.world.faults.refuse["FetchSamples"] = [PayloadLost("gone")]

@@ -1499,12 +1499,15 @@ class RunState(_message.Message):
     MEAN_REWARDS_FIELD_NUMBER: _builtins.int
     LEDGER_POSITION_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
+    WEIGHTS_ADDRESS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run."""
     ended: _builtins.str
     """Empty while it runs; else why it ended."""
     ledger_position: _builtins.int
     """Ledger sequence this state is of."""
+    weights_address: _builtins.str
+    """host:port of the depot that takes uploads now; empty while there is none. It may have moved since AttachTrainer."""
     @_builtins.property
     def samples(self) -> Global___SampleCounts:
         """Sample accounts, training only."""
@@ -1546,10 +1549,11 @@ class RunState(_message.Message):
         mean_rewards: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         ledger_position: _builtins.int = ...,
         leases: Global___LeaseCounts | None = ...,
+        weights_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "leases", b"leases", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "leases", b"leases", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "leases", b"leases", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -162,8 +162,9 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return pb.GetRunResponse(state=self._with_nodes(await driver.look(_state)))
 
     def _with_nodes(self, state: pb.RunState) -> pb.RunState:
-        """Adds what the nodes themselves wait for, of which the ledger knows nothing."""
+        """Adds what is true of the fleet, of which the ledger knows nothing."""
         state.waiting.update(self._keeper.waiting())
+        state.weights_address = next(iter(self._keeper.addresses(NodeKind.DEPOT, state.run)), "")
         return state
 
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:

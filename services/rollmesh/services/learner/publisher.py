@@ -81,6 +81,7 @@ class Publisher:
                     raise
 
     async def _upload(self, version: PolicyVersion, built: BuiltManifest) -> None:
+        await self._client.find_depot()
         async with self._client.open_depot() as channel:
             await upload(channel, built, owner=version_owner(version), config=self._config.transfer)
 

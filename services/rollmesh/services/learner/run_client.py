@@ -2,7 +2,7 @@
 
 Every verb used here is idempotent, or repeatable, and is repeated while nobody answers: for `retry_s`, and at least for the
 term of a batch lease, within which a restarted coordinator is expected back. The client remembers the trainer epoch of its last
-attach and the depot's address; it decides nothing.
+attach, and the depot's address until it is told another; it decides nothing.
 """
 
 from __future__ import annotations
@@ -219,6 +219,11 @@ class RunClient:
                     yield message
         finally:
             call.cancel()
+
+    async def find_depot(self) -> None:
+        """Asks where the depot is now. One that is away is expected back where it was."""
+        reply: run_pb2.GetRunResponse = await self._call(self._stub.GetRun, run_pb2.GetRunRequest(run=self.where.run))
+        self.weights_address = reply.state.weights_address or self.weights_address
 
     def open_depot(self) -> grpc.aio.Channel:
         """A channel to the depot, with the run's token."""

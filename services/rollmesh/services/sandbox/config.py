@@ -98,9 +98,10 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     elsewhere."""
     stop_s: float = 2.0
     """How long commands in progress may go on when the node stops; then their sessions are ended."""
-    uid_base: int = 60578
-    """As root: session in place n runs as uid and gid uid_base + n. The default opens the longest range that systemd's
-    allocation leaves unused (60578-61183); as an ordinary user each session gets a user namespace instead."""
+    uid_base: int = 0
+    """As root: session in place n runs as uid and gid uid_base + n. 0 takes a range that no other sandbox node on this host holds
+    and that systemd's allocation leaves unused (60578-61183, then 65536-524287). As an ordinary user each session gets a user
+    namespace instead."""
     cgroups: bool = True
     """Bound each session's memory and processes by cgroup where one is writable."""
     python: str = ""
@@ -109,10 +110,12 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         for name in (
             "sessions_max", "starts_inflight_max", "ttl_s", "orphan_s", "reap_every_s", "grace_s", "start_timeout_s",
-            "retry_after_s", "drain_s", "stop_s", "commands_inflight_max", "files_bytes_max", "uid_base",
+            "retry_after_s", "drain_s", "stop_s", "commands_inflight_max", "files_bytes_max",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.uid_base < 0:
+            raise ValueError(f"uid_base must not be negative, got {self.uid_base}")
         if self.ttl_s > self.ttl_s_max:
             raise ValueError(f"ttl_s must not exceed ttl_s_max {self.ttl_s_max}, got {self.ttl_s}")
         if self.engine not in ("jail", "fake"):

@@ -29,6 +29,7 @@ from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
 from rollmesh.services.sandbox.engines.leftovers import StateDir
 from rollmesh.services.sandbox.engines.places import Place, Places
+from rollmesh.services.sandbox.engines.uid_ranges import UidRange, claim_uids
 from rollmesh.services.sandbox.engines.zygote_process import Ended, ZygoteProcess
 from rollmesh.shared.errors import AlreadyExists, InvalidInput, SandboxFailed, UnknownProfile, UnknownSession
 from rollmesh.shared.ids import IdSource
@@ -60,6 +61,7 @@ class JailEngine:
         self._state = StateDir(state_dir)
         self._name = ids.new()
         self._places: Places | None = None
+        self._uids = UidRange(config.uid_base, [])
         self._zygotes: dict[str, ZygoteProcess] = {}
         self._starting: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in config.profiles}
         self._starts = asyncio.Semaphore(config.starts_inflight_max)
@@ -73,7 +75,9 @@ class JailEngine:
             _log.warning("ended what an earlier life left: %s", cleared)
         self._state.record_groups(self._name)
         config = self._config
-        self._places = Places(config.sessions_max, config.uid_base, hierarchy, self._name, config.retry_after_s)
+        if not config.uid_base and os.geteuid() == 0:
+            self._uids = await asyncio.to_thread(claim_uids, config.sessions_max)
+        self._places = Places(config.sessions_max, self._uids.base, hierarchy, self._name, config.retry_after_s)
         for profile in config.warm:
             await self._zygote_for(profile)
 
@@ -83,6 +87,7 @@ class JailEngine:
         if self._places is not None:
             self._places.remove_groups()
             self._state.forget_groups(self._name)
+        self._uids.release()
         self._state.release()
 
     def limits(self, profile: str) -> Limits:

@@ -1,0 +1,58 @@
+"""Uids of a sandbox node's sessions, apart from those of every other node on this host.
+
+A range is claimed block by block with file locks, which the kernel gives back however the process ends. The blocks lie where
+systemd's allocation of uids leaves room: 60578-61183 first, then 65536-524287.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from rollmesh.shared.errors import ConfigError
+
+BLOCK = 64
+ROOM = (range(60578, 61184), range(65536, 524288))
+_LOCKS = Path("/run/lock")
+
+
+class UidRange:
+    """At least `num` uids from `base` on, ours until `release`."""
+
+    def __init__(self, base: int, locks: list[int]) -> None:
+        self.base = base
+        self._locks = locks
+
+    def release(self) -> None:
+        """Idempotent."""
+        while self._locks:
+            os.close(self._locks.pop())
+
+
+def claim_uids(num: int, folder: Path | None = None) -> UidRange:
+    """The first room for `num` uids that nobody on this host holds. ConfigError if there is none. `folder` holds the locks."""
+    where = folder or (_LOCKS if os.access(_LOCKS, os.W_OK) else Path(tempfile.gettempdir()))
+    num_blocks = -(-num // BLOCK)
+    for room in ROOM:
+        for base in range(room.start, room.stop - num_blocks * BLOCK + 1, BLOCK):
+            locks = _lock_all(where, range(base, base + num_blocks * BLOCK, BLOCK))
+            if locks:
+                return UidRange(base, locks)
+    raise ConfigError(f"no {num} uids are free for sandbox sessions on this host; name others in sandbox.uid_base")
+
+
+def _lock_all(folder: Path, starts: Iterable[int]) -> list[int]:
+    """All of them or none."""
+    locks: list[int] = []
+    for start in starts:
+        lock = os.open(folder / f"rollmesh-uids-{start}", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        locks.append(lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            UidRange(start, locks).release()
+            return []
+    return locks
