@@ -130,6 +130,12 @@ def _descendants() -> Spent:
     return below | {"reaped": ("ended children", reaped.children_user + reaped.children_system)}
 
 
+def tree_cpu_s() -> float:
+    """CPU seconds of this process and of all below it, ended ones included."""
+    own = os.times()
+    return own.user + own.system + sum(seconds for _, seconds in _descendants().values())
+
+
 def _is_below(pid: str, ancestor: str, parents: dict[str, str]) -> bool:
     while (pid := parents.get(pid, "0")) not in ("0", "1"):
         if pid == ancestor:

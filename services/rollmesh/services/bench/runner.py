@@ -18,6 +18,8 @@ BENCHES = (
     "mesh_turn",
     "switch_interval",
     "staleness",
+    "handover",
+    "ledger",
 )
 """Modules beside this one, imported when asked for: some load torch and transformers."""
 
