@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from rollmesh.services.coordinator.offer import MeshOffer
-from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.services.mesh.config import BusConfig, MeshConfig
 from rollmesh.services.mesh.place import Place
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
@@ -27,8 +25,7 @@ def make_offer(place: Place, bus: Bus) -> MeshOffer:
 def public_config(config: MeshConfig) -> MeshConfig:
     """`config` without secrets, and without what a command added to it for itself."""
     fields = {name: getattr(config, name) for name in MeshConfig.__struct_fields__}
-    bus = msgspec.structs.replace(config.bus, url="", token="")
-    return MeshConfig(**{**fields, "bus": bus})
+    return MeshConfig(**{**fields, "bus": BusConfig(embedded=config.bus.embedded)})
 
 
 def _model_files(place: Place) -> ModelFiles | None:
