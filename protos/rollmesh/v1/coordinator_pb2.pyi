@@ -765,10 +765,13 @@ class EpisodeReport(_message.Message):
     PAYLOAD_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Lease."""
     outcome: Global___EpisodeOutcome.ValueType
     """How it ended."""
+    traceparent: _builtins.str
+    """W3C traceparent of the span that asks; empty if not traced. Here, not in call metadata: many episodes share a request."""
     @_builtins.property
     def key(self) -> _types_pb2.EpisodeKey:
         """The episode."""
@@ -794,10 +797,11 @@ class EpisodeReport(_message.Message):
         payload: _types_pb2.PayloadRef | None = ...,
         samples: _abc.Iterable[_types_pb2.SampleMeta] | None = ...,
         failure: _types_pb2.Failure | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "key", b"key", "payload", b"payload"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "key", b"key", "lease_id", b"lease_id", "outcome", b"outcome", "payload", b"payload", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "key", b"key", "lease_id", b"lease_id", "outcome", b"outcome", "payload", b"payload", "samples", b"samples", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -139,6 +139,7 @@ class Submission(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     NUM_RESUMED_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique on its stream."""
     token_ids: _builtins.bytes
@@ -151,6 +152,8 @@ class Submission(_message.Message):
     """The last so many of `token_ids` are the answer itself so far, sent again after a lost node: a stop string may begin in
     them. 0 means a new answer. `max_tokens` counts new tokens only.
     """
+    traceparent: _builtins.str
+    """W3C traceparent of the span that asks; empty if not traced. Here, not in call metadata: many requests share a stream."""
     @_builtins.property
     def target(self) -> Global___Target:
         """Which weights may answer."""
@@ -174,10 +177,11 @@ class Submission(_message.Message):
         priority: _builtins.int = ...,
         labels: Global___RequestLabels | None = ...,
         num_resumed: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "params", b"params", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "num_resumed", b"num_resumed", "params", b"params", "priority", b"priority", "request_id", b"request_id", "session", b"session", "target", b"target", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "num_resumed", b"num_resumed", "params", b"params", "priority", b"priority", "request_id", b"request_id", "session", b"session", "target", b"target", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

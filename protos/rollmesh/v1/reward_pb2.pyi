@@ -60,6 +60,9 @@ class ScoreItem(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     NUM_ACTION_TOKENS_FIELD_NUMBER: _builtins.int
     FINISHES_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    traceparent: _builtins.str
+    """W3C traceparent of the span that asks; empty if not traced. Here, not in call metadata: many episodes share a request."""
     @_builtins.property
     def key(self) -> _types_pb2.EpisodeKey:
         """Where it belongs."""
@@ -93,10 +96,11 @@ class ScoreItem(_message.Message):
         samples: _abc.Iterable[_types_pb2.Sample] | None = ...,
         num_action_tokens: _abc.Iterable[_builtins.int] | None = ...,
         finishes: _abc.Iterable[_types_pb2.FinishReason.ValueType] | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "key", b"key", "messages", b"messages", "num_action_tokens", b"num_action_tokens", "samples", b"samples", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "key", b"key", "messages", b"messages", "num_action_tokens", b"num_action_tokens", "samples", b"samples", "task", b"task", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

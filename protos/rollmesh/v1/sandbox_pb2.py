@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from rollmesh.v1 import types_pb2 as rollmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollmesh/v1/sandbox.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\x85\x01\n\rSandboxLimits\x12\x0e\n\x06wall_s\x18\x01 \x01(\x01\x12\r\n\x05\x63pu_s\x18\x02 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x03\x12\x15\n\rprocesses_max\x18\x04 \x01(\x05\x12\x14\n\x0coutput_bytes\x18\x05 \x01(\x03\x12\x12\n\ndisk_bytes\x18\x06 \x01(\x03\"\xb0\x01\n\nExecResult\x12)\n\x07outcome\x18\x01 \x01(\x0e\x32\x18.rollmesh.v1.ExecOutcome\x12\x0e\n\x06stdout\x18\x02 \x01(\t\x12\x0e\n\x06stderr\x18\x03 \x01(\t\x12\x0e\n\x06result\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x11\n\ttruncated\x18\x06 \x01(\x08\x12\x0e\n\x06wall_s\x18\x07 \x01(\x01\x12\x15\n\rsession_alive\x18\x08 \x01(\x08\",\n\x0bSandboxFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"\x9a\x03\n\x0bWorkRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12(\n\x04open\x18\x03 \x01(\x0b\x32\x18.rollmesh.v1.OpenSessionH\x00\x12#\n\x03run\x18\x04 \x01(\x0b\x32\x14.rollmesh.v1.RunCodeH\x00\x12)\n\x04\x63\x61ll\x18\x05 \x01(\x0b\x32\x19.rollmesh.v1.CallFunctionH\x00\x12*\n\tput_files\x18\x06 \x01(\x0b\x32\x15.rollmesh.v1.PutFilesH\x00\x12*\n\tget_files\x18\x07 \x01(\x0b\x32\x15.rollmesh.v1.GetFilesH\x00\x12*\n\x05\x63lose\x18\x08 \x01(\x0b\x32\x19.rollmesh.v1.CloseSessionH\x00\x12\x30\n\x08snapshot\x18\t \x01(\x0b\x32\x1c.rollmesh.v1.SnapshotSessionH\x00\x12(\n\x04\x66ork\x18\n \x01(\x0b\x32\x18.rollmesh.v1.ForkSessionH\x00\x42\t\n\x07\x63ommand\"h\n\x0bOpenSession\x12\x0f\n\x07profile\x18\x01 \x01(\t\x12*\n\x06limits\x18\x02 \x01(\x0b\x32\x1a.rollmesh.v1.SandboxLimits\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\x12\r\n\x05owner\x18\x04 \x01(\t\"9\n\x07RunCode\x12\x10\n\x08language\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\"C\n\x0c\x43\x61llFunction\x12\x10\n\x08\x66unction\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x03(\t\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\"3\n\x08PutFiles\x12\'\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x18.rollmesh.v1.SandboxFile\"\x19\n\x08GetFiles\x12\r\n\x05paths\x18\x01 \x03(\t\"\x0e\n\x0c\x43loseSession\"\x11\n\x0fSnapshotSession\"\"\n\x0b\x46orkSession\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\"\x99\x02\n\x0cWorkResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12,\n\x06opened\x18\x03 \x01(\x0b\x32\x1a.rollmesh.v1.SessionOpenedH\x00\x12)\n\x06result\x18\x04 \x01(\x0b\x32\x17.rollmesh.v1.ExecResultH\x00\x12\'\n\x05\x66iles\x18\x05 \x01(\x0b\x32\x16.rollmesh.v1.FilesDoneH\x00\x12,\n\x06\x63losed\x18\x06 \x01(\x0b\x32\x1a.rollmesh.v1.SessionClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x14.rollmesh.v1.FailureH\x00\x42\x08\n\x06\x61nswer\" \n\rSessionOpened\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\"4\n\tFilesDone\x12\'\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x18.rollmesh.v1.SandboxFile\"\x0f\n\rSessionClosed\"m\n\x0b\x45xecRequest\x12\x0f\n\x07profile\x18\x01 \x01(\t\x12!\n\x03run\x18\x02 \x01(\x0b\x32\x14.rollmesh.v1.RunCode\x12*\n\x06limits\x18\x03 \x01(\x0b\x32\x1a.rollmesh.v1.SandboxLimits\"7\n\x0c\x45xecResponse\x12\'\n\x06result\x18\x01 \x01(\x0b\x32\x17.rollmesh.v1.ExecResult\"N\n\x0fRunTestsRequest\x12\x12\n\noracle_ref\x18\x01 \x01(\t\x12\'\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x18.rollmesh.v1.SandboxFile\"$\n\x10RunTestsResponse\x12\x10\n\x08verdicts\x18\x01 \x03(\t*\x8c\x02\n\x0b\x45xecOutcome\x12\x1c\n\x18\x45XEC_OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45XEC_OUTCOME_OK\x10\x01\x12\x16\n\x12\x45XEC_OUTCOME_ERROR\x10\x02\x12\x1b\n\x17\x45XEC_OUTCOME_TIME_LIMIT\x10\x03\x12\x1d\n\x19\x45XEC_OUTCOME_MEMORY_LIMIT\x10\x04\x12\x1e\n\x1a\x45XEC_OUTCOME_PROCESS_LIMIT\x10\x05\x12\x1e\n\x1a\x45XEC_OUTCOME_INFRA_FAILURE\x10\x06\x12\x1d\n\x19\x45XEC_OUTCOME_OUTPUT_LIMIT\x10\x07\x12\x17\n\x13\x45XEC_OUTCOME_EXITED\x10\x08\x32\xd7\x01\n\x0eSandboxService\x12?\n\x04Work\x12\x18.rollmesh.v1.WorkRequest\x1a\x19.rollmesh.v1.WorkResponse(\x01\x30\x01\x12;\n\x04\x45xec\x12\x18.rollmesh.v1.ExecRequest\x1a\x19.rollmesh.v1.ExecResponse\x12G\n\x08RunTests\x12\x1c.rollmesh.v1.RunTestsRequest\x1a\x1d.rollmesh.v1.RunTestsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rollmesh/v1/sandbox.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\x85\x01\n\rSandboxLimits\x12\x0e\n\x06wall_s\x18\x01 \x01(\x01\x12\r\n\x05\x63pu_s\x18\x02 \x01(\x01\x12\x14\n\x0cmemory_bytes\x18\x03 \x01(\x03\x12\x15\n\rprocesses_max\x18\x04 \x01(\x05\x12\x14\n\x0coutput_bytes\x18\x05 \x01(\x03\x12\x12\n\ndisk_bytes\x18\x06 \x01(\x03\"\xb0\x01\n\nExecResult\x12)\n\x07outcome\x18\x01 \x01(\x0e\x32\x18.rollmesh.v1.ExecOutcome\x12\x0e\n\x06stdout\x18\x02 \x01(\t\x12\x0e\n\x06stderr\x18\x03 \x01(\t\x12\x0e\n\x06result\x18\x04 \x01(\t\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x11\n\ttruncated\x18\x06 \x01(\x08\x12\x0e\n\x06wall_s\x18\x07 \x01(\x01\x12\x15\n\rsession_alive\x18\x08 \x01(\x08\",\n\x0bSandboxFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\x0c\"\xaf\x03\n\x0bWorkRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12(\n\x04open\x18\x03 \x01(\x0b\x32\x18.rollmesh.v1.OpenSessionH\x00\x12#\n\x03run\x18\x04 \x01(\x0b\x32\x14.rollmesh.v1.RunCodeH\x00\x12)\n\x04\x63\x61ll\x18\x05 \x01(\x0b\x32\x19.rollmesh.v1.CallFunctionH\x00\x12*\n\tput_files\x18\x06 \x01(\x0b\x32\x15.rollmesh.v1.PutFilesH\x00\x12*\n\tget_files\x18\x07 \x01(\x0b\x32\x15.rollmesh.v1.GetFilesH\x00\x12*\n\x05\x63lose\x18\x08 \x01(\x0b\x32\x19.rollmesh.v1.CloseSessionH\x00\x12\x30\n\x08snapshot\x18\t \x01(\x0b\x32\x1c.rollmesh.v1.SnapshotSessionH\x00\x12(\n\x04\x66ork\x18\n \x01(\x0b\x32\x18.rollmesh.v1.ForkSessionH\x00\x12\x13\n\x0btraceparent\x18\x0b \x01(\tB\t\n\x07\x63ommand\"h\n\x0bOpenSession\x12\x0f\n\x07profile\x18\x01 \x01(\t\x12*\n\x06limits\x18\x02 \x01(\x0b\x32\x1a.rollmesh.v1.SandboxLimits\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\x12\r\n\x05owner\x18\x04 \x01(\t\"9\n\x07RunCode\x12\x10\n\x08language\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\"C\n\x0c\x43\x61llFunction\x12\x10\n\x08\x66unction\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x03(\t\x12\x0e\n\x06wall_s\x18\x03 \x01(\x01\"3\n\x08PutFiles\x12\'\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x18.rollmesh.v1.SandboxFile\"\x19\n\x08GetFiles\x12\r\n\x05paths\x18\x01 \x03(\t\"\x0e\n\x0c\x43loseSession\"\x11\n\x0fSnapshotSession\"\"\n\x0b\x46orkSession\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\"\x99\x02\n\x0cWorkResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12,\n\x06opened\x18\x03 \x01(\x0b\x32\x1a.rollmesh.v1.SessionOpenedH\x00\x12)\n\x06result\x18\x04 \x01(\x0b\x32\x17.rollmesh.v1.ExecResultH\x00\x12\'\n\x05\x66iles\x18\x05 \x01(\x0b\x32\x16.rollmesh.v1.FilesDoneH\x00\x12,\n\x06\x63losed\x18\x06 \x01(\x0b\x32\x1a.rollmesh.v1.SessionClosedH\x00\x12\'\n\x07\x66\x61ilure\x18\x07 \x01(\x0b\x32\x14.rollmesh.v1.FailureH\x00\x42\x08\n\x06\x61nswer\" \n\rSessionOpened\x12\x0f\n\x07start_s\x18\x01 \x01(\x01\"4\n\tFilesDone\x12\'\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x18.rollmesh.v1.SandboxFile\"\x0f\n\rSessionClosed\"m\n\x0b\x45xecRequest\x12\x0f\n\x07profile\x18\x01 \x01(\t\x12!\n\x03run\x18\x02 \x01(\x0b\x32\x14.rollmesh.v1.RunCode\x12*\n\x06limits\x18\x03 \x01(\x0b\x32\x1a.rollmesh.v1.SandboxLimits\"7\n\x0c\x45xecResponse\x12\'\n\x06result\x18\x01 \x01(\x0b\x32\x17.rollmesh.v1.ExecResult\"N\n\x0fRunTestsRequest\x12\x12\n\noracle_ref\x18\x01 \x01(\t\x12\'\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x18.rollmesh.v1.SandboxFile\"$\n\x10RunTestsResponse\x12\x10\n\x08verdicts\x18\x01 \x03(\t*\x8c\x02\n\x0b\x45xecOutcome\x12\x1c\n\x18\x45XEC_OUTCOME_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x45XEC_OUTCOME_OK\x10\x01\x12\x16\n\x12\x45XEC_OUTCOME_ERROR\x10\x02\x12\x1b\n\x17\x45XEC_OUTCOME_TIME_LIMIT\x10\x03\x12\x1d\n\x19\x45XEC_OUTCOME_MEMORY_LIMIT\x10\x04\x12\x1e\n\x1a\x45XEC_OUTCOME_PROCESS_LIMIT\x10\x05\x12\x1e\n\x1a\x45XEC_OUTCOME_INFRA_FAILURE\x10\x06\x12\x1d\n\x19\x45XEC_OUTCOME_OUTPUT_LIMIT\x10\x07\x12\x17\n\x13\x45XEC_OUTCOME_EXITED\x10\x08\x32\xd7\x01\n\x0eSandboxService\x12?\n\x04Work\x12\x18.rollmesh.v1.WorkRequest\x1a\x19.rollmesh.v1.WorkResponse(\x01\x30\x01\x12;\n\x04\x45xec\x12\x18.rollmesh.v1.ExecRequest\x1a\x19.rollmesh.v1.ExecResponse\x12G\n\x08RunTests\x12\x1c.rollmesh.v1.RunTestsRequest\x1a\x1d.rollmesh.v1.RunTestsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollmesh.v1.sandbox_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_EXECOUTCOME']._serialized_start=1902
-  _globals['_EXECOUTCOME']._serialized_end=2170
+  _globals['_EXECOUTCOME']._serialized_start=1923
+  _globals['_EXECOUTCOME']._serialized_end=2191
   _globals['_SANDBOXLIMITS']._serialized_start=68
   _globals['_SANDBOXLIMITS']._serialized_end=201
   _globals['_EXECRESULT']._serialized_start=204
@@ -41,39 +41,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SANDBOXFILE']._serialized_start=382
   _globals['_SANDBOXFILE']._serialized_end=426
   _globals['_WORKREQUEST']._serialized_start=429
-  _globals['_WORKREQUEST']._serialized_end=839
-  _globals['_OPENSESSION']._serialized_start=841
-  _globals['_OPENSESSION']._serialized_end=945
-  _globals['_RUNCODE']._serialized_start=947
-  _globals['_RUNCODE']._serialized_end=1004
-  _globals['_CALLFUNCTION']._serialized_start=1006
-  _globals['_CALLFUNCTION']._serialized_end=1073
-  _globals['_PUTFILES']._serialized_start=1075
-  _globals['_PUTFILES']._serialized_end=1126
-  _globals['_GETFILES']._serialized_start=1128
-  _globals['_GETFILES']._serialized_end=1153
-  _globals['_CLOSESESSION']._serialized_start=1155
-  _globals['_CLOSESESSION']._serialized_end=1169
-  _globals['_SNAPSHOTSESSION']._serialized_start=1171
-  _globals['_SNAPSHOTSESSION']._serialized_end=1188
-  _globals['_FORKSESSION']._serialized_start=1190
-  _globals['_FORKSESSION']._serialized_end=1224
-  _globals['_WORKRESPONSE']._serialized_start=1227
-  _globals['_WORKRESPONSE']._serialized_end=1508
-  _globals['_SESSIONOPENED']._serialized_start=1510
-  _globals['_SESSIONOPENED']._serialized_end=1542
-  _globals['_FILESDONE']._serialized_start=1544
-  _globals['_FILESDONE']._serialized_end=1596
-  _globals['_SESSIONCLOSED']._serialized_start=1598
-  _globals['_SESSIONCLOSED']._serialized_end=1613
-  _globals['_EXECREQUEST']._serialized_start=1615
-  _globals['_EXECREQUEST']._serialized_end=1724
-  _globals['_EXECRESPONSE']._serialized_start=1726
-  _globals['_EXECRESPONSE']._serialized_end=1781
-  _globals['_RUNTESTSREQUEST']._serialized_start=1783
-  _globals['_RUNTESTSREQUEST']._serialized_end=1861
-  _globals['_RUNTESTSRESPONSE']._serialized_start=1863
-  _globals['_RUNTESTSRESPONSE']._serialized_end=1899
-  _globals['_SANDBOXSERVICE']._serialized_start=2173
-  _globals['_SANDBOXSERVICE']._serialized_end=2388
+  _globals['_WORKREQUEST']._serialized_end=860
+  _globals['_OPENSESSION']._serialized_start=862
+  _globals['_OPENSESSION']._serialized_end=966
+  _globals['_RUNCODE']._serialized_start=968
+  _globals['_RUNCODE']._serialized_end=1025
+  _globals['_CALLFUNCTION']._serialized_start=1027
+  _globals['_CALLFUNCTION']._serialized_end=1094
+  _globals['_PUTFILES']._serialized_start=1096
+  _globals['_PUTFILES']._serialized_end=1147
+  _globals['_GETFILES']._serialized_start=1149
+  _globals['_GETFILES']._serialized_end=1174
+  _globals['_CLOSESESSION']._serialized_start=1176
+  _globals['_CLOSESESSION']._serialized_end=1190
+  _globals['_SNAPSHOTSESSION']._serialized_start=1192
+  _globals['_SNAPSHOTSESSION']._serialized_end=1209
+  _globals['_FORKSESSION']._serialized_start=1211
+  _globals['_FORKSESSION']._serialized_end=1245
+  _globals['_WORKRESPONSE']._serialized_start=1248
+  _globals['_WORKRESPONSE']._serialized_end=1529
+  _globals['_SESSIONOPENED']._serialized_start=1531
+  _globals['_SESSIONOPENED']._serialized_end=1563
+  _globals['_FILESDONE']._serialized_start=1565
+  _globals['_FILESDONE']._serialized_end=1617
+  _globals['_SESSIONCLOSED']._serialized_start=1619
+  _globals['_SESSIONCLOSED']._serialized_end=1634
+  _globals['_EXECREQUEST']._serialized_start=1636
+  _globals['_EXECREQUEST']._serialized_end=1745
+  _globals['_EXECRESPONSE']._serialized_start=1747
+  _globals['_EXECRESPONSE']._serialized_end=1802
+  _globals['_RUNTESTSREQUEST']._serialized_start=1804
+  _globals['_RUNTESTSREQUEST']._serialized_end=1882
+  _globals['_RUNTESTSRESPONSE']._serialized_start=1884
+  _globals['_RUNTESTSRESPONSE']._serialized_end=1920
+  _globals['_SANDBOXSERVICE']._serialized_start=2194
+  _globals['_SANDBOXSERVICE']._serialized_end=2409
 # @@protoc_insertion_point(module_scope)

@@ -202,10 +202,13 @@ class WorkRequest(_message.Message):
     CLOSE_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     FORK_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique on its stream; echoed in the answer."""
     session_id: _builtins.str
     """Chosen by the client at open, unique on the node: use the episode's id and attempt."""
+    traceparent: _builtins.str
+    """W3C traceparent of the span that asks; empty if not traced. Here, not in call metadata: many episodes share a stream."""
     @_builtins.property
     def open(self) -> Global___OpenSession:
         """Make the session."""
@@ -251,10 +254,11 @@ class WorkRequest(_message.Message):
         close: Global___CloseSession | None = ...,
         snapshot: Global___SnapshotSession | None = ...,
         fork: Global___ForkSession | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "run", b"run", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "request_id", b"request_id", "run", b"run", "session_id", b"session_id", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "request_id", b"request_id", "run", b"run", "session_id", b"session_id", "snapshot", b"snapshot", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "run", "call", "put_files", "get_files", "close", "snapshot", "fork"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015

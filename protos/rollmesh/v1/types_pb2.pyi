@@ -693,7 +693,7 @@ class Episode(_message.Message):
     purpose: Global___Purpose.ValueType
     """What it is for."""
     traceparent: _builtins.str
-    """W3C traceparent of the episode's root span; empty if not traced."""
+    """W3C traceparent of the episode's root span; empty if not traced. Whoever trains on it may link its own spans to it."""
     @_builtins.property
     def key(self) -> Global___EpisodeKey:
         """Where it belongs."""

@@ -17,11 +17,15 @@ from typing import cast
 
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import EngineBroken, EngineBusy, GenerateDelta, GenerateRequest
+from rollmesh.services.inference.metrics import QUEUE_SECONDS
+from rollmesh.services.inference.request_trace import RequestTrace
 from rollmesh.services.inference.state import NodeState
 from rollmesh.shared.codec.arrays import decode_ints, encode_floats, encode_ints
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.codec.trajectory import decode_sampling_params, encode_version
 from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
+from rollmesh.shared.telemetry import tracing
+from rollmesh.shared.telemetry.metrics import observe
 from rollmesh.shared.trajectory import FinishReason
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2, types_pb2
@@ -35,6 +39,8 @@ class _Live:
     engine_id: str
     exact: PolicyVersion | None
     """The only version that may sample it, for EXACT."""
+    trace: RequestTrace | None = None
+    """Where the request is traced."""
     ended_by: MeshError | None = None
     """Why this side ended it; takes the place of the engine's CANCELLED."""
 
@@ -108,6 +114,8 @@ class Continuations:
         self._state.unlisten_swap(self._on_swap)
         for live in list(self._live.values()):
             self._forget(live)
+            if live.trace is not None:
+                live.trace.end("CANCELLED")
             self._state.engine.cancel(live.engine_id)
         self._outbox.clear()
 
@@ -126,6 +134,8 @@ class Continuations:
         request = self._engine_request(submission)
         exact = submission.target.selector == inference_pb2.Target.SELECTOR_EXACT
         live = _Live(submission.request_id, request.request_id, version if exact else None)
+        if submission.traceparent and tracing.is_on():
+            live.trace = RequestTrace(submission.traceparent, self._state.node_id)
         self._live[live.request_id] = live
         self._state.num_live += 1
         try:
@@ -169,6 +179,10 @@ class Continuations:
             )
             return
         message = _encode(live, delta)
+        if live.trace is not None:
+            live.trace.add(delta)
+        if delta.queued_s:
+            observe(QUEUE_SECONDS, delta.queued_s, node=self._state.node_id)
         if delta.finish is not None:
             self._forget(live)
         self._append(_Waiting(message, delta.version, int(delta.token_ids.size)))
@@ -205,6 +219,8 @@ class Continuations:
     def _drop(self, live: _Live, err: MeshError) -> None:
         """Ends at once, without further tokens."""
         self._forget(live)
+        if live.trace is not None:
+            live.trace.end(err.reason)
         self._state.engine.cancel(live.engine_id)
         self._refuse(live.request_id, err)
 

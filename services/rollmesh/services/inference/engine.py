@@ -72,6 +72,8 @@ class GenerateDelta:
     num_prompt_prefilled: int = 0
     """Prefix tokens computed for this request; on the first delta only. In the next turn of a session these are its new
     tokens and the last sampled one, which was never fed."""
+    queued_s: float = 0.0
+    """Seconds it waited for a slot; on the first delta only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,8 @@ class EngineLoad:
     tokens_prefilled: int
     tokens_prefix_hit: int
     steps: int
+    step_s: float = 0.0
+    """Seconds in these steps."""
 
 
 class EngineBusy(Exception):

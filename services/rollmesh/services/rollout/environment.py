@@ -18,7 +18,9 @@ import numpy as np
 
 from rollmesh.services.rollout.agent import LimitReached, Task, ToolResult, Turn
 from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, SamplingConfig
+from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary
+from rollmesh.services.rollout.metrics import TOOL_CALLS
 from rollmesh.services.rollout.moments import AtMoment, Moment, pass_by
 from rollmesh.services.rollout.ports import Generator
 from rollmesh.services.rollout.recorder import Recorder
@@ -27,6 +29,8 @@ from rollmesh.services.rollout.tools import ToolBox, shorten
 from rollmesh.shared.clients.generated import Span, Target, merged
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import EngineFailed
+from rollmesh.shared.telemetry import tracing
+from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import (
     ROOT,
     EpisodeKey,
@@ -124,16 +128,22 @@ class Environment:
         state = self._state
         state.check()
         params = self._params(stop, max_tokens, temperature)
-        with state.timed("generate"), state.crossing("inference"):
+        with state.timed("generate"), state.crossing("inference"), tracing.span("generate", SERVICE) as traced:
             spans = await self._ask(params, train=train)
+            if traced is not None:
+                traced.set_attributes(_of_generation(spans, state.num_turns, self._num_tokens))
         return self._record(spans, params, train=train)
 
     async def tool(self, name: str, text: str) -> ToolResult:
         """Calls a tool of the task. What goes wrong inside it is an answer, not an error; nothing is observed by this."""
         state = self._state
         state.check()
-        with state.timed("tool"), state.crossing("sandbox"):
-            return await state.tools.call(name, text)
+        with state.timed("tool"), state.crossing("sandbox"), tracing.span("tool", SERVICE) as traced:
+            result = await state.tools.call(name, text)
+            if traced is not None:
+                traced.set_attributes({"tool": name, "ok": result.ok})
+        count(TOOL_CALLS, "ok" if result.ok else "error")
+        return result
 
     def observe(self, text: str, *, source: Source = Source.TOOL) -> None:
         """Tells the model something, in the format's observation frame, up to where it goes on."""
@@ -272,3 +282,15 @@ class Environment:
     def _check_segments(self) -> None:
         if len(self._state.recorder.segments) >= self._state.limits.segments_max:
             raise self._state.end_at("segments")
+
+
+def _of_generation(spans: Sequence[Span], turn: int, num_prompt_tokens: int) -> dict[str, str | int]:
+    last = spans[-1]
+    num_tokens = sum(int(span.token_ids.size) for span in spans)
+    return {
+        "turn": turn,
+        "prompt_tokens": num_prompt_tokens,
+        "tokens": num_tokens,
+        "version": str(last.version),
+        "finish": last.finish.name,
+    }

@@ -10,6 +10,7 @@ Limits are the model's doing: the episode is scored as far as it came.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from rollmesh.services.rollout.agent import Agent, LimitReached
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.environment import Environment, EpisodeState
+from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary, to_failure
 from rollmesh.services.rollout.lease import Lease, decode_lease
 from rollmesh.services.rollout.moments import AtMoment, Moment, pass_by
@@ -31,10 +33,12 @@ from rollmesh.services.rollout.tools import ToolBox
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.trajectory import encode_key, episode_to_bytes, sample_meta
 from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, InvalidInput
+from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.trajectory import Episode, Purpose, Sample
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 Report = coordinator_pb2.EpisodeReport
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +188,7 @@ class EpisodeRunner:
     async def _hand_over(self, lease: Lease, episode: Episode) -> Report:
         with boundary("rollout"):
             payload = episode_to_bytes(episode)
-        with boundary("bus"):
+        with boundary("bus"), tracing.span("store", SERVICE):
             message_id = f"{lease.key.episode}.{lease.key.attempt}"
             sequence = await self._parts.samples.append(lease.key.run, payload, message_id=message_id)
         await self._parts.at(Moment.STORED)
@@ -199,6 +203,7 @@ class EpisodeRunner:
 
     def _failed(self, lease: coordinator_pb2.EpisodeLease, err: EpisodeFailed) -> Report:
         self._parts.progress.record_failure(err)
+        _log.info("infra failure: %s", err)
         return _unfinished(lease, coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE, to_failure(err))
 
 
@@ -223,4 +228,5 @@ def _episode(lease: Lease, state: EpisodeState, samples: tuple[Sample, ...], env
         samples=samples,
         messages=env.messages,
         stage_s=dict(state.stage_s),
+        traceparent=tracing.traceparent(),
     )

@@ -76,6 +76,7 @@ class RolloutNode:
         self._stack = AsyncExitStack()
         self._task: asyncio.Task[None] | None = None
         self.progress = Progress()
+        self.stages = Stages(config.stages, self._clock)
         self.membership = Membership(coordinator, access=access, handler=_Commands(self), clock=self._clock)
 
     @property
@@ -143,7 +144,7 @@ class RolloutNode:
                 scorer=self._reward,
                 samples=BusSampleLog(self._bus, config.worker, self._clock),
                 clock=self._clock,
-                stages=Stages(config.stages, self._clock),
+                stages=self.stages,
                 progress=self.progress,
                 at=self._at,
             )

@@ -14,6 +14,8 @@ from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.ports import Coordinator
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
+from rollmesh.shared.telemetry.logs import apart
+from rollmesh.shared.telemetry.tracing import traceparent
 from rollmesh.v1 import coordinator_pb2
 
 REPORTS_MAX = 4096
@@ -43,10 +45,11 @@ class Reporter:
 
     async def report(self, report: coordinator_pb2.EpisodeReport) -> str:
         """Empty once recorded, else the coordinator's reason against it. Raises `MeshError` when given up."""
+        report.traceparent = traceparent()
         waiting = _Waiting(report, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._pump is None:
-            self._pump = asyncio.ensure_future(self._send_all())
+            self._pump = asyncio.create_task(self._send_all(), context=apart())
         try:
             return await waiting.result
         finally:

@@ -18,7 +18,9 @@ from contextlib import asynccontextmanager
 from enum import StrEnum
 
 from rollmesh.services.rollout.config import StagesConfig
+from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.telemetry import tracing
 
 
 class Stage(StrEnum):
@@ -46,16 +48,19 @@ class Stages:
     async def enter(self, stage: Stage, stage_s: dict[str, float]) -> AsyncIterator[None]:
         """Holds a place of `stage`; adds the seconds inside to `stage_s[stage]` and those in front of it to "queue"."""
         asked_s = self._clock.monotonic_s()
-        await self._wait(stage)
-        entered_s = self._clock.monotonic_s()
-        _add(stage_s, "queue", entered_s - asked_s)
-        self.num_inside[stage] += 1
-        try:
-            yield
-        finally:
-            self.num_inside[stage] -= 1
-            self._places[stage].release()
-            _add(stage_s, stage.value, self._clock.monotonic_s() - entered_s)
+        with tracing.span(stage.value, SERVICE) as span:
+            await self._wait(stage)
+            entered_s = self._clock.monotonic_s()
+            _add(stage_s, "queue", entered_s - asked_s)
+            if span is not None:
+                span.set_attribute("queue_s", entered_s - asked_s)
+            self.num_inside[stage] += 1
+            try:
+                yield
+            finally:
+                self.num_inside[stage] -= 1
+                self._places[stage].release()
+                _add(stage_s, stage.value, self._clock.monotonic_s() - entered_s)
 
     async def _wait(self, stage: Stage) -> None:
         self.num_waiting[stage] += 1

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from rollmesh.services.rollout.backoff import Backoff, worth_retrying
 from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.episode import EpisodeRunner, Report, cancelled_report
+from rollmesh.services.rollout.episode_trace import SERVICE, episode_trace
 from rollmesh.services.rollout.ports import Coordinator
 from rollmesh.services.rollout.progress import Progress
 from rollmesh.services.rollout.renewer import Renewer
@@ -26,6 +27,7 @@ from rollmesh.services.rollout.reporter import Reporter
 from rollmesh.services.rollout.time_limit import time_limit
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Draining, MeshError
+from rollmesh.shared.telemetry import log_context, tracing
 from rollmesh.v1 import coordinator_pb2
 
 
@@ -106,6 +108,7 @@ class RolloutWorker:
         backoff = Backoff(self._config, self._clock)
         while True:
             free = await self._free_places()
+            asked_ns = tracing.now_ns()
             try:
                 answer = await self._coordinator.acquire(free, self._config.acquire_wait_s)
             except MeshError as err:
@@ -118,7 +121,7 @@ class RolloutWorker:
                 continue
             self._waiting_for = answer.waiting_for
             for message in answer.leases:
-                self._take(message)
+                self._take(message, asked_ns)
             if answer.leases:
                 backoff.reset()
             else:
@@ -130,21 +133,27 @@ class RolloutWorker:
             await self._change()
         return self._config.episodes_max - len(self._held)
 
-    def _take(self, message: coordinator_pb2.EpisodeLease) -> None:
+    def _take(self, message: coordinator_pb2.EpisodeLease, asked_ns: int) -> None:
         if message.lease_id in self._held:
             return
         self._progress.num_leased += 1
         held = _Held(message)
         self._held[message.lease_id] = held
-        held.task = asyncio.ensure_future(self._hold(held))
+        held.task = asyncio.ensure_future(self._hold(held, asked_ns))
         self._renewer.watch(message.lease_s)
 
     # Holding ----------------------------------------------------------------------------------------------------------
 
-    async def _hold(self, held: _Held) -> None:
+    async def _hold(self, held: _Held, asked_ns: int) -> None:
+        lease = held.message
         try:
-            held.report = await self._runner.run(held.message)
-            refusal = await self._reporter.report(held.report)
+            with (
+                log_context(run=lease.key.run, episode=lease.key.episode, lease=lease.lease_id),
+                episode_trace(lease, asked_ns),
+            ):
+                held.report = await self._runner.run(lease)
+                with tracing.span("report", SERVICE):
+                    refusal = await self._reporter.report(held.report)
             self._count(held.report.outcome, lost=bool(refusal))
         except MeshError:
             self._progress.num_lost += 1  # given up reporting: the lease expires, the episode goes to someone else
@@ -152,7 +161,7 @@ class RolloutWorker:
             self._give_back(held)
             raise
         finally:
-            del self._held[held.message.lease_id]
+            del self._held[lease.lease_id]
             self._changed.set()
 
     def _count(self, outcome: int, *, lost: bool) -> None:

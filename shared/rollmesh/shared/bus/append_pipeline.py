@@ -28,6 +28,7 @@ from nats.js import api
 from rollmesh.shared.bus.bus import BusUnavailable, Record, StreamFull, UnknownRecord, WrongLastSequence
 from rollmesh.shared.bus.link import STORE_FAILED, WRONG_LAST_SEQUENCE, Link, is_transient
 from rollmesh.shared.errors import InvalidInput, MeshError, PayloadTooLarge
+from rollmesh.shared.telemetry.logs import apart
 
 _RESEND_PAUSE_S = 0.05
 
@@ -121,7 +122,7 @@ class AppendPipeline:
 
     def _ensure_collector(self) -> None:
         if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._collect(), name=f"append {self._stream}")
+            self._task = asyncio.create_task(self._collect(), name=f"append {self._stream}", context=apart())
             self._task.add_done_callback(self._collector_ended)
 
     def _collector_ended(self, task: asyncio.Task[None]) -> None:

@@ -32,7 +32,7 @@ from rollmesh.shared.bus.bus import (
 from rollmesh.shared.bus.link import INSUFFICIENT_STORAGE, STREAM_NOT_FOUND, Link
 from rollmesh.shared.bus.stream_reader import StreamReader, make_record
 from rollmesh.shared.errors import DiskFull, InvalidInput
-from rollmesh.shared.rpc.trace_interceptor import trace_headers
+from rollmesh.shared.telemetry.tracing import trace_headers
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -23,7 +23,7 @@ from rollmesh.shared.bus.bus import (
 )
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import InvalidInput, PayloadTooLarge
-from rollmesh.shared.rpc.trace_interceptor import trace_headers
+from rollmesh.shared.telemetry.tracing import trace_headers
 
 RECORD_OVERHEAD_BYTES = 32
 """Framing per record; JetStream's file store has about as much."""

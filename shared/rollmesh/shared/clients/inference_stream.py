@@ -15,6 +15,8 @@ import grpc
 
 from rollmesh.shared.errors import MeshError, Unavailable
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.telemetry.logs import apart
+from rollmesh.shared.telemetry.tracing import traceparent
 from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 Reply = inference_pb2.GenerateDelta | MeshError
@@ -54,11 +56,12 @@ class NodeStream:
         """Sends a request under an id of its own. Submissions of one turn of the loop leave in one message."""
         request = StreamRequest(f"r{next(self._ids)}")
         submission.request_id = request.request_id
+        submission.traceparent = traceparent()
         self._live[request.request_id] = request
         self._outgoing.submissions.append(submission)
         self._wake.set()
         if self._task is None:
-            self._task = asyncio.create_task(self._run())
+            self._task = asyncio.create_task(self._run(), context=apart())
         return request
 
     def cancel(self, request: StreamRequest, reason: str) -> None:

@@ -19,6 +19,8 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.trajectory import decode_rewards
 from rollmesh.shared.errors import InvalidInput, MeshError, NotFound, NotReady, ScorerFailed
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.telemetry.logs import apart
+from rollmesh.shared.telemetry.tracing import traceparent
 from rollmesh.shared.trajectory import Reward
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc
 
@@ -107,12 +109,13 @@ class RewardClient:
 
     async def score(self, run: str, item: reward_pb2.ScoreItem) -> Rewards:
         """Rewards of the item's samples, in their order. Raises `MeshError`; a scorer's failure is inside the rewards."""
+        item.traceparent = traceparent()
         waiting = _Waiting(run, item, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if len(self._waiting) >= self._config.batch_max:
             self._flush()
         elif self._window is None:
-            self._window = asyncio.ensure_future(self._flush_later())
+            self._window = asyncio.create_task(self._flush_later(), context=apart())
         try:
             return await waiting.answer
         except asyncio.CancelledError:
@@ -146,7 +149,7 @@ class RewardClient:
             self._window = None
         for run in dict.fromkeys(entry.run for entry in waiting):
             batch = [entry for entry in waiting if entry.run == run]
-            task = asyncio.ensure_future(self._send(run, batch))
+            task = asyncio.create_task(self._send(run, batch), context=apart())
             for entry in batch:
                 entry.company, entry.sending = batch, task
             self._sending.add(task)

@@ -22,6 +22,7 @@ import msgspec
 from rollmesh.shared.clients.sandbox_link import Connect, WorkLink
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, NotReady
+from rollmesh.shared.telemetry.logs import apart
 from rollmesh.v1 import sandbox_pb2
 
 
@@ -210,7 +211,7 @@ class SandboxClient:
 
     def _retire(self, link: WorkLink) -> None:
         """Ends the stream to a node that left, on the side: whoever opens a session need not wait for that."""
-        task = asyncio.ensure_future(link.close(limit_s=self._config.close_s_max))
+        task = asyncio.create_task(link.close(limit_s=self._config.close_s_max), context=apart())
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 

@@ -16,6 +16,8 @@ import grpc
 from rollmesh.shared.codec.failure import decode_failure
 from rollmesh.shared.errors import DeadlineExceeded, MeshError, SandboxFailed
 from rollmesh.shared.rpc.status import from_rpc_error
+from rollmesh.shared.telemetry.logs import apart
+from rollmesh.shared.telemetry.tracing import traceparent
 from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc
 
 _Queue = asyncio.Queue[sandbox_pb2.WorkRequest | None]
@@ -87,6 +89,7 @@ class WorkLink:
 
     async def _exchange(self, command: sandbox_pb2.WorkRequest) -> sandbox_pb2.WorkResponse:
         command.request_id = f"{next(self._numbers)}"
+        command.traceparent = traceparent()
         answer: asyncio.Future[sandbox_pb2.WorkResponse] = asyncio.get_running_loop().create_future()
         self._pending[command.request_id] = answer
         try:
@@ -100,7 +103,7 @@ class WorkLink:
 
     def _ensure_stream(self) -> None:
         if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._serve())
+            self._task = asyncio.create_task(self._serve(), context=apart())
 
     async def _serve(self) -> None:
         if self._channel is None:

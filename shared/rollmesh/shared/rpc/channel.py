@@ -22,7 +22,7 @@ import msgspec
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.auth_interceptor import bearer
 from rollmesh.shared.rpc.server import MESSAGE_BYTES_MAX
-from rollmesh.shared.rpc.trace_interceptor import trace_headers
+from rollmesh.shared.telemetry.tracing import trace_headers
 
 
 class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """`RpcServer`: one gRPC server as every service of the mesh runs it.
 
-Order around each call, outermost first: trace, token, errors, deadline. Health (grpc.health.v1) and reflection (v1, v1alpha) are
-always there. By default it binds to loopback and wants the run's token; beyond loopback it wants TLS credentials too.
+Order around each call, outermost first: trace, metrics (where they are on), token, errors, deadline. Health (grpc.health.v1)
+and reflection (v1, v1alpha) are always there. By default it binds to loopback and wants the run's token; beyond loopback it wants TLS credentials too.
 
     async with RpcServer(ServerConfig(), access=access) as server:
         server.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer)
@@ -26,8 +26,10 @@ from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.auth_interceptor import AuthInterceptor
 from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
 from rollmesh.shared.rpc.error_interceptor import ErrorInterceptor
+from rollmesh.shared.rpc.metrics_interceptor import MetricsInterceptor
 from rollmesh.shared.rpc.reflection import add_reflection
 from rollmesh.shared.rpc.trace_interceptor import TraceInterceptor
+from rollmesh.shared.telemetry import metrics
 
 MESSAGE_BYTES_MAX = 8 * 1024 * 1024
 
@@ -66,6 +68,7 @@ class RpcServer:
         self._server = grpc.aio.server(
             interceptors=[
                 TraceInterceptor(),
+                *([MetricsInterceptor()] if metrics.is_on() else []),
                 AuthInterceptor(access.token),
                 ErrorInterceptor(),
                 DeadlineInterceptor(self._config.deadline_s),

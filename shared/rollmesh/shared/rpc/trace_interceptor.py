@@ -1,53 +1,34 @@
-"""W3C trace context through gRPC metadata: a span per call on servers, `traceparent` on outgoing calls.
-
-Costs nothing while no tracer provider is configured and the caller sends no `traceparent`.
-"""
+"""A span per call on servers, below the caller's. Costs nothing for calls that bring no sampled `traceparent`."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import grpc
-from opentelemetry import propagate, trace
 
 from rollmesh.shared.rpc.handlers import AroundInterceptor, Context, Handler
+from rollmesh.shared.telemetry import tracing
 
 
 class TraceInterceptor(AroundInterceptor):
-    """Continues the caller's trace, on servers."""
+    """Continues the caller's trace, on servers. Calls outside of a trace are none: heartbeats would drown the rest."""
 
     def applies(self, details: grpc.HandlerCallDetails, handler: Handler) -> bool:
-        return tracing_is_on() or any(key == "traceparent" for key, _ in _pairs(details.invocation_metadata))
+        return any(key == "traceparent" for key, _ in details.invocation_metadata or ())
 
     def around(self, method: str, context: Context) -> AbstractAsyncContextManager[None]:
-        return _span(method, context)
-
-
-def tracing_is_on() -> bool:
-    """Whether the process has a tracer provider."""
-    return not isinstance(trace.get_tracer_provider(), (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
-
-
-def trace_headers() -> dict[str, str]:
-    """The current trace context as W3C headers; empty outside of a trace."""
-    headers: dict[str, str] = {}
-    if trace.get_current_span().get_span_context().is_valid:
-        propagate.inject(headers)
-    return headers
+        return _span(method, _text_headers(context.invocation_metadata()))
 
 
 @asynccontextmanager
-async def _span(method: str, context: Context) -> AsyncIterator[None]:
-    headers = {key: value for key, value in _pairs(context.invocation_metadata()) if isinstance(value, str)}
-    parent = propagate.extract(headers)
-    tracer = trace.get_tracer("rollmesh.rpc")
+async def _span(method: str, headers: Mapping[str, str]) -> AsyncIterator[None]:
     service, _, verb = method.strip("/").rpartition("/")
     attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": verb}
-    with tracer.start_as_current_span(f"{service}/{verb}", parent, trace.SpanKind.SERVER, attributes):
+    with tracing.call_span(headers, f"{service.rpartition('.')[2]}/{verb}", attributes):
         yield
 
 
-def _pairs(metadata: Any) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in metadata or ()]
+def _text_headers(metadata: Any) -> dict[str, str]:
+    return {key: value for key, value in metadata or () if isinstance(value, str)}

@@ -82,6 +82,8 @@ class _Running:
     num_cached: int = -1
     """-1 until the request runs."""
     kv_step_oldest: int = 0
+    asked_s: float = 0.0
+    queued_s: float = 0.0
 
 
 class FakeEngine:
@@ -104,6 +106,7 @@ class FakeEngine:
         self._task: asyncio.Task[None] | None = None
         self._broken = "engine is not started"
         self._num_steps = self._num_generated = self._num_prefilled = self._num_hit = 0
+        self._step_s = 0.0
 
     @property
     def active(self) -> PolicyVersion | None:
@@ -135,7 +138,7 @@ class FakeEngine:
             )
         if len(self._live) >= self._config.slots_max + self._config.queue_max:
             raise EngineBusy(f"{self._config.queue_max} requests are waiting already")
-        running = self._live[request.request_id] = _Running(request, emit)
+        running = self._live[request.request_id] = _Running(request, emit, asked_s=self._clock.monotonic_s())
         heapq.heappush(self._waiting, (-request.priority, next(self._arrivals), running))
         self._work.set()
 
@@ -199,6 +202,7 @@ class FakeEngine:
             tokens_prefilled=self._num_prefilled,
             tokens_prefix_hit=self._num_hit,
             steps=self._num_steps,
+            step_s=self._step_s,
         )
 
     async def _run(self) -> None:
@@ -207,7 +211,9 @@ class FakeEngine:
                 await self._wait_for_work()
                 await self._clock.sleep(self._config.step_s)
                 if self._active is not None:
+                    start_s = self._clock.monotonic_s()
                     self._step(*self._active)
+                    self._step_s += self._clock.monotonic_s() - start_s + self._config.step_s
         except Exception as error:  # noqa: BLE001 - the one recording point: the cause goes to every live request
             self._broken = f"engine task ended with {type(error).__name__}: {error}"
             for request_id in list(self._live):
@@ -236,6 +242,7 @@ class FakeEngine:
         differs = held[:num] != token_ids[:num]
         running.num_cached = int(differs.argmax()) if differs.any() else num
         running.kv_step_oldest = version.step
+        running.queued_s = self._clock.monotonic_s() - running.asked_s
         self._running[running.request.request_id] = running
         self._num_hit += running.num_cached
         self._num_prefilled += len(token_ids) - running.num_cached
@@ -298,6 +305,7 @@ class FakeEngine:
                 error=self._broken if finish is FinishReason.ERROR else "",
                 num_prompt_cached=running.num_cached if first else 0,
                 num_prompt_prefilled=len(request.token_ids) - running.num_cached if first else 0,
+                queued_s=running.queued_s if first else 0.0,
             )
         )
 

@@ -29,6 +29,8 @@ class Sequence:
     num_emitted: int = 0
     """Tokens the caller has, its own prefix included."""
     num_cached: int = 0
+    asked_s: float = 0.0
+    queued_s: float = 0.0
 
     @property
     def num_prompt(self) -> int:

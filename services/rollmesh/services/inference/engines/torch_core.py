@@ -11,6 +11,7 @@ Collaborators: `scheduler` decides, `slots` remembers, `torch_runner` computes. 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -56,6 +57,7 @@ class TorchCore:
         self._weights: Weights | None = None
         self.version: PolicyVersion = NO_VERSION
         self._num_steps = self._num_generated = self._num_prefilled = self._num_hit = 0
+        self._step_s = 0.0
 
     @property
     def idle(self) -> bool:
@@ -68,7 +70,8 @@ class TorchCore:
         return bool(self._deltas)
 
     def submit(self, request: GenerateRequest) -> None:
-        self._sequences[request.request_id] = self._scheduler.enqueue(request)
+        sequence = self._sequences[request.request_id] = self._scheduler.enqueue(request)
+        sequence.asked_s = time.perf_counter()
 
     def cancel(self, request_id: str) -> None:
         sequence = self._sequences.get(request_id)
@@ -91,8 +94,10 @@ class TorchCore:
         """One step; returns the deltas due since the last one, in order."""
         self._step_control()
         if self._weights is not None and self._sequences:
+            start_s = time.perf_counter()
             self._step_model(self._weights)
             self._num_steps += 1
+            self._step_s += time.perf_counter() - start_s
         deltas, self._deltas = self._deltas, []
         return deltas
 
@@ -114,6 +119,7 @@ class TorchCore:
             tokens_prefilled=self._num_prefilled,
             tokens_prefix_hit=self._num_hit,
             steps=self._num_steps,
+            step_s=self._step_s,
         )
 
     def _step_control(self) -> None:
@@ -135,6 +141,7 @@ class TorchCore:
         length_max = min(sequence.num_prompt + request.params.max_tokens, self._config.context_max)
         self._rules.set(slot, request.params, length_max=length_max, marks=self._stop_rules.marks(request.params))
         self._num_hit += sequence.num_cached
+        sequence.queued_s = time.perf_counter() - sequence.asked_s
 
     def _prefill(self, weights: Weights) -> NDArray[np.int64]:
         """Compute what the plan says; returns the slots that got a token by it."""
@@ -240,6 +247,7 @@ class TorchCore:
                 finish=finish,
                 num_prompt_cached=sequence.num_cached if first else 0,
                 num_prompt_prefilled=sequence.num_prompt - sequence.num_cached if first else 0,
+                queued_s=sequence.queued_s if first else 0.0,
             )
         )
 

@@ -1,7 +1,7 @@
-"""Logging with the ids of what is being worked on, and opt-in tracing.
+"""Logging with the ids of what is being worked on.
 
-`log_context(run=..., episode=...)` puts ids on every log line below it, through awaits and the tasks it starts. Tracing is off until
-`set_up_tracing` is called: the interceptors and the bus then cost nothing.
+`log_context(run=..., episode=...)` puts ids on every log line below it, through awaits and the tasks it starts; `node` among them is
+also the label of metrics. Tasks that outlive or serve many of what they were started for are started in `apart()`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import Context, ContextVar, copy_context
 from typing import Literal, TextIO
 
 import msgspec
+from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
-_ids: ContextVar[Mapping[str, str]] = ContextVar("rollmesh_log_ids")
+_NO_IDS: Mapping[str, str] = {}
+_ids: ContextVar[Mapping[str, str]] = ContextVar("rollmesh_log_ids", default=_NO_IDS)
 
 
 class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,11 +34,31 @@ class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 @contextmanager
 def log_context(**ids: str) -> Iterator[None]:
     """Adds ids (run, episode, lease, node, ...) to the log lines of this context and of tasks started in it."""
-    token = _ids.set({**_ids.get({}), **ids})
+    token = _ids.set({**_ids.get(), **ids})
     try:
         yield
     finally:
         _ids.reset(token)
+
+
+def context_id(name: str) -> str:
+    """An id of this context; empty if it has none of that name."""
+    return _ids.get().get(name, "")
+
+
+def apart() -> Context:
+    """A context for a task that serves more than what starts it: of the present one's ids only `node`, and no span."""
+    made = copy_context()
+    made.run(_keep_node_only)
+    return made
+
+
+def _keep_node_only() -> None:
+    ids = _ids.get()
+    if len(ids) > 1 or "node" not in ids:
+        _ids.set({"node": ids["node"]} if "node" in ids else _NO_IDS)
+    if trace.get_current_span() is not trace.INVALID_SPAN:
+        otel_context.attach(trace.set_span_in_context(trace.INVALID_SPAN))
 
 
 def set_up_logging(config: LoggingConfig | None = None, stream: TextIO | None = None) -> None:
@@ -53,18 +72,10 @@ def set_up_logging(config: LoggingConfig | None = None, stream: TextIO | None = 
     logging.getLogger("rollmesh").setLevel(config.level)
 
 
-def set_up_tracing(service: str, exporter: SpanExporter) -> TracerProvider:
-    """Turns tracing on in this process. The caller shuts the returned provider down, which flushes it."""
-    provider = TracerProvider(resource=Resource.create({"service.name": f"rollmesh-{service}"}))
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
-    return provider
-
-
 def _context_of_line() -> dict[str, str]:
     span = trace.get_current_span().get_span_context()
     traced = {"trace_id": f"{span.trace_id:032x}"} if span.is_valid else {}
-    return {**_ids.get({}), **traced}
+    return {**_ids.get(), **traced}
 
 
 class _PlainFormatter(logging.Formatter):

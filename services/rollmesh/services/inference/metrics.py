@@ -1,0 +1,44 @@
+"""Metrics of an inference node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollmesh.shared.telemetry.metrics import Reading, counter, gauge, histogram
+
+if TYPE_CHECKING:
+    from rollmesh.services.inference.node import InferenceNode
+
+TOKENS = counter(
+    "rollmesh_inference_tokens_total", "Tokens sampled, computed as prefix, or found in the cache.", "work"
+)
+REQUESTS = gauge("rollmesh_inference_requests", "Requests at the engine.", "state")
+SLOTS = gauge("rollmesh_inference_slots", "Requests that can run at once.")
+KV_TOKENS = gauge("rollmesh_inference_kv_tokens", "Tokens in the key-value cache, and the most there can be.", "part")
+STEPS = counter("rollmesh_inference_steps_total", "Engine steps.")
+STEP_SECONDS = counter(
+    "rollmesh_inference_step_seconds_total", "Seconds in engine steps; over steps it is the mean step time."
+)
+QUEUE_SECONDS = histogram("rollmesh_inference_queue_seconds", "Wait of a request for a slot.")
+VERSION = gauge("rollmesh_inference_version_step", "Step of the active weights; -1 before the first.")
+INCARNATION = gauge("rollmesh_inference_version_incarnation", "Incarnation of the active weights.")
+METRICS = (TOKENS, REQUESTS, SLOTS, KV_TOKENS, STEPS, STEP_SECONDS, QUEUE_SECONDS, VERSION, INCARNATION)
+
+
+async def read(node: InferenceNode) -> list[Reading]:
+    """What the engine counts, and the active version."""
+    load, active = node.engine.load(), node.state.active
+    return [
+        Reading(TOKENS, load.tokens_generated, ("generated",)),
+        Reading(TOKENS, load.tokens_prefilled, ("prefilled",)),
+        Reading(TOKENS, load.tokens_prefix_hit, ("prefix_hit",)),
+        Reading(REQUESTS, load.num_running, ("running",)),
+        Reading(REQUESTS, load.num_waiting, ("waiting",)),
+        Reading(SLOTS, load.slots_max),
+        Reading(KV_TOKENS, load.kv_tokens_used, ("used",)),
+        Reading(KV_TOKENS, load.kv_tokens_max, ("max",)),
+        Reading(STEPS, load.steps),
+        Reading(STEP_SECONDS, load.step_s),
+        Reading(VERSION, -1 if active is None else active.step),
+        Reading(INCARNATION, 0 if active is None else active.incarnation),
+    ]

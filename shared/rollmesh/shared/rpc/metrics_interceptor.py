@@ -1,0 +1,68 @@
+"""Every call counted by method and code, and answers timed. Built into servers only where metrics are on.
+
+Streams are counted when they end; how long they lived says nothing, so only calls with one answer are timed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import grpc
+
+from rollmesh.shared.errors import MeshError
+from rollmesh.shared.rpc.handlers import AroundInterceptor, Context, Handler
+from rollmesh.shared.telemetry.metrics import count, counter, histogram, observe
+
+CALLS = counter("rollmesh_rpc_calls_total", "Calls served, by method and gRPC code.", "service", "method", "code")
+CALL_SECONDS = histogram(
+    "rollmesh_rpc_call_seconds",
+    "Time to serve a call with one answer; of long polls the wait for work is part.",
+    "service",
+    "method",
+)
+_NAMES = {key: code.name for code in grpc.StatusCode for key in (code, code.value[0])}
+"""grpc.aio gives the code of an aborted call as a number."""
+
+
+class MetricsInterceptor(AroundInterceptor):
+    """Counts and times calls, on servers. Just outside of the error interceptor, whose statuses it sees."""
+
+    def __init__(self) -> None:
+        self._streams: set[str] = set()
+
+    def applies(self, details: grpc.HandlerCallDetails, handler: Handler) -> bool:
+        if handler.response_streaming:
+            self._streams.add(details.method)
+        return True
+
+    def around(self, method: str, context: Context) -> AbstractAsyncContextManager[None]:
+        return _measured(method, context, timed=method not in self._streams)
+
+
+@asynccontextmanager
+async def _measured(method: str, context: Context, *, timed: bool) -> AsyncIterator[None]:
+    service, _, verb = method.strip("/").rpartition("/")
+    service = service.rpartition(".")[2]
+    start_s, code = time.perf_counter(), "OK"
+    try:
+        yield
+    except asyncio.CancelledError:
+        code = "CANCELLED"
+        raise
+    except BaseException as err:
+        code = _code(err, context)
+        raise
+    finally:
+        count(CALLS, service, verb, code)
+        if timed:
+            observe(CALL_SECONDS, time.perf_counter() - start_s, service, verb)
+
+
+def _code(err: BaseException, context: Any) -> str:
+    if isinstance(err, MeshError):
+        return err.code.name
+    return _NAMES.get(context.code(), "UNKNOWN")

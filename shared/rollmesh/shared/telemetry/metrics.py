@@ -1,0 +1,90 @@
+"""Metrics by name, whatever exposes them. Off, `count` and `observe` return at once.
+
+Two ways in: events are counted where they happen; what a service knows anyway is read when somebody asks (a `Source`), which costs
+nothing in between. Every series carries the label `node`: the part it is about, from the caller's `log_context`.
+Names follow Prometheus' rules: base units, `_total` for counters; docs/observability.md lists them all, by test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from rollmesh.shared.telemetry.logs import context_id
+
+LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Buckets for waits and calls, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A family of series. Make it with `counter`, `gauge` or `histogram`."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...]
+    """Besides `node`, which all have."""
+    buckets: tuple[float, ...] = ()
+
+
+def counter(name: str, help_: str, *labels: str) -> Metric:
+    """Only grows, but for a restart. Its name ends in _total."""
+    return Metric(name, "counter", help_, labels)
+
+
+def gauge(name: str, help_: str, *labels: str) -> Metric:
+    """A present value."""
+    return Metric(name, "gauge", help_, labels)
+
+
+def histogram(name: str, help_: str, *labels: str, buckets: tuple[float, ...] = LATENCY_S) -> Metric:
+    """A distribution by upper bounds."""
+    return Metric(name, "histogram", help_, labels, buckets)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A present value; for a histogram, how many observations there were of each value."""
+
+    metric: Metric
+    value: float | Mapping[int, int]
+    labels: tuple[str, ...] = ()
+
+
+Source = Callable[[], Awaitable[Iterable[Reading]]]
+"""Reads a node, on the event loop."""
+
+
+class Meter(Protocol):
+    """Where metrics go."""
+
+    def count(self, metric: Metric, node: str, labels: tuple[str, ...], amount: float) -> None: ...
+
+    def observe(self, metric: Metric, node: str, labels: tuple[str, ...], value: float) -> None: ...
+
+
+_meter: Meter | None = None
+
+
+def use(meter: Meter | None) -> None:
+    """Metrics of this process go to `meter` from now on."""
+    global _meter
+    _meter = meter
+
+
+def is_on() -> bool:
+    return _meter is not None
+
+
+def count(metric: Metric, *labels: str, amount: float = 1.0) -> None:
+    """Adds to a counter."""
+    if _meter is not None:
+        _meter.count(metric, context_id("node"), labels, amount)
+
+
+def observe(metric: Metric, value: float, *labels: str, node: str = "") -> None:
+    """Adds to a histogram. `node` where the caller has no context, as in callbacks of a thread."""
+    if _meter is not None:
+        _meter.observe(metric, node or context_id("node"), labels, value)

@@ -1,0 +1,148 @@
+"""Metrics served to Prometheus: one /metrics per process, from a thread of its own.
+
+Sources are read on the event loop, where their nodes live, so a scrape sees no half-made state; a loop that is too busy for
+`SCRAPE_S_MAX` fails the scrape, and one source that fails leaves out its own series only.
+The address is written to RUN/metrics as a target file of Prometheus' `file_sd_configs`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from rollmesh.shared.errors import ConfigError, MeshError
+from rollmesh.shared.telemetry.metrics import Metric, Reading, Source
+
+FOLDER = "metrics"
+"""Of target files, in the run folder."""
+SCRAPE_S_MAX = 5.0
+PORTS_MAX = 64
+"""Ports tried from a fixed one on."""
+_log = logging.getLogger(__name__)
+
+
+class PrometheusMeter(Collector):
+    """A `metrics.Meter`, and the HTTP server that shows it. Made and closed on the event loop."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        self._instruments: dict[str, Any] = {}
+        self._sources: dict[str, Source] = {}
+        self._loop = asyncio.get_running_loop()
+        self._server: Any = None
+        self._target: Path | None = None
+
+    # metrics.Meter ----------------------------------------------------------------------------------------------------
+
+    def count(self, metric: Metric, node: str, labels: tuple[str, ...], amount: float) -> None:
+        self._instrument(metric, Counter).labels(node, *labels).inc(amount)
+
+    def observe(self, metric: Metric, node: str, labels: tuple[str, ...], value: float) -> None:
+        self._instrument(metric, Histogram, buckets=metric.buckets).labels(node, *labels).observe(value)
+
+    def _instrument(self, metric: Metric, kind: type, **options: Any) -> Any:
+        made = self._instruments.get(metric.name)
+        if made is None:
+            made = kind(metric.name, metric.help, ("node", *metric.labels), registry=self._registry, **options)
+            self._instruments[metric.name] = made
+        return made
+
+    # Sources ----------------------------------------------------------------------------------------------------------
+
+    def add_source(self, node: str, source: Source) -> None:
+        """Shows what `source` reads, as series of `node`."""
+        self._sources[node] = source
+
+    def remove_source(self, node: str) -> None:
+        self._sources.pop(node, None)
+
+    def describe(self) -> Iterable[Any]:
+        """Nothing in advance: registering must not read the nodes."""
+        return []
+
+    def collect(self) -> Iterable[Any]:
+        """On the server's thread: everything the sources read."""
+        reading = asyncio.run_coroutine_threadsafe(self._read_all(), self._loop)
+        try:
+            return _families(reading.result(SCRAPE_S_MAX))
+        except TimeoutError:
+            reading.cancel()
+            raise
+
+    async def _read_all(self) -> list[tuple[str, Reading]]:
+        found: list[tuple[str, Reading]] = []
+        for node, source in list(self._sources.items()):
+            try:
+                found += [(node, reading) for reading in await source()]
+            except MeshError as err:  # a part that is stopping or not led: its series are missing until it is back
+                _log.debug("no metrics of %s: %s", node, err)
+        return found
+
+    # Serving ----------------------------------------------------------------------------------------------------------
+
+    def serve(self, host: str, port: int, *, folder: Path, process: str) -> str:
+        """Serves at host:port, or the next free one after it; returns where. ConfigError if none is free."""
+        bound = self._bind(host, port)
+        address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        folder.joinpath(FOLDER).mkdir(parents=True, exist_ok=True)
+        self._target = folder / FOLDER / f"{process}.json"
+        self._target.write_text(json.dumps([{"targets": [address], "labels": {"process": process}}]) + "\n")
+        return address
+
+    def _bind(self, host: str, port: int) -> int:
+        last = port + PORTS_MAX if port else 1
+        for one in range(port, last):
+            try:
+                self._server, _ = start_http_server(one, host, registry=self._registry)
+                return int(self._server.server_port)
+            except OSError as err:
+                cause = err
+        raise ConfigError(
+            f"telemetry.metrics_address: no port of {host}:{port} to {last - 1} can be listened on ({cause.strerror}); "
+            "use port 0 for a free one"
+        )
+
+    def close(self) -> None:
+        """Ends the server; its target file goes, so that nobody scrapes in vain. Blocks for at most half a second."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        if self._target is not None:
+            self._target.unlink(missing_ok=True)
+
+
+def _families(readings: Iterable[tuple[str, Reading]]) -> list[Any]:
+    families: dict[str, Any] = {}
+    kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+    for node, reading in readings:
+        metric, labels = reading.metric, (node, *reading.labels)
+        if metric.name not in families:
+            families[metric.name] = kinds[metric.kind](metric.name, metric.help, labels=("node", *metric.labels))
+        family = families[metric.name]
+        if isinstance(reading.value, Mapping):
+            buckets, total = _histogram(reading.value, metric.buckets)
+            family.add_metric(labels, buckets=buckets, sum_value=total)
+        else:
+            family.add_metric(labels, reading.value)
+    return list(families.values())
+
+
+def _histogram(observed: Mapping[int, int], bounds: tuple[float, ...]) -> tuple[list[tuple[str, float]], float]:
+    upper = [*bounds, float("inf")]
+    buckets = [
+        (
+            "+Inf" if bound == float("inf") else str(float(bound)),
+            float(sum(n for v, n in observed.items() if v <= bound)),
+        )
+        for bound in upper
+    ]
+    return buckets, float(sum(value * num for value, num in observed.items()))
