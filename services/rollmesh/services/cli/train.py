@@ -68,7 +68,7 @@ def demo(
 
 def _run(folder: RunFolder, config: TrainConfig, base_dir: Path, console: Console, *, in_process: bool) -> Summary:
     with folder.log.open("a", encoding="utf-8") as log:
-        set_up_logging(stream=log)
+        set_up_logging(config.telemetry.logging(), stream=log)
         try:
             view = open_view(config, console, _shown(folder.root))
             try:

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -25,9 +26,11 @@ from rollmesh.services.coordinator.core.turn import Effect, Refusal, Reply
 from rollmesh.services.coordinator.effects import Effects
 from rollmesh.services.coordinator.goals import weight_goal
 from rollmesh.services.coordinator.ledger import Ledger
+from rollmesh.services.coordinator.metrics import APPEND_SECONDS
 from rollmesh.services.coordinator.refusals import to_error
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, MeshError, NotReady, Overloaded
+from rollmesh.shared.telemetry import log_context, metrics
 
 T = TypeVar("T")
 CLOSE_S_MAX = 5.0
@@ -104,7 +107,11 @@ class RunDriver:
         decision = self._core.resume(self._clock.monotonic_s())
         await self._releases.put(await self._record(decision))
         loops = {"decide": self._decide_forever, "release": self._release_forever, "tick": self._tick_forever}
-        self._tasks = [asyncio.create_task(self._guarded(loop), name=f"{self.run} {k}") for k, loop in loops.items()]
+        with log_context(run=self.run):
+            self._tasks = [
+                asyncio.create_task(self._guarded(loop), name=f"{self.run} {k}", context=copy_context())
+                for k, loop in loops.items()
+            ]
 
     async def ask(self, make: Callable[[int], i.Input]) -> Any:
         """The answer to an input made with its ticket. Raises the typed refusal; if cancelled, nobody waits any longer."""
@@ -190,10 +197,18 @@ class RunDriver:
         if decision.facts:
             try:
                 stored = self._last_stored = await self._ledger.append(decision.facts)
+                self._time_append(stored)
             except MeshError as error:
                 raise self._ledger.failure(error) from error
         goal = weight_goal(self._core) if self._core.state.spec is not None else None
         return _Release(self._ledger.position, stored, decision.effects, goal)
+
+    def _time_append(self, stored: asyncio.Future[int]) -> None:
+        if metrics.is_on():
+            asked_s = self._clock.monotonic_s()
+            stored.add_done_callback(
+                lambda _: metrics.observe(APPEND_SECONDS, self._clock.monotonic_s() - asked_s, self.run)
+            )
 
     def _look(self, item: _Look) -> _Release:
         value = item.read(self._core, self._ledger.position)

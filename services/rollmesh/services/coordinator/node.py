@@ -30,7 +30,7 @@ from rollmesh.shared.errors import Internal, MeshError
 from rollmesh.shared.ids import IdSource, RandomIds
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer
-from rollmesh.v1 import coordinator_pb2_grpc, run_pb2_grpc
+from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class CoordinatorNode:
         self._stack = AsyncExitStack()
         self._server = RpcServer(config.server, access=access)
         self._runs: Runs | None = None
+        self._keeper: FleetKeeper | None = None
         self._failure: asyncio.Future[NoReturn] | None = None
 
     @property
@@ -75,6 +76,11 @@ class CoordinatorNode:
         """The runs it leads, once entered: for a process that holds it."""
         assert self._runs is not None, "not started"
         return self._runs
+
+    def fleet_nodes(self) -> list[coordinator_pb2.FleetNode]:
+        """Every node that has joined, once entered."""
+        assert self._keeper is not None, "not started"
+        return self._keeper.nodes(None)
 
     async def failed(self) -> NoReturn:
         """Wait until this coordinator can't lead on, and raise why: Fenced or DataLoss. The process should exit then."""
@@ -101,7 +107,7 @@ class CoordinatorNode:
         if bus is None:
             bus = await JetStreamBus.connect(self._bus_url, token=self._access.token)
             stack.push_async_callback(bus.close)
-        keeper = self._make_keeper()
+        keeper = self._keeper = self._make_keeper()
         outgoing = Outgoing(keeper, access=self._access, call_s=self._config.run.call_s)
         stack.push_async_callback(outgoing.close)
         stack.push_async_callback(self._server.stop)

@@ -14,11 +14,14 @@ from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import known_member
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper, NodeStream
 from rollmesh.services.coordinator.lease_names import from_wire, to_wire
+from rollmesh.services.coordinator.metrics import ACQUIRE_SECONDS
 from rollmesh.services.coordinator.offer import MeshFacts
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, Unimplemented, UnknownRun
 from rollmesh.shared.rpc.handlers import Context
+from rollmesh.shared.telemetry import tracing
+from rollmesh.shared.telemetry.metrics import observe
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc
 
@@ -111,11 +114,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             runs = await self._runs_of(request.node_id)
 
     async def _acquire(self, driver: RunDriver, request: pb.AcquireRolloutsRequest, wait_s: float) -> i.Acquired:
+        asked_s = self._clock.monotonic_s()
         acquired: i.Acquired = await driver.ask(
             lambda ticket: i.AcquireRollouts(
                 ticket=ticket, node_id=request.node_id, num_max=request.num_max, wait_s=wait_s
             )
         )
+        observe(ACQUIRE_SECONDS, self._clock.monotonic_s() - asked_s, driver.run)
         return acquired
 
     async def ExtendGroup(self, request: pb.ExtendGroupRequest, context: Context) -> pb.ExtendGroupResponse:
@@ -153,7 +158,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             places.setdefault(report.key.run, []).append(index)
         for run, indices in places.items():
             reports = tuple(wire.episode_report(request.reports[index]) for index in indices)
-            for index, result in zip(indices, await self._report(run, request.node_id, reports), strict=True):
+            with tracing.spans_below(
+                (request.reports[index].traceparent for index in indices), "record", "coordinator"
+            ):
+                answers = await self._report(run, request.node_id, reports)
+            for index, result in zip(indices, answers, strict=True):
                 results[index] = result
         return pb.ReportEpisodesResponse(results=results)
 

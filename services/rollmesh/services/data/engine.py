@@ -72,6 +72,10 @@ class DataEngine:
             )
         return [(draw, pool.task(draw)) for draw in range(first_draw, min(first_draw + num, len(pool)))]
 
+    def positions(self) -> dict[str, int]:
+        """Ledger record up to which each followed run is folded."""
+        return {run: follower.position for run, follower in self._runs.items()}
+
     async def snapshot(self, run: str) -> tuple[bytes, int]:
         """The run's state and the ledger sequence it stands at. UnknownRun, CatchingUp."""
         return await (await self._follower(run)).snapshot()

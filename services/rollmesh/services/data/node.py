@@ -33,8 +33,8 @@ class DataNode:
         server: ServerConfig | None = None,
     ) -> None:
         """Follows the ledgers on `bus`. Relative files in the config are looked up in `base_dir`. Raises ConfigError or RecordError."""
-        self._engine = build_engine(config, bus=bus, clock=clock or SystemClock(), base_dir=base_dir)
-        self._servicer = DataServicer(self._engine)
+        self.engine = build_engine(config, bus=bus, clock=clock or SystemClock(), base_dir=base_dir)
+        self._servicer = DataServicer(self.engine)
         self._joined = JoinedServer(
             kind=coordinator_pb2.NODE_KIND_DATA,
             node_id=node_id,
@@ -56,7 +56,7 @@ class DataNode:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._engine.close)
+            stack.push_async_callback(self.engine.close)
             await stack.enter_async_context(self._joined)
             self._joined.add(data_pb2_grpc.add_DataServiceServicer_to_server, self._servicer)
             await self._joined.start()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from rollmesh.services.data.engine import DataEngine, DrawnTasks
 from rollmesh.services.data.facts import DEFAULT_POLICY
+from rollmesh.services.data.metrics import TASKS
 from rollmesh.services.data.task import Split, Task
 from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import data_pb2, data_pb2_grpc, types_pb2
 
 NUM_TASKS_MAX = 1024
@@ -33,6 +35,7 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
             )
         else:
             raise _invalid("purpose", "must be TRAIN, EVAL or EXPORT")
+        count(TASKS, types_pb2.Purpose.Name(request.purpose).removeprefix("PURPOSE_").lower(), amount=len(tasks))
         return _encode(tasks)
 
     async def Snapshot(self, request: data_pb2.SnapshotRequest, context: object) -> data_pb2.SnapshotResponse:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from rollmesh.services.gateway.metrics import BYTES, EPISODES
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import PayloadLost
+from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import run_pb2, types_pb2
 
 
@@ -81,6 +83,8 @@ async def read_episode(log: StreamLog, ref: EpisodeRef) -> types_pb2.Episode:
     try:
         record = await log.read(ref.sequence)
         episode = types_pb2.Episode.FromString(record.payload)
+        count(EPISODES)
+        count(BYTES, amount=len(record.payload))
     except (UnknownRecord, DecodeError) as error:
         raise _lost(ref.sample_ids[0], f"record {ref.sequence} of {log.name} is gone or unreadable") from error
     missing = set(ref.sample_ids) - {sample.sample_id for sample in episode.samples}

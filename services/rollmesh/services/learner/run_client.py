@@ -24,6 +24,7 @@ from rollmesh.shared.errors import NotReady
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.telemetry.tracing import now_ns
 from rollmesh.shared.trajectory import GroupContext
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
@@ -67,6 +68,9 @@ class BatchLease:
     samples: Sequence[run_pb2.LeasedSample]
     groups: tuple[GroupContext, ...]
     lease_s: float
+    asked_ns: int = 0
+    leased_ns: int = 0
+    """When it was asked for and came, on the clock of spans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +135,7 @@ class RunClient:
         """The batch of `update`, or after `wait_s` what it waits for. Raises `Fenced`, `LeaseExpired`, `RunEnded`."""
         request = run_pb2.LeaseBatchRequest(**self._holding(), update=update, wait_s=wait_s)
         limit_s = wait_s + self._config.call_s
+        asked_ns = now_ns()
         reply: run_pb2.LeaseBatchResponse = await self.persist(
             lambda: self._call(self._stub.LeaseBatch, request, limit_s)
         )
@@ -142,6 +147,8 @@ class RunClient:
             samples=list(reply.samples),
             groups=tuple(decode_group_context(g, f"groups[{i}]") for i, g in enumerate(reply.groups)),
             lease_s=reply.lease_s,
+            asked_ns=asked_ns,
+            leased_ns=now_ns(),
         )
 
     async def fetch(self, lease: BatchLease, arriving: Callable[[], Awaitable[None]]) -> Fetched:

@@ -28,6 +28,8 @@ class Fetched:
     samples: list[TrainingSample] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
     """Sample id -> what is wrong with it, for people."""
+    traceparents: tuple[str, ...] = ()
+    """Contexts of the episodes that are traced."""
 
 
 class BatchAssembler:
@@ -37,6 +39,7 @@ class BatchAssembler:
         self._leased = {sample.meta.sample_id: sample for sample in leased}
         self._found: dict[str, TrainingSample] = {}
         self._unreadable: dict[str, str] = {}
+        self._traceparents: list[str] = []
 
     def add(self, message: run_pb2.FetchSamplesResponse) -> None:
         """Takes one episode. Samples of it that are not leased are passed over."""
@@ -46,6 +49,8 @@ class BatchAssembler:
         except InvalidInput as err:
             self._unreadable.update(dict.fromkeys(wanted, err.message))
             return
+        if episode.traceparent:
+            self._traceparents.append(episode.traceparent)
         by_id = {sample.sample_id: sample for sample in episode.samples}
         for sample_id in wanted:
             try:
@@ -62,7 +67,7 @@ class BatchAssembler:
                 sample_id=missing[0],
             )
         readable = [self._found[s] for s in self._leased if s in self._found]
-        return Fetched(readable, dict(self._unreadable))
+        return Fetched(readable, dict(self._unreadable), tuple(self._traceparents))
 
 
 def _training_sample(leased: run_pb2.LeasedSample, episode: Episode, sample: Sample | None) -> TrainingSample:

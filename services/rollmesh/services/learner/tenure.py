@@ -21,6 +21,7 @@ from rollmesh.services.learner.commands import Commands
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import OpenEngine, Position, Restored, StepResult
+from rollmesh.services.learner.metrics import TOKENS, UPDATES, trained_tokens
 from rollmesh.services.learner.metrics_log import MetricsLog
 from rollmesh.services.learner.moments import AtMoment, Moment
 from rollmesh.services.learner.progress import Progress
@@ -29,8 +30,11 @@ from rollmesh.services.learner.renewal import Renewal
 from rollmesh.services.learner.retry import Backoff
 from rollmesh.services.learner.run_client import Attached, BatchLease, Committed, RunClient
 from rollmesh.services.learner.source import UNREADABLE, Fetched
+from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateTrace
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, WrongUpdate
+from rollmesh.shared.telemetry import log_context
+from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.versions import PolicyVersion
 
 DataSnapshot = Callable[[int], Awaitable[bytes]]
@@ -94,7 +98,8 @@ class Tenure:
     async def train(self) -> None:
         """Makes updates until the run ends or a stop is commanded, then finishes: last checkpoint, last version."""
         while (lease := await self._lease()) is not None:
-            await self._update(lease)
+            with log_context(update=str(lease.update), lease=lease.lease_id):
+                await self._update(lease)
         if self._log.update > self._checkpointed:
             await self._checkpoint()
         if self._log.update > self._parts.progress.published_step:
@@ -142,19 +147,33 @@ class Tenure:
     async def _update(self, lease: BatchLease) -> None:
         parts = self._parts
         await parts.at(Moment.LEASED)
-        async with Renewal(parts.client, lease, parts.clock) as renewal:
-            fetched = await self._fetch(lease)
-            if fetched is None:
-                return
-            result = await self._step(lease, fetched)
-            renewal.check()
-            await parts.at(Moment.STEPPED)
-            with parts.progress.during("commit"):
-                committed = await parts.client.commit(lease, result, list(fetched.unreadable))
+        with UpdateTrace(lease) as trace:
+            done = await self._train_and_commit(lease, trace)
+        if done is None:
+            return
+        result, committed, num_unreadable = done
         self._record(result, committed)
         await parts.at(Moment.COMMITTED)
         await self._save_and_publish_when_due()
-        self._report(result, num_unreadable=len(fetched.unreadable))
+        self._report(result, num_unreadable=num_unreadable)
+
+    async def _train_and_commit(
+        self, lease: BatchLease, trace: UpdateTrace
+    ) -> tuple[StepResult, Committed, int] | None:
+        """What came of it, and the number of unreadable samples; None if the batch was given back."""
+        parts = self._parts
+        async with Renewal(parts.client, lease, parts.clock) as renewal:
+            fetched = await self._fetch(lease)
+            if fetched is None:
+                return None
+            trace.fetched(fetched.traceparents)
+            with trace.part(TRAIN):
+                result = await self._step(lease, fetched)
+            renewal.check()
+            await parts.at(Moment.STEPPED)
+            with parts.progress.during("commit"), trace.part(COMMIT):
+                committed = await parts.client.commit(lease, result, list(fetched.unreadable))
+        return result, committed, len(fetched.unreadable)
 
     async def _fetch(self, lease: BatchLease) -> Fetched | None:
         """The samples, or None if a payload is lost: the batch is given back then, to be leased again without it."""
@@ -193,6 +212,8 @@ class Tenure:
             )
         self._ledger_position = committed.ledger_position
         self._parts.progress.update = result.update
+        count(UPDATES, outcome.lower())
+        count(TOKENS, amount=trained_tokens(result.metrics))
 
     async def _save_and_publish_when_due(self) -> None:
         update, parts = self._log.update, self._parts

@@ -23,6 +23,7 @@ from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
+from rollmesh.shared.telemetry import TelemetryConfig
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,3 +147,5 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Tasks."""
     learner: LearnerConfig = msgspec.field(default_factory=LearnerConfig)
     """Training."""
+    telemetry: TelemetryConfig = msgspec.field(default_factory=TelemetryConfig)
+    """Traces, metrics, logs."""

@@ -59,7 +59,7 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
 def main(argv: Sequence[str] | None = None, options: Options | None = None) -> int:
     """Hosts parts until they end. `options` are keyword arguments for their nodes, as for `Mesh`. Returns the exit code."""
     host = _parse(argv)
-    set_up_logging()
+    set_up_logging()  # until the configuration says how
     try:
         stopped = asyncio.run(run_host(host, options))
     except ConfigError as err:
@@ -101,6 +101,7 @@ async def run_host(host: HostOptions, options: Options | None = None) -> bool:
     """Until a part ends or a signal comes: whether it was a signal. Raises what ended a part, ConfigError, and TimeoutError for a stop
     beyond its limit."""
     config = load_config(MeshConfig, host.config, host.overrides)
+    set_up_logging(config.telemetry.logging())
     base_dir = host.base_dir
     _check_parts(host.parts, config)
     if NATS not in host.parts and not config.bus.url:

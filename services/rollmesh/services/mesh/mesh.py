@@ -29,6 +29,7 @@ from typing import Any, Self
 
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.services.mesh.observe import source_of
 from rollmesh.services.mesh.parts import Part, build_part, part_names
 from rollmesh.services.mesh.place import Place, open_place
 from rollmesh.services.mesh.tuning import tune_process
@@ -38,6 +39,7 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.telemetry import Telemetry, log_context
 from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
 
 CREATE_S_MAX = 30.0
@@ -62,6 +64,9 @@ class Mesh:
         self._names = list(part_names(config)) if parts is None else list(parts)
         self._options = options or {}
         self._parts: dict[str, tuple[Part, Any]] = {}
+        process = "mesh" if parts is None else "+".join(parts) or "nats"
+        self.telemetry = Telemetry(config.telemetry, folder=self.place.run_dir, process=process)
+        """Traces and metrics, while the mesh is entered."""
         self._stack = AsyncExitStack()
         self._bus: Bus | None = None
 
@@ -90,6 +95,7 @@ class Mesh:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.telemetry)
             self._bus = await self._connect(stack)
             stack.push_async_callback(self._stop_all)
             for name in self._names:
@@ -120,13 +126,18 @@ class Mesh:
         """Starts a part, or starts it again after `stop`."""
         assert name not in self._parts, f"{name} runs already"
         assert self._bus is not None, "enter the mesh first"
-        part = build_part(name, self.place, self._bus, **self._options.get(name, {}))
-        self._parts[name] = (part, await part.__aenter__())
-        return self._parts[name][1]
+        with log_context(node=name):  # for whatever tasks the part starts
+            part = build_part(name, self.place, self._bus, **self._options.get(name, {}))
+            self._parts[name] = (part, await part.__aenter__())
+        node = self._parts[name][1]
+        if (source := source_of(name, node)) is not None:
+            self.telemetry.add_source(name, source)
+        return node
 
     async def stop(self, name: str) -> None:
         """Stops a part in good order."""
         part, _ = self._parts.pop(name)
+        self.telemetry.remove_source(name)
         await part.__aexit__(None, None, None)
 
     async def stop_learner(self) -> None:

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 from rollmesh.services.reward.finalizer import Finalizer, Group, Verdict
 from rollmesh.services.reward.item import AnswerKey, ScoreItem
+from rollmesh.services.reward.metrics import SCORES
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.services.reward.scorer import Scorer, ScorerResult
 from rollmesh.shared.errors import Overloaded
+from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import Outcome, Reward
 
 CAUSE_CHARS_MAX = 500
@@ -68,6 +70,11 @@ class RewardEngine:
         self._queue_samples_max = queue_samples_max
         self._num_queued = 0
 
+    @property
+    def num_queued(self) -> int:
+        """Samples in the queue or being scored."""
+        return self._num_queued
+
     async def score(self, items: Sequence[ScoreItem]) -> list[tuple[Reward, ...]]:
         """Rewards per item, in order. Overloaded if more samples wait than `queue_samples_max`."""
         if self._num_queued + len(items) > self._queue_samples_max:
@@ -105,10 +112,13 @@ async def run_scorer(configured: ConfiguredScorer, item: ScoreItem) -> tuple[Rew
     try:
         async with limit:
             result = await configured.scorer.score(item)
-        return _checked(configured, result)
+        rewards = _checked(configured, result)
+        count(SCORES, configured.label, "ok")
+        return rewards
     except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; this is where it is recorded
         late = isinstance(error, TimeoutError) and limit.expired()
         cause = f"no result within {configured.timeout_s} s" if late else f"{type(error).__name__}: {error}"
+        count(SCORES, configured.label, "failed")
         return (_failure(configured, cause, item.answer_key),)
 
 

@@ -31,8 +31,8 @@ class RewardNode:
         server: ServerConfig | None = None,
     ) -> None:
         """Relative files in the config are looked up in `base_dir`. Raises ConfigError or RecordError."""
-        self._engine = build_engine(config, base_dir)
-        self._servicer = RewardServicer(self._engine, finalizer_name=config.finalizer.name)
+        self.engine = build_engine(config, base_dir)
+        self._servicer = RewardServicer(self.engine, finalizer_name=config.finalizer.name)
         self._joined = JoinedServer(
             kind=coordinator_pb2.NODE_KIND_REWARD,
             node_id=node_id,
@@ -55,7 +55,7 @@ class RewardNode:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._engine.close)
+            stack.push_async_callback(self.engine.close)
             await stack.enter_async_context(self._joined)
             self._joined.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, self._servicer)
             await self._joined.start()

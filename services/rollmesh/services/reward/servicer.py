@@ -11,8 +11,11 @@ from typing import Any
 from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.finalizer import Group, Verdict
 from rollmesh.services.reward.item import ScoreItem, TaskView
+from rollmesh.services.reward.metrics import GROUPS
 from rollmesh.shared.codec.trajectory import decode_group_context, decode_key, encode_rewards
 from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.telemetry import tracing
+from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import FinishReason, Message
 from rollmesh.v1 import reward_pb2, reward_pb2_grpc, types_pb2
 
@@ -30,7 +33,8 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         self, request: reward_pb2.RewardServiceScoreRequest, context: object
     ) -> reward_pb2.RewardServiceScoreResponse:
         items = list(self._items(request))
-        scored = await self._engine.score(items)
+        with tracing.spans_below((item.traceparent for item in request.items), "scorers", "reward"):
+            scored = await self._engine.score(items)
         response = reward_pb2.RewardServiceScoreResponse()
         for item, rewards in zip(items, scored, strict=True):
             response.samples.add(sample_id=item.sample_id, rewards=encode_rewards(rewards))
@@ -51,6 +55,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 deadline_passed=request.deadline_passed,
             )
         )
+        count(GROUPS, verdict.decision.name.lower())
         return _encode_verdict(verdict)
 
     async def ListScorers(

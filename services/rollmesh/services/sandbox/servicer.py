@@ -17,10 +17,13 @@ import grpc
 
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.metrics import COMMANDS, START_SECONDS
 from rollmesh.services.sandbox.sessions import Holder, Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, InvalidInput, MeshError, Unimplemented
 from rollmesh.shared.ids import IdSource
+from rollmesh.shared.telemetry import log_context, tracing
+from rollmesh.shared.telemetry.metrics import count, observe
 from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc, types_pb2
 
 _log = logging.getLogger(__name__)
@@ -127,6 +130,12 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         answers: asyncio.Queue[sandbox_pb2.WorkResponse | None],
         holder: Holder,
     ) -> None:
+        """Never raises: a refusal and a bug are answers, too."""
+        verb = request.WhichOneof("command") or ""
+        with log_context(session=request.session_id), tracing.span_below(request.traceparent, verb, "sandbox"):
+            answers.put_nowait(await self._answered(request, holder))
+
+    async def _answered(self, request: sandbox_pb2.WorkRequest, holder: Holder) -> sandbox_pb2.WorkResponse:
         answer = sandbox_pb2.WorkResponse(request_id=request.request_id, session_id=request.session_id)
         try:
             await self._carry_out(request, answer, holder)
@@ -135,7 +144,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         except Exception:  # noqa: BLE001 - a bug of ours in one command must not take the others' stream along
             _log.exception("command %s failed", request.WhichOneof("command"))
             answer.failure.CopyFrom(_failure(Internal("the command failed inside the sandbox service; see its log")))
-        answers.put_nowait(answer)
+        return answer
 
     async def _carry_out(
         self, request: sandbox_pb2.WorkRequest, answer: sandbox_pb2.WorkResponse, holder: Holder
@@ -149,10 +158,12 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
                 _require_language(request.run.language)
                 result = await self._sessions.run(session_id, request.run.code, request.run.wall_s)
                 answer.result.CopyFrom(_exec_result(result, session_alive=result.session_alive))
+                count(COMMANDS, result.outcome.name.lower())
             case "call":
                 call = request.call
                 result = await self._sessions.call(session_id, call.function, call.arguments, call.wall_s)
                 answer.result.CopyFrom(_exec_result(result, session_alive=result.session_alive))
+                count(COMMANDS, result.outcome.name.lower())
             case "put_files":
                 await self._sessions.put_files(
                     session_id, {file.path: file.content for file in request.put_files.files}
@@ -185,6 +196,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             holder=holder,
         )
         answer.opened.start_s = self._clock.monotonic_s() - began_s
+        observe(START_SECONDS, answer.opened.start_s)
 
 
 def _limits(limits: sandbox_pb2.SandboxLimits) -> dict[str, float]:

@@ -1,0 +1,54 @@
+"""Metrics of a learner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rollmesh.shared.telemetry.metrics import Reading, counter, gauge
+
+if TYPE_CHECKING:
+    from rollmesh.services.learner.node import LearnerNode
+
+UPDATES = counter(
+    "rollmesh_learner_updates_total", "Committed updates, those after a roll-back counted again.", "outcome"
+)
+TOKENS = counter("rollmesh_learner_tokens_total", "Tokens trained on in committed updates.")
+STEP = gauge(
+    "rollmesh_learner_step", "Last step: committed, in a checkpoint, published (-1 before the first).", "state"
+)
+INCARNATION = gauge("rollmesh_learner_incarnation", "Grows with every roll-back.")
+PHASE_SECONDS = counter(
+    "rollmesh_learner_phase_seconds_total",
+    "Seconds by phase: attach, wait (for a batch), fetch, train, commit, checkpoint, publish.",
+    "phase",
+)
+ATTACHED = counter(
+    "rollmesh_learner_attached_total", "Attaches; more than one means that it went back to a checkpoint."
+)
+ESS = gauge("rollmesh_learner_effective_sample_size_ratio", "Effective sample size of the last update over its tokens.")
+LAST_UPDATE = gauge("rollmesh_learner_last_update", "Metrics of the last update as in metrics.jsonl.", "metric")
+METRICS = (UPDATES, TOKENS, STEP, INCARNATION, PHASE_SECONDS, ATTACHED, ESS, LAST_UPDATE)
+
+
+def trained_tokens(metrics: Mapping[str, float]) -> float:
+    """Trained tokens of an update, whose trainer tells them in all or by staleness."""
+    by_lag = (num for name, num in metrics.items() if name.startswith("lag/") and name.endswith("/tokens"))
+    return metrics["tokens/trained"] if "tokens/trained" in metrics else sum(by_lag)
+
+
+async def read(node: LearnerNode) -> list[Reading]:
+    """The learner's progress."""
+    progress = node.progress
+    last = {name: value for name, value in progress.metrics.items() if math.isfinite(value)}
+    return [
+        Reading(STEP, progress.update, ("committed",)),
+        Reading(STEP, progress.checkpoint_update, ("checkpoint",)),
+        Reading(STEP, progress.published_step, ("published",)),
+        Reading(INCARNATION, progress.incarnation),
+        Reading(ATTACHED, progress.num_attached),
+        *(Reading(PHASE_SECONDS, seconds, (phase,)) for phase, seconds in progress.seconds.items()),
+        *(Reading(LAST_UPDATE, value, (name,)) for name, value in last.items()),
+        *([Reading(ESS, last["ess"])] if "ess" in last else []),
+    ]

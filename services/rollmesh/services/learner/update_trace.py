@@ -1,0 +1,69 @@
+"""The trace of one update, and the update in the traces of its episodes.
+
+An update that holds a traced episode has a trace of its own: `update` with `batch lease`, `fetch`, `train`, `commit`, linked to every
+traced episode. Each of those gets `batch lease`, `train` and `commit` below its own root, linked back: its trace tells its whole life.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from opentelemetry.trace import Span, StatusCode
+
+from rollmesh.services.learner.run_client import BatchLease
+from rollmesh.shared.telemetry import tracing
+
+SERVICE = "learner"
+LEASE, FETCH, TRAIN, COMMIT = "batch lease", "fetch", "train", "commit"
+
+
+class UpdateTrace:
+    """Around one update. Does nothing until it is told of a traced episode."""
+
+    def __init__(self, lease: BatchLease) -> None:
+        self._lease = lease
+        self._attributes: tracing.Attributes = {"rollmesh.update": lease.update, "rollmesh.lease": lease.lease_id}
+        self._span: Span | None = None
+        self._episodes: list[tracing.Context] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._span is not None:
+            if err is not None:
+                self._span.set_status(StatusCode.ERROR, f"{type(err).__name__}: {err}")
+            self._span.end()
+
+    def fetched(self, traceparents: Sequence[str]) -> None:
+        """The batch is here; these of its episodes are traced."""
+        if not traceparents or not tracing.is_on():
+            return
+        lease, now_ns = self._lease, tracing.now_ns()
+        found = (tracing.parent_of(parent) for parent in traceparents)
+        self._episodes = [context for context in found if context is not None]
+        self._span = tracing.begin_update("update", SERVICE, lease.asked_ns, self._attributes, self._episodes)
+        if self._span is not None:
+            tracing.record(self._span, LEASE, SERVICE, lease.asked_ns, lease.leased_ns)
+            tracing.record(self._span, FETCH, SERVICE, lease.leased_ns, now_ns)
+            self._tell(LEASE, lease.asked_ns, lease.leased_ns)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Around a part of the update; calls made in it hang below it. Told to the episodes if it succeeds."""
+        if self._span is None:
+            yield
+            return
+        start_ns = tracing.now_ns()
+        with tracing.inside(self._span), tracing.span(name, SERVICE):
+            yield
+        self._tell(name, start_ns, tracing.now_ns())
+
+    def _tell(self, name: str, start_ns: int, end_ns: int) -> None:
+        for context in self._episodes:
+            tracing.record(context, name, SERVICE, start_ns, end_ns, self._attributes, self._span)

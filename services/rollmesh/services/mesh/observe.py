@@ -1,0 +1,41 @@
+"""Which metrics there are, and how the parts of a mesh are read for them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+from rollmesh.services.coordinator import metrics as coordinator
+from rollmesh.services.data import metrics as data
+from rollmesh.services.gateway import metrics as gateway
+from rollmesh.services.inference import metrics as inference
+from rollmesh.services.learner import metrics as learner
+from rollmesh.services.reward import metrics as reward
+from rollmesh.services.rollout import metrics as rollout
+from rollmesh.services.sandbox import metrics as sandbox
+from rollmesh.shared.rpc.metrics_interceptor import CALL_SECONDS, CALLS
+from rollmesh.shared.telemetry.metrics import Metric, Reading, Source
+
+_READERS: dict[str, Callable[[Any], Awaitable[Iterable[Reading]]]] = {
+    "coordinator": coordinator.read,
+    "data": data.read,
+    "inference": inference.read,
+    "learner": learner.read,
+    "reward": reward.read,
+    "rollout": rollout.read,
+    "sandbox": sandbox.read,
+}
+"""By the part's kind; gateway and depot count, or have their calls alone."""
+
+
+def source_of(name: str, node: Any) -> Source | None:
+    """How the part `name` is read."""
+    reader = _READERS.get(name.partition("-")[0])
+    return None if reader is None else partial(reader, node)
+
+
+def catalogue() -> tuple[Metric, ...]:
+    """Every metric of a mesh, by service."""
+    modules = (coordinator, inference, rollout, sandbox, reward, data, gateway, learner)
+    return (*(metric for module in modules for metric in module.METRICS), CALLS, CALL_SECONDS)

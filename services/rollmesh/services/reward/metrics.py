@@ -1,0 +1,25 @@
+"""Metrics of a reward node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollmesh.shared.telemetry.metrics import Reading, counter, gauge
+
+if TYPE_CHECKING:
+    from rollmesh.services.reward.node import RewardNode
+
+SCORES = counter(
+    "rollmesh_reward_scores_total",
+    "Samples scored, by scorer; failed ones got no value and fail their episode.",
+    "scorer",
+    "outcome",
+)
+GROUPS = counter("rollmesh_reward_groups_total", "Groups decided on, by decision: keep, filter, extend.", "decision")
+QUEUED = gauge("rollmesh_reward_samples_queued", "Samples waiting for their scores, or being scored.")
+METRICS = (SCORES, GROUPS, QUEUED)
+
+
+async def read(node: RewardNode) -> list[Reading]:
+    """The queue."""
+    return [Reading(QUEUED, node.engine.num_queued)]

@@ -1,0 +1,31 @@
+"""Metrics of a sandbox node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rollmesh.shared.telemetry.metrics import Reading, counter, gauge, histogram
+
+if TYPE_CHECKING:
+    from rollmesh.services.sandbox.node import SandboxNode
+
+CREATED = counter("rollmesh_sandbox_sessions_created_total", "Sessions asked for and admitted.")
+LIVE = gauge("rollmesh_sandbox_sessions_live", "Sessions open or being opened.")
+ENDED = counter(
+    "rollmesh_sandbox_sessions_ended_total",
+    "Sessions by their end: closed, died (of their program), reaped (lease ran out), lost (with the jail), refused.",
+    "end",
+)
+START_SECONDS = histogram("rollmesh_sandbox_session_start_seconds", "Time to open a session.")
+COMMANDS = counter("rollmesh_sandbox_commands_total", "Runs and calls by outcome.", "outcome")
+METRICS = (CREATED, LIVE, ENDED, START_SECONDS, COMMANDS)
+
+
+async def read(node: SandboxNode) -> list[Reading]:
+    """The books of sessions: created = live + the sum of ends."""
+    counts = node.core.sessions.counts()
+    return [
+        Reading(CREATED, counts.created),
+        Reading(LIVE, counts.live),
+        *(Reading(ENDED, num, (end.value,)) for end, num in counts.ended.items()),
+    ]
