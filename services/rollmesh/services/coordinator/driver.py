@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextvars import copy_context
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -30,7 +29,7 @@ from rollmesh.services.coordinator.metrics import APPEND_SECONDS
 from rollmesh.services.coordinator.refusals import to_error
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, MeshError, NotReady, Overloaded
-from rollmesh.shared.telemetry import log_context, metrics
+from rollmesh.shared.telemetry import metrics
 
 T = TypeVar("T")
 CLOSE_S_MAX = 5.0
@@ -107,11 +106,7 @@ class RunDriver:
         decision = self._core.resume(self._clock.monotonic_s())
         await self._releases.put(await self._record(decision))
         loops = {"decide": self._decide_forever, "release": self._release_forever, "tick": self._tick_forever}
-        with log_context(run=self.run):
-            self._tasks = [
-                asyncio.create_task(self._guarded(loop), name=f"{self.run} {k}", context=copy_context())
-                for k, loop in loops.items()
-            ]
+        self._tasks = [asyncio.create_task(self._guarded(loop), name=f"{self.run} {k}") for k, loop in loops.items()]
 
     async def ask(self, make: Callable[[int], i.Input]) -> Any:
         """The answer to an input made with its ticket. Raises the typed refusal; if cancelled, nobody waits any longer."""

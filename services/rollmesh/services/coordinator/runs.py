@@ -27,6 +27,7 @@ from rollmesh.shared.bus.run_streams import RunStreams, run_streams
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import DataLoss, InvalidInput, MeshError, NotReady, Overloaded, UnknownRun
 from rollmesh.shared.ids import IdSource
+from rollmesh.shared.telemetry import log_context
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +114,8 @@ class Runs:
             if make:
                 for spec in (specs.samples, specs.ledger, specs.events, specs.dead):
                     await self._bus.create(spec)
-            self._led[run] = await self._lead(run, specs)
+            with log_context(run=run):  # also for the tasks that lead it
+                self._led[run] = await self._lead(run, specs)
             return self._led[run].driver
 
     async def _lead(self, run: str, specs: RunStreams) -> _Led:
