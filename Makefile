@@ -14,7 +14,7 @@ setup: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[trainer,verify]" --group dev --group codegen
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[trainer,verify,telemetry]" --group dev --group codegen
 	touch $@
 
 demo: setup ## train the demo with a live display; the report lies in runs/<run>/report.html

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
+from opentelemetry.context import Context
 from opentelemetry.trace import Span, StatusCode
 
 from rollmesh.services.learner.run_client import BatchLease
@@ -27,7 +28,7 @@ class UpdateTrace:
         self._lease = lease
         self._attributes: tracing.Attributes = {"rollmesh.update": lease.update, "rollmesh.lease": lease.lease_id}
         self._span: Span | None = None
-        self._episodes: list[tracing.Context] = []
+        self._episodes: list[Context] = []
 
     def __enter__(self) -> Self:
         return self
