@@ -47,7 +47,7 @@ from rollmesh.shared.error_base import (
 
 # fmt: off
 __all__ = [
-    "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AlreadyExists", "BeyondBound", "Cancelled", "CatchingUp", "Code",
+    "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "Cancelled", "CatchingUp", "Code",
     "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
     "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "HasLearner", "HashMismatch",
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "MeshError", "NoLearner", "NotFound",
@@ -183,6 +183,12 @@ class BeyondBound(FailedPrecondition):
     """A sample is older than the staleness bound allows at its update."""
 
     reason = "BEYOND_BOUND"
+
+
+class AddressTaken(FailedPrecondition):
+    """Another process listens at the address; the message names it."""
+
+    reason = "ADDRESS_TAKEN"
 
 
 class NotPrepared(FailedPrecondition):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ import msgspec
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ids import new_secret
+from rollmesh.shared.ports import lasting_ports
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
 
@@ -90,20 +90,10 @@ def _token(path: Path) -> str:
 
 def _addresses(path: Path, names: tuple[str, ...]) -> dict[str, str]:
     if not path.exists():
-        _write_once(path, json.dumps(_free_addresses(names)))
+        ports = lasting_ports(len(names))
+        _write_once(path, json.dumps({name: f"127.0.0.1:{port}" for name, port in zip(names, ports, strict=True)}))
     known: dict[str, str] = json.loads(path.read_text())
     return known
-
-
-def _free_addresses(names: tuple[str, ...]) -> dict[str, str]:
-    sockets = [socket.socket() for _ in names]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return {name: f"127.0.0.1:{s.getsockname()[1]}" for name, s in zip(names, sockets, strict=True)}
-    finally:
-        for one in sockets:
-            one.close()
 
 
 def _write_once(path: Path, text: str) -> None:

@@ -75,7 +75,7 @@ class ProcessLog:
         self._path = path
         self._clock = clock
         self._on_event = on_event
-        _keep_newer_half(path)
+        _tidy(path)
 
     def now_s(self) -> float:
         return self._clock.wall_s()
@@ -93,11 +93,16 @@ def read_process_events(path: Path) -> list[ProcessEvent]:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    return [msgspec.json.decode(line, type=ProcessEvent) for line in lines if line.endswith(b"}")]
+    return [msgspec.json.decode(line, type=ProcessEvent) for line in lines]
 
 
-def _keep_newer_half(path: Path) -> None:
-    if not path.exists() or path.stat().st_size <= _FILE_BYTES_MAX:
+def _tidy(path: Path) -> None:
+    """Drops a line that a crash cut short, and the older half of a large file."""
+    if not path.exists():
         return
-    kept = path.read_bytes()[-_FILE_BYTES_MAX // 2 :]
-    path.write_bytes(kept.partition(b"\n")[2])
+    data = path.read_bytes()
+    kept = data[: data.rfind(b"\n") + 1]
+    if len(kept) > _FILE_BYTES_MAX:
+        kept = kept[-_FILE_BYTES_MAX // 2 :].partition(b"\n")[2]
+    if kept != data:
+        path.write_bytes(kept)

@@ -32,13 +32,19 @@ from rollmesh.services.mesh.parts import NATS, part_names
 from rollmesh.services.mesh.place import Place, open_place
 from rollmesh.services.mesh.process_events import FILE, ProcessEvent, ProcessLog
 from rollmesh.services.mesh.run_lock import owned
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config import to_yaml
+from rollmesh.shared.errors import AddressTaken
+from rollmesh.shared.ports import is_taken, owner_of
 
 HOST = (sys.executable, "-m", "rollmesh.services.mesh")
 CONFIG_FILE = "mesh.yaml"
 """In the run folder: the config that the processes read."""
 LOGS = "logs"
+_LEFTOVER_S_MAX = 5.0
+"""How long processes of a supervisor that was killed may take to be gone."""
+_POLL_S = 0.1
 _ANSWERING = 2
 _STAGES = {"learner": 0, "rollout": 1, "coordinator": 3, NATS: 4}
 """Order of the stop by kind; the others stop together in between."""
@@ -94,6 +100,7 @@ class Supervisor:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             stack.enter_context(owned(self.place.run_dir))
+            await self._until_addresses_are_free()
             self._write_config()
             events = ProcessLog(self.place.run_dir / FILE, clock=self._clock, on_event=self._on_event)
             stack.push_async_callback(self._stop_all)
@@ -108,6 +115,20 @@ class Supervisor:
         await self._stack.aclose()
 
     # Starting ---------------------------------------------------------------------------------------------------------
+
+    async def _until_addresses_are_free(self) -> None:
+        """Waits for the processes of a former life to be gone; AddressTaken for anybody else's."""
+        place, deadline_s = self.place, self._clock.monotonic_s() + _LEFTOVER_S_MAX
+        for name, address in fixed_addresses(place).items():
+            host, _, port = address.rpartition(":")
+            while is_taken(host, int(port)):
+                if self._clock.monotonic_s() > deadline_s:
+                    raise AddressTaken(
+                        f"{name} cannot listen on {address}: {owner_of(int(port))} has the port; stop it, or remove "
+                        f"{place.run_dir / ('nats/port' if name == NATS else 'addresses.json')} to take another port",
+                        address=address,
+                    )
+                await self._clock.sleep(_POLL_S)
 
     def _write_config(self) -> None:
         """The config as the hosts read it: without what only the command line knows of."""
@@ -181,6 +202,13 @@ class Supervisor:
             self._children[name].stop()
         if names:
             await asyncio.wait([self._tasks[name] for name in names])
+
+
+def fixed_addresses(place: Place) -> dict[str, str]:
+    """host:port of those parts that keep theirs over restarts."""
+    found = {"coordinator": place.coordinator, "gateway": place.gateway, "depot": place.depot}
+    nats = EmbeddedServer(place.run_dir / NATS, token="").known_url() if not place.config.bus.url else ""
+    return {**found, **({NATS: nats.removeprefix("nats://")} if nats else {})}
 
 
 def all_parts(config: MeshConfig) -> list[str]:

@@ -22,6 +22,7 @@ from typing import Self
 import msgspec
 
 from rollmesh.shared.bus.bus import BusUnavailable
+from rollmesh.shared.ports import lasting_ports, owner_of
 
 _POLL_S = 0.01
 _LOG_TAIL_CHARS = 600
@@ -169,7 +170,7 @@ class EmbeddedServer:
         log = "".join(_tail(self._folder / name) for name in ("stderr.log", "nats.log"))
         remedy = "look at its log"
         if "address already in use" in log:
-            remedy = f"another process listens on port {self._port}: stop it, or remove {self._folder / 'port'} to take a new port"
+            remedy = f"{owner_of(self._port)} has port {self._port}: stop it, or remove {self._folder / 'port'} to take a new port"
         return BusUnavailable(
             f"nats-server {what}; {remedy}. Its log in {self._folder} ends:\n{log}", folder=self._folder
         )
@@ -180,7 +181,7 @@ class EmbeddedServer:
         # One key per line: nats-server reads `a: 1, b: 2` inside a block as one value.
         text = f"""
 host: "127.0.0.1"
-port: {self._port or -1}
+port: {self._port or lasting_ports(1)[0]}
 max_payload: {self._config.payload_bytes_max}
 log_file: {json.dumps(str(self._folder / "nats.log"))}
 logfile_size_limit: 16777216

@@ -21,7 +21,8 @@ import msgspec
 from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.errors import AddressTaken, ConfigError, MeshError
+from rollmesh.shared.ports import is_taken, owner_of
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.auth_interceptor import AuthInterceptor
 from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
@@ -85,7 +86,7 @@ class RpcServer:
         add_to_server(servicer, _Recorder(self._server, self._service_names))
 
     async def start(self) -> int:
-        """Binds, serves, and returns the port (0 for a unix socket). Raises `ConfigError` if it cannot bind."""
+        """Binds, serves, and returns the port (0 for a unix socket). Raises `ConfigError` or `AddressTaken` if it cannot bind."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         add_reflection(self._server, [*self._service_names, "grpc.health.v1.Health"])
         self._port = self._bind()
@@ -136,11 +137,7 @@ class RpcServer:
                 return self._server.add_insecure_port(address)
             return self._server.add_secure_port(address, self._credentials)
         except RuntimeError as err:
-            raise ConfigError(
-                f"cannot listen on {address}: the port is taken or the address is not this machine's; "
-                "stop the other process, or use port 0 for a free one",
-                address=address,
-            ) from err
+            raise _unbindable(address) from err
 
 
 def require_local(address: str) -> None:
@@ -158,6 +155,23 @@ def require_local(address: str) -> None:
             "use 127.0.0.1, or configure TLS credentials",
             address=address,
         )
+
+
+def _unbindable(address: str) -> MeshError:
+    """Why nobody can listen there now."""
+    host, _, port = address.rpartition(":")
+    try:
+        taken = not address.startswith("unix:") and is_taken(host.strip("[]"), int(port))
+    except (OSError, ValueError):
+        taken = False
+    if taken:
+        return AddressTaken(
+            f"cannot listen on {address}: {owner_of(int(port))} has the port; stop it, or use another port (0 takes a free one)",
+            address=address,
+        )
+    return ConfigError(
+        f"cannot listen on {address}: the address is not this machine's; use one that is", address=address
+    )
 
 
 class _Recorder:

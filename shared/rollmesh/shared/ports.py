@@ -1,0 +1,103 @@
+"""TCP ports of this machine: some that stay free while nobody listens, and who has one.
+
+A server whose clients come back after its restart needs a port that nothing takes meanwhile. The kernel gives outgoing connections
+ports of the ephemeral range, and a client that knocks at such a port while the server is away may even be given that very port: it
+then talks to itself, and the server finds its port taken. Linux only, by /proc.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+
+_LOWEST = 10240
+_TRIES_MAX = 1000
+_LISTEN = "0A"
+_COMMAND_CHARS_MAX = 100
+
+
+def lasting_ports(num: int, rng: random.Random | None = None) -> list[int]:
+    """Free ports on loopback, outside the ephemeral range unless that leaves no room."""
+    rng = rng or random.SystemRandom()
+    below = range(_LOWEST, _ephemeral_begin())
+    found: list[int] = []
+    with ExitStack() as held:
+        for attempt in range(_TRIES_MAX):
+            if len(found) == num:
+                break
+            bound = held.enter_context(socket.socket())
+            wanted = rng.choice(below) if below and attempt < _TRIES_MAX // 2 else 0
+            try:
+                bound.bind(("127.0.0.1", wanted))
+            except OSError:
+                continue
+            found.append(bound.getsockname()[1])
+    assert len(found) == num, "no free port"
+    return found
+
+
+def is_taken(host: str, port: int) -> bool:
+    """Whether a server could not listen there because somebody has the port. OSError for an address that is not this machine's."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # old connections in TIME_WAIT keep nobody from listening
+        try:
+            probe.bind((host, port))
+        except OSError as err:
+            if err.errno != errno.EADDRINUSE:
+                raise
+            return True
+        return False
+
+
+def owner_of(port: int) -> str:
+    """Who has `port`, in words: a process with its command, as far as this user may see."""
+    inodes = _sockets_at(port)
+    for process in Path("/proc").glob("[0-9]*"):
+        if inodes & _sockets_of(process):
+            return f"process {process.name} ({_command(process)})"
+    return "a process of another user" if inodes else "another process"
+
+
+def _ephemeral_begin() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 32768
+
+
+def _sockets_at(port: int) -> set[str]:
+    """Inodes of listening sockets; of any, if none listens."""
+    rows = []
+    for name in ("tcp", "tcp6"):
+        try:
+            rows += [line.split() for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+        except OSError:
+            continue
+    local = [row for row in rows if int(row[1].rpartition(":")[2], 16) == port]
+    listening = [row for row in local if row[3] == _LISTEN]
+    return {row[9] for row in listening or local} - {"0"}
+
+
+def _sockets_of(process: Path) -> set[str]:
+    found = set()
+    try:
+        for descriptor in (process / "fd").iterdir():
+            target = descriptor.readlink().name
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
+    except OSError:  # ended meanwhile, or another user's
+        pass
+    return found
+
+
+def _command(process: Path) -> str:
+    try:
+        words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return "ended meanwhile"
+    return b" ".join(words).decode(errors="replace")[:_COMMAND_CHARS_MAX]
