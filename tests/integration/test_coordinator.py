@@ -9,17 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 import pytest
 import pytest_asyncio
 
+from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.shared.bus.bus import UnknownRecord
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import (
+    FailedPrecondition,
     Fenced,
+    RunEnded,
     Unimplemented,
 )
 from rollmesh.v1 import coordinator_pb2 as pb
-from rollmesh.v1 import coordinator_pb2_grpc, run_pb2, types_pb2
+from rollmesh.v1 import coordinator_pb2_grpc, events_pb2, run_pb2, types_pb2
 
 from .coordinator_mesh import ACCESS, MeshParts, coordinator_mesh, eventually
 
@@ -147,10 +150,72 @@ async def test_a_task_that_breaks_everything_is_quarantined_with_its_cause(mesh:
     await eventually(buried)
     record = await dead.last()
     assert record is not None
-    letter = msgspec.json.decode(record.payload)
-    assert letter["subject"] == lease.key.episode
-    assert letter["cause"] == "sandbox: no jail"
-    assert letter["task"]["task_id"] == lease.key.task
+    letter = events_pb2.DeadLetter.FromString(record.payload)
+    assert letter.subject == lease.key.episode
+    assert letter.cause == "sandbox: no jail"
+    assert letter.task.task_id == lease.key.task
+    (listed,) = await dead_letters(mesh)
+    assert (listed.letter.dead_id, listed.replayed) == (1, False)
+    await replay_and_train(mesh, lease)
+
+
+async def dead_letters(mesh: MeshParts) -> list[run_pb2.ListedLetter]:
+    return list((await mesh.call(mesh.run.ListDead, run_pb2.ListDeadRequest(run=mesh.name))).letters)
+
+
+async def replay_and_train(mesh: MeshParts, lease: pb.EpisodeLease) -> None:
+    """The task of a dead letter comes back as a new group, ends trained, and the ledger tells of it."""
+    request = run_pb2.ReplayDeadRequest(run=mesh.name)
+    assert list((await mesh.call(mesh.run.ReplayDead, request)).dead_ids) == [1]
+    assert list((await mesh.call(mesh.run.ReplayDead, request)).dead_ids) == []
+    (again,) = await mesh.acquire(1)
+    assert again.key.task == lease.key.task
+    assert again.key.group != lease.key.group
+    await mesh.generate([again], step=0)
+    batch = await mesh.lease(1)
+    digest = (await mesh.commit(1, [batch.lease_id])).digest
+    await mesh.checkpoint(1, digest)
+    assert [letter.replayed for letter in await dead_letters(mesh)] == [True]
+    report = await audit_run(mesh.bus, mesh.name, sample=batch.samples[0].meta.sample_id)
+    assert report.holds, report.to_text()
+    assert any("dead letter 1" in line.what for line in report.story)
+
+
+async def test_what_cannot_be_replayed_is_refused_with_its_reason(mesh: MeshParts) -> None:
+    await mesh.begin()
+    with pytest.raises(UnknownRecord, match="no dead letter 3"):
+        await mesh.call(mesh.run.ReplayDead, run_pb2.ReplayDeadRequest(run=mesh.name, dead_ids=[3]))
+    dead = await mesh.bus.open(run_streams(mesh.name).dead.name)
+    await dead.append(b"\xff garbage", msg_id="x")
+    (listed,) = await dead_letters(mesh)
+    assert listed.letter.cause == "9 bytes that are no dead letter"
+    with pytest.raises(FailedPrecondition, match="only tasks of training") as refused:
+        await mesh.call(mesh.run.ReplayDead, run_pb2.ReplayDeadRequest(run=mesh.name, dead_ids=[1]))
+    assert refused.value.reason == "NOT_REPLAYABLE"
+    await mesh.call(mesh.run.StopRun, run_pb2.StopRunRequest(run=mesh.name))
+    with pytest.raises(RunEnded):
+        await mesh.call(mesh.run.ReplayDead, run_pb2.ReplayDeadRequest(run=mesh.name))
+
+
+async def test_a_payload_that_cannot_be_read_costs_its_samples_and_is_recorded_once(mesh: MeshParts) -> None:
+    await mesh.begin()
+    leases = await mesh.acquire(4)
+    reports = [await mesh.finished(lease, step=0) for lease in leases]
+    samples = await mesh.bus.open(run_streams(mesh.name).samples.name)
+    garbage = await samples.append(b"\xff garbage", msg_id="garbage")
+    reports[0].payload.sequence = garbage
+    await mesh.report(reports)
+    batch = await mesh.lease(1)
+    for _ in range(2):
+        fetched = await mesh.fetch(batch.lease_id)
+        (broken,) = [message for message in fetched if message.HasField("failure")]
+        assert list(broken.sample_ids) == [reports[0].samples[0].sample_id]
+        assert not broken.HasField("episode")
+        assert len(fetched) == 4
+    (listed,) = await dead_letters(mesh)
+    assert listed.letter.kind == events_pb2.DEAD_KIND_PAYLOAD
+    assert listed.letter.payload_sequence == garbage
+    await mesh.commit(1, [batch.lease_id], dropped=list(broken.sample_ids))
 
 
 # Idempotency -----------------------------------------------------------------------------------------------------------

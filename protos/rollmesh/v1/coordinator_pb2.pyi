@@ -267,6 +267,8 @@ class NodeReport(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    WAITING_ON_FIELD_NUMBER: _builtins.int
+    DOING_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Work in progress: episodes, sequences, sessions."""
     num_waiting: _builtins.int
@@ -275,6 +277,10 @@ class NodeReport(_message.Message):
     """What the node itself waits for; empty if for nothing."""
     leaving: _builtins.bool
     """The last report: the node leaves in good order. It is DEAD at once, without the grace of a node that fell silent."""
+    waiting_on: Global___NodeKind.ValueType
+    """Kind of node that could end the wait; UNSPECIFIED if no node could, or it is not known."""
+    doing: _builtins.str
+    """What the node does now, for people, e.g. "update 5: train for 312 s"; empty if there is nothing to tell."""
     @_builtins.property
     def weights(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightReport]:
         """What came of weight commands."""
@@ -287,10 +293,12 @@ class NodeReport(_message.Message):
         weights: _abc.Iterable[Global___WeightReport] | None = ...,
         waiting_for: _builtins.str = ...,
         leaving: _builtins.bool = ...,
+        waiting_on: Global___NodeKind.ValueType = ...,
+        doing: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaving", b"leaving", "num_running", b"num_running", "num_waiting", b"num_waiting", "waiting_for", b"waiting_for", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["doing", b"doing", "leaving", b"leaving", "num_running", b"num_running", "num_waiting", b"num_waiting", "waiting_for", b"waiting_for", "waiting_on", b"waiting_on", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

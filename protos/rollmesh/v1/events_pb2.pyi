@@ -47,6 +47,30 @@ BOUND_POLICY_MASK: BoundPolicy.ValueType  # 2
 """Only the too-old tokens lose their loss; a sample without any other token ends as stale."""
 Global___BoundPolicy: _TypeAlias = BoundPolicy  # noqa: Y015
 
+class _DeadKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _DeadKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeadKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    DEAD_KIND_UNSPECIFIED: _DeadKind.ValueType  # 0
+    """Invalid."""
+    DEAD_KIND_TASK: _DeadKind.ValueType  # 1
+    """A task whose episode used up its tries. Can be replayed unless it was an evaluation's."""
+    DEAD_KIND_PAYLOAD: _DeadKind.ValueType  # 2
+    """A stored payload that cannot be read; its samples end as filtered(UNREADABLE). Cannot be replayed."""
+
+class DeadKind(_DeadKind, metaclass=_DeadKindEnumTypeWrapper):
+    """What a dead letter is about."""
+
+DEAD_KIND_UNSPECIFIED: DeadKind.ValueType  # 0
+"""Invalid."""
+DEAD_KIND_TASK: DeadKind.ValueType  # 1
+"""A task whose episode used up its tries. Can be replayed unless it was an evaluation's."""
+DEAD_KIND_PAYLOAD: DeadKind.ValueType  # 2
+"""A stored payload that cannot be read; its samples end as filtered(UNREADABLE). Cannot be replayed."""
+Global___DeadKind: _TypeAlias = DeadKind  # noqa: Y015
+
 @_typing.final
 class RunSpec(_message.Message):
     """What a run is. Immutable."""
@@ -74,6 +98,7 @@ class RunSpec(_message.Message):
     SUCCESS_REWARD_FIELD_NUMBER: _builtins.int
     EXPORT_GROUPS_FIELD_NUMBER: _builtins.int
     EXPORT_SPLIT_FIELD_NUMBER: _builtins.int
+    STALL_S_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name: letters, digits, "-" and "_", at most 64."""
     policy: _builtins.str
@@ -119,6 +144,8 @@ class RunSpec(_message.Message):
     """
     export_split: _builtins.str
     """Split that an export draws its tasks from, in the order of the source; empty means "test"."""
+    stall_s: _builtins.float
+    """Seconds without progress after which the run counts as stalled (RunStalled); 0 means never."""
     def __init__(
         self,
         *,
@@ -143,10 +170,11 @@ class RunSpec(_message.Message):
         success_reward: _builtins.str = ...,
         export_groups: _builtins.int = ...,
         export_split: _builtins.str = ...,
+        stall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seed", b"seed", "success_reward", b"success_reward", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seed", b"seed", "stall_s", b"stall_s", "success_reward", b"success_reward", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -209,6 +237,8 @@ class Fact(_message.Message):
     VERSION_PUBLISHED_FIELD_NUMBER: _builtins.int
     VERSION_QUARANTINED_FIELD_NUMBER: _builtins.int
     RUN_ENDED_FIELD_NUMBER: _builtins.int
+    RUN_STALLED_FIELD_NUMBER: _builtins.int
+    TASK_REPLAYED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run_created(self) -> Global___RunCreated:
         """A run began."""
@@ -285,6 +315,14 @@ class Fact(_message.Message):
     def run_ended(self) -> Global___RunEnded:
         """A run ended."""
 
+    @_builtins.property
+    def run_stalled(self) -> Global___RunStalled:
+        """A run stands still."""
+
+    @_builtins.property
+    def task_replayed(self) -> Global___TaskReplayed:
+        """A task that had been given up is to be tried again."""
+
     def __init__(
         self,
         *,
@@ -307,12 +345,14 @@ class Fact(_message.Message):
         version_published: Global___VersionPublished | None = ...,
         version_quarantined: Global___VersionQuarantined | None = ...,
         run_ended: Global___RunEnded | None = ...,
+        run_stalled: Global___RunStalled | None = ...,
+        task_replayed: Global___TaskReplayed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_created", b"run_created", "run_ended", b"run_ended", "samples_ended", b"samples_ended", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_created", b"run_created", "run_ended", b"run_ended", "samples_ended", b"samples_ended", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "group_reserved", "episodes_added", "episode_leased", "episode_returned", "episode_ended", "episode_scored", "group_finalized", "samples_ended", "trainer_attached", "batch_leased", "batch_returned", "batch_in_doubt", "update_committed", "checkpoint_reported", "rolled_back", "version_published", "version_quarantined", "run_ended"]  # noqa: Y015
+    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "group_reserved", "episodes_added", "episode_leased", "episode_returned", "episode_ended", "episode_scored", "group_finalized", "samples_ended", "trainer_attached", "batch_leased", "batch_returned", "batch_in_doubt", "update_committed", "checkpoint_reported", "rolled_back", "version_published", "version_quarantined", "run_ended", "run_stalled", "task_replayed"]  # noqa: Y015
     _WhichOneofArgType_fact: _TypeAlias = _typing.Literal["fact", b"fact"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_fact) -> _WhichOneofReturnType_fact | None: ...
 
@@ -357,6 +397,7 @@ class GroupReserved(_message.Message):
     UPDATE_INTENDED_FIELD_NUMBER: _builtins.int
     STEP_MIN_FIELD_NUMBER: _builtins.int
     INCARNATION_MIN_FIELD_NUMBER: _builtins.int
+    DEAD_ID_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Group id, "g<number>" or "e<step>.<incarnation>.<number>" for evaluation."""
     purpose: _types_pb2.Purpose.ValueType
@@ -364,7 +405,7 @@ class GroupReserved(_message.Message):
     policy: _builtins.str
     """Policy it will train or evaluate."""
     draw: _builtins.int
-    """Draw index at the data service."""
+    """Draw index at the data service; of a replayed task, the one it was first drawn by."""
     num_episodes: _builtins.int
     """Number of episodes; their ids are "<group>.<index>"."""
     update_intended: _builtins.int
@@ -373,6 +414,8 @@ class GroupReserved(_message.Message):
     """Weights below this must not act in it; the step evaluated, for evaluation."""
     incarnation_min: _builtins.int
     """Incarnation below which weights must not act."""
+    dead_id: _builtins.int
+    """Dead letter that this group tries again; 0 for a fresh draw."""
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The task; its public part."""
@@ -389,10 +432,11 @@ class GroupReserved(_message.Message):
         update_intended: _builtins.int = ...,
         step_min: _builtins.int = ...,
         incarnation_min: _builtins.int = ...,
+        dead_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw", "group", b"group", "incarnation_min", b"incarnation_min", "num_episodes", b"num_episodes", "policy", b"policy", "purpose", b"purpose", "step_min", b"step_min", "task", b"task", "update_intended", b"update_intended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_id", b"dead_id", "draw", b"draw", "group", b"group", "incarnation_min", b"incarnation_min", "num_episodes", b"num_episodes", "policy", b"policy", "purpose", b"purpose", "step_min", b"step_min", "task", b"task", "update_intended", b"update_intended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1021,3 +1065,135 @@ class RunEnded(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunEnded: _TypeAlias = RunEnded  # noqa: Y015
+
+@_typing.final
+class RunStalled(_message.Message):
+    """No progress for `stall_s`: no sample was scored, no group decided on, no update committed, no checkpoint reported, no version
+    published. Written once per stall, and again if another party comes to be the root while it lasts. The next progress ends it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROOT_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    STALLED_S_FIELD_NUMBER: _builtins.int
+    root: _builtins.str
+    """Who waits for nobody: the last of the chain, e.g. "inference-0"."""
+    cause: _builtins.str
+    """The chain of who waits for whom, for people."""
+    stalled_s: _builtins.float
+    """Seconds since the last progress."""
+    def __init__(
+        self,
+        *,
+        root: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        stalled_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "root", b"root", "stalled_s", b"stalled_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunStalled: _TypeAlias = RunStalled  # noqa: Y015
+
+@_typing.final
+class TaskReplayed(_message.Message):
+    """A task that had been given up waits for admission again; the GroupReserved that carries its `dead_id` follows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEAD_ID_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    DRAW_FIELD_NUMBER: _builtins.int
+    dead_id: _builtins.int
+    """Sequence of the dead letter in RM_<run>_DEAD."""
+    draw: _builtins.int
+    """Draw index by which it was first drawn."""
+    @_builtins.property
+    def task(self) -> _types_pb2.Task:
+        """The task."""
+
+    def __init__(
+        self,
+        *,
+        dead_id: _builtins.int = ...,
+        task: _types_pb2.Task | None = ...,
+        draw: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_id", b"dead_id", "draw", b"draw", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TaskReplayed: _TypeAlias = TaskReplayed  # noqa: Y015
+
+@_typing.final
+class DeadLetter(_message.Message):
+    """What was given up, with its cause: a record of stream RM_<run>_DEAD."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEAD_ID_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    WHO_FIELD_NUMBER: _builtins.int
+    TIME_UNIX_S_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    DRAW_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    TRIES_FIELD_NUMBER: _builtins.int
+    PURPOSE_FIELD_NUMBER: _builtins.int
+    PAYLOAD_SEQUENCE_FIELD_NUMBER: _builtins.int
+    dead_id: _builtins.int
+    """Sequence in the stream; set by whoever reads it, 0 as stored."""
+    kind: Global___DeadKind.ValueType
+    """What it is about."""
+    subject: _builtins.str
+    """Episode or sample id."""
+    cause: _builtins.str
+    """Why it was given up: the last try's cause."""
+    who: _builtins.str
+    """Service that gave up, e.g. "coordinator", "gateway-0"."""
+    time_unix_s: _builtins.float
+    """Unix seconds, for people."""
+    draw: _builtins.int
+    """Draw index by which it was first drawn; for TASK."""
+    group: _builtins.str
+    """Group it was in."""
+    tries: _builtins.int
+    """Tries that failed; for TASK."""
+    purpose: _types_pb2.Purpose.ValueType
+    """What the episode was for; for TASK."""
+    payload_sequence: _builtins.int
+    """Sequence in RM_<run>_SAMPLES; for PAYLOAD."""
+    @_builtins.property
+    def task(self) -> _types_pb2.Task:
+        """The task, public part; for TASK."""
+
+    def __init__(
+        self,
+        *,
+        dead_id: _builtins.int = ...,
+        kind: Global___DeadKind.ValueType = ...,
+        subject: _builtins.str = ...,
+        cause: _builtins.str = ...,
+        who: _builtins.str = ...,
+        time_unix_s: _builtins.float = ...,
+        task: _types_pb2.Task | None = ...,
+        draw: _builtins.int = ...,
+        group: _builtins.str = ...,
+        tries: _builtins.int = ...,
+        purpose: _types_pb2.Purpose.ValueType = ...,
+        payload_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "dead_id", b"dead_id", "draw", b"draw", "group", b"group", "kind", b"kind", "payload_sequence", b"payload_sequence", "purpose", b"purpose", "subject", b"subject", "task", b"task", "time_unix_s", b"time_unix_s", "tries", b"tries", "who", b"who"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeadLetter: _TypeAlias = DeadLetter  # noqa: Y015

@@ -611,23 +611,29 @@ class FetchSamplesResponse(_message.Message):
 
     EPISODE_FIELD_NUMBER: _builtins.int
     SAMPLE_IDS_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def episode(self) -> _types_pb2.Episode:
-        """The episode as generated; only the samples named below are leased."""
+        """The episode as generated; only the samples named below are leased. Absent if `failure` is set."""
 
     @_builtins.property
     def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Leased samples of it."""
+
+    @_builtins.property
+    def failure(self) -> _types_pb2.Failure:
+        """Set if the stored payload cannot be read: commit the samples named above as DROPPED, e.g. with reason UNREADABLE."""
 
     def __init__(
         self,
         *,
         episode: _types_pb2.Episode | None = ...,
         sample_ids: _abc.Iterable[_builtins.str] | None = ...,
+        failure: _types_pb2.Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "sample_ids", b"sample_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "failure", b"failure", "sample_ids", b"sample_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1172,6 +1178,140 @@ class StopRunResponse(_message.Message):
 Global___StopRunResponse: _TypeAlias = StopRunResponse  # noqa: Y015
 
 @_typing.final
+class ListDeadRequest(_message.Message):
+    """Asks for dead letters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    NUM_MAX_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Run."""
+    after: _builtins.int
+    """Letters after this one; 0 means from the oldest."""
+    num_max: _builtins.int
+    """Most letters wanted, 1 to 1000; 0 means 1000."""
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        after: _builtins.int = ...,
+        num_max: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "num_max", b"num_max", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeadRequest: _TypeAlias = ListDeadRequest  # noqa: Y015
+
+@_typing.final
+class ListedLetter(_message.Message):
+    """A dead letter as listed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LETTER_FIELD_NUMBER: _builtins.int
+    REPLAYED_FIELD_NUMBER: _builtins.int
+    replayed: _builtins.bool
+    """Whether its task was taken up again."""
+    @_builtins.property
+    def letter(self) -> _events_pb2.DeadLetter:
+        """The letter."""
+
+    def __init__(
+        self,
+        *,
+        letter: _events_pb2.DeadLetter | None = ...,
+        replayed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["letter", b"letter"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["letter", b"letter", "replayed", b"replayed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListedLetter: _TypeAlias = ListedLetter  # noqa: Y015
+
+@_typing.final
+class ListDeadResponse(_message.Message):
+    """Dead letters."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LETTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def letters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ListedLetter]:
+        """In order; fewer than asked for only at the end."""
+
+    def __init__(
+        self,
+        *,
+        letters: _abc.Iterable[Global___ListedLetter] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["letters", b"letters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeadResponse: _TypeAlias = ListDeadResponse  # noqa: Y015
+
+@_typing.final
+class ReplayDeadRequest(_message.Message):
+    """Asks for another try."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    DEAD_IDS_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Run."""
+    @_builtins.property
+    def dead_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The letters; empty means all that can be replayed."""
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        dead_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_ids", b"dead_ids", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplayDeadRequest: _TypeAlias = ReplayDeadRequest  # noqa: Y015
+
+@_typing.final
+class ReplayDeadResponse(_message.Message):
+    """Taken up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEAD_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def dead_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Letters taken up now. Others that were asked for had been replayed before."""
+
+    def __init__(
+        self,
+        *,
+        dead_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_ids", b"dead_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReplayDeadResponse: _TypeAlias = ReplayDeadResponse  # noqa: Y015
+
+@_typing.final
 class SampleCounts(_message.Message):
     """Samples by where they are and how they ended. reserved = live + all ends."""
 
@@ -1500,6 +1640,9 @@ class RunState(_message.Message):
     LEDGER_POSITION_FIELD_NUMBER: _builtins.int
     LEASES_FIELD_NUMBER: _builtins.int
     WEIGHTS_ADDRESS_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    IDLE_S_FIELD_NUMBER: _builtins.int
+    STALLED_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run."""
     ended: _builtins.str
@@ -1508,6 +1651,10 @@ class RunState(_message.Message):
     """Ledger sequence this state is of."""
     weights_address: _builtins.str
     """host:port of the depot that takes uploads now; empty while there is none. It may have moved since AttachTrainer."""
+    idle_s: _builtins.float
+    """Seconds since the last progress: a scored sample, a decided group, a commit, a checkpoint or a publication."""
+    stalled: _builtins.str
+    """Empty while the run moves; else the cause that was recorded when it had stood still for RunSpec.stall_s."""
     @_builtins.property
     def samples(self) -> Global___SampleCounts:
         """Sample accounts, training only."""
@@ -1536,6 +1683,10 @@ class RunState(_message.Message):
     def leases(self) -> Global___LeaseCounts:
         """Leases that are out, and what waits for one."""
 
+    @_builtins.property
+    def chain(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
+        """What the run waits for, from the run itself down to the one who waits for nobody; empty once it has ended."""
+
     def __init__(
         self,
         *,
@@ -1550,10 +1701,13 @@ class RunState(_message.Message):
         ledger_position: _builtins.int = ...,
         leases: Global___LeaseCounts | None = ...,
         weights_address: _builtins.str = ...,
+        chain: _abc.Iterable[Global___Wait] | None = ...,
+        idle_s: _builtins.float = ...,
+        stalled: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "leases", b"leases", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "leases", b"leases", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "idle_s", b"idle_s", "leases", b"leases", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "stalled", b"stalled", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1596,3 +1750,29 @@ class LeaseCounts(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseCounts: _TypeAlias = LeaseCounts  # noqa: Y015
+
+@_typing.final
+class Wait(_message.Message):
+    """One link of a chain of waiting."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHO_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    who: _builtins.str
+    """Who, e.g. "learner/main", "rollout-0"."""
+    what: _builtins.str
+    """What it waits for or what is wrong with it, e.g. "waits for READY groups: 0 of 8", "silent for 42 s"."""
+    def __init__(
+        self,
+        *,
+        who: _builtins.str = ...,
+        what: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["what", b"what", "who", b"who"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Wait: _TypeAlias = Wait  # noqa: Y015

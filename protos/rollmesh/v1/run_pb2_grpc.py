@@ -110,6 +110,16 @@ class RunServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_run__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_run__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.ListDead = channel.unary_unary(
+                '/rollmesh.v1.RunService/ListDead',
+                request_serializer=rollmesh_dot_v1_dot_run__pb2.ListDeadRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_run__pb2.ListDeadResponse.FromString,
+                _registered_method=True)
+        self.ReplayDead = channel.unary_unary(
+                '/rollmesh.v1.RunService/ReplayDead',
+                request_serializer=rollmesh_dot_v1_dot_run__pb2.ReplayDeadRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_run__pb2.ReplayDeadResponse.FromString,
+                _registered_method=True)
 
 
 class RunServiceServicer(object):
@@ -175,7 +185,8 @@ class RunServiceServicer(object):
         Errors:
         NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
         ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
-        DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; commit its samples as DROPPED.
+        DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
+        cannot be read is no error of the call: its message carries `failure`.
         INVALID_ARGUMENT: shard index not below shard count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -277,6 +288,28 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDead(self, request, context):
+        """What the run has given up, oldest first: poison tasks and unreadable payloads. Best effort: the stream has a size limit and
+        drops its oldest letters.
+        Errors:
+        NOT_FOUND UNKNOWN_RUN.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReplayDead(self, request, context):
+        """Tries given-up tasks again: each is reserved as a new group, before any fresh draw. Idempotent: a letter is replayed once;
+        if its task fails again, there is a new letter.
+        Errors:
+        NOT_FOUND UNKNOWN_RUN; NOT_FOUND UNKNOWN_RECORD: no such letter; ListDead says which there are.
+        FAILED_PRECONDITION NOT_REPLAYABLE: the letter is of a payload or of an evaluation.
+        OUT_OF_RANGE RUN_ENDED: nothing is tried again in a run that has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -354,6 +387,16 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=rollmesh_dot_v1_dot_run__pb2.StopRunRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_run__pb2.StopRunResponse.SerializeToString,
+            ),
+            'ListDead': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDead,
+                    request_deserializer=rollmesh_dot_v1_dot_run__pb2.ListDeadRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_run__pb2.ListDeadResponse.SerializeToString,
+            ),
+            'ReplayDead': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReplayDead,
+                    request_deserializer=rollmesh_dot_v1_dot_run__pb2.ReplayDeadRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_run__pb2.ReplayDeadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -762,6 +805,60 @@ class RunService(object):
             '/rollmesh.v1.RunService/StopRun',
             rollmesh_dot_v1_dot_run__pb2.StopRunRequest.SerializeToString,
             rollmesh_dot_v1_dot_run__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RunService/ListDead',
+            rollmesh_dot_v1_dot_run__pb2.ListDeadRequest.SerializeToString,
+            rollmesh_dot_v1_dot_run__pb2.ListDeadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReplayDead(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RunService/ReplayDead',
+            rollmesh_dot_v1_dot_run__pb2.ReplayDeadRequest.SerializeToString,
+            rollmesh_dot_v1_dot_run__pb2.ReplayDeadResponse.FromString,
             options,
             channel_credentials,
             insecure,

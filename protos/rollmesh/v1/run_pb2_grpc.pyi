@@ -89,7 +89,8 @@ class RunServiceStub:
     Errors:
       NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
       ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
-      DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; commit its samples as DROPPED.
+      DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
+        cannot be read is no error of the call: its message carries `failure`.
       INVALID_ARGUMENT: shard index not below shard count.
     """
     RenewBatch: _grpc.UnaryUnaryMultiCallable[_run_pb2.RenewBatchRequest, _run_pb2.RenewBatchResponse]
@@ -151,6 +152,20 @@ class RunServiceStub:
     Errors:
       NOT_FOUND UNKNOWN_RUN.
     """
+    ListDead: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListDeadRequest, _run_pb2.ListDeadResponse]
+    """What the run has given up, oldest first: poison tasks and unreadable payloads. Best effort: the stream has a size limit and
+    drops its oldest letters.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN.
+    """
+    ReplayDead: _grpc.UnaryUnaryMultiCallable[_run_pb2.ReplayDeadRequest, _run_pb2.ReplayDeadResponse]
+    """Tries given-up tasks again: each is reserved as a new group, before any fresh draw. Idempotent: a letter is replayed once;
+    if its task fails again, there is a new letter.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN; NOT_FOUND UNKNOWN_RECORD: no such letter; ListDead says which there are.
+      FAILED_PRECONDITION NOT_REPLAYABLE: the letter is of a payload or of an evaluation.
+      OUT_OF_RANGE RUN_ENDED: nothing is tried again in a run that has ended.
+    """
 
 @_typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
@@ -194,7 +209,8 @@ class RunServiceAsyncStub(RunServiceStub):
     Errors:
       NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
       ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
-      DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; commit its samples as DROPPED.
+      DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
+        cannot be read is no error of the call: its message carries `failure`.
       INVALID_ARGUMENT: shard index not below shard count.
     """
     RenewBatch: _aio.UnaryUnaryMultiCallable[_run_pb2.RenewBatchRequest, _run_pb2.RenewBatchResponse]  # type: ignore[assignment]
@@ -255,6 +271,20 @@ class RunServiceAsyncStub(RunServiceStub):
     """Stops a run: nothing new is admitted, running episodes are cancelled, trainers are told. Idempotent.
     Errors:
       NOT_FOUND UNKNOWN_RUN.
+    """
+    ListDead: _aio.UnaryUnaryMultiCallable[_run_pb2.ListDeadRequest, _run_pb2.ListDeadResponse]  # type: ignore[assignment]
+    """What the run has given up, oldest first: poison tasks and unreadable payloads. Best effort: the stream has a size limit and
+    drops its oldest letters.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN.
+    """
+    ReplayDead: _aio.UnaryUnaryMultiCallable[_run_pb2.ReplayDeadRequest, _run_pb2.ReplayDeadResponse]  # type: ignore[assignment]
+    """Tries given-up tasks again: each is reserved as a new group, before any fresh draw. Idempotent: a letter is replayed once;
+    if its task fails again, there is a new letter.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN; NOT_FOUND UNKNOWN_RECORD: no such letter; ListDead says which there are.
+      FAILED_PRECONDITION NOT_REPLAYABLE: the letter is of a payload or of an evaluation.
+      OUT_OF_RANGE RUN_ENDED: nothing is tried again in a run that has ended.
     """
 
 class RunServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -332,7 +362,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
           ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
-          DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; commit its samples as DROPPED.
+          DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
+            cannot be read is no error of the call: its message carries `failure`.
           INVALID_ARGUMENT: shard index not below shard count.
         """
 
@@ -447,6 +478,32 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         """Stops a run: nothing new is admitted, running episodes are cancelled, trainers are told. Idempotent.
         Errors:
           NOT_FOUND UNKNOWN_RUN.
+        """
+
+    @_abc_1.abstractmethod
+    def ListDead(
+        self,
+        request: _run_pb2.ListDeadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.ListDeadResponse, _abc.Awaitable[_run_pb2.ListDeadResponse]]:
+        """What the run has given up, oldest first: poison tasks and unreadable payloads. Best effort: the stream has a size limit and
+        drops its oldest letters.
+        Errors:
+          NOT_FOUND UNKNOWN_RUN.
+        """
+
+    @_abc_1.abstractmethod
+    def ReplayDead(
+        self,
+        request: _run_pb2.ReplayDeadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.ReplayDeadResponse, _abc.Awaitable[_run_pb2.ReplayDeadResponse]]:
+        """Tries given-up tasks again: each is reserved as a new group, before any fresh draw. Idempotent: a letter is replayed once;
+        if its task fails again, there is a new letter.
+        Errors:
+          NOT_FOUND UNKNOWN_RUN; NOT_FOUND UNKNOWN_RECORD: no such letter; ListDead says which there are.
+          FAILED_PRECONDITION NOT_REPLAYABLE: the letter is of a payload or of an evaluation.
+          OUT_OF_RANGE RUN_ENDED: nothing is tried again in a run that has ended.
         """
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -69,7 +69,8 @@ class _Story:
     def _group_fact(self, fact: f.GroupReserved | f.EpisodesAdded | f.GroupFinalized) -> Iterator[str]:
         if isinstance(fact, f.GroupReserved):
             intended = f" for update {fact.update_intended}" if fact.update_intended else ""
-            yield f"group {fact.group} of task {fact.task.task_id} was admitted{intended}, step_min {fact.step_min}"
+            again = f", again after dead letter {fact.dead_id}" if fact.dead_id else ""
+            yield f"group {fact.group} of task {fact.task.task_id} was admitted{intended}, step_min {fact.step_min}{again}"
         elif isinstance(fact, f.EpisodesAdded):
             yield f"its group grew by {fact.num_episodes} episodes"
         else:

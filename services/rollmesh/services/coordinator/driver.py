@@ -99,6 +99,11 @@ class RunDriver:
         self._closed: MeshError | None = None
         self._effects = make_effects(self)
 
+    @property
+    def trouble(self) -> str:
+        """Why groups could not be finalised the last time."""
+        return self._effects.trouble
+
     # From outside -----------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:

@@ -7,19 +7,22 @@ that the core may ask again at once without a hot loop. Work under way is bounde
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Coroutine
 from typing import Any, Protocol
-
-import msgspec
 
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.records import GroupDecision, Purpose, RunSpec
 from rollmesh.services.coordinator.core.turn import CancelEpisodes, DeadLetter, DrawTasks, Effect, FinalizeGroup
-from rollmesh.services.coordinator.questions import finalize_request, group_decided, next_tasks_request, tasks_drawn
+from rollmesh.services.coordinator.questions import (
+    dead_letter,
+    finalize_request,
+    group_decided,
+    next_tasks_request,
+    tasks_drawn,
+)
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, OutOfRange
@@ -71,6 +74,8 @@ class Effects:
         self._places = asyncio.Semaphore(limits.calls_max)
         self._tasks: set[asyncio.Task[None]] = set()
         self._draws_failed = 0
+        self.trouble = ""
+        """Why no group could be finalised the last time; empty once one was."""
 
     def perform(self, effect: Effect, position: int) -> None:
         """Begin what `effect` calls for; `position` is the ledger record it follows from."""
@@ -157,9 +162,11 @@ class Effects:
             try:
                 async with self._places:
                     answer = await self._outside.finalize_group(request)
+                self.trouble = ""
                 await self._inbox.post(group_decided(effect.group, answer))
                 return
             except MeshError as error:
+                self.trouble = str(error)
                 level = logging.WARNING if num_failed % 10 == 9 else logging.DEBUG
                 _log.log(level, "group %s is not finalised yet: %s", effect.group, error)
             await self._pause(num_failed)
@@ -167,21 +174,14 @@ class Effects:
 
     async def _bury(self, letter: DeadLetter) -> None:
         """Record what was given up, for operators; losing it after the bus's own deadline harms no sample."""
-        payload = json.dumps(
-            {
-                "subject": letter.subject,
-                "cause": letter.cause,
-                "task": msgspec.to_builtins(letter.task),
-                "time_unix_s": self._clock.wall_s(),
-            }
-        )
+        payload = dead_letter(letter, self._clock.wall_s()).SerializeToString()
         try:
-            await self._dead.append(payload.encode(), msg_id=self._ids.new("dead"))
+            await self._dead.append(payload, msg_id=self._ids.new("dead"))
         except MeshError as error:
             _log.warning(
                 "run %s: %s was given up (%s) and could not be recorded: %s",
                 self._spec.run,
-                letter.subject,
+                letter.episode,
                 letter.cause,
                 error,
             )

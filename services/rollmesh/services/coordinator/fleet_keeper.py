@@ -84,6 +84,11 @@ class FleetKeeper:
         self._streams: dict[str, NodeStream] = {}
         self._picture: bytes = b""
 
+    @property
+    def fleet(self) -> Fleet:
+        """All nodes, to read."""
+        return self._fleet
+
     async def run(self) -> None:
         """Look at the fleet for ever: silence, weight commands, changes of the picture."""
         while True:
@@ -139,6 +144,8 @@ class FleetKeeper:
             num_running=report.num_running,
             num_waiting=report.num_waiting,
             waiting_for=report.waiting_for,
+            waiting_on=known_member(NodeKind, report.waiting_on),
+            doing=report.doing,
             now=now,
         )
         for weights in report.weights:

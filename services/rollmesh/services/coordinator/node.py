@@ -17,6 +17,8 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from rollmesh.services.coordinator.config import CoordinatorConfig
+from rollmesh.services.coordinator.core.fleet import Fleet
+from rollmesh.services.coordinator.dead_letters import DeadLetters
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.offer import MeshFacts, MeshOffer
 from rollmesh.services.coordinator.outgoing import Outgoing
@@ -112,13 +114,13 @@ class CoordinatorNode:
         stack.push_async_callback(outgoing.close)
         stack.push_async_callback(self._server.stop)
         stack.callback(keeper.close)
-        self._runs = self._make_runs(bus, outgoing)
+        self._runs = self._make_runs(bus, outgoing, keeper.fleet)
         stack.push_async_callback(self._runs.close)
         await self._runs.recover_all()
         plan = asyncio.create_task(keeper.run(), name="fleet")
         plan.add_done_callback(self._on_plan_ended)
         stack.push_async_callback(_cancel, plan)
-        self._add_services(self._runs, keeper, outgoing)
+        self._add_services(self._runs, keeper, outgoing, DeadLetters(bus))
         await self._server.start()
 
     def _make_keeper(self) -> FleetKeeper:
@@ -130,24 +132,25 @@ class CoordinatorNode:
             commands_max=self._config.commands_max,
         )
 
-    def _make_runs(self, bus: Bus, outgoing: Outgoing) -> Runs:
+    def _make_runs(self, bus: Bus, outgoing: Outgoing, fleet: Fleet) -> Runs:
         return Runs(
             bus,
             self._folder / "runs",
             outgoing,
+            fleet,
             clock=self._clock,
             ids=self._ids,
             config=self._config,
             on_failure=self._on_failure,
         )
 
-    def _add_services(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing) -> None:
+    def _add_services(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing, dead: DeadLetters) -> None:
         limit_s = self._config.server.deadline_s
         coordinator = CoordinatorServicer(
             runs, keeper, self._clock, deadline_s=limit_s, mesh=MeshFacts(self._offer, runs, keeper)
         )
         self._server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, coordinator)
-        run = RunServicer(runs, keeper, outgoing, deadline_s=limit_s)
+        run = RunServicer(runs, keeper, outgoing, dead, clock=self._clock, deadline_s=limit_s)
         self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run)
 
     def _on_plan_ended(self, plan: asyncio.Task[None]) -> None:

@@ -1,14 +1,14 @@
-"""The coordinator's questions to the data and reward services, and their answers as inputs of the core."""
+"""What the core asks of others and tells them, as messages, and their answers as its inputs."""
 
 from __future__ import annotations
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.records import GroupDecision, RunSpec, SampleEnd, SampleRewards, Task
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, SampleState, State
-from rollmesh.services.coordinator.core.turn import DrawTasks, FinalizeGroup
+from rollmesh.services.coordinator.core.turn import DeadLetter, DrawTasks, FinalizeGroup
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
 from rollmesh.shared.errors import ScorerFailed
-from rollmesh.v1 import data_pb2, reward_pb2, types_pb2
+from rollmesh.v1 import data_pb2, events_pb2, reward_pb2, types_pb2
 
 
 def next_tasks_request(spec: RunSpec, effect: DrawTasks, position: int) -> data_pb2.NextTasksRequest:
@@ -71,3 +71,20 @@ def group_decided(group: str, answer: reward_pb2.FinalizeGroupResponse) -> i.Gro
         num_extend=answer.num_extend,
         adjusted=tuple(decode(SampleRewards, adjusted) for adjusted in answer.adjusted),
     )
+
+
+def dead_letter(letter: DeadLetter, time_unix_s: float) -> events_pb2.DeadLetter:
+    """The letter of a task whose episode used up its tries."""
+    message = events_pb2.DeadLetter(
+        kind=events_pb2.DEAD_KIND_TASK,
+        subject=letter.episode,
+        cause=letter.cause,
+        who="coordinator",
+        time_unix_s=time_unix_s,
+        draw=letter.draw,
+        group=letter.group,
+        tries=letter.tries,
+        purpose=types_pb2.Purpose.ValueType(letter.purpose),
+    )
+    encode_into(letter.task, message.task)
+    return message

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from rollmesh.services.coordinator import wire
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.dead_letters import DeadLetters
+from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import encode_into
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.outgoing import Outgoing
 from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.services.coordinator.runs import Runs
+from rollmesh.services.coordinator.watchdog import read_chain
+from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import NotReady, NotUploaded, Unimplemented, UnknownRun
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import run_pb2 as pb
@@ -25,9 +29,13 @@ DEFAULT = wire.DEFAULT_NAME
 class RunServicer(run_pb2_grpc.RunServiceServicer):
     """The decisions among RunService's verbs."""
 
-    def __init__(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing, *, deadline_s: float) -> None:
+    def __init__(
+        self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing, dead: DeadLetters, *, clock: Clock, deadline_s: float
+    ) -> None:
         """`deadline_s` is the server's limit for a call without a deadline of its own."""
         self._deadline_s = deadline_s
+        self._dead = dead
+        self._clock = clock
         self._runs = runs
         self._keeper = keeper
         self._outgoing = outgoing
@@ -153,13 +161,27 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         driver = await self._runs.get(request.run)
-        async for state in driver.watch(_state):
+        async for state in driver.watch(self._reader(driver)):
             command = pb.TRAINER_COMMAND_STOP if state.ended else pb.TRAINER_COMMAND_UNSPECIFIED
             yield pb.WatchRunResponse(state=self._with_nodes(state), command=command)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         driver = await self._runs.get(request.run)
-        return pb.GetRunResponse(state=self._with_nodes(await driver.look(_state)))
+        return pb.GetRunResponse(state=self._with_nodes(await driver.look(self._reader(driver))))
+
+    def _reader(self, driver: RunDriver) -> Callable[[Core, int], pb.RunState]:
+        """Reads a run's state, with the chain of who waits for whom."""
+
+        def read(core: Core, position: int) -> pb.RunState:
+            if core.state.spec is None:
+                raise UnknownRun("the run has streams but no beginning; CreateRun again")
+            state = run_state(core, position)
+            links = read_chain(core, self._keeper.fleet, self._clock, driver.trouble)
+            state.chain.extend(pb.Wait(who=link.who, what=link.what) for link in links)
+            state.idle_s = 0.0 if core.state.ended else core.idle_s(self._clock.monotonic_s())
+            return state
+
+        return read
 
     def _with_nodes(self, state: pb.RunState) -> pb.RunState:
         """Adds what is true of the fleet, of which the ledger knows nothing."""
@@ -172,11 +194,14 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         await driver.ask(lambda ticket: i.StopRun(ticket=ticket, reason=request.reason))
         return pb.StopRunResponse()
 
+    async def ListDead(self, request: pb.ListDeadRequest, context: Context) -> pb.ListDeadResponse:
+        driver = await self._runs.get(request.run)
+        letters = await self._dead.list(driver, after=request.after, num_max=request.num_max)
+        return pb.ListDeadResponse(letters=letters)
 
-def _state(core: Core, position: int) -> pb.RunState:
-    if core.state.spec is None:
-        raise UnknownRun("the run has streams but no beginning; CreateRun again")
-    return run_state(core, position)
+    async def ReplayDead(self, request: pb.ReplayDeadRequest, context: Context) -> pb.ReplayDeadResponse:
+        driver = await self._runs.get(request.run)
+        return pb.ReplayDeadResponse(dead_ids=await self._dead.replay(driver, request.dead_ids))
 
 
 def _attached(

@@ -32,6 +32,7 @@ def run_state(core: Core, position: int) -> pb.RunState:
         mean_rewards=state.the_clock.mean_rewards,
         ledger_position=position,
         leases=_leases(state),
+        stalled=state.stall,
     )
 
 

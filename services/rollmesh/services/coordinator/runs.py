@@ -15,6 +15,7 @@ from pathlib import Path
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.fleet import Fleet
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects, Outside
@@ -22,6 +23,7 @@ from rollmesh.services.coordinator.housekeeping import Housekeeper
 from rollmesh.services.coordinator.ledger import Ledger
 from rollmesh.services.coordinator.recovery import Recovered, recover
 from rollmesh.services.coordinator.snapshots import SnapshotStore
+from rollmesh.services.coordinator.watchdog import Watchdog
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import RunStreams, run_streams
 from rollmesh.shared.clock import Clock
@@ -37,7 +39,8 @@ class _Led:
     """A run that is led here."""
 
     driver: RunDriver
-    housekeeping: asyncio.Task[None]
+    tasks: tuple[asyncio.Task[None], ...]
+    """Housekeeping and watchdog."""
 
 
 class Runs:
@@ -48,6 +51,7 @@ class Runs:
         bus: Bus,
         folder: Path,
         outside: Outside,
+        fleet: Fleet,
         *,
         clock: Clock,
         ids: IdSource,
@@ -57,6 +61,7 @@ class Runs:
         self._bus = bus
         self._folder = folder
         self._outside = outside
+        self._fleet = fleet
         self._clock = clock
         self._ids = ids
         self._config = config
@@ -97,9 +102,10 @@ class Runs:
         """Stop leading; nothing that is true is lost."""
         self._closed = True
         led, self._led = self._led, {}
-        for one in led.values():
-            one.housekeeping.cancel()
-        await asyncio.gather(*(one.housekeeping for one in led.values()), return_exceptions=True)
+        tasks = [task for one in led.values() for task in one.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(one.driver.close() for one in led.values()))
 
     async def _open(self, run: str, *, make: bool) -> RunDriver:
@@ -131,9 +137,14 @@ class Runs:
         keeper = Housekeeper(
             driver, store, samples, clock=self._clock, limits=self._config.run, position=recovered.snapshot_position
         )
-        housekeeping = asyncio.create_task(keeper.run(), name=f"{run} housekeeping")
-        housekeeping.add_done_callback(lambda task: _ended(task, driver))
-        return _Led(driver, housekeeping)
+        watchdog = Watchdog(driver, self._fleet, self._clock)
+        tasks = (
+            asyncio.create_task(keeper.run(), name=f"{run} housekeeping"),
+            asyncio.create_task(watchdog.run(), name=f"{run} watchdog"),
+        )
+        for task in tasks:
+            task.add_done_callback(lambda task: _ended(task, driver))
+        return _Led(driver, tasks)
 
     def _make_driver(self, run: str, recovered: Recovered, log: StreamLog, dead: StreamLog) -> RunDriver:
         core = Core(recovered.state)
@@ -159,8 +170,8 @@ class Runs:
         return Effects(core, inbox, self._outside, dead, clock=self._clock, ids=self._ids, limits=self._config.run)
 
 
-def _ended(housekeeping: asyncio.Task[None], driver: RunDriver) -> None:
-    if not housekeeping.cancelled() and (error := housekeeping.exception()) is not None:
+def _ended(task: asyncio.Task[None], driver: RunDriver) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
         driver.broken(error)
 
 

@@ -1,5 +1,8 @@
 """Payloads of a batch lease, read from the run's sample stream by sequence.
 
+A payload that is there and cannot be read would come back with every lease: it is answered with its failure, so that the trainer
+drops its samples, and recorded as a dead letter. One that is gone is PAYLOAD_LOST: that may be a lease of long ago.
+
 An episode is read once per fetch and sent once, with the leased samples of it. Shards hold whole episodes, dealt out in the order of
 their samples' ids, so that the same lease is always sharded alike and no shard is more than one episode larger than another.
 """
@@ -7,6 +10,7 @@ their samples' ids, so that the same lease is always sharded alike and no shard 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,9 +20,14 @@ from google.protobuf.message import DecodeError
 from rollmesh.services.gateway.metrics import BYTES, EPISODES
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.errors import PayloadLost
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.errors import Code, MeshError, PayloadLost
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.v1 import run_pb2, types_pb2
+from rollmesh.v1 import events_pb2, run_pb2, types_pb2
+
+BURY_S_MAX = 5.0
+"""Longest a fetch waits for its dead letter."""
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,15 @@ def episodes_of(samples: Iterable[run_pb2.LeasedSample]) -> list[EpisodeRef]:
     return sorted(episodes, key=lambda episode: episode.sample_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A payload, or why it cannot be read."""
+
+    ref: EpisodeRef
+    episode: types_pb2.Episode | None = None
+    why: str = ""
+
+
 def shard(episodes: Sequence[EpisodeRef], index: int, num: int) -> Sequence[EpisodeRef]:
     """Shard `index` of `num`."""
     return episodes[index::num]
@@ -48,49 +66,81 @@ def shard(episodes: Sequence[EpisodeRef], index: int, num: int) -> Sequence[Epis
 class Payloads:
     """Reads episodes from the bus, at most `reads_max` at once per call."""
 
-    def __init__(self, bus: Bus, *, reads_max: int) -> None:
+    def __init__(self, bus: Bus, *, reads_max: int, who: str = "gateway", clock: Clock | None = None) -> None:
         self._bus = bus
         self._reads_max = reads_max
+        self._who = who
+        self._clock = clock or SystemClock()
 
     async def read(self, run: str, episodes: Sequence[EpisodeRef]) -> AsyncIterator[run_pb2.FetchSamplesResponse]:
-        """The episodes, in order. Raises PayloadLost for one that is gone or is not what was reported."""
+        """The episodes, in order; the failure of one that is not what was reported. Raises PayloadLost for one that is gone."""
         if not episodes:
             return
         try:
             log = await self._bus.open(run_streams(run).samples.name)
         except UnknownStream as error:
             raise _lost(episodes[0].sample_ids[0], "the sample stream is gone") from error
-        waiting: deque[asyncio.Task[run_pb2.FetchSamplesResponse]] = deque()
+        waiting: deque[asyncio.Task[_Read]] = deque()
         try:
             for episode in episodes:
-                waiting.append(asyncio.create_task(_fetch(log, episode)))
+                waiting.append(asyncio.create_task(_read(log, episode)))
                 if len(waiting) >= self._reads_max:
-                    yield await waiting.popleft()
+                    yield await self._checked(run, waiting.popleft())
             while waiting:
-                yield await waiting.popleft()
+                yield await self._checked(run, waiting.popleft())
         finally:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
+    async def _checked(self, run: str, reading: asyncio.Task[_Read]) -> run_pb2.FetchSamplesResponse:
+        read = await reading
+        if read.episode is not None:
+            return run_pb2.FetchSamplesResponse(episode=read.episode, sample_ids=read.ref.sample_ids)
+        await self._bury(run, read)
+        failure = types_pb2.Failure(code=Code.DATA_LOSS.value, reason=PayloadLost.reason, message=read.why)
+        return run_pb2.FetchSamplesResponse(sample_ids=read.ref.sample_ids, failure=failure)
 
-async def _fetch(log: StreamLog, ref: EpisodeRef) -> run_pb2.FetchSamplesResponse:
-    return run_pb2.FetchSamplesResponse(episode=await read_episode(log, ref), sample_ids=ref.sample_ids)
+    async def _bury(self, run: str, read: _Read) -> None:
+        """A letter per payload, however often it is fetched. Losing it harms no sample."""
+        letter = events_pb2.DeadLetter(
+            kind=events_pb2.DEAD_KIND_PAYLOAD,
+            subject=read.ref.sample_ids[0],
+            cause=read.why,
+            who=self._who,
+            time_unix_s=self._clock.wall_s(),
+            payload_sequence=read.ref.sequence,
+        )
+        try:
+            dead = await self._bus.open(run_streams(run).dead.name)
+            await dead.append(letter.SerializeToString(), msg_id=f"payload-{read.ref.sequence}", deadline_s=BURY_S_MAX)
+        except MeshError as error:
+            _log.warning("run %s: %s; it could not be recorded: %s", run, read.why, error)
+
+
+async def _read(log: StreamLog, ref: EpisodeRef) -> _Read:
+    try:
+        record = await log.read(ref.sequence)
+    except UnknownRecord as error:
+        raise _lost(ref.sample_ids[0], f"record {ref.sequence} of {log.name} is gone") from error
+    try:
+        episode = types_pb2.Episode.FromString(record.payload)
+    except DecodeError:
+        return _Read(ref, why=f"record {ref.sequence} of {log.name} is no episode: {len(record.payload)} bytes")
+    missing = set(ref.sample_ids) - {sample.sample_id for sample in episode.samples}
+    if missing:
+        return _Read(ref, why=f"record {ref.sequence} of {log.name} does not hold sample {min(missing)}")
+    count(EPISODES)
+    count(BYTES, amount=len(record.payload))
+    return _Read(ref, episode=episode)
 
 
 async def read_episode(log: StreamLog, ref: EpisodeRef) -> types_pb2.Episode:
     """The payload behind `ref`. Raises PayloadLost if it is gone or is not what was reported."""
-    try:
-        record = await log.read(ref.sequence)
-        episode = types_pb2.Episode.FromString(record.payload)
-        count(EPISODES)
-        count(BYTES, amount=len(record.payload))
-    except (UnknownRecord, DecodeError) as error:
-        raise _lost(ref.sample_ids[0], f"record {ref.sequence} of {log.name} is gone or unreadable") from error
-    missing = set(ref.sample_ids) - {sample.sample_id for sample in episode.samples}
-    if missing:
-        raise _lost(min(missing), f"record {ref.sequence} of {log.name} does not hold it")
-    return episode
+    read = await _read(log, ref)
+    if read.episode is None:
+        raise _lost(ref.sample_ids[0], read.why)
+    return read.episode
 
 
 def _lost(sample_id: str, why: str) -> PayloadLost:

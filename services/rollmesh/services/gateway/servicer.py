@@ -76,6 +76,12 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
         return await self._forward(self._run.StopRun, request, context)
 
+    async def ListDead(self, request: pb.ListDeadRequest, context: Context) -> pb.ListDeadResponse:
+        return await self._forward(self._run.ListDead, request, context)
+
+    async def ReplayDead(self, request: pb.ReplayDeadRequest, context: Context) -> pb.ReplayDeadResponse:
+        return await self._forward(self._run.ReplayDead, request, context)
+
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         call = self._run.WatchRun(request, timeout=context.time_remaining())
         try:

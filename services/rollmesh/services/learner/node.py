@@ -140,7 +140,7 @@ class _Visible(PassiveHandler):
         self._commands.stop.set()
 
     def report(self) -> coordinator_pb2.NodeReport:
-        return coordinator_pb2.NodeReport(waiting_for=self._progress.waiting_for)
+        return coordinator_pb2.NodeReport(waiting_for=self._progress.waiting_for, doing=self._progress.doing)
 
 
 def _log_end(task: asyncio.Task[None]) -> None:

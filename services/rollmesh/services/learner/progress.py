@@ -26,6 +26,8 @@ class Progress:
     """Last step published in this incarnation; -1 if none."""
     phase: str = ""
     """What it does now; one of PHASES, or empty between them."""
+    phase_since_s: float = 0.0
+    """When it began that, on `clock`."""
     waiting_for: str = ""
     """What a batch waits for, in the coordinator's words; empty while there is one."""
     trouble: str = ""
@@ -37,12 +39,21 @@ class Progress:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     """Seconds spent per phase, in all."""
 
+    @property
+    def doing(self) -> str:
+        """For people, e.g. "train of update 5 for 312 s"; with the last trouble, if there was any."""
+        since_s = self.clock.monotonic_s() - self.phase_since_s
+        now = f"{self.phase or 'between phases'} of update {self.update + 1} for {since_s:.0f} s"
+        return (
+            f"{now}; it went back to its checkpoint {self.num_attached} times: {self.trouble}" if self.trouble else now
+        )
+
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Counts the time inside towards `phase`."""
         assert phase in self.seconds, phase
         self.phase = phase
-        start_s = self.clock.monotonic_s()
+        start_s = self.phase_since_s = self.clock.monotonic_s()
         try:
             yield
         finally:

@@ -44,6 +44,9 @@ class BatchAssembler:
     def add(self, message: run_pb2.FetchSamplesResponse) -> None:
         """Takes one episode. Samples of it that are not leased are passed over."""
         wanted = [sample_id for sample_id in message.sample_ids if sample_id in self._leased]
+        if message.HasField("failure"):
+            self._unreadable.update(dict.fromkeys(wanted, message.failure.message))
+            return
         try:
             episode = decode_episode(message.episode)
         except InvalidInput as err:

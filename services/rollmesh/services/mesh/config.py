@@ -25,6 +25,9 @@ from rollmesh.services.weights.config import DepotConfig
 from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
 from rollmesh.shared.telemetry import TelemetryConfig
 
+_NOT_OF_SPEC = ("name", "beyond", "on_stall")
+"""Of RunConfig: spelt otherwise in the coordinator's spec, or not its business."""
+
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the run is: batches, the staleness bound, leases, evaluation, the end."""
@@ -73,6 +76,11 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     hands the samples out, and the run ends. Nothing above about updates, staleness and evaluation matters then."""
     export_split: str = "test"
     """Split that an export takes its tasks from, in their order."""
+    stall_s: float = 300.0
+    """Seconds without progress (docs/reliability.md) after which the run counts as stalled and says who waits for whom. Longer than
+    the longest update and episode, or busy work looks like a stall; 0 never."""
+    on_stall: Literal["warn", "exit"] = "warn"
+    """`exit` ends `rollmesh train` with a non-zero exit code and the cause; `warn` only shows it."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
@@ -81,7 +89,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def spec(self) -> RunSpec:
         """The same as the coordinator knows it. ValueError for a value or combination that cannot work."""
-        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in ("name", "beyond")}
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _NOT_OF_SPEC}
         if self.export_groups:
             fields |= {"updates_max": 0, "eval_every": 0}
         return RunSpec(run=self.name, beyond=BoundPolicy[self.beyond.upper()], **fields)

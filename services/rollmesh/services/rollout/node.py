@@ -82,8 +82,19 @@ class RolloutNode:
     @property
     def waiting_for(self) -> str:
         """What the node waits for; empty if for nothing."""
-        parts = (self.membership, self._router, self._sandbox, self._reward, self.worker)
-        return next((part.waiting_for for part in parts if part.waiting_for), "")
+        return self.wait_now()[0]
+
+    def wait_now(self) -> tuple[str, coordinator_pb2.NodeKind.ValueType]:
+        """What the node waits for, and the kind of node that could end it."""
+        parts = (
+            (self.membership, coordinator_pb2.NODE_KIND_UNSPECIFIED),
+            (self._router, coordinator_pb2.NODE_KIND_INFERENCE),
+            (self._sandbox, coordinator_pb2.NODE_KIND_SANDBOX),
+            (self._reward, coordinator_pb2.NODE_KIND_REWARD),
+            (self.worker, coordinator_pb2.NODE_KIND_UNSPECIFIED),
+        )
+        waits = ((part.waiting_for, kind) for part, kind in parts if part.waiting_for)
+        return next(waits, ("", coordinator_pb2.NODE_KIND_UNSPECIFIED))
 
     @property
     def num_open(self) -> int:
@@ -172,7 +183,10 @@ class _Commands(PassiveHandler):
 
     def report(self) -> coordinator_pb2.NodeReport:
         node = self._node
-        return coordinator_pb2.NodeReport(num_running=node.worker.num_running, waiting_for=node.waiting_for)
+        waiting_for, waiting_on = node.wait_now()
+        return coordinator_pb2.NodeReport(
+            num_running=node.worker.num_running, waiting_for=waiting_for, waiting_on=waiting_on
+        )
 
     async def on_cancel(self, command: coordinator_pb2.CancelEpisodes) -> None:
         self._node.worker.cancel(command.lease_ids)

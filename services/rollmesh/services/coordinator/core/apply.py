@@ -18,6 +18,7 @@ from rollmesh.services.coordinator.core.state import (
     GroupPhase,
     GroupState,
     PolicyClock,
+    Replay,
     RollBack,
     SampleState,
     State,
@@ -28,11 +29,15 @@ UPDATES_KEPT_MAX = 4096
 """Digests kept for roll-back; a checkpoint older than this many updates can no longer be attached."""
 EVALS_KEPT_MAX = 1000
 VERSIONS_KEPT_MAX = 64
+REPLAYED_KEPT_MAX = 4096
+"""Dead letters remembered as replayed; an older one could be replayed twice."""
 
 
 def apply(state: State, fact: f.Fact) -> None:
     """Make `fact` true in `state`."""
     _apply(fact, state)
+    if isinstance(fact, f.PROGRESS):
+        state.stall = state.stall_root = ""
 
 
 @singledispatch
@@ -60,8 +65,10 @@ def _(fact: f.GroupReserved, state: State) -> None:
         update_intended=fact.update_intended,
         step_min=fact.step_min,
         incarnation_min=fact.incarnation_min,
+        dead_id=fact.dead_id,
     )
     state.groups[fact.group] = group
+    state.replays = [replay for replay in state.replays if not fact.dead_id or replay.dead_id != fact.dead_id]
     if fact.purpose is Purpose.EVAL:
         _open_eval(state, fact)
     else:
@@ -342,24 +349,12 @@ def _(fact: f.RolledBack, state: State) -> None:
             group.phase = GroupPhase.READY
             group.update = 0
     for update in [u for u in clock.updates if u > fact.to_update]:
-        _void_trained(state, clock.updates.pop(update).num_trained)
+        state.accounts.void_trained(clock.updates.pop(update).num_trained)
     clock.applied = fact.to_update
     clock.checkpoint = min(clock.checkpoint, fact.to_update)
     clock.incarnation = fact.incarnation
     clock.published = None
     clock.rollbacks.append(RollBack(incarnation=fact.incarnation, to_update=fact.to_update))
-
-
-def _void_trained(state: State, num: int) -> None:
-    """Samples of an undone update whose checkpoint is lost: no weights that exist contain them."""
-    if num == 0:
-        return
-    ends = state.accounts.ends
-    ends[SampleEnd.TRAINED] -= num
-    state.accounts.reasons["trained"] -= num
-    ends[SampleEnd.STALE] = ends.get(SampleEnd.STALE, 0) + num
-    reasons = state.accounts.reasons
-    reasons["stale/ROLLED_BACK"] = reasons.get("stale/ROLLED_BACK", 0) + num
 
 
 @_apply.register
@@ -381,3 +376,16 @@ def _(fact: f.VersionQuarantined, state: State) -> None:
 @_apply.register
 def _(fact: f.RunEnded, state: State) -> None:
     state.ended = fact.reason
+
+
+@_apply.register
+def _(fact: f.RunStalled, state: State) -> None:
+    state.stall, state.stall_root = fact.cause, fact.root
+
+
+@_apply.register
+def _(fact: f.TaskReplayed, state: State) -> None:
+    assert fact.dead_id not in state.replayed, f"dead letter {fact.dead_id} replayed twice"
+    state.replays.append(Replay(dead_id=fact.dead_id, task=fact.task, draw=fact.draw))
+    state.replayed.append(fact.dead_id)
+    del state.replayed[:-REPLAYED_KEPT_MAX]

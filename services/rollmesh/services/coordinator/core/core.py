@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.services.coordinator.core import batches, commits, ending, epochs, rollouts
+from rollmesh.services.coordinator.core import batches, commits, ending, epochs, rollouts, trouble
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import apply
@@ -59,6 +59,8 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     i.PublishVersion: commits.publish,
     i.VersionRefused: commits.version_refused,
     i.StopRun: ending.stop,
+    i.Stalled: trouble.stalled,
+    i.ReplayDead: trouble.replay,
     i.Tick: lambda turn, _: None,
 }
 
@@ -77,6 +79,9 @@ class Core:
             refuse("UNKNOWN_RUN", "no such run; CreateRun first")
         _HANDLERS[type(request)](turn, request)
         self._pump(turn)
+        if any(isinstance(fact, f.PROGRESS) for fact in turn.facts):
+            self.volatile.progressed_at = now
+            self.volatile.failing.clear()
         return Decision(tuple(turn.facts), tuple(turn.effects))
 
     def forget(self, ticket: int) -> None:
@@ -92,6 +97,7 @@ class Core:
     def resume(self, now: float) -> Decision:
         """After recovery: grace for every lease, and every open question asked again."""
         turn = Turn(self.state, self.volatile, now)
+        self.volatile.progressed_at = now
         if self.state.spec is None:
             return Decision((), ())
         for group, episode in rollouts.leased_episodes(turn):
@@ -119,6 +125,14 @@ class Core:
         if finalizing:
             found["groups"] = f"{finalizing} wait for the reward service to finalise them"
         return found
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since the last progress."""
+        return now - self.volatile.progressed_at
+
+    def is_stalled(self, now: float) -> bool:
+        """Whether that is longer than the spec allows."""
+        return trouble.is_stalled(Turn(self.state, self.volatile, now))
 
     def next_deadline(self) -> float | None:
         """The earliest moment at which a Tick changes anything; None if nothing is waiting."""

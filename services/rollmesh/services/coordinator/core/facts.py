@@ -31,6 +31,7 @@ class GroupReserved(Record, frozen=True, kw_only=True, tag=True):
     update_intended: int = 0
     step_min: int = 0
     incarnation_min: int = 0
+    dead_id: int = 0
 
 
 class EpisodesAdded(Record, frozen=True, kw_only=True, tag=True):
@@ -151,6 +152,18 @@ class RunEnded(Record, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
+class RunStalled(Record, frozen=True, kw_only=True, tag=True):
+    root: str = ""
+    cause: str = ""
+    stalled_s: float = 0.0
+
+
+class TaskReplayed(Record, frozen=True, kw_only=True, tag=True):
+    dead_id: int = 0
+    task: Task = Task()
+    draw: int = 0
+
+
 Fact = (
     RunCreated
     | GroupReserved
@@ -171,4 +184,10 @@ Fact = (
     | VersionPublished
     | VersionQuarantined
     | RunEnded
+    | RunStalled
+    | TaskReplayed
 )
+
+PROGRESS = (RunCreated, EpisodeScored, GroupFinalized, UpdateCommitted, CheckpointReported, VersionPublished)
+"""Facts that bring a run nearer to trained weights. Leases, retries, failures and reservations do not: they also go round in a
+run that gets nowhere. Nor does an attach: a learner that keeps dying attaches again and again."""

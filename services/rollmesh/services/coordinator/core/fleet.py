@@ -85,6 +85,9 @@ class Node:
     num_running: int = 0
     num_waiting: int = 0
     waiting_for: str = ""
+    waiting_on: NodeKind | None = None
+    """Kind of node that could end that wait."""
+    doing: str = ""
     cause: str = ""
     active: Version | None = None
     prepared: Version | None = None
@@ -164,6 +167,8 @@ class Fleet:
     """Versions that some node serves and whose probes came out right."""
     refused: list[Refused] = field(default_factory=list)
     """Not yet handed out by `plan`."""
+    departed: dict[NodeKind, Node] = field(default_factory=dict)
+    """The last node of each kind that was forgotten as dead, to name it when none is left."""
 
     def joined(
         self,
@@ -187,9 +192,21 @@ class Fleet:
             last_seen=now,
         )
 
-    def reported(self, node_id: str, *, num_running: int, num_waiting: int, waiting_for: str, now: float) -> None:
+    def reported(
+        self,
+        node_id: str,
+        *,
+        num_running: int,
+        num_waiting: int,
+        waiting_for: str,
+        now: float,
+        waiting_on: NodeKind | None = None,
+        doing: str = "",
+    ) -> None:
         """A sign of life."""
         node = self.nodes[node_id]
+        node.waiting_on = waiting_on
+        node.doing = doing
         node.last_seen = now
         node.num_running = num_running
         node.num_waiting = num_waiting
@@ -325,7 +342,7 @@ class Fleet:
         """Dead nodes stay visible for a while, then leave memory."""
         for node in list(self.nodes.values()):
             if node.state is NodeState.DEAD and now - node.last_seen >= 10 * self.config.dead_after_s:
-                del self.nodes[node.node_id]
+                self.departed[node.kind] = self.nodes.pop(node.node_id)
 
 
 def run_of(node: Node, goals: Mapping[str, WeightGoal]) -> str:

@@ -285,6 +285,38 @@ class StopRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stalled:
+    """The run stands still. Nothing follows if it has moved meanwhile."""
+
+    root: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadTask:
+    """The task of a dead letter."""
+
+    dead_id: int
+    task: Task
+    draw: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayDead:
+    """Try given-up tasks again."""
+
+    ticket: int
+    tasks: tuple[DeadTask, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """Dead letters that are taken up now; those asked for and not named here were before."""
+
+    dead_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time has passed."""
 
@@ -313,5 +345,7 @@ Input = (
     | PublishVersion
     | VersionRefused
     | StopRun
+    | Stalled
+    | ReplayDead
     | Tick
 )

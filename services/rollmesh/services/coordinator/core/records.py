@@ -137,6 +137,7 @@ class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     success_reward: str = "correct"
     export_groups: int = 0
     export_split: str = "test"
+    stall_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("batch_groups", "group_size", "publish_every", "tries_max"):
@@ -152,6 +153,10 @@ class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
             raise ValueError(
                 f"export_groups = {self.export_groups} with updates_max = {self.updates_max}, eval_every = {self.eval_every}: "
                 "a run that exports its samples has no updates and no evaluations; set both to 0"
+            )
+        if self.stall_s < 0:
+            raise ValueError(
+                f"stall_s = {self.stall_s}: must not be negative; 0 means that a run never counts as stalled"
             )
         if self.publish_every > self.max_staleness + 1:
             raise ValueError(

@@ -10,7 +10,14 @@ from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import eval_of
-from rollmesh.services.coordinator.core.records import GroupDecision, Purpose, RewardOutcome, SampleEnd, SampleRewards
+from rollmesh.services.coordinator.core.records import (
+    GroupDecision,
+    Purpose,
+    RewardOutcome,
+    SampleEnd,
+    SampleRewards,
+    Task,
+)
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupPhase, GroupState
 from rollmesh.services.coordinator.core.turn import (
     CancelEpisodes,
@@ -97,15 +104,23 @@ def why_no_work(turn: Turn) -> str:
 
 
 def want_tasks(turn: Turn) -> None:
-    """Ask for tasks while workers wait and admission has room."""
-    demand = sum(w.num_max for w in turn.volatile.workers) - len(turn.state.pending)
+    """Ask for tasks while workers wait and admission has room; dead letters to be tried again come first."""
+    purpose, split = (Purpose.EXPORT, turn.spec.export_split) if turn.spec.exports else (Purpose.TRAIN, "")
+    for replay in list(turn.state.replays):
+        if _demand(turn) > 0 and bound.num_admissible(turn.state) > 0:
+            _reserve(turn, purpose, replay.task, replay.draw, dead_id=replay.dead_id)
+    demand = _demand(turn)
     if demand <= 0 or turn.volatile.drawing:
         return
     num = min(bound.num_admissible(turn.state), ceil(demand / turn.spec.group_size), DRAW_MAX)
     if num > 0:
         turn.volatile.drawing = True
-        purpose, split = (Purpose.EXPORT, turn.spec.export_split) if turn.spec.exports else (Purpose.TRAIN, "")
         turn.effect(DrawTasks(purpose, turn.state.next_draw, num, split))
+
+
+def _demand(turn: Turn) -> int:
+    """Episodes that workers wait for and nobody has."""
+    return sum(w.num_max for w in turn.volatile.workers) - len(turn.state.pending)
 
 
 def tasks_drawn(turn: Turn, answer: i.TasksDrawn) -> None:
@@ -118,19 +133,24 @@ def tasks_drawn(turn: Turn, answer: i.TasksDrawn) -> None:
     for draw, task in answer.tasks:
         if bound.num_admissible(turn.state) == 0:
             return
-        turn.emit(
-            f.GroupReserved(
-                group=f"g{turn.state.num_groups}",
-                purpose=answer.purpose,
-                policy=turn.clock.policy,
-                task=task,
-                draw=draw,
-                num_episodes=turn.spec.group_size,
-                update_intended=0 if turn.spec.exports else bound.next_intended_update(turn.state),
-                step_min=0 if turn.spec.exports else bound.step_min(turn.state),
-                incarnation_min=turn.clock.incarnation,
-            )
+        _reserve(turn, answer.purpose, task, draw)
+
+
+def _reserve(turn: Turn, purpose: Purpose, task: Task, draw: int, dead_id: int = 0) -> None:
+    turn.emit(
+        f.GroupReserved(
+            group=f"g{turn.state.num_groups}",
+            purpose=purpose,
+            policy=turn.clock.policy,
+            task=task,
+            draw=draw,
+            num_episodes=turn.spec.group_size,
+            update_intended=0 if turn.spec.exports else bound.next_intended_update(turn.state),
+            step_min=0 if turn.spec.exports else bound.step_min(turn.state),
+            incarnation_min=turn.clock.incarnation,
+            dead_id=dead_id,
         )
+    )
 
 
 def draw_failed(turn: Turn, answer: i.DrawFailed) -> None:
@@ -239,13 +259,16 @@ def _complete(turn: Turn, group: GroupState, episode: EpisodeState, report: i.Ep
 def _return(turn: Turn, group: GroupState, episode: EpisodeState, *, counts: bool, cause: str) -> None:
     """Give an episode another try, or end it and quarantine its task when its tries are used up."""
     turn.volatile.episode_deadlines.pop(episode.lease_id, None)
+    if counts:
+        turn.volatile.note_failure(cause)
     if counts and episode.failures + 1 >= turn.spec.tries_max:
         turn.emit(
             f.EpisodeEnded(
                 group=group.group, episode=episode.episode, end=SampleEnd.FAILED, reason="TRIES_EXHAUSTED", cause=cause
             )
         )
-        turn.effect(DeadLetter(episode.episode, cause, group.task))
+        draw, tries = group.draw, turn.spec.tries_max
+        turn.effect(DeadLetter(episode.episode, cause, group.task, group.group, group.purpose, draw, tries))
     else:
         turn.emit(f.EpisodeReturned(group=group.group, episode=episode.episode, counts=counts, cause=cause))
 

@@ -84,6 +84,8 @@ class GroupState(msgspec.Struct, kw_only=True):
     update_intended: int
     step_min: int
     incarnation_min: int
+    dead_id: int = 0
+    """Dead letter that it tries again; 0 for a fresh draw."""
     phase: GroupPhase = GroupPhase.OPEN
     episodes: dict[str, EpisodeState] = {}
     samples: dict[str, SampleState] = {}
@@ -182,6 +184,15 @@ class Accounts(msgspec.Struct, kw_only=True):
         key = f"{end.name.lower()}/{reason}" if reason else end.name.lower()
         self.reasons[key] = self.reasons.get(key, 0) + num
 
+    def void_trained(self, num: int) -> None:
+        """`num` samples of an undone update whose checkpoint is lost: no weights that exist contain them."""
+        if num == 0:
+            return
+        self.ends[SampleEnd.TRAINED] -= num
+        self.reasons["trained"] -= num
+        self.ends[SampleEnd.STALE] = self.ends.get(SampleEnd.STALE, 0) + num
+        self.reasons["stale/ROLLED_BACK"] = self.reasons.get("stale/ROLLED_BACK", 0) + num
+
     @property
     def conserved(self) -> bool:
         return self.reserved == self.live + sum(self.ends.values())
@@ -201,6 +212,14 @@ class EvalState(msgspec.Struct, kw_only=True):
     label_nums: dict[str, int] = {}
 
 
+class Replay(msgspec.Struct, kw_only=True, frozen=True):
+    """A task from a dead letter that waits for admission."""
+
+    dead_id: int
+    task: Task
+    draw: int
+
+
 class State(msgspec.Struct, kw_only=True):
     """Everything durable about one run."""
 
@@ -218,6 +237,14 @@ class State(msgspec.Struct, kw_only=True):
     accounts: Accounts = msgspec.field(default_factory=Accounts)
     eval_accounts: Accounts = msgspec.field(default_factory=Accounts)
     evals: list[EvalState] = []
+    replays: list[Replay] = []
+    """Tasks of dead letters that wait for admission, before any fresh draw."""
+    replayed: list[int] = []
+    """Dead letters whose task was taken up again, oldest first; the newest of them."""
+    stall_root: str = ""
+    """Who was the root of the stall that lasts; empty while the run moves."""
+    stall: str = ""
+    """The recorded cause of that stall."""
     ended: str = ""
 
     @property

@@ -14,6 +14,8 @@ from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.core.records import Purpose, RunSpec, Task, Version
 from rollmesh.services.coordinator.core.state import PolicyClock, State
 
+FAILING_MAX = 32
+
 
 class Refusal(Exception):
     """The input is refused; nothing became true. `reason` is an ErrorInfo reason of the protos."""
@@ -70,9 +72,13 @@ class CancelEpisodes:
 class DeadLetter:
     """Record in RM_<run>_DEAD what was given up, and why."""
 
-    subject: str
+    episode: str
     cause: str
     task: Task
+    group: str = ""
+    purpose: Purpose = Purpose.TRAIN
+    draw: int = 0
+    tries: int = 0
 
 
 Effect = Reply | DrawTasks | FinalizeGroup | CancelEpisodes | DeadLetter
@@ -99,6 +105,14 @@ class BatchWait:
 
 
 @dataclass(slots=True)
+class Failing:
+    """Tries that failed alike."""
+
+    num: int = 0
+    last: str = ""
+
+
+@dataclass(slots=True)
 class Volatile:
     """What needs no ledger: deadlines on the coordinator's monotonic clock, waiting lists, questions on the way.
 
@@ -122,6 +136,18 @@ class Volatile:
     """The data service has no task beyond those drawn."""
     data_waiting: str = ""
     """Why the data service gives nothing, if it does not."""
+    progressed_at: float = 0.0
+    """When the run last made progress, or was recovered."""
+    failing: dict[str, Failing] = field(default_factory=dict)
+    """Failed tries since then by where they failed ("sandbox", "LEASE_EXPIRED"); at most `FAILING_MAX` places."""
+
+    def note_failure(self, cause: str) -> None:
+        """Count a failed try."""
+        where = cause.partition(":")[0].partition(" ")[0]
+        if where in self.failing or len(self.failing) < FAILING_MAX:
+            failing = self.failing.setdefault(where, Failing())
+            failing.num += 1
+            failing.last = cause
 
 
 @dataclass(slots=True)

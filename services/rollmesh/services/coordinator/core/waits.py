@@ -1,0 +1,210 @@
+"""Who waits for whom, from the run down to the one who waits for nobody. Pure; for people and the watchdog.
+
+    run -> trainer                         a batch is out, READY groups lie there, nothing is published
+    run -> groups -> worker -> inference | sandbox | reward        episodes are under way
+                  -> reward                                        groups are to be finalised
+                  -> workers, data, admission                      nothing is under way
+
+A party that is missing, silent or behind ends the chain: it is the root. A party that is there and says whom it waits for passes the
+chain on. Where all are there and tries fail all the same, the place where they fail is the root, with the last failure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from rollmesh.services.coordinator.core import batches, rollouts
+from rollmesh.services.coordinator.core.fleet import Fleet, Node, NodeKind, NodeState
+from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase
+from rollmesh.services.coordinator.core.turn import Turn, describe
+
+_SHOWN_MAX = 4
+"""Nodes of a kind that a link names."""
+_FAILED_AT = {
+    "inference": NodeKind.INFERENCE,
+    "sandbox": NodeKind.SANDBOX,
+    "init": NodeKind.SANDBOX,
+    "scorer": NodeKind.REWARD,
+    "score": NodeKind.REWARD,
+}
+"""Boundaries of an episode, and the kind of node behind them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One link."""
+
+    who: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.who} {self.what}"
+
+
+Links = list[Wait]
+
+
+def chain(turn: Turn, fleet: Fleet, reward_trouble: str = "") -> Links:
+    """The chain of a run; empty once it has ended. `reward_trouble` is why groups could not be finalised the last time."""
+    if turn.state.ended:
+        return []
+    return _Chain(turn, fleet, reward_trouble).of_run()
+
+
+def in_words(links: Links) -> str:
+    return "; ".join(map(str, links))
+
+
+class _Chain:
+    def __init__(self, turn: Turn, fleet: Fleet, reward_trouble: str) -> None:
+        self._turn = turn
+        self._state = turn.state
+        self._fleet = fleet
+        self._reward_trouble = reward_trouble
+
+    # The run and its trainer ------------------------------------------------------------------------------------------
+
+    def of_run(self) -> Links:
+        clock, spec = self._turn.clock, self._turn.spec
+        if spec.exports and clock.published is not None:
+            return [Wait("run", "waits for episodes to be scored"), *self._groups()]
+        last = bool(spec.updates_max) and clock.applied >= spec.updates_max
+        ready = len(self._state.training_groups(GroupPhase.READY))
+        if clock.trainer_epoch == 0:
+            return self._on_trainer("waits for a trainer to attach")
+        if self._state.batches:
+            return self._on_trainer(self._batch_out())
+        if clock.published is None or (last and clock.published.step < clock.applied):
+            return self._on_trainer(f"waits for weights: step {clock.applied}, incarnation {clock.incarnation}")
+        if last and clock.checkpoint < clock.applied:
+            return self._on_trainer(f"waits for a checkpoint with update {clock.applied}, its last")
+        if last:
+            return [Wait("run", "waits for its last evaluation"), *self._groups()]
+        if ready >= spec.batch_groups and not self._turn.volatile.trainers:
+            return self._on_trainer(f"waits for update {clock.applied + 1}: {ready} READY groups are not leased")
+        return [Wait(f"learner/{clock.learner}", f"waits for {batches.why_no_batch(self._turn)}"), *self._groups()]
+
+    def _batch_out(self) -> str:
+        batch = next(iter(self._state.batches.values()))
+        if batch.in_doubt:
+            return f"waits for a trainer to attach: nobody knows whether batch {batch.lease_id} was trained"
+        return f"waits for update {batch.update}: the trainer holds batch {batch.lease_id}"
+
+    def _on_trainer(self, what: str) -> Links:
+        node = max(self._of(NodeKind.LEARNER), key=lambda n: n.last_seen, default=None)
+        if node is None:
+            return [Wait("run", what), self._missing(NodeKind.LEARNER)]
+        return [Wait("run", what), self._silence(node) or Wait(node.node_id, _says(node))]
+
+    # Groups and their workers -----------------------------------------------------------------------------------------
+
+    def _groups(self) -> Links:
+        finalizing = sum(g.phase is GroupPhase.FINALIZING for g in self._state.groups.values())
+        if finalizing and (self._reward_trouble or not self._held()):
+            return [Wait("groups", f"{finalizing} wait to be finalised"), *self._reward()]
+        if held := self._held():
+            return self._worker(held)
+        pending = len(self._state.pending) + len(self._state.pending_eval)
+        if pending:
+            return [Wait("groups", f"{pending} episodes wait for a worker"), *self._workers(), *self._failing()]
+        return self._no_groups()
+
+    def _held(self) -> Counter[str]:
+        """Leased episodes by worker."""
+        episodes = (e for g in self._state.groups.values() for e in g.episodes.values())
+        return Counter(e.node_id for e in episodes if e.status is EpisodeStatus.LEASED)
+
+    def _worker(self, held: Counter[str]) -> Links:
+        """The worker that holds most; a silent one before all others."""
+        nodes = {node_id: self._fleet.nodes.get(node_id) for node_id in held}
+        for node_id, node in nodes.items():
+            if node is None:
+                return [Wait(node_id, f"has left with {held[node_id]} episodes; their leases run out")]
+            if silence := self._silence(node):
+                return [silence]
+        node = self._fleet.nodes[held.most_common(1)[0][0]]
+        waits = node.waiting_on not in (None, NodeKind.LEARNER) and bool(node.waiting_for)
+        what = _says(node) if waits else f"runs {held[node.node_id]} episodes"
+        below = self._service(node.waiting_on) if waits and node.waiting_on is not None else []
+        return [Wait(node.node_id, what), *(below or self._failing())]
+
+    def _workers(self) -> Links:
+        """What keeps pending episodes from being taken."""
+        usable = self._fleet.usable(NodeKind.ROLLOUT)
+        if not usable:
+            return self._service(NodeKind.ROLLOUT)
+        return [Wait(node.node_id, _says(node)) for node in usable[:_SHOWN_MAX]]
+
+    def _no_groups(self) -> Links:
+        why = rollouts.why_no_work(self._turn)
+        head = Wait("groups", f"none is on its way: {why}")
+        missing = self._service(NodeKind.ROLLOUT) or (self._service(NodeKind.DATA) if "data service" in why else [])
+        return [head, *(missing or self._failing())]
+
+    # Services ---------------------------------------------------------------------------------------------------------
+
+    def _reward(self) -> Links:
+        return self._service(NodeKind.REWARD) or [Wait("reward", self._reward_trouble or "has not answered yet")]
+
+    def _service(self, kind: NodeKind) -> Links:
+        """Empty if a node of this kind can serve; else what is wrong with those there are."""
+        if kind is NodeKind.INFERENCE:
+            return self._inference()
+        if self._fleet.usable(kind):
+            return []
+        return self._unusable(self._of(kind)) or [self._missing(kind)]
+
+    def _inference(self) -> Links:
+        """Weights too old for what is under way are as good as none."""
+        needed = max((g.step_min for g in self._state.groups.values() if g.unfinished), default=0)
+        usable = self._fleet.usable(NodeKind.INFERENCE)
+        if any(node.active is not None and node.active.step >= needed for node in usable):
+            return []
+        return self._unusable(self._of(NodeKind.INFERENCE)) or [self._missing(NodeKind.INFERENCE)]
+
+    def _unusable(self, nodes: list[Node]) -> Links:
+        return [self._silence(node) or Wait(node.node_id, self._why_unusable(node)) for node in nodes[:_SHOWN_MAX]]
+
+    def _why_unusable(self, node: Node) -> str:
+        why = node.cause or node.waiting_for
+        if not why and node.ordered is not None:
+            verb, version = node.ordered
+            why = f"it was told to {verb.name} {describe(version)} and has not answered"
+        at = f" at {describe(node.active)}" if node.active is not None else ""
+        return f"is {node.state.name}{at}" + (f": {why}" if why else "")
+
+    def _missing(self, kind: NodeKind) -> Wait:
+        last = self._fleet.departed.get(kind)
+        name = kind.name.lower()
+        if last is None:
+            return Wait(name, f"is missing: no {name} node has joined")
+        return Wait(last.node_id, f"was the last {name} node, silent for {self._turn.now - last.last_seen:.0f} s")
+
+    def _silence(self, node: Node) -> Wait | None:
+        if node.state not in (NodeState.SUSPECT, NodeState.DEAD):
+            return None
+        return Wait(node.node_id, f"silent for {self._turn.now - node.last_seen:.0f} s")
+
+    def _of(self, kind: NodeKind) -> list[Node]:
+        """Nodes of a kind; the dead only if there are no others."""
+        nodes = sorted((n for n in self._fleet.nodes.values() if n.kind is kind), key=lambda n: n.node_id)
+        return [n for n in nodes if n.state is not NodeState.DEAD] or nodes
+
+    # Failures ---------------------------------------------------------------------------------------------------------
+
+    def _failing(self) -> Links:
+        """Where most tries have failed since the last progress; what is missing there comes before the failures."""
+        failing = self._turn.volatile.failing
+        if not failing:
+            return []
+        where, most = max(failing.items(), key=lambda item: item[1].num)
+        kind = _FAILED_AT.get(where)
+        missing = self._service(kind) if kind is not None else []
+        return missing or [Wait(where, f"failed {most.num} tries since the last progress, the last by {most.last}")]
+
+
+def _says(node: Node) -> str:
+    if node.waiting_for:
+        return f"waits for {node.waiting_for}"
+    return f"is at work: {node.doing}" if node.doing else f"is {node.state.name} and names nothing that it waits for"

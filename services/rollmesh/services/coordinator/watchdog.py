@@ -1,0 +1,78 @@
+"""The watchdog of one run: no progress for `stall_s` becomes one recorded event that names the cause.
+
+Progress is a fact of `core.facts.PROGRESS`. The chain of who waits for whom is read between two decisions, from the core's waiting lists
+and the fleet's reports; whether the run has stalled is decided by the core itself, so that a run that moved meanwhile is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.fleet import Fleet
+from rollmesh.services.coordinator.core.turn import Turn
+from rollmesh.services.coordinator.core.waits import Wait, chain, in_words
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import MeshError
+
+T = TypeVar("T")
+LOOK_S = 1.0
+"""Seconds between two looks: how late, at most, a stall is noticed."""
+_log = logging.getLogger(__name__)
+
+
+class Run(Protocol):
+    """What the watchdog needs of a run's driver."""
+
+    run: str
+
+    @property
+    def trouble(self) -> str: ...
+
+    async def post(self, request: i.Input) -> None: ...
+
+    async def look(self, read: Callable[[Core, int], Any]) -> Any: ...
+
+
+class Watchdog:
+    """Watches one run."""
+
+    def __init__(self, run: Run, fleet: Fleet, clock: Clock) -> None:
+        self._run = run
+        self._fleet = fleet
+        self._clock = clock
+        self._told = ""
+
+    async def run(self) -> None:
+        """Look for ever."""
+        while True:
+            await self._clock.sleep(LOOK_S)
+            try:
+                await self.look()
+            except MeshError as error:  # the driver is ending, or overloaded: the next look tells
+                _log.debug("watchdog of run %s: %s", self._run.run, error)
+
+    async def look(self) -> None:
+        """One look: tells the core of a stall."""
+        links = await self._run.look(self._if_stalled)
+        if not links:
+            self._told = ""
+            return
+        root, cause = links[-1].who, in_words(links)
+        if root != self._told:
+            self._told = root
+            _log.warning("run %s stands still: %s", self._run.run, cause)
+            await self._run.post(i.Stalled(root=root, cause=cause))
+
+    def _if_stalled(self, core: Core, _: int) -> list[Wait]:
+        if core.state.spec is None or not core.is_stalled(self._clock.monotonic_s()):
+            return []
+        return read_chain(core, self._fleet, self._clock, self._run.trouble) or [Wait("run", "waits for nobody known")]
+
+
+def read_chain(core: Core, fleet: Fleet, clock: Clock, trouble: str) -> list[Wait]:
+    """The chain of a run as it is now."""
+    return chain(Turn(core.state, core.volatile, clock.monotonic_s()), fleet, trouble)
