@@ -49,16 +49,20 @@ learner:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A folder with a configuration, tasks, an agent and a scorer of a user's own."""
-    (tmp_path / "model").mkdir()
-    save_tokenizer(build_tokenizer(), tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "scorer.py").write_text(SCORER)
+    return save_user_folder(tmp_path)
+
+
+def save_user_folder(folder: Path) -> Path:
+    """A configuration, tasks, an agent and a scorer of a user's own."""
+    (folder / "model").mkdir()
+    save_tokenizer(build_tokenizer(), folder / "model")
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "scorer.py").write_text(SCORER)
     tasks = [{"question": f"{n}+{n}", "answer": str(2 * n), "parity": str(n % 2)} for n in range(60)]
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    (tmp_path / "mine.yaml").write_text(CONFIG)
-    return tmp_path
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    (folder / "mine.yaml").write_text(CONFIG)
+    return folder
 
 
 def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger_that_holds(mine: Path) -> None:

@@ -6,9 +6,9 @@ Exit codes: 0 done; 1 a run or an audit failed; 2 bad input; 130 interrupted by 
 from __future__ import annotations
 
 from rollmesh.services.cli.app import app
-from rollmesh.services.cli.commands import measuring, observing, proving, training
+from rollmesh.services.cli.commands import measuring, observing, proving, sampling, training
 
-COMMANDS = (training, proving, observing, measuring)
+COMMANDS = (training, sampling, proving, observing, measuring)
 """In the order of `--help`; importing them registers them."""
 
 

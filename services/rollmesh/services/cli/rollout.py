@@ -1,0 +1,259 @@
+"""`rollmesh rollout CONFIG`: tasks rolled out by a whole mesh without a learner, samples as they are finished.
+
+    configuration -> model -> mesh -> StreamSamples -> transcripts, samples.jsonl, means
+
+The run has a folder like any other; `rollmesh show` and `audit` read it. Collaborators: `samples` (the lines), `transcript`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from rollmesh.services.cli.check import check
+from rollmesh.services.cli.config import TrainConfig, load_train_config
+from rollmesh.services.cli.interrupts import Interrupts, Stopped
+from rollmesh.services.cli.model_process import WarmStep, make_in_process
+from rollmesh.services.cli.run_folder import RunFolder, new_folder, origin_now
+from rollmesh.services.cli.samples import RewardLine, SampleLine, encode_sample_line, mean_rewards, sample_lines
+from rollmesh.services.cli.session import MAKE_MODEL_S_MAX
+from rollmesh.services.data.config import build_pools
+from rollmesh.services.data.task import Split
+from rollmesh.services.mesh.mesh import Mesh
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.errors import ConfigError, MeshError
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.telemetry import set_up_logging
+from rollmesh.v1 import run_pb2, run_pb2_grpc
+
+RESUME_S = 0.5
+"""Pause before a broken stream is taken up again."""
+STATE_S_MAX = 10.0
+_NAME_CHARS_MAX = 56
+"""Of the run's name; the rest of 64 is for `-rollout`."""
+
+
+class RolloutOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says beside the configuration."""
+
+    num: int = 8
+    """Tasks."""
+    per_task: int = 1
+    """Episodes of each."""
+    split: str = "test"
+    model: Path | None = None
+    """A model folder in place of the configuration's."""
+    samples: Path | None = None
+    """File for one JSON line per sample."""
+    folder: Path | None = None
+    """Of the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("num", "per_task"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it."""
+
+    run: str
+    folder: str
+    ended: str
+    """Why the run ended; empty if it was interrupted."""
+    interrupted: bool
+    samples: dict[str, int]
+    """Samples by end: reserved, exported, failed, ..."""
+    mean_rewards: dict[str, float]
+    num_tokens: int
+    out: str = ""
+    """File with the samples."""
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    """One run without a learner in its folder."""
+
+    folder: RunFolder
+    config: TrainConfig
+    base_dir: Path
+    out: Path | None
+    on_sample: Callable[[SampleLine], None]
+    on_phase: Callable[[str], None]
+    clock: Clock = field(default_factory=SystemClock)
+    state: run_pb2.RunState = field(default_factory=run_pb2.RunState)
+    rewards: list[list[RewardLine]] = field(default_factory=list)
+    num_tokens: int = 0
+
+    async def run(self) -> RolloutSummary:
+        """Until the run has ended, or Ctrl-C. Raises what broke it."""
+        interrupted = False
+        with Interrupts() as interrupts, ExitStack() as stack:
+            file = stack.enter_context(_open(self.out)) if self.out is not None else None
+            try:
+                await interrupts.unless_stopped(self._make_model())
+                await interrupts.unless_stopped(self._generate(file))
+            except Stopped:
+                interrupted = True
+        counts = self.state.samples
+        names = ("reserved", "live", "exported", "filtered", "failed", "cancelled")
+        return RolloutSummary(
+            run=self.config.run.name,
+            folder=str(self.folder.root),
+            ended=self.state.ended,
+            interrupted=interrupted,
+            samples={name: getattr(counts, name) for name in names if getattr(counts, name)},
+            mean_rewards=mean_rewards(self.rewards),
+            num_tokens=self.num_tokens,
+            out=str(self.out) if self.out is not None else "",
+        )
+
+    async def _make_model(self) -> None:
+        plan = self.config.made_model
+        if plan is None:
+            return
+
+        def told(step: WarmStep) -> None:
+            self.on_phase(f"making the model: supervised warm start, step {step.step}")
+
+        self.on_phase("making the model: supervised warm start")
+        seed = plan.seed or self.config.run.seed
+        await make_in_process(plan, self.folder.model, seed=seed, limit_s=MAKE_MODEL_S_MAX, on_step=told)
+        self.config = msgspec.structs.replace(self.config, made_model=None, model=str(self.folder.model))
+
+    async def _generate(self, file: BinaryIO | None) -> None:
+        self.on_phase("starting the services")
+        async with Mesh(self.config, run_dir=self.folder.root, base_dir=self.base_dir) as mesh:
+            self.on_phase("generating")
+            reading = asyncio.create_task(self._read(mesh, file), name="samples")
+            serving = asyncio.create_task(mesh.finished(), name="mesh")
+            try:
+                await asyncio.wait([reading, serving], return_when=asyncio.FIRST_COMPLETED)
+                if serving.done():
+                    serving.result()  # raises what ended a part before the run
+                await reading
+            finally:
+                reading.cancel()
+                serving.cancel()
+                await asyncio.wait([reading, serving])
+            self.on_phase("stopping the services")
+
+    async def _read(self, mesh: Mesh, file: BinaryIO | None) -> None:
+        async with open_channel(mesh.gateway_address, access=mesh.access) as channel:
+            stub: Any = run_pb2_grpc.RunServiceStub(channel)
+            async for response in stream_samples(stub, mesh.run, self.clock):
+                for line in sample_lines(response.episode, response.task):
+                    self._take(line, file)
+            with typed_errors():
+                request = run_pb2.GetRunRequest(run=mesh.run)
+                self.state = (await stub.GetRun(request, timeout=STATE_S_MAX)).state
+
+    def _take(self, line: SampleLine, file: BinaryIO | None) -> None:
+        self.rewards.append(line.rewards)
+        self.num_tokens += line.num_tokens
+        if file is not None:
+            file.write(encode_sample_line(line))
+            file.flush()
+        self.on_sample(line)
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as err:
+        raise ConfigError(f"--out {path}: cannot be written: {err.strerror}; name another file", path=path) from err
+
+
+async def stream_samples(stub: Any, run: str, clock: Clock) -> AsyncIterator[run_pb2.StreamSamplesResponse]:
+    """Every scored episode of a run, once, over broken streams. Raises a refusal that asking again cannot help."""
+    cursor = ""
+    while True:
+        call = stub.StreamSamples(run_pb2.StreamSamplesRequest(run=run, cursor=cursor))
+        try:
+            with typed_errors():
+                async for response in call:
+                    cursor = response.cursor
+                    yield response
+                return
+        except MeshError as err:
+            if not err.retryable:
+                raise
+        finally:
+            call.cancel()
+        await clock.sleep(RESUME_S)
+
+
+def prepare(
+    path: Path, overrides: Sequence[str], options: RolloutOptions, command: list[str]
+) -> tuple[RunFolder, TrainConfig, Path]:
+    """A new folder for the run, its configuration, and the folder of the user's files.
+
+    `path` is a configuration file, or a run's folder: then its newest checkpoint acts. Every mistake is found before anything is made.
+    """
+    file, base_dir, model = path, path.parent.resolve(), options.model
+    if path.is_dir():
+        known = RunFolder(path.resolve())
+        file, base_dir = known.config, Path(known.read_origin().base_dir)
+        model = model or known.newest_checkpoint()
+    config = load_train_config(file, overrides)
+    if model is not None:
+        config = msgspec.structs.replace(config, made_model=None, model=str(model.resolve()))
+    run = msgspec.structs.replace(
+        config.run,
+        name=f"{config.run.name[:_NAME_CHARS_MAX]}-rollout",
+        export_groups=options.num,
+        export_split=options.split,
+        group_size=options.per_task,
+        eval_every=0,
+    )
+    config = msgspec.structs.replace(config, run=run)
+    check(config, base_dir)
+    _check_split(config, base_dir, options)
+    return new_folder(config, origin_now(command, base_dir), options.folder), config, base_dir
+
+
+def _check_split(config: TrainConfig, base_dir: Path, options: RolloutOptions) -> None:
+    sizes = {str(split): len(pool) for split, pool in build_pools(config.data, base_dir).items()}
+    if options.split not in set(Split):
+        raise ConfigError(f"--split: {options.split!r} is no split; known: {', '.join(Split)}")
+    if sizes[options.split] < options.num:
+        known = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"-n {options.num}: the {options.split} split has {sizes[options.split]} tasks; lower -n or name another --split: {known}"
+        )
+
+
+def rollout(
+    path: Path,
+    overrides: Sequence[str],
+    options: RolloutOptions,
+    *,
+    command: list[str],
+    on_sample: Callable[[SampleLine], None],
+    on_phase: Callable[[str], None],
+) -> RolloutSummary:
+    """Rolls out. Raises MeshError."""
+    folder, config, base_dir = prepare(path, overrides, options, command)
+    with folder.log.open("a", encoding="utf-8") as log:
+        set_up_logging(stream=log)
+        try:
+            work = Rollout(
+                folder=folder,
+                config=config,
+                base_dir=base_dir,
+                out=options.samples,
+                on_sample=on_sample,
+                on_phase=on_phase,
+            )
+            return asyncio.run(work.run())
+        finally:
+            logging.shutdown()
+            logging.getLogger().handlers.clear()

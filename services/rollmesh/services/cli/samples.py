@@ -1,0 +1,198 @@
+"""samples.jsonl: one finished sample per line, for people's own tools; docs/rollouts.md describes the fields.
+
+Read and written here alone. The arrays of a segment are lists of one entry per token; what was not sampled has no log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+
+from rollmesh.shared.codec.trajectory import decode_episode
+from rollmesh.shared.trajectory import Episode, Outcome, Reward, Role, Sample, Segment
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.v1 import types_pb2
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of what a line holds. Unknown fields are passed by: a later version may write more."""
+
+
+class MessageLine(Line, frozen=True, kw_only=True, omit_defaults=True):
+    role: str
+    content: str
+
+
+class VersionLine(Line, frozen=True, kw_only=True, omit_defaults=True):
+    """The weights that sampled a segment."""
+
+    policy: str
+    step: int
+    incarnation: int = 0
+    weights_digest: str = ""
+
+
+class SegmentLine(Line, frozen=True, kw_only=True, omit_defaults=True):
+    """A span of tokens with one author. Segments of a line are in order and make up the whole sample."""
+
+    role: str
+    """context, observation or action."""
+    source: str
+    """Who wrote it: policy, prompt, tool, ..."""
+    token_ids: list[int]
+    logprobs: list[float] | None = None
+    """Natural log, under the distribution sampled from."""
+    logprobs_model: list[float] | None = None
+    """Natural log, under the plain softmax of the model."""
+    loss_mask: list[int] | None = None
+    """1 where a trainer may train; absent means nowhere."""
+    version: VersionLine | None = None
+    sampling: int = -1
+    """Index into the line's `sampling`; -1 where nothing was sampled."""
+    finish: str = "unfinished"
+    """stop, length, cancelled, error; unfinished goes on in the next segment."""
+
+
+class SamplingLine(Line, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens were drawn."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    seed: int
+
+
+class RewardLine(Line, frozen=True, kw_only=True, omit_defaults=True):
+    name: str
+    value: float
+    scorer: str = ""
+    evidence: str = ""
+    outcome: str = "ok"
+    """ok, infra_failure or not_applicable; `value` counts only with ok."""
+    segment: int = -1
+    """Segment of the episode it is about; -1 is the whole sample."""
+
+
+class SampleLine(Line, frozen=True, kw_only=True, omit_defaults=True):
+    """A finished sample."""
+
+    sample_id: str
+    run: str
+    task: str
+    group: str
+    episode: str
+    attempt: int = 1
+    split: str = ""
+    labels: dict[str, str] = {}
+    oracle_ref: str = ""
+    """What the reward service resolves to the answer key; the key itself is nowhere in a line."""
+    role: str = ""
+    policy: str = "main"
+    trainable: bool = True
+    weight: float = 1.0
+    num_tokens: int = 0
+    messages: list[MessageLine] = []
+    """Text view of the episode's main path."""
+    rewards: list[RewardLine] = []
+    segments: list[SegmentLine] = []
+    sampling: list[SamplingLine] = []
+    stage_s: dict[str, float] = {}
+    """Seconds of the episode per stage: init, run, generate, tool, score."""
+
+
+def sample_lines(message: types_pb2.Episode, task: types_pb2.Task) -> Iterator[SampleLine]:
+    """The samples of an episode, one line each. Raises InvalidInput for an episode that contradicts itself."""
+    episode = decode_episode(message)
+    for sample in episode.samples:
+        yield _line(episode, sample, task)
+
+
+def encode_sample_line(line: SampleLine) -> bytes:
+    """With the newline."""
+    return msgspec.json.encode(line) + b"\n"
+
+
+def reward_lines(rewards: tuple[Reward, ...]) -> list[RewardLine]:
+    return [
+        RewardLine(
+            name=reward.name,
+            value=reward.value,
+            scorer=reward.scorer,
+            evidence=reward.evidence,
+            outcome=reward.outcome.name.lower(),
+            segment=reward.segment,
+        )
+        for reward in rewards
+    ]
+
+
+def mean_rewards(lines: list[list[RewardLine]]) -> dict[str, float]:
+    """Mean of each reward about whole samples, over those where it counts."""
+    values: dict[str, list[float]] = {}
+    for reward in (r for rewards in lines for r in rewards):
+        if reward.outcome == Outcome.OK.name.lower() and reward.segment < 0:
+            values.setdefault(reward.name, []).append(reward.value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _line(episode: Episode, sample: Sample, task: types_pb2.Task) -> SampleLine:
+    path = episode.path_segments(sample)
+    return SampleLine(
+        sample_id=sample.sample_id,
+        run=episode.key.run,
+        task=episode.key.task,
+        group=episode.key.group,
+        episode=episode.key.episode,
+        attempt=episode.key.attempt,
+        split=task.split,
+        labels=dict(task.labels),
+        oracle_ref=task.oracle_ref,
+        role=sample.role,
+        policy=sample.policy,
+        trainable=sample.trainable,
+        weight=sample.weight,
+        num_tokens=sum(segment.num_tokens for segment in path),
+        messages=[MessageLine(role=m.role, content=m.content) for m in episode.messages],
+        rewards=reward_lines(sample.rewards),
+        segments=[_segment(segment) for segment in path],
+        sampling=[
+            SamplingLine(temperature=p.temperature, top_p=p.top_p, top_k=p.top_k, max_tokens=p.max_tokens, seed=p.seed)
+            for p in episode.sampling_params
+        ],
+        stage_s=dict(episode.stage_s),
+    )
+
+
+def _segment(segment: Segment) -> SegmentLine:
+    return SegmentLine(
+        role=segment.role.name.lower(),
+        source=segment.source.name.lower(),
+        token_ids=segment.token_ids.tolist(),
+        logprobs=_floats(segment.logprobs),
+        logprobs_model=_floats(segment.logprobs_model),
+        loss_mask=None if segment.loss_mask is None else segment.loss_mask.tolist(),
+        version=_version(segment.version),
+        sampling=segment.sampling,
+        finish=segment.finish.name.lower(),
+    )
+
+
+def _version(version: PolicyVersion | None) -> VersionLine | None:
+    if version is None:
+        return None
+    return VersionLine(
+        policy=version.policy,
+        step=version.step,
+        incarnation=version.incarnation,
+        weights_digest=version.weights_digest,
+    )
+
+
+def _floats(values: np.ndarray | None) -> list[float] | None:
+    return None if values is None else values.tolist()
+
+
+ACTION = Role.ACTION.name.lower()

@@ -1,0 +1,102 @@
+"""`rollout`, `show` and `score` over a whole mesh with an engine and weights that need no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rollmesh.services.cli.__main__ import app
+
+from .test_cli import save_user_folder
+
+NUM = 6
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_user_folder(tmp_path_factory.mktemp("mine"))
+
+
+@pytest.fixture(scope="module")
+def done(mine: Path) -> Result:
+    """One rollout that all tests look at."""
+    return run(
+        "rollout", mine / "mine.yaml", "-n", NUM // 2, "--per-task", 2, "--out", mine / "samples.jsonl", "--run-dir", mine / "run"
+    )  # fmt: skip
+
+
+@pytest.fixture
+def lines(mine: Path, done: Result) -> list[dict[str, object]]:
+    assert done.exit_code == 0, done.output
+    return [json.loads(line) for line in (mine / "samples.jsonl").read_text().splitlines()]
+
+
+def test_rollout_prints_transcripts_and_ends_by_itself(done: Result, lines: list[dict[str, object]]) -> None:
+    assert f"reserved {NUM}, exported {NUM}" in done.stdout
+    for line in lines:
+        assert str(line["sample_id"]) in done.stdout
+    assert done.stdout.count("main@0.0") == NUM
+    assert "correct" in done.stdout
+
+
+def test_lines_hold_tokens_logprobs_versions_rewards_and_messages(lines: list[dict[str, object]]) -> None:
+    assert len({line["sample_id"] for line in lines}) == NUM
+    for line in lines:
+        segments = line["segments"]
+        assert isinstance(segments, list)
+        actions = [s for s in segments if s["role"] == "action"]
+        assert sum(len(s["token_ids"]) for s in segments) == line["num_tokens"]
+        assert actions
+        for action in actions:
+            assert len(action["logprobs"]) == len(action["token_ids"]) == len(action["loss_mask"])
+            assert action["version"]["step"] == 0
+            assert len(action["version"]["weights_digest"]) == 64
+        assert line["split"] == "test"
+        assert [r["name"] for r in line["rewards"]] == ["correct"]  # type: ignore[attr-defined]
+        assert {m["role"] for m in line["messages"]} == {"user", "assistant"}  # type: ignore[attr-defined]
+
+
+def test_score_of_what_was_written_gives_the_rewards_of_the_run(mine: Path, lines: list[dict[str, object]]) -> None:
+    scored = run("score", mine / "samples.jsonl", "--config", mine / "mine.yaml", "--json")
+    assert scored.exit_code == 0, scored.output
+    report = json.loads(scored.stdout)
+    ours = [line["rewards"][0]["value"] for line in lines]  # type: ignore[index]
+    assert [line["rewards"][0]["value"] for line in report["lines"]] == ours
+    assert report["mean_rewards"] == {"correct": pytest.approx(sum(ours) / NUM)}
+
+
+def test_show_tells_a_samples_words_and_life_and_the_audit_holds(mine: Path, lines: list[dict[str, object]]) -> None:
+    first = str(lines[0]["sample_id"])
+    listed = run("show", mine / "run")
+    assert listed.exit_code == 0, listed.output
+    assert len(listed.stdout.splitlines()) == NUM
+    shown = run("show", mine / "run", first, "--json")
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert found["sample"] == lines[0]
+    assert found["story"][-1]["what"] == "ended: exported"
+    told = run("show", mine / "run", first)
+    assert "was leased to rollout-0" in told.stdout
+    audit = run("audit", mine / "run", "--json")
+    assert json.loads(audit.stdout)["holds"], audit.output
+    assert json.loads(audit.stdout)["samples"]["exported"] == NUM
+
+
+def test_show_of_a_sample_that_never_was_says_how_to_list_them(mine: Path, lines: list[dict[str, object]]) -> None:
+    shown = run("show", mine / "run", "g99.0-0")
+    assert shown.exit_code == 1
+    assert "knows no sample or episode 'g99.0-0'" in shown.output
+
+
+def test_rollout_of_more_tasks_than_there_are_says_how_many_and_makes_nothing(mine: Path) -> None:
+    refused = run("rollout", mine / "mine.yaml", "-n", 1000, "--run-dir", mine / "never")
+    assert refused.exit_code == 2
+    assert "-n 1000: the test split has" in refused.output
+    assert not (mine / "never").exists()
