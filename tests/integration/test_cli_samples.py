@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollmesh.services.cli.__main__ import app
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
 
 from .test_cli import save_user_folder
 
@@ -93,6 +95,16 @@ def test_show_of_a_sample_that_never_was_says_how_to_list_them(mine: Path, lines
     shown = run("show", mine / "run", "g99.0-0")
     assert shown.exit_code == 1
     assert "knows no sample or episode 'g99.0-0'" in shown.output
+
+
+async def test_show_reads_a_run_that_is_running(mine: Path, lines: list[dict[str, object]]) -> None:
+    token = (mine / "run" / "token").read_text().strip()
+    async with EmbeddedServer(mine / "run" / "nats", token=token) as server:
+        pid = server.pid
+        shown = await asyncio.to_thread(run, "show", mine / "run", lines[0]["episode"], "--json")
+        assert shown.exit_code == 0, shown.output
+        assert json.loads(shown.stdout)["sample"] == lines[0]
+        assert server.pid == pid is not None
 
 
 def test_rollout_of_more_tasks_than_there_are_says_how_many_and_makes_nothing(mine: Path) -> None:

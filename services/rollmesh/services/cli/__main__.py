@@ -8,6 +8,8 @@ from __future__ import annotations
 from rollmesh.services.cli.app import app
 from rollmesh.services.cli.commands import measuring, observing, proving, sampling, training
 
+__all__ = ["COMMANDS", "app", "main"]
+
 COMMANDS = (training, sampling, proving, observing, measuring)
 """In the order of `--help`; importing them registers them."""
 

@@ -15,6 +15,8 @@ from rollmesh.shared.trajectory import Episode, Outcome, Reward, Role, Sample, S
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import types_pb2
 
+ACTION = Role.ACTION.name.lower()
+
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of what a line holds. Unknown fields are passed by: a later version may write more."""
@@ -51,8 +53,8 @@ class SegmentLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     version: VersionLine | None = None
     sampling: int = -1
     """Index into the line's `sampling`; -1 where nothing was sampled."""
-    finish: str = "unfinished"
-    """stop, length, cancelled, error; unfinished goes on in the next segment."""
+    finish: str = ""
+    """stop, length, cancelled, error; unfinished goes on in the next segment. Empty where nothing was sampled."""
 
 
 class SamplingLine(Line, frozen=True, kw_only=True, omit_defaults=True):
@@ -176,7 +178,7 @@ def _segment(segment: Segment) -> SegmentLine:
         loss_mask=None if segment.loss_mask is None else segment.loss_mask.tolist(),
         version=_version(segment.version),
         sampling=segment.sampling,
-        finish=segment.finish.name.lower(),
+        finish="" if segment.version is None else segment.finish.name.lower(),
     )
 
 
@@ -193,6 +195,3 @@ def _version(version: PolicyVersion | None) -> VersionLine | None:
 
 def _floats(values: np.ndarray | None) -> list[float] | None:
     return None if values is None else values.tolist()
-
-
-ACTION = Role.ACTION.name.lower()

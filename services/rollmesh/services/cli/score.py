@@ -161,7 +161,7 @@ def _sample(record: Record) -> SampleLine:
         field = place.rstrip("`") or (missing[1] if missing else "")
         raise record.error(cause[:1].lower() + cause[1:], field) from err
     for number, segment in enumerate(sample.segments):
-        if segment.finish.upper() not in FinishReason.__members__:
+        if segment.role == ACTION and segment.finish.upper() not in FinishReason.__members__:
             raise record.error(f"is {segment.finish!r}, no finish reason", f"segments[{number}].finish")
     return sample
 
