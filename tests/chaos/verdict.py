@@ -15,6 +15,7 @@ import msgspec
 from rollmesh.services.coordinator.audit import AuditReport, audit_run
 from rollmesh.services.coordinator.audit_checkpoint import find_list
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.trainer.trained_log import TrainedUpdate, read_trained
 from rollmesh.v1 import run_pb2
 
@@ -38,7 +39,7 @@ async def settle(world: World, *, updates: int, limit_s: float) -> Verdict:
     state = await world.until_state("nothing is live", lambda s: bool(s.ended) and s.samples.live == 0, limit_s=60.0)
     _check_accounts(state)
     server_port = (world.place.folder("nats") / "port").read_text().strip()
-    bus = await JetStreamBus.connect(f"nats://127.0.0.1:{server_port}", token=world.place.access.token)
+    bus = await JetStreamBus.connect(f"nats://127.0.0.1:{server_port}", login=BusLogin.of(world.place.access))
     checkpoints = world.place.run_dir / "checkpoints"
     try:
         audit = await audit_run(bus, world.place.run, checkpoint=checkpoints)

@@ -25,24 +25,25 @@ from rollmesh.shared.bus.bus import (
 )
 from rollmesh.shared.bus.embedded_server import EmbeddedServer, EmbeddedServerConfig
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus, JetStreamConfig
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import InvalidInput, PayloadTooLarge
 
 PAYLOAD_BYTES_MAX = 1024 * 1024
-TOKEN = "bus-token"
+LOGIN = BusLogin(user="rollmesh", password="bus-password")
 
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[EmbeddedServer]:
     config = EmbeddedServerConfig(payload_bytes_max=PAYLOAD_BYTES_MAX)
-    async with EmbeddedServer(tmp_path / "nats", token=TOKEN, config=config) as server:
+    async with EmbeddedServer(tmp_path / "nats", login=LOGIN, config=config) as server:
         yield server
 
 
 @pytest.fixture
 async def jetstream(server: EmbeddedServer) -> AsyncIterator[JetStreamBus]:
-    bus = await JetStreamBus.connect(server.url, token=TOKEN)
+    bus = await JetStreamBus.connect(server.url, login=LOGIN)
     yield bus
     await bus.close()
 
@@ -341,7 +342,7 @@ async def test_a_second_writer_fences_the_first_across_a_restart(
 ) -> None:
     first = await jetstream.create(spec())
     await first.append(b"x", msg_id="first-1", expected_last_seq=0)
-    other_bus = await JetStreamBus.connect(server.url, token=TOKEN)
+    other_bus = await JetStreamBus.connect(server.url, login=LOGIN)
     second = await other_bus.open("S")
     assert await second.append(b"x", msg_id="second-2", expected_last_seq=1) == 2
     await server.restart()
@@ -351,7 +352,7 @@ async def test_a_second_writer_fences_the_first_across_a_restart(
 
 
 async def test_cancelled_appends_leave_room_for_others(server: EmbeddedServer) -> None:
-    bus = await JetStreamBus.connect(server.url, token=TOKEN, config=JetStreamConfig(inflight_max=4))
+    bus = await JetStreamBus.connect(server.url, login=LOGIN, config=JetStreamConfig(inflight_max=4))
     log = await bus.create(spec())
     server.kill()
     tasks = [asyncio.create_task(log.append(b"x", msg_id=f"m{n}", deadline_s=0.2)) for n in range(10)]

@@ -25,6 +25,7 @@ from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
 from rollmesh.shared.rpc.access import Access
@@ -43,8 +44,8 @@ from rollmesh.v1 import (
 )
 
 T = TypeVar("T")
-TOKEN = "token"
-ACCESS = Access(token=TOKEN)
+ACCESS = Access(token="token")
+LOGIN = BusLogin.of(ACCESS)
 WORKER = "worker-0"
 MIB = 1 << 20
 DATA = coordinator_pb2.NODE_KIND_DATA
@@ -296,8 +297,8 @@ async def eventually(condition: Callable[[], Awaitable[bool]], limit_s: float = 
 async def coordinator_mesh(tmp_path: Path, config: CoordinatorConfig = CONFIG) -> AsyncIterator[MeshParts]:
     """All parts, joined and ready."""
     async with AsyncExitStack() as stack:
-        nats = await stack.enter_async_context(EmbeddedServer(tmp_path / "nats", token=TOKEN))
-        bus = await JetStreamBus.connect(nats.url, token=TOKEN)
+        nats = await stack.enter_async_context(EmbeddedServer(tmp_path / "nats", login=LOGIN))
+        bus = await JetStreamBus.connect(nats.url, login=LOGIN)
         stack.push_async_callback(bus.close)
         parts = MeshParts(folder=tmp_path, nats=nats, bus=bus, stack=stack, config=config)
         await parts.start_coordinator()

@@ -15,6 +15,7 @@ from rollmesh.services.data.servicer import DataServicer
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.clock import SystemClock
@@ -60,8 +61,9 @@ async def bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[B
     async with AsyncExitStack() as stack:
         made: Bus = MemoryBus()
         if request.param == "jetstream":
-            server = await stack.enter_async_context(EmbeddedServer(tmp_path / "nats", token="bus"))
-            made = await JetStreamBus.connect(server.url, token="bus")
+            login = BusLogin(user="rollmesh", password="bus")
+            server = await stack.enter_async_context(EmbeddedServer(tmp_path / "nats", login=login))
+            made = await JetStreamBus.connect(server.url, login=login)
         stack.push_async_callback(made.close)
         await made.create(run_streams("r", StreamLimits(ledger_bytes_max=1 << 20)).ledger)
         yield made

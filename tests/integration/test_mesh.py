@@ -24,6 +24,7 @@ from rollmesh.services.mesh.mesh import create_run
 from rollmesh.services.mesh.parts import part_names
 from rollmesh.services.rollout.moments import Moment
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import Fenced, MeshError, Overloaded, UnknownLease
 from rollmesh.shared.rpc.channel import open_channel
@@ -96,7 +97,7 @@ class Operator:
 
     async def _bus(self) -> JetStreamBus:
         assert self.mesh.nats is not None
-        return await JetStreamBus.connect(self.mesh.nats.url, token=self.mesh.access.token)
+        return await JetStreamBus.connect(self.mesh.nats.url, login=BusLogin.of(self.mesh.access))
 
 
 async def test_a_run_goes_to_its_end_with_evaluations_pinned_and_never_trained_on(tmp_path: Path, model: Path) -> None:

@@ -96,9 +96,9 @@ async def test_a_host_ends_with_its_nats_server(tmp_path: Path, made: MeshConfig
         ([], [], 2, "--parts: name at least one of nats, coordinator"),
         (
             [NATS],
-            ["bus.url=nats://elsewhere:4222"],
+            ["bus.url=tls://elsewhere:4222"],
             2,
-            "bus.url names the cluster nats://elsewhere:4222; leave out `nats`",
+            "bus.url names the cluster tls://elsewhere:4222; leave out `nats`",
         ),
         (["rollout-0"], ["bus.embedded.start_s=0.2"], 1, "within 0.2 s; host the part `nats`, or set bus.url"),
     ],

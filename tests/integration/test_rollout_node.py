@@ -21,6 +21,7 @@ from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.services.sandbox.sessions import End
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.codec.arrays import decode_ints, encode_floats, encode_ints
 from rollmesh.shared.codec.trajectory import episode_from_bytes
@@ -35,8 +36,8 @@ from rollmesh.v1 import (
     types_pb2,
 )
 
-TOKEN = "t"
-ACCESS = Access(token=TOKEN)
+ACCESS = Access(token="t")
+LOGIN = BusLogin.of(ACCESS)
 WAIT_S = 20.0
 MIB = 2**20
 COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
@@ -177,13 +178,13 @@ class Mesh:
         self.tokenizer = CharTokenizer()
         self.inference = ScriptedInference(self.tokenizer)  # type: ignore[abstract]  # the other verbs answer UNIMPLEMENTED
         self.coordinator = ListingCoordinator()  # type: ignore[abstract]
-        self.nats = EmbeddedServer(folder / "nats", token=TOKEN)
+        self.nats = EmbeddedServer(folder / "nats", login=LOGIN)
         self.stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         enter = self.stack.enter_async_context
         await enter(self.nats)
-        self.bus = await JetStreamBus.connect(self.nats.url, token=TOKEN)
+        self.bus = await JetStreamBus.connect(self.nats.url, login=LOGIN)
         self.stack.push_async_callback(self.bus.close)
         small = StreamLimits(samples_bytes_max=MIB, ledger_bytes_max=MIB, events_bytes_max=MIB, dead_bytes_max=MIB)
         self.samples = await self.bus.create(run_streams("r", small).samples)

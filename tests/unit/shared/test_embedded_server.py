@@ -15,20 +15,23 @@ import pytest
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
+
+LOGIN = BusLogin(user="rollmesh", password="t")
 
 
 async def test_the_port_is_kept_over_restarts(tmp_path: Path) -> None:
-    async with EmbeddedServer(tmp_path, token="t") as server:
+    async with EmbeddedServer(tmp_path, login=LOGIN) as server:
         url = server.url
         assert await server.restart() == url
         server.kill()
         assert server.pid is None
-    async with EmbeddedServer(tmp_path, token="t") as again:
+    async with EmbeddedServer(tmp_path, login=LOGIN) as again:
         assert again.url == url
 
 
 async def test_a_taken_port_is_named_with_the_remedy(tmp_path: Path) -> None:
-    async with EmbeddedServer(tmp_path, token="t") as server:
+    async with EmbeddedServer(tmp_path, login=LOGIN) as server:
         port = int(server.url.rpartition(":")[2])
     with socket.create_server(("127.0.0.1", port)):
         with pytest.raises(
@@ -39,27 +42,28 @@ async def test_a_taken_port_is_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 async def test_a_second_server_over_the_same_folder_is_refused_before_it_opens_the_store(tmp_path: Path) -> None:
-    async with EmbeddedServer(tmp_path, token="t"):
+    async with EmbeddedServer(tmp_path, login=LOGIN):
         with pytest.raises(BusUnavailable, match="another nats-server runs over this folder"):
-            await EmbeddedServer(tmp_path, token="t").start()
+            await EmbeddedServer(tmp_path, login=LOGIN).start()
 
 
-async def test_a_wrong_token_is_refused(tmp_path: Path) -> None:
-    async with EmbeddedServer(tmp_path, token="t") as server:
-        with pytest.raises(BusUnavailable, match="token"):
-            await JetStreamBus.connect(server.url, token="wrong")
+async def test_a_wrong_password_is_refused(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path, login=LOGIN) as server:
+        with pytest.raises(BusUnavailable, match="login"):
+            await JetStreamBus.connect(server.url, login=BusLogin(user="rollmesh", password="wrong"))
 
 
-async def test_the_file_with_the_token_is_private(tmp_path: Path) -> None:
-    async with EmbeddedServer(tmp_path, token="t"):
+async def test_the_file_with_the_password_is_private(tmp_path: Path) -> None:
+    async with EmbeddedServer(tmp_path, login=LOGIN):
         assert stat.S_IMODE((tmp_path / "nats.conf").stat().st_mode) == 0o600
 
 
 PARENT = """
 import asyncio, sys
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.bus.login import BusLogin
 async def main():
-    server = EmbeddedServer(sys.argv[1], token="t")
+    server = EmbeddedServer(sys.argv[1], login=BusLogin(user="rollmesh", password="t"))
     await server.start()
     print(server.pid, flush=True)
     await asyncio.sleep(60)

@@ -13,8 +13,8 @@ import msgspec
 from rollmesh.services.cli.config import TrainConfig, load_train_config
 from rollmesh.services.cli.run_folder import RunFolder
 from rollmesh.services.coordinator.audit import AuditReport, audit_run
+from rollmesh.services.mesh.place import open_place
 from rollmesh.shared.bus.bus import Bus
-from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.errors import ConfigError
 
@@ -46,17 +46,17 @@ def _checkpoint(folder: RunFolder, named: Path | None) -> Path | None:
 
 
 async def _audit(folder: RunFolder, config: TrainConfig, checkpoint: Path | None, sample: str) -> AuditReport:
-    if config.bus.url:
-        return await _over(
-            await JetStreamBus.connect(config.bus.url, token=config.bus.token), config, checkpoint, sample
-        )
-    token = (folder.root / "token").read_text().strip() if (folder.root / "token").exists() else ""
-    if not token:
+    if not (folder.root / "addresses.json").exists():
         raise ConfigError(
             f"{folder.root}: the run was never started, there is no ledger; start it with `rollmesh train`"
         )
-    async with EmbeddedServer(folder.root / "nats", token=token, config=config.bus.embedded) as server:
-        return await _over(await JetStreamBus.connect(server.url, token=token), config, checkpoint, sample)
+    place = open_place(config, run_dir=folder.root, base_dir=Path(folder.read_origin().base_dir))
+    if config.bus.url:
+        bus = await JetStreamBus.connect(config.bus.url, login=place.bus_login())
+        return await _over(bus, config, checkpoint, sample)
+    async with place.bus_server() as server:
+        bus = await JetStreamBus.connect(server.url, login=place.bus_login())
+        return await _over(bus, config, checkpoint, sample)
 
 
 async def _over(bus: Bus, config: TrainConfig, checkpoint: Path | None, sample: str) -> AuditReport:

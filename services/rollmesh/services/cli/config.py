@@ -46,6 +46,7 @@ class TrainConfig(MeshConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Makes the model on the spot; `model` must be empty then."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.made_model is not None and self.model:
             raise ValueError(f"model must be empty where `made_model` makes it, got {self.model!r}")
 

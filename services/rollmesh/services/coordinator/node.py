@@ -27,6 +27,7 @@ from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.servicer import CoordinatorServicer
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import Internal, MeshError
 from rollmesh.shared.ids import IdSource, RandomIds
@@ -107,7 +108,7 @@ class CoordinatorNode:
         self._failure.add_done_callback(lambda failure: failure.exception() if not failure.cancelled() else None)
         bus = self._bus
         if bus is None:
-            bus = await JetStreamBus.connect(self._bus_url, token=self._access.token)
+            bus = await JetStreamBus.connect(self._bus_url, login=BusLogin.of(self._access))
             stack.push_async_callback(bus.close)
         keeper = self._keeper = self._make_keeper()
         outgoing = Outgoing(keeper, access=self._access, call_s=self._config.run.call_s)

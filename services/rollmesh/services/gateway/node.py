@@ -17,6 +17,7 @@ from rollmesh.services.gateway.payloads import Payloads
 from rollmesh.services.gateway.servicer import GatewayServicer
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
@@ -73,7 +74,7 @@ class GatewayNode:
         async with AsyncExitStack() as stack:
             bus = self._bus
             if bus is None:
-                bus = await JetStreamBus.connect(self._bus_url, token=self._access.token)
+                bus = await JetStreamBus.connect(self._bus_url, login=BusLogin.of(self._access))
                 stack.push_async_callback(bus.close)
             channel = await stack.enter_async_context(
                 open_channel(self._coordinator, access=self._access, idempotent=IDEMPOTENT)

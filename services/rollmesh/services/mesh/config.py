@@ -18,11 +18,14 @@ from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.mesh.restarts import ProcessesConfig
+from rollmesh.services.mesh.security import NetworkConfig, SecurityConfig, check_exposure
 from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
+from rollmesh.shared.rpc.addresses import host_of, is_loopback
+from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.telemetry import TelemetryConfig
 
 _NOT_OF_SPEC = ("name", "beyond", "on_stall")
@@ -117,11 +120,21 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Where the streams live."""
 
     url: str = ""
-    """nats://host:port of a cluster; empty starts an embedded server in the run folder."""
-    token: str = ""
-    """Token of that cluster; ignored for the embedded server, which has the run's own."""
+    """nats://host:port of a cluster (tls:// with the certificates of `security`); empty starts an embedded server in the run folder."""
+    login_file: str = ""
+    """File with one line USER:PASSWORD for that cluster, relative to the config file. Empty: the login of the embedded server,
+    derived from the run's token."""
     embedded: EmbeddedServerConfig = msgspec.field(default_factory=EmbeddedServerConfig)
     """The embedded server."""
+
+    def __post_init__(self) -> None:
+        if "@" in self.url:
+            raise ValueError("url must not hold a password; put USER:PASSWORD into a file and name it in login_file")
+        for one in filter(None, self.url.split(",")):
+            if not one.startswith("tls://") and not is_loopback(host_of(one.partition("://")[2])):
+                raise ValueError(
+                    f"url must be tls://... beyond this machine, got {one}: samples would cross the network in the clear"
+                )
 
 
 class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,6 +148,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """How many nodes of each kind."""
     processes: ProcessesConfig = msgspec.field(default_factory=ProcessesConfig)
     """How the parts are run and kept alive."""
+    security: SecurityConfig = msgspec.field(default_factory=SecurityConfig)
+    """Certificates and token: who may talk to the services."""
+    network: NetworkConfig = msgspec.field(default_factory=NetworkConfig)
+    """Where the services listen."""
     bus: BusConfig = msgspec.field(default_factory=BusConfig)
     """Streams."""
     coordinator: CoordinatorConfig = msgspec.field(default_factory=CoordinatorConfig)
@@ -157,3 +174,12 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Training."""
     telemetry: TelemetryConfig = msgspec.field(default_factory=TelemetryConfig)
     """Traces, metrics, logs."""
+
+    def __post_init__(self) -> None:
+        check_exposure(self.security, self.servers())
+
+    def servers(self) -> dict[str, ServerConfig]:
+        """Where services listen on this host, by key."""
+        own = {name: getattr(self, name).server for name in ("coordinator", "gateway", "depot", "inference")}
+        listening = {f"{name}.server": self.network.listening(server) for name, server in own.items()}
+        return {"network.host": self.network.listening(ServerConfig()), **listening}

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.services.mesh.config import BusConfig, MeshConfig
+from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.mesh import Mesh
 from rollmesh.services.mesh.parts import NATS, part_names
 from rollmesh.services.mesh.place import open_place
@@ -159,7 +159,7 @@ def _check_parts(parts: Sequence[str], config: MeshConfig) -> None:
 async def _with_bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> MeshConfig:
     """The config with the URL of the run's embedded server, once that has a port. Raises BusUnavailable."""
     place = open_place(config, run_dir=run_dir, base_dir=base_dir)
-    server = EmbeddedServer(place.folder(NATS), token=place.access.token, config=config.bus.embedded)
+    server = place.bus_server()
     limit_s = config.bus.embedded.start_s
     try:
         async with asyncio.timeout(limit_s):
@@ -170,9 +170,7 @@ async def _with_bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path)
             f"no nats-server has written its port into {place.run_dir / NATS} within {limit_s} s; host the part `nats`, "
             "or set bus.url"
         ) from None
-    return msgspec.structs.replace(
-        config, bus=BusConfig(url=url, token=place.access.token, embedded=config.bus.embedded)
-    )
+    return msgspec.structs.replace(config, bus=msgspec.structs.replace(config.bus, url=url, login_file=""))
 
 
 async def _ended(mesh: Mesh) -> None:

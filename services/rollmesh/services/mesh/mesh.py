@@ -114,11 +114,11 @@ class Mesh:
     async def _connect(self, stack: AsyncExitStack) -> Bus:
         config = self.place.config.bus
         if config.url:
-            bus = await JetStreamBus.connect(config.url, token=config.token)
+            bus = await JetStreamBus.connect(config.url, login=self.place.bus_login())
         else:
-            self.nats = EmbeddedServer(self.place.folder("nats"), token=self.access.token, config=config.embedded)
+            self.nats = self.place.bus_server()
             await stack.enter_async_context(self.nats)
-            bus = await JetStreamBus.connect(self.nats.url, token=self.access.token)
+            bus = await JetStreamBus.connect(self.nats.url, login=self.place.bus_login())
         stack.push_async_callback(bus.close)
         return bus
 

@@ -85,7 +85,9 @@ def _inference(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     engine = dict(config.engine_options)
     if config.engine.endswith(":TorchEngine"):
         engine.setdefault("model", str(place.model_dir()))
-    config = msgspec.structs.replace(config, directory=str(place.folder(name)), engine_options=engine)
+    config = msgspec.structs.replace(
+        config, directory=str(place.folder(name)), engine_options=engine, server=place.served(config.server)
+    )
     return InferenceNode(
         config, node_id=name, coordinator=place.coordinator, access=place.access, base_dir=place.base_dir, **options
     )
@@ -100,7 +102,7 @@ def _sandbox(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         coordinator=place.coordinator,
         access=place.access,
         state_dir=place.folder(name),
-        **options,
+        **({"server": place.served()} | options),
     )
 
 
@@ -113,7 +115,7 @@ def _reward(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         coordinator=place.coordinator,
         access=place.access,
         base_dir=place.base_dir,
-        **options,
+        **({"server": place.served()} | options),
     )
 
 
@@ -141,7 +143,7 @@ def _data(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         access=place.access,
         bus=bus,
         base_dir=place.base_dir,
-        **options,
+        **({"server": place.served()} | options),
     )
 
 

@@ -1,7 +1,8 @@
 """A nats-server of our own, in the run folder: started, stopped, killed and restarted by the mesh.
 
 The port is chosen at the first start and kept in the folder, so that clients find the server again after a restart. Streams live in
-`FOLDER/jetstream`. The server listens on loopback, wants the run's token, and dies with the thread that started it (Linux counts the
+`FOLDER/jetstream`. The server wants user and password, listens on loopback unless it has TLS and is told
+another host, and dies with the thread that started it (Linux counts the
 parent's *thread*): start it from the main thread or one that lives as long as the run. An ack means "written", not "on disk": it
 survives any killed process, and a lost host only with `sync_always`.
 """
@@ -22,7 +23,10 @@ from typing import Self
 import msgspec
 
 from rollmesh.shared.bus.bus import BusUnavailable
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.ports import lasting_ports, owner_of
+from rollmesh.shared.rpc.access import Tls
+from rollmesh.shared.rpc.addresses import advertised, join_host_port, require_local
 
 _POLL_S = 0.01
 _LOG_TAIL_CHARS = 600
@@ -67,18 +71,32 @@ class EmbeddedServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
 class EmbeddedServer:
     """One nats-server process over one folder."""
 
-    def __init__(self, folder: str | Path, *, token: str, config: EmbeddedServerConfig | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        login: BusLogin,
+        config: EmbeddedServerConfig | None = None,
+        host: str = "127.0.0.1",
+        advertise: str = "",
+    ) -> None:
+        """`host` is where it listens, `advertise` what others are told of it (empty: `host`). ConfigError if that is unsafe."""
+        if login.tls is None:
+            require_local(join_host_port(host, 0))
         self._folder = Path(folder).resolve()
-        self._token = token
+        self._login = login
+        self._host = host
+        self._advertise = advertise
         self._config = config or EmbeddedServerConfig()
         self._process: subprocess.Popen[bytes] | None = None
         self._port = _read_port(self._folder / "port")
 
     @property
     def url(self) -> str:
-        """nats://127.0.0.1:PORT, once it has been started."""
+        """nats://HOST:PORT, tls:// where it speaks TLS, once it has been started."""
         assert self._port, "start() the server first"
-        return f"nats://127.0.0.1:{self._port}"
+        scheme = "tls" if self._login.tls else "nats"
+        return f"{scheme}://{advertised(join_host_port(self._host, 0), self._advertise, self._port)}"
 
     @property
     def pid(self) -> int | None:
@@ -180,16 +198,17 @@ class EmbeddedServer:
         sync = "always" if self._config.sync_always else '"2m"'
         # One key per line: nats-server reads `a: 1, b: 2` inside a block as one value.
         text = f"""
-host: "127.0.0.1"
+host: {json.dumps(self._host)}
 port: {self._port or lasting_ports(1)[0]}
 max_payload: {self._config.payload_bytes_max}
 log_file: {json.dumps(str(self._folder / "nats.log"))}
 logfile_size_limit: 16777216
 logfile_max_num: 2
 authorization {{
-  token: {json.dumps(self._token)}
+  user: {json.dumps(self._login.user)}
+  password: {json.dumps(self._login.password)}
 }}
-jetstream {{
+{_tls_block(self._login.tls)}jetstream {{
   store_dir: {json.dumps(str(self._folder))}
   max_file_store: {self._config.store_bytes_max}
   max_memory_store: 67108864
@@ -197,9 +216,21 @@ jetstream {{
 }}
 """
         path.touch(mode=0o600)
-        path.chmod(0o600)  # it holds the token
+        path.chmod(0o600)  # it holds the password
         path.write_text(text)
         return path
+
+
+def _tls_block(tls: Tls | None) -> str:
+    if tls is None:
+        return ""
+    return f"""tls {{
+  cert_file: {json.dumps(str(tls.certificate))}
+  key_file: {json.dumps(str(tls.key))}
+  ca_file: {json.dumps(str(tls.ca))}
+  verify: true
+}}
+"""
 
 
 def _binary() -> str:

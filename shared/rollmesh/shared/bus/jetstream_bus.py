@@ -1,4 +1,4 @@
-"""The bus over NATS JetStream: an embedded nats-server or a cluster, one URL and a token.
+"""The bus over NATS JetStream: an embedded nats-server or a cluster, one URL and a login.
 
 Each stream has one subject, its own name. Reads follow an ephemeral consumer that is made again wherever it was lost, appends go
 through `append_pipeline`. While the server is away every call waits for it up to its own deadline, then raises `BusUnavailable`.
@@ -30,6 +30,7 @@ from rollmesh.shared.bus.bus import (
     check_append,
 )
 from rollmesh.shared.bus.link import INSUFFICIENT_STORAGE, STREAM_NOT_FOUND, Link
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.stream_reader import StreamReader, make_record
 from rollmesh.shared.errors import DiskFull, InvalidInput
 from rollmesh.shared.telemetry.tracing import trace_headers
@@ -74,7 +75,9 @@ class JetStreamBus:
         self._streams: dict[str, JetStreamLog] = {}
 
     @classmethod
-    async def connect(cls, url: str, *, token: str = "", config: JetStreamConfig | None = None) -> JetStreamBus:
+    async def connect(
+        cls, url: str, *, login: BusLogin | None = None, config: JetStreamConfig | None = None
+    ) -> JetStreamBus:
         """Connects to a server or cluster (`url` may list several, comma-separated). Raises `BusUnavailable`."""
         config = config or JetStreamConfig()
         client = Client()
@@ -87,19 +90,19 @@ class JetStreamBus:
             if not connected:
                 problems.append(err)
                 if "authorization" in str(err).lower():
-                    limit.reschedule(0.0)  # trying again will not make the token right
+                    limit.reschedule(0.0)  # trying again will not make the password right
 
         connected = False
         try:
             async with limit:
-                await client.connect(**_connect_options(url, token, config, link), error_cb=note)
+                await client.connect(**_connect_options(url, login, config, link), error_cb=note)
                 await link.listen_for_acks()
             connected = True
         except (OSError, TimeoutError, nats.errors.Error) as err:
             await _close(client)
             why = problems[-1] if problems else err
             raise BusUnavailable(
-                f"cannot reach NATS at {url} ({why}); is the server running, and the token right?", url=url
+                f"cannot reach NATS at {url} ({why}); is the server running, and the login right?", url=url
             ) from err
         return cls(client, link, config, url)
 
@@ -267,10 +270,12 @@ async def _close(client: Client) -> None:
         await client.close()
 
 
-def _connect_options(url: str, token: str, config: JetStreamConfig, link: Link) -> dict[str, Any]:
+def _connect_options(url: str, login: BusLogin | None, config: JetStreamConfig, link: Link) -> dict[str, Any]:
     return {
         "servers": url.split(","),
-        "token": token or None,
+        "user": login.user if login else None,
+        "password": login.password if login else None,
+        "tls": login.tls.ssl_context() if login and login.tls and url.startswith("tls://") else None,
         "reconnect_time_wait": config.reconnect_wait_s,
         "max_reconnect_attempts": -1,
         "ping_interval": 10,

@@ -7,6 +7,7 @@ file's content is ever part of a repr, a message or a log.
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +35,21 @@ class Tls:
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For a client that shows its certificate. ConfigError if a file cannot be read."""
         return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.certificate))
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """For clients other than gRPC's. ConfigError if the files cannot be read, or do not belong together."""
+        for path in (self.ca, self.certificate, self.key):
+            _read(path)
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            context.load_cert_chain(self.certificate, self.key)
+        except ssl.SSLError as err:
+            raise ConfigError(
+                f"{self.ca}, {self.certificate}, {self.key}: not PEM files of a CA, a certificate and its key ({err.reason}); "
+                "`rollmesh certs` makes some",
+                path=str(self.certificate),
+            ) from err
+        return context
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def open_channel(
     """
     config = config or ChannelConfig()
     options = _options(config, idempotent)
-    credentials = access.channel_credentials()
+    credentials = None if address.startswith("unix:") else access.channel_credentials()
     if credentials is None:
         channel = grpc.aio.insecure_channel(address, options=options)
     else:

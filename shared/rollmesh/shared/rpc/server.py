@@ -11,7 +11,6 @@ and reflection (v1, v1alpha) are always there. By default it binds to loopback a
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rollmesh.shared.errors import AddressTaken, ConfigError, MeshError
 from rollmesh.shared.ports import is_taken, owner_of
 from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.addresses import advertised, require_local
 from rollmesh.shared.rpc.auth_interceptor import AuthInterceptor
 from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
 from rollmesh.shared.rpc.error_interceptor import ErrorInterceptor
@@ -40,6 +40,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     address: str = "127.0.0.1:0"
     """host:port or unix:PATH. Port 0 takes a free one. Anything but loopback needs TLS."""
+    advertise: str = ""
+    """Host that others are told to call; empty means the host of `address`. Needed where that is 0.0.0.0 or [::]."""
     message_bytes_max: int = MESSAGE_BYTES_MAX
     """Largest message either way. Bulk goes in chunks of 1-2 MiB; above 4 MiB gRPC gets several times slower."""
     concurrent_rpcs_max: int = 4096
@@ -65,7 +67,9 @@ class RpcServer:
     def __init__(self, config: ServerConfig | None = None, *, access: Access) -> None:
         """`access` with TLS is what allows an address beyond loopback. ConfigError if one of its files cannot be read."""
         self._config = config or ServerConfig()
-        self._credentials = access.server_credentials()
+        # A unix socket is guarded by the file system; a certificate has no name for it.
+        local_socket = self._config.address.startswith("unix:")
+        self._credentials = None if local_socket else access.server_credentials()
         self._server = grpc.aio.server(
             interceptors=[
                 TraceInterceptor(),
@@ -115,10 +119,8 @@ class RpcServer:
 
     @property
     def address(self) -> str:
-        """Where clients reach it: host:port or unix:PATH."""
-        if self._config.address.startswith("unix:"):
-            return self._config.address
-        return f"{self._config.address.rpartition(':')[0]}:{self._port}"
+        """Where clients reach it: host:port (the advertised host) or unix:PATH."""
+        return advertised(self._config.address, self._config.advertise, self._port)
 
     async def __aenter__(self) -> Self:
         return self
@@ -132,29 +134,13 @@ class RpcServer:
         address = self._config.address
         if self._credentials is None:
             require_local(address)
+        advertised(address, self._config.advertise, 0)
         try:
             if self._credentials is None:
                 return self._server.add_insecure_port(address)
             return self._server.add_secure_port(address, self._credentials)
         except RuntimeError as err:
             raise _unbindable(address) from err
-
-
-def require_local(address: str) -> None:
-    """Raises `ConfigError` unless `address` (host:port or unix:PATH) can only be reached from this machine."""
-    if address.startswith("unix:"):
-        return
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not local:
-        raise ConfigError(
-            f"refusing to listen on {address} without TLS: tokens and data would cross the network in the clear; "
-            "use 127.0.0.1, or configure TLS credentials",
-            address=address,
-        )
 
 
 def _unbindable(address: str) -> MeshError:

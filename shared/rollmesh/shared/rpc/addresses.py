@@ -1,0 +1,66 @@
+"""What an address (host:port or unix:PATH) means: whether only this machine reaches it, and whether anybody can call it."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from rollmesh.shared.errors import ConfigError
+
+
+def host_of(address: str) -> str:
+    """The host of host:port, without brackets; empty for unix:PATH."""
+    return "" if address.startswith("unix:") else address.rpartition(":")[0].strip("[]")
+
+
+def port_of(address: str) -> int:
+    """The port of host:port; 0 for unix:PATH, or if there is none."""
+    text = address.rpartition(":")[2]
+    return int(text) if text.isdecimal() and not address.startswith("unix:") else 0
+
+
+def join_host_port(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`. A name other than localhost might mean anything, so it does not count."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether `host` means every interface: one can listen there, but nobody can call it."""
+    try:
+        return host in ("", "*") or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def require_local(address: str) -> None:
+    """Raises `ConfigError` unless `address` can only be reached from this machine."""
+    if not address.startswith("unix:") and not is_loopback(host_of(address)):
+        raise ConfigError(
+            f"refusing to listen on {address} without TLS: tokens and data would cross the network in the clear; "
+            "use 127.0.0.1, or name certificates in `security` (`rollmesh certs` makes some)",
+            address=address,
+        )
+
+
+def advertised(address: str, advertise: str, port: int) -> str:
+    """What others are told of a server that listens on `address` and was given `port`.
+
+    Raises `ConfigError` if that is nothing they could call.
+    """
+    if address.startswith("unix:"):
+        return address
+    host = advertise or host_of(address)
+    if is_wildcard(host):
+        raise ConfigError(
+            f"a server on {address} listens on every interface, but others need a host to call: set `advertise` to a name "
+            "or address by which they reach this machine",
+            address=address,
+        )
+    return join_host_port(host, port)
