@@ -1,0 +1,148 @@
+"""The sections `security`, `network` and `bus`: nothing beyond loopback without certificates and a token, and no secret in a config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.services.cli.certs import make_certificates
+from rollmesh.services.cli.config import TrainConfig
+from rollmesh.services.mesh import MeshConfig
+from rollmesh.services.mesh.place import open_place
+from rollmesh.shared.bus.login import BusLogin
+from rollmesh.shared.config import config_from_dict, to_yaml
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.ids import new_secret
+from rollmesh.shared.rpc.server import ServerConfig
+
+TLS = {"ca": "ca.pem", "certificate": "rollmesh.pem", "key": "rollmesh.key"}
+ALL = {**TLS, "token_file": "token"}
+EVERYWHERE = {"host": "0.0.0.0", "advertise": "mesh-a"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    make_certificates(folder, hosts=["mesh-a"])
+    return folder
+
+
+@pytest.mark.parametrize("kind", [MeshConfig, TrainConfig])
+@pytest.mark.parametrize(
+    ("security", "said"),
+    [
+        ({}, "ca, certificate, key and token_file"),
+        ({"token_file": "token"}, "ca, certificate, key"),
+        (TLS, "token_file"),
+    ],
+)
+@pytest.mark.parametrize(
+    "exposed",
+    [
+        {"network": EVERYWHERE},
+        {"network": {"host": "10.0.0.1"}},
+        {"network": {"host": "mesh-a"}},
+        {"gateway": {"server": {"address": "10.0.0.1:7000"}}},
+        {"inference": {"server": {"address": "[::]:0", "advertise": "mesh-a"}}},
+    ],
+)
+def test_beyond_loopback_needs_certificates_and_a_token(
+    kind: type, security: dict[str, str], said: str, exposed: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"`security`: security must name {said}: .*rollmesh certs"):
+        config_from_dict(kind, {"security": security, **exposed})
+    config_from_dict(kind, {"security": ALL, **exposed})
+
+
+def test_tls_takes_three_files() -> None:
+    with pytest.raises(ConfigError, match=r"security\.key`: key must name a file too"):
+        config_from_dict(MeshConfig, {"security": {"ca": "a", "certificate": "b"}})
+
+
+def test_every_interface_needs_a_host_to_tell() -> None:
+    with pytest.raises(ConfigError, match=r"network\.advertise`: advertise must name"):
+        config_from_dict(MeshConfig, {"security": ALL, "network": {"host": "0.0.0.0"}})
+
+
+def test_by_default_everything_is_on_loopback_with_a_random_private_token(tmp_path: Path) -> None:
+    first = open_place(MeshConfig(), run_dir=tmp_path / "a", base_dir=tmp_path)
+    second = open_place(MeshConfig(), run_dir=tmp_path / "b", base_dir=tmp_path)
+    assert first.access.token != second.access.token
+    assert first.access.tls is None
+    assert all(a.startswith("127.0.0.1:") for a in (first.coordinator, first.gateway, first.depot))
+    assert (tmp_path / "a" / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_listens_everywhere_tells_the_advertised_host_and_keeps_its_ports(tmp_path: Path, files: Path) -> None:
+    config = config_from_dict(
+        MeshConfig,
+        {"security": ALL, "network": EVERYWHERE, "gateway": {"server": {"address": "127.0.0.1:7000"}}},
+    )
+    place = open_place(config, run_dir=tmp_path / "run", base_dir=files)
+    assert place.coordinator.startswith("mesh-a:")
+    assert place.gateway == "127.0.0.1:7000"
+    served = place.served_at(place.coordinator, config.coordinator.server)
+    assert served.address == place.coordinator.replace("mesh-a", "0.0.0.0")
+    assert served.advertise == "mesh-a"
+    assert place.served() == ServerConfig(address="0.0.0.0:0", advertise="mesh-a")
+    assert place.bus_server().known_url() == ""
+    moved = config_from_dict(MeshConfig, {"security": ALL, "network": {"host": "0.0.0.0", "advertise": "localhost"}})
+    again = open_place(moved, run_dir=tmp_path / "run", base_dir=files)
+    assert again.coordinator == place.coordinator.replace("mesh-a", "localhost")
+    assert not (tmp_path / "run" / "token").exists()
+
+
+@pytest.mark.parametrize("name", ["token", "rollmesh.key"])
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, files: Path, name: str) -> None:
+    for path in files.iterdir():
+        copy = tmp_path / path.name
+        copy.write_bytes(path.read_bytes())
+        copy.chmod(0o640 if path.name == name else 0o600)
+    with pytest.raises(ConfigError, match=rf"{name}: other users .* \(mode 640\).*chmod 600"):
+        open_place(config_from_dict(MeshConfig, {"security": ALL}), run_dir=tmp_path / "run", base_dir=tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "short", "two lines\nof which one may be long enough"])
+def test_a_token_that_is_none_is_refused_without_showing_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(text)
+    path.chmod(0o600)
+    config = config_from_dict(MeshConfig, {"security": {"token_file": "token"}})
+    with pytest.raises(ConfigError, match="a token is one line of at least 16 ASCII characters") as refused:
+        open_place(config, run_dir=tmp_path / "run", base_dir=tmp_path)
+    assert not text or text not in str(refused.value)
+
+
+def test_a_missing_token_file_is_named(tmp_path: Path) -> None:
+    config = config_from_dict(MeshConfig, {"security": {"token_file": "gone"}})
+    with pytest.raises(ConfigError, match="gone: cannot read this secret: No such file"):
+        open_place(config, run_dir=tmp_path / "run", base_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("nats://me:secret@127.0.0.1:4222", "url must not hold a password"),
+        ("nats://cluster.example.org:4222", "url must be tls://"),
+        ("nats://127.0.0.1:4222,nats://10.0.0.1:4222", "url must be tls://"),
+    ],
+)
+def test_a_cluster_is_reached_by_tls_and_its_password_stays_in_a_file(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_from_dict(MeshConfig, {"bus": {"url": url}})
+
+
+def test_a_cluster_s_login_comes_from_its_file_and_is_in_no_config(tmp_path: Path) -> None:
+    password = new_secret()
+    (tmp_path / "nats-login").write_text(f"me:{password}\n")
+    bus = {"url": "nats://127.0.0.1:4222", "login_file": "nats-login"}
+    config = config_from_dict(MeshConfig, {"bus": bus})
+    place = open_place(config, run_dir=tmp_path / "run", base_dir=tmp_path)
+    assert place.bus_login() == BusLogin(user="me", password=password)
+    assert password not in to_yaml(config)
+    assert password not in repr(place)
+    assert place.access.token not in repr(place)
+    assert "token" not in json.loads((tmp_path / "run" / "addresses.json").read_text())
