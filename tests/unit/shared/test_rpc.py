@@ -30,6 +30,7 @@ class Echo:
     """Answers with what it got; a request `raise X` raises the error X names, `wait` never answers."""
 
     def __init__(self) -> None:
+        self.waiting = asyncio.Event()
         self.cancelled = asyncio.Event()
         self.traceparent = ""
 
@@ -37,6 +38,7 @@ class Echo:
         span = trace.get_current_span().get_span_context()
         self.traceparent = f"{span.trace_id:032x}" if span.is_valid else ""
         if request == b"wait":
+            self.waiting.set()
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -195,9 +197,11 @@ async def test_the_server_limits_a_unary_call_that_has_no_deadline() -> None:
 async def test_cancelling_a_call_cancels_its_handler(arity: str) -> None:
     echo = Echo()
     async with echo_server(echo=echo) as server, open_channel(server.address, access=ACCESS) as channel:
-        with pytest.raises(errors.DeadlineExceeded):
-            await call(channel, arity, b"wait", timeout=0.1)
-        await asyncio.wait_for(echo.cancelled.wait(), 5)
+        calling = asyncio.create_task(call(channel, arity, b"wait"))
+        await asyncio.wait_for(echo.waiting.wait(), 30)  # a call that is cancelled before it arrives has no handler
+        calling.cancel()
+        await asyncio.wait_for(echo.cancelled.wait(), 30)
+        await asyncio.wait([calling])
 
 
 @pytest.mark.parametrize("limited", ["server", "client"])
