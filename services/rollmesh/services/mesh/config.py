@@ -32,6 +32,10 @@ _NOT_OF_SPEC = ("name", "beyond", "on_stall")
 """Of RunConfig: spelt otherwise in the coordinator's spec, or not its business."""
 
 
+SERVING = ("coordinator", "gateway", "depot", "inference")
+"""Sections with a `server` of their own."""
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the run is: batches, the staleness bound, leases, evaluation, the end."""
 
@@ -180,6 +184,6 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def servers(self) -> dict[str, ServerConfig]:
         """Where services listen on this host, by key."""
-        own = {name: getattr(self, name).server for name in ("coordinator", "gateway", "depot", "inference")}
+        own = {name: getattr(self, name).server for name in SERVING}
         listening = {f"{name}.server": self.network.listening(server) for name, server in own.items()}
         return {"network.host": self.network.listening(ServerConfig()), **listening}

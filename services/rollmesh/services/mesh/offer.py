@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from rollmesh.services.coordinator.offer import MeshOffer
-from rollmesh.services.mesh.config import BusConfig, MeshConfig
+from rollmesh.services.mesh.config import SERVING, BusConfig, MeshConfig
 from rollmesh.services.mesh.place import Place
+from rollmesh.services.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.model_files import ModelFiles
+from rollmesh.shared.rpc.server import ServerConfig
 
 
 def make_offer(place: Place, bus: Bus) -> MeshOffer:
@@ -23,9 +25,14 @@ def make_offer(place: Place, bus: Bus) -> MeshOffer:
 
 
 def public_config(config: MeshConfig) -> MeshConfig:
-    """`config` without secrets, and without what a command added to it for itself."""
+    """`config` without what is this host's own: its files with secrets, its addresses, and what a command added for itself."""
     fields = {name: getattr(config, name) for name in MeshConfig.__struct_fields__}
-    return MeshConfig(**{**fields, "bus": BusConfig(embedded=config.bus.embedded)})
+    fields["bus"] = BusConfig(embedded=config.bus.embedded)
+    fields["security"], fields["network"] = SecurityConfig(), NetworkConfig()
+    for name in SERVING:
+        server = msgspec.structs.replace(fields[name].server, address=ServerConfig().address, advertise="")
+        fields[name] = msgspec.structs.replace(fields[name], server=server)
+    return MeshConfig(**fields)
 
 
 def _model_files(place: Place) -> ModelFiles | None:
