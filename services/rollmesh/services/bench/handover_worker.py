@@ -19,7 +19,6 @@ from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.coordinator_link import CoordinatorLink
 from rollmesh.services.rollout.lease import decode_lease
 from rollmesh.services.rollout.sample_log import BusSampleLog
-from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.codec.trajectory import encode_key, episode_to_bytes, sample_meta
@@ -108,8 +107,8 @@ async def _store(
 async def main() -> None:
     run_dir, config_file, num_bytes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     place = open_place(load_config(MeshConfig, config_file), run_dir=run_dir, base_dir=config_file.parent)
-    server = EmbeddedServer(place.folder("nats"), token=place.access.token)
-    bus = await JetStreamBus.connect(server.known_url(), token=place.access.token)
+    server = place.bus_server()
+    bus = await JetStreamBus.connect(server.known_url(), login=place.bus_login())
     try:
         await work(place, bus, num_bytes)
     finally:

@@ -25,12 +25,13 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapsh
 from rollmesh.shared.bus.bus import Bus, StreamLog
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.ids import RandomIds
 
 NUM_SAMPLES = (100_000, 1_000_000)
-TOKEN = "bench"
+LOGIN = BusLogin(user="rollmesh", password="bench")
 APPEND_S_MAX = 60.0
 
 
@@ -45,8 +46,8 @@ def run(quick: bool) -> Report:
 
 
 async def _measure(folder: Path, num_samples: int) -> dict[str, Any]:
-    async with EmbeddedServer(folder / "nats", token=TOKEN) as server:
-        bus = await JetStreamBus.connect(server.url, token=TOKEN)
+    async with EmbeddedServer(folder / "nats", login=LOGIN) as server:
+        bus = await JetStreamBus.connect(server.url, login=LOGIN)
         try:
             return await _written_and_recovered(folder, bus, num_samples)
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from rollmesh.services.coordinator.offer import MeshOffer
 from rollmesh.services.mesh.config import SERVING, BusConfig, MeshConfig
 from rollmesh.services.mesh.place import Place

@@ -135,7 +135,6 @@ class Supervisor:
         config = self.place.config
         plain = MeshConfig(**{name: getattr(config, name) for name in MeshConfig.__struct_fields__})
         path = self.place.run_dir / CONFIG_FILE
-        path.touch(mode=0o600)  # it may hold the token of a cluster
         path.write_text(to_yaml(plain), encoding="utf-8")
 
     def _start(self, name: str, events: ProcessLog) -> None:
