@@ -32,7 +32,6 @@ from rollmesh.services.mesh.parts import NATS, part_names
 from rollmesh.services.mesh.place import Place, open_place
 from rollmesh.services.mesh.process_events import FILE, ProcessEvent, ProcessLog
 from rollmesh.services.mesh.run_lock import owned
-from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.errors import AddressTaken
@@ -206,8 +205,8 @@ class Supervisor:
 def fixed_addresses(place: Place) -> dict[str, str]:
     """host:port of those parts that keep theirs over restarts."""
     found = {"coordinator": place.coordinator, "gateway": place.gateway, "depot": place.depot}
-    nats = EmbeddedServer(place.run_dir / NATS, token="").known_url() if not place.config.bus.url else ""
-    return {**found, **({NATS: nats.removeprefix("nats://")} if nats else {})}
+    nats = place.bus_server().known_url() if not place.config.bus.url else ""
+    return {**found, **({NATS: nats.partition("://")[2]} if nats else {})}
 
 
 def all_parts(config: MeshConfig) -> list[str]:
