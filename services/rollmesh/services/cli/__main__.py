@@ -10,7 +10,7 @@ from rollmesh.services.cli.commands import measuring, observing, proving, sampli
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = (training, sampling, proving, observing, measuring)
+COMMANDS = (training, sampling, proving, securing, observing, measuring)
 """In the order of `--help`; importing them registers them."""
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from rollmesh.services.cli.config import TrainConfig
 from rollmesh.services.cli.run_folder import RunFolder
+from rollmesh.services.mesh.place import Place, open_place
 from rollmesh.shared.bus.bus import Bus, BusUnavailable
-from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.errors import ConfigError
 
@@ -19,34 +20,33 @@ async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
 
     Raises ConfigError if the run never had one, BusUnavailable if it cannot be reached.
     """
+    if not (folder.root / "addresses.json").exists():
+        raise ConfigError(f"{folder.root}: the run was never started, there is nothing to read; start it first")
+    place = open_place(config, run_dir=folder.root, base_dir=Path(folder.read_origin().base_dir))
     if config.bus.url:
-        async with _connected(config.bus.url, config.bus.token) as bus:
+        async with _connected(config.bus.url, place) as bus:
             yield bus
         return
-    path = folder.root / "token"
-    if not path.exists():
-        raise ConfigError(f"{folder.root}: the run was never started, there is nothing to read; start it first")
-    token = path.read_text().strip()
-    server = EmbeddedServer(folder.root / "nats", token=token, config=config.bus.embedded)
+    server = place.bus_server()
     try:
         await server.start()
     except BusUnavailable:
         url = server.known_url()  # a running run has a server of its own over this folder
         if not url:
             raise
-        async with _connected(url, token) as bus:
+        async with _connected(url, place) as bus:
             yield bus
         return
     try:
-        async with _connected(server.url, token) as bus:
+        async with _connected(server.url, place) as bus:
             yield bus
     finally:
         await server.stop()
 
 
 @asynccontextmanager
-async def _connected(url: str, token: str) -> AsyncIterator[Bus]:
-    bus = await JetStreamBus.connect(url, token=token)
+async def _connected(url: str, place: Place) -> AsyncIterator[Bus]:
+    bus = await JetStreamBus.connect(url, login=place.bus_login())
     try:
         yield bus
     finally:
