@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from rollmesh.services.cli.__main__ import app
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.bus.login import BusLogin
+from rollmesh.shared.rpc.access import Access
 
 from .test_cli import save_user_folder
 
@@ -98,8 +100,8 @@ def test_show_of_a_sample_that_never_was_says_how_to_list_them(mine: Path, lines
 
 
 async def test_show_reads_a_run_that_is_running(mine: Path, lines: list[dict[str, object]]) -> None:
-    token = (mine / "run" / "token").read_text().strip()
-    async with EmbeddedServer(mine / "run" / "nats", token=token) as server:
+    access = Access((mine / "run" / "token").read_text().strip())
+    async with EmbeddedServer(mine / "run" / "nats", login=BusLogin.of(access)) as server:
         pid = server.pid
         shown = await asyncio.to_thread(run, "show", mine / "run", lines[0]["episode"], "--json")
         assert shown.exit_code == 0, shown.output

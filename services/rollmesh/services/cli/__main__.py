@@ -6,7 +6,7 @@ Exit codes: 0 done; 1 a run or an audit failed; 2 bad input; 130 interrupted by 
 from __future__ import annotations
 
 from rollmesh.services.cli.app import app
-from rollmesh.services.cli.commands import measuring, observing, proving, sampling, training
+from rollmesh.services.cli.commands import measuring, observing, proving, sampling, securing, training
 
 __all__ = ["COMMANDS", "app", "main"]
 
