@@ -114,3 +114,22 @@ def test_rollout_of_more_tasks_than_there_are_says_how_many_and_makes_nothing(mi
     assert refused.exit_code == 2
     assert "-n 1000: the test split has" in refused.output
     assert not (mine / "never").exists()
+
+
+def test_an_episode_that_fails_for_good_is_listed_with_its_cause_and_nothing_exported_is_a_failure(
+    tmp_path: Path,
+) -> None:
+    folder = save_user_folder(tmp_path)
+    (folder / "agent.py").write_text(
+        "class Agent:\n    async def run(self, task, env):\n        raise RuntimeError('no idea')\n"
+    )
+    failed = run("rollout", folder / "mine.yaml", "run.tries_max=1", "-n", 1, "--run-dir", folder / "run")
+    assert failed.exit_code == 1, failed.output
+    assert "reserved 1, failed 1" in failed.stdout
+    listed = run("show", folder / "run")
+    assert "g0.0  tasks-" in listed.stdout
+    assert "failed TRIES_EXHAUSTED: " in listed.stdout
+    assert "no idea" in listed.stdout
+    shown = run("show", folder / "run", "g0.0")
+    assert shown.exit_code == 0, shown.output
+    assert "the episode ended without samples: failed TRIES_EXHAUSTED" in shown.stdout

@@ -8,6 +8,7 @@ The run has a folder like any other; `rollmesh show` and `audit` read it. Collab
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack
@@ -36,6 +37,8 @@ from rollmesh.v1 import run_pb2, run_pb2_grpc
 
 RESUME_S = 0.5
 """Pause before a broken stream is taken up again."""
+TELL_S = 1.0
+"""Pause between looks at the run's state."""
 STATE_S_MAX = 10.0
 _NAME_CHARS_MAX = 56
 """Of the run's name; the rest of 64 is for `-rollout`."""
@@ -135,16 +138,27 @@ class Rollout:
             self.on_phase("generating")
             reading = asyncio.create_task(self._read(mesh, file), name="samples")
             serving = asyncio.create_task(mesh.finished(), name="mesh")
+            telling = asyncio.create_task(self._tell(mesh), name="progress")
             try:
                 await asyncio.wait([reading, serving], return_when=asyncio.FIRST_COMPLETED)
                 if serving.done():
                     serving.result()  # raises what ended a part before the run
                 await reading
             finally:
-                reading.cancel()
-                serving.cancel()
-                await asyncio.wait([reading, serving])
+                for task in (reading, serving, telling):
+                    task.cancel()
+                await asyncio.wait([reading, serving, telling])
             self.on_phase("stopping the services")
+
+    async def _tell(self, mesh: Mesh) -> None:
+        """Says now and then how far the run is and what it waits for; never fails it."""
+        async with open_channel(mesh.gateway_address, access=mesh.access) as channel:
+            stub: Any = run_pb2_grpc.RunServiceStub(channel)
+            while True:
+                await self.clock.sleep(TELL_S)
+                with contextlib.suppress(MeshError), typed_errors():
+                    request = run_pb2.GetRunRequest(run=mesh.run)
+                    self.on_phase(progress_words((await stub.GetRun(request, timeout=STATE_S_MAX)).state))
 
     async def _read(self, mesh: Mesh, file: BinaryIO | None) -> None:
         async with open_channel(mesh.gateway_address, access=mesh.access) as channel:
@@ -170,6 +184,13 @@ def _open(path: Path) -> BinaryIO:
         return path.open("wb")
     except OSError as err:
         raise ConfigError(f"--out {path}: cannot be written: {err.strerror}; name another file", path=path) from err
+
+
+def progress_words(state: run_pb2.RunState) -> str:
+    """One line for people."""
+    ended = state.samples.reserved - state.samples.live
+    waiting = "; ".join(f"{who}: {what}" for who, what in sorted(state.waiting.items()))
+    return f"generating: {ended} of {state.samples.reserved} samples have ended" + (f" ({waiting})" if waiting else "")
 
 
 async def stream_samples(stub: Any, run: str, clock: Clock) -> AsyncIterator[run_pb2.StreamSamplesResponse]:

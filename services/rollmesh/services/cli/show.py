@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,12 +24,15 @@ from rollmesh.v1 import types_pb2
 
 
 class ListedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A scored sample, as the ledger knows it."""
+    """A scored sample, or an episode that ended without one, as the ledger knows it."""
 
     sample_id: str
+    """Of an episode without samples: the episode's id."""
     task: str
-    num_tokens: int
-    rewards: list[RewardLine]
+    num_tokens: int = 0
+    rewards: list[RewardLine] = []
+    lost: str = ""
+    """Why an episode ended without samples."""
 
 
 class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,21 +45,24 @@ class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_samples(root: Path, limit: int) -> list[ListedSample]:
-    """The newest `limit` scored samples, oldest first. Raises ConfigError, UnknownRun, BusUnavailable."""
+    """The newest `limit` ended episodes' samples, oldest first. Raises ConfigError, UnknownRun, BusUnavailable."""
     records, _ = asyncio.run(_read(root, ""))
-    tasks = {fact.group: fact.task for fact in _facts(records) if isinstance(fact, f.GroupReserved)}
-    found = [
-        ListedSample(
-            sample_id=meta.sample_id,
-            task=tasks[fact.group].task_id,
-            num_tokens=meta.num_tokens,
-            rewards=[_reward(reward) for reward in meta.rewards],
-        )
-        for fact in _facts(records)
-        if isinstance(fact, f.EpisodeScored)
-        for meta in fact.samples
-    ]
-    return found[-limit:]
+    tasks = {fact.group: fact.task.task_id for fact in _facts(records) if isinstance(fact, f.GroupReserved)}
+    return [listed for fact in _facts(records) for listed in _listed(fact, tasks)][-limit:]
+
+
+def _listed(fact: f.Fact, tasks: Mapping[str, str]) -> Iterator[ListedSample]:
+    if isinstance(fact, f.EpisodeEnded):
+        lost = f"{fact.end.name.lower()} {fact.reason}: {fact.cause}".rstrip(": ")
+        yield ListedSample(sample_id=fact.episode, task=tasks[fact.group], lost=lost)
+    elif isinstance(fact, f.EpisodeScored):
+        for meta in fact.samples:
+            yield ListedSample(
+                sample_id=meta.sample_id,
+                task=tasks[fact.group],
+                num_tokens=meta.num_tokens,
+                rewards=[_reward(reward) for reward in meta.rewards],
+            )
 
 
 def show_sample(root: Path, name: str) -> ShownSample:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rollmesh.services.cli.rollout import RolloutSummary
     from rollmesh.services.cli.samples import RewardLine
     from rollmesh.services.cli.score import ScoreReport
+    from rollmesh.services.cli.show import ListedSample
 
 
 @app.command()
@@ -74,9 +75,7 @@ def show(
             if as_json:
                 _print_json(found)
             else:
-                typer.echo(
-                    "\n".join(f"{s.sample_id}  {s.task}  {s.num_tokens} tokens  {_words(s.rewards)}" for s in found)
-                )
+                typer.echo("\n".join(map(_listed_words, found)) or "no episode has ended yet")
             return
         shown = show_sample(run, sample)
     if as_json:
@@ -134,6 +133,11 @@ def _rollout_words(summary: RolloutSummary) -> str:
     if summary.interrupted:
         lines.insert(0, "interrupted: what is above was finished, the rest is lost")
     return "\n".join(lines)
+
+
+def _listed_words(found: ListedSample) -> str:
+    what = found.lost or f"{found.num_tokens} tokens  {_words(found.rewards)}"
+    return f"{found.sample_id}  {found.task}  {what}"
 
 
 def _score_words(report: ScoreReport) -> str:
