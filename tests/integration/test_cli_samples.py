@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollmesh.services.cli.__main__ import app
-from rollmesh.shared.bus.embedded_server import EmbeddedServer
-from rollmesh.shared.bus.login import BusLogin
-from rollmesh.shared.rpc.access import Access
+from rollmesh.services.cli.config import load_train_config
+from rollmesh.services.cli.run_folder import RunFolder
+from rollmesh.services.mesh.place import open_place
 
 from .test_cli import save_user_folder
 
@@ -100,8 +100,9 @@ def test_show_of_a_sample_that_never_was_says_how_to_list_them(mine: Path, lines
 
 
 async def test_show_reads_a_run_that_is_running(mine: Path, lines: list[dict[str, object]]) -> None:
-    access = Access((mine / "run" / "token").read_text().strip())
-    async with EmbeddedServer(mine / "run" / "nats", login=BusLogin.of(access)) as server:
+    folder = RunFolder(mine / "run")
+    place = open_place(load_train_config(folder.config), run_dir=folder.root, base_dir=mine)
+    async with place.bus_server() as server:
         pid = server.pid
         shown = await asyncio.to_thread(run, "show", mine / "run", lines[0]["episode"], "--json")
         assert shown.exit_code == 0, shown.output

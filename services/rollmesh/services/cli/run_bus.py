@@ -23,9 +23,15 @@ async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
     if not (folder.root / "addresses.json").exists():
         raise ConfigError(f"{folder.root}: the run was never started, there is nothing to read; start it first")
     place = open_place(config, run_dir=folder.root, base_dir=Path(folder.read_origin().base_dir))
-    if config.bus.url:
-        async with _connected(config.bus.url, place) as bus:
-            yield bus
+    async with _server(place) as url, _connected(place, url) as bus:
+        yield bus
+
+
+@asynccontextmanager
+async def _server(place: Place) -> AsyncIterator[str]:
+    """The URL of the run's NATS."""
+    if place.config.bus.url:
+        yield place.config.bus.url
         return
     server = place.bus_server()
     try:
@@ -34,18 +40,16 @@ async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
         url = server.known_url()  # a running run has a server of its own over this folder
         if not url:
             raise
-        async with _connected(url, place) as bus:
-            yield bus
+        yield url
         return
     try:
-        async with _connected(server.url, place) as bus:
-            yield bus
+        yield server.url
     finally:
         await server.stop()
 
 
 @asynccontextmanager
-async def _connected(url: str, place: Place) -> AsyncIterator[Bus]:
+async def _connected(place: Place, url: str) -> AsyncIterator[Bus]:
     bus = await JetStreamBus.connect(url, login=place.bus_login())
     try:
         yield bus
