@@ -17,6 +17,7 @@ BENCHES = (
     "admission_latency",
     "mesh_turn",
     "switch_interval",
+    "telemetry",
     "staleness",
     "handover",
     "ledger",

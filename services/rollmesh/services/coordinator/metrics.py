@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import Accounts, EpisodeStatus, State
-from rollmesh.services.coordinator.run_state import run_state
+from rollmesh.services.coordinator.run_state import GROUP_STATES, run_state
 from rollmesh.shared.telemetry.metrics import LATENCY_S, Reading, counter, gauge, histogram
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import run_pb2
@@ -45,7 +45,10 @@ STEP = gauge(
     "rollmesh_coordinator_step", "The policy's steps: applied, published (-1: none), checkpoint.", "run", "state"
 )
 TOKENS = counter(
-    "rollmesh_coordinator_tokens_total", "Tokens of scored episodes, and of committed updates.", "run", "use"
+    "rollmesh_coordinator_tokens_total",
+    "Tokens of scored samples (whole, prompts included), and trained on in committed updates.",
+    "run",
+    "use",
 )
 REWARD = gauge(
     "rollmesh_coordinator_reward_mean", "Mean of a reward over the groups of the last update.", "run", "reward"
@@ -79,7 +82,7 @@ def _run(run: str, core: Core, position: int) -> list[Reading]:
         *_samples(run, core.state.accounts, "train"),
         *_samples(run, core.state.eval_accounts, "eval"),
         *(Reading(DROPPED, num, (run, reason)) for reason, num in state.samples.reasons.items()),
-        *(Reading(GROUPS, num, (run, phase)) for phase, num in policy.groups.items()),
+        *(Reading(GROUPS, policy.groups.get(phase, 0), (run, phase)) for phase in GROUP_STATES),
         *_queues(run, core),
         Reading(STALENESS, staleness, (run,)),
         *_clock(run, policy),
@@ -120,7 +123,7 @@ def _clock(run: str, policy: run_pb2.PolicyState) -> list[Reading]:
         Reading(STEP, policy.applied_step, (run, "applied")),
         Reading(STEP, policy.published_step, (run, "published")),
         Reading(STEP, policy.checkpoint_update, (run, "checkpoint")),
-        Reading(TOKENS, policy.tokens_generated, (run, "generated")),
+        Reading(TOKENS, policy.tokens_generated, (run, "scored")),
         Reading(TOKENS, policy.tokens_trained, (run, "trained")),
     ]
 

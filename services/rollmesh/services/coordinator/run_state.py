@@ -16,6 +16,8 @@ _PHASES = {
     GroupPhase.IN_DOUBT: "in_doubt",
     GroupPhase.APPLIED: "applied",
 }
+GROUP_STATES = ("pending", "generating", *_PHASES.values())
+"""What a group is, in the words of `PolicyState.groups`."""
 
 
 def run_state(core: Core, position: int) -> pb.RunState:

@@ -126,7 +126,7 @@ class Mesh:
         """Starts a part, or starts it again after `stop`."""
         assert name not in self._parts, f"{name} runs already"
         assert self._bus is not None, "enter the mesh first"
-        with log_context(node=name):  # for whatever tasks the part starts
+        with log_context(node=name, run=self.run):  # for whatever tasks the part starts
             part = build_part(name, self.place, self._bus, **self._options.get(name, {}))
             self._parts[name] = (part, await part.__aenter__())
         node = self._parts[name][1]

@@ -39,3 +39,12 @@ def catalogue() -> tuple[Metric, ...]:
     """Every metric of a mesh, by service."""
     modules = (coordinator, inference, rollout, sandbox, reward, data, gateway, learner)
     return (*(metric for module in modules for metric in module.METRICS), CALLS, CALL_SECONDS)
+
+
+def to_markdown() -> str:
+    """The catalogue as the table of docs/observability.md."""
+    rows = [
+        f"| `{metric.name}` | {metric.kind} | {', '.join(metric.labels) or '-'} | {metric.help} |"
+        for metric in catalogue()
+    ]
+    return "\n".join(["| name | kind | labels | what it says |", "| --- | --- | --- | --- |", *rows])

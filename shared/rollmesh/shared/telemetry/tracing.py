@@ -34,6 +34,8 @@ EPISODE = "rollmesh.episode"
 """Attribute of root spans: the episode's id."""
 EXPORT_DELAY_S = 1.0
 """Longest time a finished span waits in memory: what a killed process loses."""
+QUEUE_MAX = 65536
+"""Finished spans that may wait; more are lost. A commit ends three for each traced episode of its batch at once."""
 
 _HEADER = "traceparent"
 _NOTHING: AbstractContextManager[Span | None] = nullcontext(None)
@@ -49,7 +51,8 @@ class Tracing:
         self._exporter = exporter
         resource = Resource.create({"service.name": "rollmesh", "service.instance.id": process})
         self._provider = TracerProvider(resource=resource, sampler=ALWAYS_ON, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=1000 * EXPORT_DELAY_S))
+        processor = BatchSpanProcessor(exporter, max_queue_size=QUEUE_MAX, schedule_delay_millis=1000 * EXPORT_DELAY_S)
+        self._provider.add_span_processor(processor)
         self._tracers: dict[str, trace.Tracer] = {}
         self._threshold = int(sample_ratio * 2**32)
 
