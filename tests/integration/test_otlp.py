@@ -39,7 +39,8 @@ def make_spans() -> None:
 
 async def test_a_collector_gets_the_spans_with_their_process(tmp_path: Path) -> None:
     collector, server = Collector(), grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(collector, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
