@@ -89,3 +89,21 @@ def test_sample_parts_add_up_and_tell_applied_from_in_flight() -> None:
 )
 def test_spark_draws_values_between_its_ends(values: list[float], drawn: str) -> None:
     assert spark(values, low=0.0, high=1.0) == drawn
+
+
+def test_both_views_show_why_a_run_stands_still(tmp_path: Path) -> None:
+    recorder = watched(tmp_path)
+    recorder.miss("sandbox-0 silent for 42 s")
+    shown, out = console(terminal=False)
+    plain = PlainView(CONFIG, shown, "runs/x")
+    plain.follow(recorder)
+    plain.moved()
+    plain.moved()
+    assert out.getvalue().count("stands still: sandbox-0 silent for 42 s") == 1
+    live = LiveView(CONFIG, shown, "runs/x")
+    live.follow(recorder)
+    live.close()
+    out.truncate(0)
+    shown.print(live.render())
+    assert "stands still" in out.getvalue()
+    assert "sandbox-0 silent for 42 s" in out.getvalue()

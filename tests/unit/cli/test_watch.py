@@ -1,10 +1,17 @@
 """What a watcher keeps of the states it is shown."""
 
+import asyncio
 from pathlib import Path
+from typing import Literal
+
+import pytest
 
 from rollmesh.services.cli.series import read_series
-from rollmesh.services.cli.watch import RECORD_EVERY_S, Recorder
+from rollmesh.services.cli.stall import RunStalled, unless_stalled
+from rollmesh.services.cli.watch import RECORD_EVERY_S, Recorder, Watcher
 from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.errors import Unavailable
+from rollmesh.shared.rpc.access import Access
 from rollmesh.v1 import run_pb2
 
 
@@ -68,3 +75,67 @@ def test_recorder_goes_on_in_running_time_where_an_interrupted_run_stopped(tmp_p
     series = read_series(tmp_path / "series.jsonl")
     assert [(p.update, p.time_s) for p in series.points] == [(3, 40.0), (4, 42.0)]
     assert len(series.evals) == 1
+
+
+def stalled_state(cause: str) -> run_pb2.RunState:
+    found = state()
+    found.stalled = cause
+    return found
+
+
+def test_recorder_knows_whether_the_run_stands_still_and_why(tmp_path: Path) -> None:
+    seen = recorder(tmp_path, ManualClock())
+    for cause in ("inference-0 silent for 42 s", ""):
+        seen.see(stalled_state(cause))
+        assert (seen.stalled.is_set(), seen.now.stalled) == (bool(cause), cause)
+    seen.miss("the gateway has told nothing for 300 s")
+    assert seen.stalled.is_set()
+    seen.see(state())
+    assert not seen.stalled.is_set()
+    seen.close()
+
+
+async def test_a_gateway_that_never_answers_is_a_stall_of_its_own(tmp_path: Path) -> None:
+    clock = ManualClock()
+    seen = recorder(tmp_path, clock)
+    access = Access(token="t")
+    async with Watcher("127.0.0.1:1", access, "r", seen, clock, stall_s=0.5):
+        async with asyncio.timeout(20):
+            while not seen.stalled.is_set():
+                await clock.run_for(0.1)
+                await asyncio.sleep(0)
+    assert "the gateway at 127.0.0.1:1 has told nothing for" in seen.now.stalled
+
+
+@pytest.mark.parametrize("on_stall", ["warn", "exit"])
+async def test_a_stall_ends_the_work_only_where_the_config_says_so(
+    tmp_path: Path, on_stall: Literal["warn", "exit"]
+) -> None:
+    seen = recorder(tmp_path, ManualClock())
+    go = asyncio.Event()
+
+    async def work() -> None:
+        await go.wait()
+
+    running = asyncio.create_task(unless_stalled(work(), seen, on_stall))
+    await asyncio.sleep(0)
+    seen.see(stalled_state("sandbox-0 silent for 9 s"))
+    await asyncio.sleep(0)
+    if on_stall == "exit":
+        with pytest.raises(RunStalled, match="sandbox-0 silent for 9 s"):
+            await running
+    else:
+        go.set()
+        await running
+    seen.close()
+
+
+async def test_a_failure_of_the_work_passes_through(tmp_path: Path) -> None:
+    seen = recorder(tmp_path, ManualClock())
+
+    async def work() -> None:
+        raise Unavailable("gone")
+
+    with pytest.raises(Unavailable):
+        await unless_stalled(work(), seen, "exit")
+    seen.close()

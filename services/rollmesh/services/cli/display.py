@@ -77,6 +77,7 @@ class PlainView:
         self._shown_update = 0
         self._shown_evals = 0
         self._shown_s = -PLAIN_EVERY_S
+        self._shown_stall = ""
         self._say(f"{config.run.name}: seed {config.run.seed}, {folder}")
 
     def phase(self, text: str) -> None:
@@ -99,6 +100,9 @@ class PlainView:
             self._say(f"{_clock(result.time_s)}  evaluated update {result.step}: {eval_text(result)}")
         self._shown_evals = len(recorder.series.evals)
         now = recorder.now
+        if now.stalled != self._shown_stall:
+            self._shown_stall = now.stalled
+            self._say(f"{_clock(now.time_s)}  " + (f"stands still: {now.stalled}" if now.stalled else "moves again"))
         if now.update != self._shown_update and now.time_s - self._shown_s >= PLAIN_EVERY_S:
             self._shown_update, self._shown_s = now.update, now.time_s
             self._say(self._line(now, recorder.series))
@@ -221,6 +225,8 @@ def run_table(config: TrainConfig, recorder: Recorder) -> Table:
     rows.append(("samples", _samples(now)))
     generated, trained = series.rates()
     rows.append(("tokens/s", Text(f"{_si(generated)} generated   {_si(trained)} trained")))
+    if now.stalled:
+        rows.append(("stands still", Text(now.stalled, style="bold red")))
     rows += [(f"{who.rpartition('/')[2]} waits", Text(what, style="dim")) for who, what in sorted(now.waiting.items())]
     return _rows(rows)
 

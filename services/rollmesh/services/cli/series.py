@@ -40,6 +40,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point", tag_field="k
     trained_by_staleness: dict[int, int] = {}
     """Trained samples by staleness at their update."""
     waiting: dict[str, str] = {}
+    stalled: str = ""
+    """Why the run stands still; empty while it moves."""
     ended: str = ""
 
 

@@ -21,9 +21,11 @@ from rollmesh.services.cli.interrupts import Interrupts, Stopped
 from rollmesh.services.cli.model_process import make_in_process
 from rollmesh.services.cli.results import note_warm_start, write_results
 from rollmesh.services.cli.run_folder import RunFolder
+from rollmesh.services.cli.stall import unless_stalled
 from rollmesh.services.cli.summary import Outcome, Summary
 from rollmesh.services.cli.watch import Recorder, Watcher
 from rollmesh.services.mesh.mesh import Mesh
+from rollmesh.services.mesh.run_lock import owned
 from rollmesh.services.mesh.running import RunningMesh
 from rollmesh.services.mesh.supervisor import Supervisor
 from rollmesh.shared.clock import Clock, SystemClock
@@ -103,13 +105,17 @@ class Session:
             stack.callback(recorder.close)
             self.view.phase("starting the services")
             mesh = self._mesh()
+            if isinstance(mesh, Mesh):
+                stack.enter_context(owned(self.folder.root))  # a supervisor owns it by itself
             await interrupts.unless_stopped(stack.enter_async_context(mesh))
-            watcher = Watcher(mesh.place.gateway, mesh.place.access, mesh.place.run, recorder, self.clock)
+            watcher = Watcher(
+                mesh.place.gateway, mesh.place.access, mesh.place.run, recorder, self.clock, stall_s=run.stall_s
+            )
             await stack.enter_async_context(watcher)
             self.view.follow(recorder)
             self.view.phase("")
             try:
-                await interrupts.unless_stopped(mesh.finished())
+                await interrupts.unless_stopped(unless_stalled(mesh.finished(), recorder, run.on_stall))
             except Stopped:
                 await mesh.stop_learner()
                 with suppress(MeshError):  # what is shown may be a moment old

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from rollmesh.services.cli.series import Eval, Point, Series, encode_line, read_series
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
@@ -45,6 +47,8 @@ class Recorder:
         """The newest state, recorded or not."""
         self.ended = asyncio.Event()
         """Set when the run has ended."""
+        self.stalled = asyncio.Event()
+        """Set while the run stands still; `now.stalled` says why."""
         self._success_reward = success_reward
         self._clock = clock
         self._on_state = on_state
@@ -65,6 +69,18 @@ class Recorder:
             self._record(self.now)
         if state.ended:
             self.ended.set()
+        self._note_stall()
+
+    def miss(self, cause: str) -> None:
+        """No state has come for longer than a run may stand still: nobody is there to say what it waits for."""
+        self.now = msgspec.structs.replace(self.now, stalled=cause)
+        self._note_stall()
+
+    def _note_stall(self) -> None:
+        if self.now.stalled and not self.now.ended:
+            self.stalled.set()
+        else:
+            self.stalled.clear()
         self._on_state(self.series)
 
     def elapsed_s(self) -> float:
@@ -111,6 +127,7 @@ def point_of(state: run_pb2.RunState, time_s: float) -> Point:
         tokens_trained=policy.tokens_trained,
         trained_by_staleness=dict(policy.trained_by_staleness),
         waiting=dict(state.waiting),
+        stalled=state.stalled,
         ended=state.ended,
     )
 
@@ -131,7 +148,13 @@ def eval_of(result: run_pb2.EvalResult, success_reward: str, time_s: float) -> E
 class Watcher:
     """Watches a run in the background while it is entered; `recorder.ended` tells when the run is over."""
 
-    def __init__(self, address: str, access: Access, run: str, recorder: Recorder, clock: Clock) -> None:
+    def __init__(
+        self, address: str, access: Access, run: str, recorder: Recorder, clock: Clock, *, stall_s: float = 0.0
+    ) -> None:
+        """`stall_s`: silence after which the recorder is told that nobody answers; 0 means never."""
+        self._address = address
+        self._stall_s = stall_s
+        self._seen_s = clock.monotonic_s()
         self._channel = open_channel(address, access=access)
         self._stub: Any = run_pb2_grpc.RunServiceStub(self._channel)
         self._run = run
@@ -166,17 +189,29 @@ class Watcher:
 
     def _see(self, state: run_pb2.RunState) -> None:
         self._newest = state
+        self._seen_s = self._clock.monotonic_s()
         self._recorder.see(state)
 
     async def _watch(self) -> None:
         while not self._recorder.ended.is_set():
+            cause = "its stream of states is silent"
             try:
-                await self._follow()
+                async with asyncio.timeout(self._stall_s or None):
+                    await self._follow()
             except MeshError as err:
                 if not err.retryable:
                     raise
-                _log.debug("watching the run: %s", err)
+                cause = str(err)
+            except TimeoutError:
+                pass  # cut so that the next request shows whether anybody is there
+            self._miss(cause)
             await self._clock.sleep(_BACKOFF_S)
+
+    def _miss(self, cause: str) -> None:
+        _log.debug("watching the run: %s", cause)
+        silent_s = self._clock.monotonic_s() - self._seen_s
+        if 0 < self._stall_s <= silent_s:
+            self._recorder.miss(f"the gateway at {self._address} has told nothing for {silent_s:.0f} s: {cause}")
 
     async def _follow(self) -> None:
         call = self._stub.WatchRun(run_pb2.WatchRunRequest(run=self._run))

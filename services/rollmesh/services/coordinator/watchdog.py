@@ -61,11 +61,12 @@ class Watchdog:
         if not links:
             self._told = ""
             return
-        root, cause = links[-1].who, in_words(links)
-        if root != self._told:
-            self._told = root
+        cause = in_words(links)
+        if not self._told:
             _log.warning("run %s stands still: %s", self._run.run, cause)
-            await self._run.post(i.Stalled(root=root, cause=cause))
+        if cause != self._told:
+            self._told = cause
+            await self._run.post(i.Stalled(root=links[-1].who, cause=cause))
 
     def _if_stalled(self, core: Core, _: int) -> list[Wait]:
         if core.state.spec is None or not core.is_stalled(self._clock.monotonic_s()):

@@ -14,8 +14,10 @@ def is_stalled(turn: Turn) -> bool:
 
 
 def stalled(turn: Turn, notice: i.Stalled) -> None:
-    """Record a stall once, and again only if another party has come to be its root."""
-    if is_stalled(turn) and notice.root != turn.state.stall_root:
+    """Record a stall once; another root only after as long a time again, for what nodes say of each other lags behind."""
+    same = notice.root == turn.state.stall_root
+    if is_stalled(turn) and not same and turn.now - turn.volatile.stall_told_at >= turn.spec.stall_s:
+        turn.volatile.stall_told_at = turn.now
         stalled_s = turn.now - turn.volatile.progressed_at
         turn.emit(f.RunStalled(root=notice.root, cause=notice.cause, stalled_s=stalled_s))
 

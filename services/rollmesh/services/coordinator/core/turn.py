@@ -138,6 +138,8 @@ class Volatile:
     """Why the data service gives nothing, if it does not."""
     progressed_at: float = 0.0
     """When the run last made progress, or was recovered."""
+    stall_told_at: float = float("-inf")
+    """When a stall was recorded last."""
     failing: dict[str, Failing] = field(default_factory=dict)
     """Failed tries since then by where they failed ("sandbox", "LEASE_EXPIRED"); at most `FAILING_MAX` places."""
 

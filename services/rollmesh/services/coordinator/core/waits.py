@@ -126,8 +126,15 @@ class _Chain:
         node = self._fleet.nodes[held.most_common(1)[0][0]]
         waits = node.waiting_on not in (None, NodeKind.LEARNER) and bool(node.waiting_for)
         what = _says(node) if waits else f"runs {held[node.node_id]} episodes"
-        below = self._service(node.waiting_on) if waits and node.waiting_on is not None else []
+        below = self._service(node.waiting_on) if waits and node.waiting_on is not None else self._gone()
         return [Wait(node.node_id, what), *(below or self._failing())]
+
+    def _gone(self) -> Links:
+        """Services that were there and are not: the worker may not have noticed yet. One that never came may not be needed."""
+        for kind in (NodeKind.INFERENCE, NodeKind.SANDBOX, NodeKind.REWARD):
+            if (self._of(kind) or kind in self._fleet.departed) and (found := self._service(kind)):
+                return found
+        return []
 
     def _workers(self) -> Links:
         """What keeps pending episodes from being taken."""
@@ -179,11 +186,14 @@ class _Chain:
         name = kind.name.lower()
         if last is None:
             return Wait(name, f"is missing: no {name} node has joined")
-        return Wait(last.node_id, f"was the last {name} node, silent for {self._turn.now - last.last_seen:.0f} s")
+        gone = "left" if last.left else "fell silent"
+        return Wait(last.node_id, f"was the last {name} node and {gone} {self._turn.now - last.last_seen:.0f} s ago")
 
     def _silence(self, node: Node) -> Wait | None:
         if node.state not in (NodeState.SUSPECT, NodeState.DEAD):
             return None
+        if node.left:
+            return Wait(node.node_id, f"has left, {self._turn.now - node.last_seen:.0f} s ago")
         return Wait(node.node_id, f"silent for {self._turn.now - node.last_seen:.0f} s")
 
     def _of(self, kind: NodeKind) -> list[Node]:

@@ -1,0 +1,116 @@
+"""A run that stands still says why: each part is taken away in turn, and the recorded cause names that one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmesh.services.cli.__main__ import app
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.learner.moments import Moment
+from rollmesh.services.mesh import Mesh
+from rollmesh.v1 import run_pb2
+
+from .test_cli import CONFIG, mine  # noqa: F401  (a fixture)
+from .test_mesh import Operator, config, model, policy  # noqa: F401  (a fixture)
+
+STALL_S = 1.5
+
+
+def root(state: run_pb2.RunState) -> str:
+    return state.stalled.rpartition("; ")[2]
+
+
+class Pause:
+    """Holds the learner where it has leased a batch, for as long as it is told to."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.go.set()
+
+    async def __call__(self, moment: Moment) -> None:
+        if moment is Moment.LEASED:
+            await self.go.wait()
+
+
+@pytest.mark.parametrize(
+    ("stopped", "named"),
+    [
+        (("inference-0", "inference-1"), "inference-"),
+        (("sandbox-0",), "sandbox-0 has left"),
+        (("reward",), "reward has left"),
+        (("data",), "data has left"),
+        (("rollout-0",), "rollout-0 has left"),
+        (("learner",), "learner has left"),
+    ],
+)
+async def test_a_part_that_is_taken_away_is_named_and_the_run_moves_again_with_it(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    stopped: tuple[str, ...],
+    named: str,
+) -> None:
+    made = config(model, updates_max=0, stall_s=STALL_S)
+    async with Mesh(made, run_dir=tmp_path / "run") as mesh:
+        operator = Operator(mesh)
+        await operator.until(lambda s: policy(s).applied_step >= 1)
+        for name in stopped:
+            await mesh.stop(name)
+        stalled = await operator.until(lambda s: named in root(s))
+        assert stalled.idle_s >= STALL_S
+        assert stalled.chain
+        for name in stopped:
+            await mesh.start(name)
+        await operator.until(lambda s: not s.stalled and policy(s).applied_step > policy(stalled).applied_step)
+        facts = await operator.facts()
+    assert stalled.stalled in [fact.cause for fact in facts if isinstance(fact, f.RunStalled)]
+
+
+async def test_a_learner_that_hangs_with_a_batch_says_in_which_phase(tmp_path: Path, model: Path) -> None:  # noqa: F811
+    pause = Pause()
+    made = config(model, updates_max=0, stall_s=STALL_S, batch_lease_s=60.0)
+    async with Mesh(made, run_dir=tmp_path / "run", options={"learner": {"at": pause}}) as mesh:
+        operator = Operator(mesh)
+        await operator.until(lambda s: policy(s).applied_step >= 1)
+        pause.go.clear()
+        stalled = await operator.until(lambda s: "learner is at work: between phases of update" in root(s))
+        assert stalled.stalled.startswith("run waits for update"), stalled.stalled
+        pause.go.set()
+        await operator.until(lambda s: not s.stalled)
+
+
+BROKEN_SCORER = """
+class Scorer:
+    async def score(self, item):
+        raise ZeroDivisionError("no such verdict")
+"""
+
+
+def test_a_scorer_that_always_fails_ends_train_with_its_cause_and_leaves_dead_letters(mine: Path) -> None:  # noqa: F811
+    (mine / "scorer.py").write_text(BROKEN_SCORER)
+    text = CONFIG.replace("run: {", "run: {stall_s: 2.0, on_stall: exit, tries_max: 2, ")
+    (mine / "mine.yaml").write_text(text.replace("eval_every: 2", "eval_every: 0"))
+    out = mine / "run"
+    done = CliRunner().invoke(app, ["train", str(mine / "mine.yaml"), "--out", str(out)])
+    assert done.exit_code == 1, done.output
+    assert "stands still" in done.output
+    assert "no such verdict" in done.output
+
+    listed = CliRunner().invoke(app, ["dead", "list", str(out), "--json"])
+    assert listed.exit_code == 0, listed.output
+    letters = json.loads(listed.stdout)
+    assert letters
+    assert all("no such verdict" in letter["letter"]["cause"] for letter in letters)
+
+    first = letters[0]["letter"]["dead_id"]
+    replayed = CliRunner().invoke(app, ["dead", "replay", str(out), first])
+    assert replayed.exit_code == 0, replayed.output
+    assert "1 tasks will be tried again" in replayed.stdout
+    again = CliRunner().invoke(app, ["dead", "list", str(out)])
+    assert again.stdout.splitlines()[0].endswith("(replayed)")
+    audit = CliRunner().invoke(app, ["audit", str(out)])
+    assert audit.exit_code == 0, audit.output
