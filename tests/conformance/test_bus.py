@@ -227,6 +227,15 @@ async def test_two_followers_are_independent(bus: Bus) -> None:
     assert [[r.seq for r in records] for records in both] == [[1, 2, 3], [2, 3]]
 
 
+async def test_a_direct_read_gives_what_the_leader_gives(bus: Bus) -> None:
+    log = await bus.create(spec())
+    for payload in (b"", bytes(range(256)) * 40):
+        seq = await log.append(payload, msg_id=f"m{len(payload)}", headers={"kind": "k"})
+        assert await log.read_direct(seq) == await log.read(seq)
+    with pytest.raises(UnknownRecord, match="no record 3"):
+        await log.read_direct(3)
+
+
 async def test_unknown_streams_and_records_are_named(bus: Bus) -> None:
     with pytest.raises(UnknownStream, match="NONE"):
         await bus.open("NONE")

@@ -96,7 +96,7 @@ async def _payload(bus: Bus, run: str, records: Sequence[StoredRecord], name: st
     task = next(g.task for g in _facts(records) if isinstance(g, f.GroupReserved) and g.group == scored.group)
     try:
         log = await bus.open(run_streams(run).samples.name)
-        record = await log.read(scored.payload.sequence)
+        record = await log.read_direct(scored.payload.sequence)
     except (UnknownStream, UnknownRecord):
         return None
     lines = list(sample_lines(types_pb2.Episode.FromString(record.payload), _encode_task(task)))

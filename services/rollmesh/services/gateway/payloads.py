@@ -120,7 +120,7 @@ class Payloads:
 
 async def _read(log: StreamLog, ref: EpisodeRef) -> _Read:
     try:
-        record = await log.read(ref.sequence)
+        record = await log.read_direct(ref.sequence)
     except UnknownRecord as error:
         raise _lost(ref.sample_ids[0], f"record {ref.sequence} of {log.name} is gone") from error
     try:

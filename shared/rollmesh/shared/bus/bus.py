@@ -146,7 +146,11 @@ class StreamLog(Protocol):
         ...
 
     async def read(self, seq: int) -> Record:
-        """The record with this sequence. Raises `UnknownRecord`."""
+        """The record with this sequence, as the stream's leader knows it. Raises `UnknownRecord`."""
+        ...
+
+    async def read_direct(self, seq: int) -> Record:
+        """The same, for large records whose sequence is known: any replica may answer, the leader if that one lacks it."""
         ...
 
     def read_range(self, from_seq: int = 1) -> AsyncIterator[Record]:

@@ -111,6 +111,9 @@ class MemoryStream:
             )
         return self._records[seq]
 
+    async def read_direct(self, seq: int) -> Record:
+        return await self.read(seq)
+
     async def read_range(self, from_seq: int = 1) -> AsyncIterator[Record]:
         self._check_open()
         for seq in range(max(from_seq, self._first_seq()), self._last_seq + 1):
