@@ -210,8 +210,42 @@ async def test_a_message_over_the_limit_says_so_on_either_side(limited: str) -> 
     config = ChannelConfig(message_bytes_max=sizes["client"])
     async with echo_channel(ServerConfig(message_bytes_max=sizes["server"], stop_s=0.0), config=config) as channel:
         err = await raised(channel, "unary_unary", bytes(2000))
+        assert await call(channel, "unary_unary", b"small") == [b"small"]
+    assert err.code is errors.Code.RESOURCE_EXHAUSTED
     assert isinstance(err, errors.PayloadTooLarge)
     assert "message_bytes_max" in str(err)
+
+
+@pytest.mark.parametrize("arity", ["unary_stream", "stream_unary", "stream_stream"])
+async def test_streams_beyond_the_bound_are_refused_and_short_calls_go_on(arity: str) -> None:
+    echo = Echo()
+    config = ServerConfig(streams_max=1, stop_s=0.0)
+    async with echo_server(config, echo=echo) as server, open_channel(server.address, access=ACCESS) as channel:
+        first = asyncio.create_task(call(channel, arity, b"wait"))
+        await asyncio.wait_for(echo.waiting.wait(), 30)
+        err = await raised(channel, arity, b"more")
+        assert await call(channel, "unary_unary", b"short") == [b"short"]
+        first.cancel()
+        await asyncio.wait_for(echo.cancelled.wait(), 30)
+        assert (await call(channel, arity, b"again"))[-1] == b"again"
+    assert isinstance(err, errors.Overloaded)
+    assert "1 streams are open, streams_max" in str(err)
+    assert err.retry_after_s == 1.0
+
+
+async def test_one_connection_cannot_use_up_the_server() -> None:
+    echo = Echo()
+    config = ServerConfig(connection_rpcs_max=2, concurrent_rpcs_max=3, stop_s=0.0)
+    async with echo_server(config, echo=echo) as server:
+        greedy, modest = (open_channel(server.address, access=ACCESS) for _ in range(2))
+        async with greedy, modest:
+            calls = [asyncio.create_task(call(greedy, "unary_unary", b"wait")) for _ in range(8)]
+            await asyncio.wait_for(echo.waiting.wait(), 30)
+            assert await call(modest, "unary_unary", b"hello") == [b"hello"]
+            assert not any(one.done() for one in calls)
+            for one in calls:
+                one.cancel()
+            await asyncio.wait(calls)
 
 
 async def test_a_busy_port_is_refused() -> None:

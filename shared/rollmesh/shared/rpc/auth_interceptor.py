@@ -1,6 +1,7 @@
 """Bearer tokens: a server takes only calls that carry the run's token in the `authorization` metadata.
 
-Health checks are exempt: a probe must work before anyone has told it a secret. Compared in constant time.
+A single health check is exempt: a probe must work before anyone has told it a secret. Watching health is not, as streams without a token
+could use up the server. Compared in constant time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rollmesh.shared.rpc.handlers import Context, Handler
 from rollmesh.shared.rpc.status import abort_with
 
 METADATA_KEY = "authorization"
-EXEMPT_PREFIX = "/grpc.health.v1.Health/"
+EXEMPT = "/grpc.health.v1.Health/Check"
 
 
 def bearer(token: str) -> tuple[str, str]:
@@ -35,7 +36,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        if handler_call_details.method.startswith(EXEMPT_PREFIX) or self._admits(handler_call_details):
+        if handler_call_details.method == EXEMPT or self._admits(handler_call_details):
             return await continuation(handler_call_details)
         # Serves a method of any arity: on the wire they are alike, and a stream handler need not wait for a first message.
         return grpc.stream_stream_rpc_method_handler(_refuse)

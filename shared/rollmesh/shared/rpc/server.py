@@ -1,6 +1,6 @@
 """`RpcServer`: one gRPC server as every service of the mesh runs it.
 
-Order around each call, outermost first: trace, metrics (where they are on), token, errors, deadline. Health (grpc.health.v1)
+Order around each call, outermost first: trace, metrics (where they are on), token, errors, streams, deadline. Health (grpc.health.v1)
 and reflection (v1, v1alpha) are always there. By default it binds to loopback and wants the run's token; beyond loopback it wants TLS credentials too.
 
     async with RpcServer(ServerConfig(), access=access) as server:
@@ -29,10 +29,12 @@ from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
 from rollmesh.shared.rpc.error_interceptor import ErrorInterceptor
 from rollmesh.shared.rpc.metrics_interceptor import MetricsInterceptor
 from rollmesh.shared.rpc.reflection import add_reflection
+from rollmesh.shared.rpc.stream_interceptor import StreamInterceptor
 from rollmesh.shared.rpc.trace_interceptor import TraceInterceptor
 from rollmesh.shared.telemetry import metrics
 
 MESSAGE_BYTES_MAX = 8 * 1024 * 1024
+_COUNTS = ("concurrent_rpcs_max", "streams_max", "connection_rpcs_max")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,6 +48,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Largest message either way. Bulk goes in chunks of 1-2 MiB; above 4 MiB gRPC gets several times slower."""
     concurrent_rpcs_max: int = 4096
     """Calls in progress, streams included; more are refused with RESOURCE_EXHAUSTED."""
+    streams_max: int = 3072
+    """Streams in progress; more are refused with RESOURCE_EXHAUSTED. Less than `concurrent_rpcs_max` keeps room for short calls."""
+    connection_rpcs_max: int = 1024
+    """Calls in progress on one connection; further ones wait in the client, so that one client cannot use up the server's."""
     deadline_s: float = 60.0
     """Limit of a unary call whose client set no deadline."""
     keepalive_s: float = 20.0
@@ -54,7 +60,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How long calls in progress may go on when the server stops; then they are cancelled."""
 
     def __post_init__(self) -> None:
-        for name in ("message_bytes_max", "concurrent_rpcs_max", "deadline_s", "keepalive_s"):
+        for name in ("message_bytes_max", *_COUNTS, "deadline_s", "keepalive_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         if self.stop_s < 0:
@@ -76,6 +82,7 @@ class RpcServer:
                 *([MetricsInterceptor()] if metrics.is_on() else []),
                 AuthInterceptor(access.token),
                 ErrorInterceptor(),
+                StreamInterceptor(self._config.streams_max),
                 DeadlineInterceptor(self._config.deadline_s),
             ],
             options=_options(self._config),
@@ -180,6 +187,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
     return [
         # With port sharing on, a second server on a busy port starts silently and takes half of the calls.
         ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", config.connection_rpcs_max),
         ("grpc.max_send_message_length", config.message_bytes_max),
         ("grpc.max_receive_message_length", config.message_bytes_max),
         ("grpc.keepalive_time_ms", keepalive_ms),
