@@ -134,3 +134,14 @@ def test_an_episode_that_fails_for_good_is_listed_with_its_cause_and_nothing_exp
     shown = run("show", folder / "run", "g0.0")
     assert shown.exit_code == 0, shown.output
     assert "the episode ended without samples: failed TRIES_EXHAUSTED" in shown.stdout
+
+
+def test_a_runs_folder_is_rolled_out_by_its_own_configuration(mine: Path, done: Result) -> None:
+    again = run("rollout", mine / "run", "-n", 1, "--run-dir", mine / "again", "--json")
+    assert again.exit_code == 0, again.output
+    summary = json.loads(again.stdout)
+    assert (summary["run"], summary["ended"], summary["samples"]) == (
+        "cli-rollout",
+        "EXPORTED",
+        {"reserved": 1, "exported": 1},
+    )

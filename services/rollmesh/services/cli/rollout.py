@@ -40,8 +40,8 @@ RESUME_S = 0.5
 TELL_S = 1.0
 """Pause between looks at the run's state."""
 STATE_S_MAX = 10.0
-_NAME_CHARS_MAX = 56
-"""Of the run's name; the rest of 64 is for `-rollout`."""
+_SUFFIX = "-rollout"
+_NAME_CHARS_MAX = 64 - len(_SUFFIX)
 
 
 class RolloutOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,19 +217,20 @@ def prepare(
 ) -> tuple[RunFolder, TrainConfig, Path]:
     """A new folder for the run, its configuration, and the folder of the user's files.
 
-    `path` is a configuration file, or a run's folder: then its newest checkpoint acts. Every mistake is found before anything is made.
+    `path` is a configuration file, or a run's folder: then its newest checkpoint acts, or the model that was made for it. Every
+    mistake is found before anything is made.
     """
     file, base_dir, model = path, path.parent.resolve(), options.model
     if path.is_dir():
         known = RunFolder(path.resolve())
         file, base_dir = known.config, Path(known.read_origin().base_dir)
-        model = model or known.newest_checkpoint()
+        model = model or known.newest_checkpoint() or (known.model if known.model.is_dir() else None)
     config = load_train_config(file, overrides)
     if model is not None:
         config = msgspec.structs.replace(config, made_model=None, model=str(model.resolve()))
     run = msgspec.structs.replace(
         config.run,
-        name=f"{config.run.name[:_NAME_CHARS_MAX]}-rollout",
+        name=f"{config.run.name.removesuffix(_SUFFIX)[:_NAME_CHARS_MAX]}{_SUFFIX}",
         export_groups=options.num,
         export_split=options.split,
         group_size=options.per_task,
