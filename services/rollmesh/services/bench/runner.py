@@ -21,6 +21,8 @@ BENCHES = (
     "staleness",
     "handover",
     "ledger",
+    "recovery",
+    "time_to_success",
 )
 """Modules beside this one, imported when asked for: some load torch and transformers."""
 
