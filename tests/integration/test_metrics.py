@@ -12,12 +12,14 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollmesh.services.mesh import Mesh
+from rollmesh.services.mesh import Mesh, MeshConfig
 from rollmesh.services.mesh.mesh import create_run
 from rollmesh.services.mesh.observe import catalogue, to_markdown
 from rollmesh.services.mesh.parts import part_names
+from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
 
 from ..chaos.world import save_model_folder
@@ -151,3 +153,9 @@ def test_names_follow_promtools_rules(metric: object) -> None:
 
 def test_the_documentation_lists_every_metric() -> None:
     assert to_markdown() in (ROOT / "docs" / "observability.md").read_text(), f"the table should be\n{to_markdown()}"
+
+
+def test_the_documented_section_is_a_valid_one() -> None:
+    text = (ROOT / "docs" / "observability.md").read_text()
+    section = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert config_from_dict(MeshConfig, section).telemetry.traces == "file"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from rollmesh.services.cli.__main__ import app
 from rollmesh.services.cli.trace import load_trace, to_json, to_text
 from rollmesh.services.mesh import Mesh, MeshConfig
 from rollmesh.shared.errors import NotFound
@@ -102,6 +104,11 @@ async def test_an_episodes_trace_is_one_tree_from_lease_to_commit(tmp_path: Path
     episode = str(spans[0].attributes[EPISODE])
     assert load_trace(tmp_path, episode) == load_trace(tmp_path, spans[0].trace) == spans
     assert len(json.loads(to_json(spans))) == len(spans)
+    printed = CliRunner().invoke(app, ["trace", str(tmp_path), episode])
+    assert (printed.exit_code, printed.output) == (0, to_text(spans) + "\n")
+    refused = CliRunner().invoke(app, ["trace", str(tmp_path), "nobody"])
+    assert refused.exit_code != 0
+    assert "holds no trace of episode 'nobody'" in refused.output
 
 
 async def test_an_update_is_linked_with_its_episodes_and_holds_the_coordinators_commit(

@@ -198,4 +198,4 @@ def test_audit_of_a_run_that_never_started_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {name: idle}\n")
     origin = {"command": [], "base_dir": "/", "started_at": "", "python": "", "platform": "", "packages": {}}
     (tmp_path / "run.json").write_text(json.dumps(origin))
-    assert "the run was never started, there is no ledger" in refused("audit", str(tmp_path))
+    assert "the run was never started, there is nothing to read" in refused("audit", str(tmp_path))

@@ -5,6 +5,7 @@ runs/<name>-<time>/
   model/          the model made for the run         checkpoints/  plain transformers folders
   series.jsonl    the run as it was watched          metrics.jsonl, tensorboard/   per update, by the learner
   summary.json  report.html  report.png              run.log       what the services logged
+  traces/         spans, for `rollmesh trace`        metrics/      where each process serves its metrics
   nats/  coordinator/  depot/  ...                   the services' own
 """
 
