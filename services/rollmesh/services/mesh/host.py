@@ -108,12 +108,17 @@ async def run_host(host: HostOptions, options: Options | None = None) -> bool:
         config = await _with_bus_of_folder(config, host.run_dir, base_dir)
     names = [name for name in part_names(config) if name in host.parts]
     mesh = Mesh(config, run_dir=host.run_dir, base_dir=base_dir, parts=names, options=options)
+    return await run_until_ended(mesh, host.stop_s)
+
+
+async def run_until_ended(mesh: Mesh, stop_s: float) -> bool:
+    """Runs the parts of `mesh` until they have ended or a signal comes: whether it was a signal. Raises as `run_host` does."""
     stopping = asyncio.create_task(_signalled(), name="signals")
-    serving = asyncio.create_task(_serve(mesh, host.stop_s), name="parts")
+    serving = asyncio.create_task(_serve(mesh, stop_s), name="parts")
     try:
         await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
-            await _finish_update(mesh, _FINISH_SHARE * host.stop_s)
+            await _finish_update(mesh, _FINISH_SHARE * stop_s)
     finally:
         stopping.cancel()
         serving.cancel()
@@ -174,9 +179,9 @@ async def _with_bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path)
 
 
 async def _ended(mesh: Mesh) -> None:
-    """Until a part ends that can. Raises why, unless it was in good order."""
+    """Until the learner is done, or all parts have drained. Raises what ended one otherwise."""
     waits = [asyncio.create_task(_server_gone(mesh.nats))] if mesh.nats is not None else []
-    if any(name.partition("-")[0] in ("learner", "rollout", "coordinator") for name in mesh.running):
+    if mesh.running:
         waits.append(asyncio.create_task(mesh.finished()))
     try:
         if not waits:

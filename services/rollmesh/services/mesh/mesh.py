@@ -56,9 +56,11 @@ class Mesh:
         base_dir: Path = Path(),
         parts: Sequence[str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        place: Place | None = None,
     ) -> None:
-        """`options` are keyword arguments for single parts' nodes, e.g. {"learner": {"at": observer}}. ConfigError."""
-        self.place: Place = open_place(config, run_dir=run_dir, base_dir=base_dir)
+        """`options` are keyword arguments for single parts' nodes, e.g. {"learner": {"at": observer}}; `place` is one that is known
+        already, of a mesh on another host. ConfigError."""
+        self.place: Place = place or open_place(config, run_dir=run_dir, base_dir=base_dir)
         self.nats: EmbeddedServer | None = None
         """The embedded server, unless the config names a cluster."""
         self._names = list(part_names(config)) if parts is None else list(parts)
@@ -161,9 +163,9 @@ class Mesh:
             raise ExceptionGroup("parts that did not stop in good order", failures)
 
     async def finished(self) -> None:
-        """Until the learner is done; without one here, until every worker here has drained. Raises what ended a part before.
+        """Until the learner is done; without one here, until every part here has drained. Raises what ended a part before.
 
-        At once if no part here ends by itself. A part that is stopped or restarted meanwhile is watched no more.
+        A part that has drained leaves at once. One that is stopped or restarted meanwhile is watched no more.
         """
         watches = {asyncio.create_task(end, name=f"watch {name}"): name for name, end in self._ends()}
         try:
@@ -175,19 +177,16 @@ class Mesh:
                         task.result()
                         if name == "learner":
                             return
+                        await self.stop(name)
         finally:
             for task in watches:
                 task.cancel()
             await asyncio.gather(*watches, return_exceptions=True)
 
     def _ends(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
-        """Parts that can end by themselves, and how to wait for it."""
+        """How to wait for the end of each part: all can be drained, but the coordinator, which only fails."""
         for name, (_, part) in self._parts.items():
-            kind = name.partition("-")[0]
-            if kind in ("learner", "rollout"):
-                yield name, part.wait()
-            elif kind == "coordinator":
-                yield name, part.failed()
+            yield name, part.failed() if name == "coordinator" else part.wait()
 
 
 async def create_run(place: Place, *, limit_s: float = CREATE_S_MAX) -> None:
