@@ -115,7 +115,7 @@ class World:
         ]
 
     async def supervise(self, host: str) -> None:
-        """Starts a host again whenever it ends, until the learner has ended in good order."""
+        """Starts a host again whenever it ends, unless in good order."""
         environment = {**os.environ, FOLDER_VARIABLE: str(self.traps.folder), "PYTHONUNBUFFERED": "1"}
         while True:
             with (self.place.run_dir / f"{host}.log").open("ab") as log:
@@ -125,8 +125,9 @@ class World:
                 )  # fmt: skip
             code = await process.wait()
             self.exits.append((host, code))
-            if host == "learner" and code == 0:
-                self.done.set()
+            if code == 0:  # done, or drained
+                if host == "learner":
+                    self.done.set()
                 return
             if code == 2:
                 self.broken.append(host)

@@ -131,6 +131,7 @@ class RunServiceServicer(object):
         Errors:
         ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
         INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
+        FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

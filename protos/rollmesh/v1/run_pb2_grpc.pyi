@@ -57,6 +57,7 @@ class RunServiceStub:
     Errors:
       ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
       INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
+      FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
     """
     SubmitTasks: _grpc.UnaryUnaryMultiCallable[_run_pb2.SubmitTasksRequest, _run_pb2.SubmitTasksResponse]
     """Adds tasks to a run from outside. Answered UNIMPLEMENTED in this version: configure a task file at the data service."""
@@ -177,6 +178,7 @@ class RunServiceAsyncStub(RunServiceStub):
     Errors:
       ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
       INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
+      FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
     """
     SubmitTasks: _aio.UnaryUnaryMultiCallable[_run_pb2.SubmitTasksRequest, _run_pb2.SubmitTasksResponse]  # type: ignore[assignment]
     """Adds tasks to a run from outside. Answered UNIMPLEMENTED in this version: configure a task file at the data service."""
@@ -300,6 +302,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
           INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
+          FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
         """
 
     @_abc_1.abstractmethod

@@ -257,6 +257,12 @@ class DigestMismatch(FailedPrecondition):
     reason = "DIGEST_MISMATCH"
 
 
+class MeshBusy(FailedPrecondition):
+    """The mesh's inference nodes serve another live run."""
+
+    reason = "MESH_BUSY"
+
+
 class RunExists(AlreadyExists):
     """The run exists with another spec."""
 

@@ -6,11 +6,20 @@ Exit codes: 0 done; 1 a run or an audit failed; 2 bad input; 130 interrupted by 
 from __future__ import annotations
 
 from rollmesh.services.cli.app import app
-from rollmesh.services.cli.commands import measuring, mending, observing, proving, sampling, securing, training
+from rollmesh.services.cli.commands import (
+    measuring,
+    mending,
+    observing,
+    operating,
+    proving,
+    sampling,
+    securing,
+    training,
+)
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = (training, sampling, proving, mending, securing, observing, measuring)
+COMMANDS = (training, operating, sampling, proving, mending, securing, observing, measuring)
 """In the order of `--help`; importing them registers them."""
 
 

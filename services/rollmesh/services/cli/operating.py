@@ -104,7 +104,7 @@ def serve(options: JoinOptions, *, say: Say) -> bool:
     async def run() -> bool:
         place, name = await open_joined(options)
         say(f"{name} joins the mesh at {options.address}; its folder is {place.run_dir}")
-        return await run_until_ended(Mesh(place.config, place=place, parts=[name]), STOP_S)
+        return await run_until_ended(Mesh(place.config, run_dir=place.run_dir, place=place, parts=[name]), STOP_S)
 
     return asyncio.run(run())
 

@@ -147,11 +147,10 @@ class CoordinatorNode:
 
     def _add_services(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing, dead: DeadLetters) -> None:
         limit_s = self._config.server.deadline_s
-        coordinator = CoordinatorServicer(
-            runs, keeper, self._clock, deadline_s=limit_s, mesh=MeshFacts(self._offer, runs, keeper)
-        )
+        mesh = MeshFacts(self._offer, runs, keeper)
+        coordinator = CoordinatorServicer(runs, keeper, self._clock, deadline_s=limit_s, mesh=mesh)
         self._server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, coordinator)
-        run = RunServicer(runs, keeper, outgoing, dead, clock=self._clock, deadline_s=limit_s)
+        run = RunServicer(runs, keeper, outgoing, dead, mesh, clock=self._clock, deadline_s=limit_s)
         self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run)
 
     def _on_plan_ended(self, plan: asyncio.Task[None]) -> None:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import NodeKind
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.runs import Runs
-from rollmesh.shared.errors import Unimplemented
+from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshBusy, Unimplemented
 from rollmesh.shared.model_files import ModelFiles
 from rollmesh.v1 import coordinator_pb2 as pb
 
@@ -25,13 +26,15 @@ class MeshOffer:
     coordinator: str
     """host:port at which nodes reach the coordinator."""
     bus_url: str
+    policy: str
+    """The one whose weights the mesh's inference nodes serve."""
     base_dir: str
     """Folder on this host in which files that the configuration names are looked up."""
     model: ModelFiles | None = None
 
 
 class MeshFacts:
-    """The offer together with what is known now."""
+    """The offer together with what is known now, and which runs the mesh can serve."""
 
     def __init__(self, offer: MeshOffer | None, runs: Runs, keeper: FleetKeeper) -> None:
         self._given = offer
@@ -52,6 +55,24 @@ class MeshFacts:
             runs=runs,
             model_files=offer.model.listing if offer.model is not None else (),
         )
+
+    async def check_run(self, spec: RunSpec) -> None:
+        """Whether the mesh's nodes can serve a new run. Told now: a run that no node serves would only wait.
+
+        Raises InvalidInput for another policy than the nodes', MeshBusy while they serve another run.
+        """
+        if self._given is None:
+            return
+        if spec.policy != self._given.policy:
+            what = f"is {spec.policy!r}, but this mesh's inference nodes serve {self._given.policy!r}"
+            raise InvalidInput(f"spec.policy {what}", violations=[FieldViolation("spec.policy", what)])
+        for run, driver in self._runs.drivers.items():
+            if run != spec.run and not await driver.look(_ended):
+                raise MeshBusy(
+                    f"run {run} is live, and this mesh's inference nodes serve one run at a time; StopRun it first, or use "
+                    "another mesh",
+                    run=run,
+                )
 
     async def model_files(self, request: pb.FetchModelFilesRequest) -> AsyncIterator[pb.FetchModelFilesResponse]:
         """Raises `Unimplemented` without an offer, `UnknownBlob` for a file that is not offered."""

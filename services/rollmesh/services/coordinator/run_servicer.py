@@ -13,6 +13,7 @@ from rollmesh.services.coordinator.dead_letters import DeadLetters
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import encode_into
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
+from rollmesh.services.coordinator.offer import MeshFacts
 from rollmesh.services.coordinator.outgoing import Outgoing
 from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.services.coordinator.runs import Runs
@@ -30,7 +31,15 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     """The decisions among RunService's verbs."""
 
     def __init__(
-        self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing, dead: DeadLetters, *, clock: Clock, deadline_s: float
+        self,
+        runs: Runs,
+        keeper: FleetKeeper,
+        outgoing: Outgoing,
+        dead: DeadLetters,
+        mesh: MeshFacts,
+        *,
+        clock: Clock,
+        deadline_s: float,
     ) -> None:
         """`deadline_s` is the server's limit for a call without a deadline of its own."""
         self._deadline_s = deadline_s
@@ -39,9 +48,12 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self._runs = runs
         self._keeper = keeper
         self._outgoing = outgoing
+        self._mesh = mesh
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
-        return pb.CreateRunResponse(created=await self._runs.create(wire.run_spec(request.spec)))
+        spec = wire.run_spec(request.spec)
+        await self._mesh.check_run(spec)
+        return pb.CreateRunResponse(created=await self._runs.create(spec))
 
     async def AttachTrainer(self, request: pb.AttachTrainerRequest, context: Context) -> pb.AttachTrainerResponse:
         driver = await self._runs.get(request.run)

@@ -43,6 +43,8 @@ ASK_S_MAX = 30.0
 _SECURITY = "security."
 _SERVERS = ("coordinator", "gateway", "depot", "inference")
 """Sections with an address to listen on, which is another host's."""
+ANY_PORT = "127.0.0.1:0"
+"""Where a joined gateway or depot serves; `network.host` moves it."""
 _LEAVING = (pb.NODE_STATE_SUSPECT, pb.NODE_STATE_DEAD)
 
 
@@ -95,15 +97,23 @@ async def _free_name(stub: Any, options: JoinOptions, told: pb.GetMeshResponse) 
     """The node's id. A node of that id that is silent is taken for this one's earlier life."""
     if options.kind == "depot" and told.depots:
         raise AlreadyExists(f"the mesh has its depot, at {told.depots[0]}; drain that one first", depot=told.depots[0])
-    stem = options.name or f"{_host()}-{RandomIds().new('n').rpartition('-')[2][:6]}"
-    name = stem if stem.startswith(f"{options.kind}-") else f"{options.kind}-{stem}"
+    name = _wanted_name(options)
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", name):
         raise ConfigError(f"--name {name!r}: expected letters, digits, dots, dashes and underscores")
     with typed_errors():
         fleet = await stub.GetFleet(pb.GetFleetRequest(), timeout=ASK_S_MAX)
     if any(node.node_id == name and node.state not in _LEAVING for node in fleet.nodes):
-        raise AlreadyExists(f"a node {name} is in the mesh already; choose another --name", node_id=name)
+        remedy = "drain it first" if options.kind in SINGLE else "choose another --name"
+        raise AlreadyExists(f"a node {name} is in the mesh already; {remedy}", node_id=name)
     return name
+
+
+def _wanted_name(options: JoinOptions) -> str:
+    """It begins with the kind, as the names of a mesh's own parts do."""
+    if options.kind in SINGLE:
+        return options.kind
+    stem = options.name or f"{_host()}-{RandomIds().new()[:8]}"
+    return stem if stem.startswith(f"{options.kind}-") else f"{options.kind}-{stem}"
 
 
 def _host() -> str:
@@ -129,15 +139,19 @@ def _joined_config(told: pb.GetMeshResponse, options: JoinOptions, folder: Path)
     import yaml
 
     tree: dict[str, Any] = yaml.safe_load(told.config_yaml)
-    tree["security"] = msgspec.to_builtins(own_security(options.overrides)) | {"token_file": str(options.token_file)}
+    tree["security"] = msgspec.to_builtins(own_security(options.overrides)) | {
+        "token_file": str(options.token_file.resolve())
+    }
     tree["network"] = {}
     for section in _SERVERS:
         for key in ("address", "advertise"):
             tree[section]["server"].pop(key, None)
     tree["bus"] |= {"url": told.bus_url}
-    if told.model_files:
-        tree["model"] = str(folder / "model")
-        tree["rollout"]["model_dir"] = ""
+    if (
+        told.model_files and options.kind != "learner"
+    ):  # who trains needs the initial weights, in a folder of the user's
+        tree["model"] = str(folder / "model") if tree["model"] else ""
+        tree["rollout"]["model_dir"] = str(folder / "model")
     others = [item for item in options.overrides if not item.startswith(_SECURITY)]
     path = folder / CONFIG_FILE
     path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
@@ -151,8 +165,8 @@ def _place(config: MeshConfig, told: pb.GetMeshResponse, access: Access, folder:
         base_dir=_base_dir(options, told),
         access=access,
         coordinator=told.coordinator,
-        gateway=told.gateways[0] if told.gateways else options.address,
-        depot="",
+        gateway=ANY_PORT if options.kind == "gateway" else (told.gateways or [options.address])[0],
+        depot=ANY_PORT,
     )
 
 

@@ -21,6 +21,7 @@ def make_offer(place: Place, bus: Bus) -> MeshOffer:
         config_yaml=to_yaml(public_config(place.config)),
         coordinator=place.coordinator,
         bus_url=bus.url if isinstance(bus, JetStreamBus) else place.config.bus.url,
+        policy=place.config.inference.policy,
         base_dir=str(place.base_dir),
         model=_model_files(place),
     )

@@ -52,7 +52,8 @@ def serve(
     ],
     overrides: Overrides = None,
     name: Annotated[
-        str, typer.Option(help="Name of the node, unique in the mesh; by default of host and chance.")
+        str,
+        typer.Option(help="Name of the node, unique in the mesh, its kind in front; by default of host and chance."),
     ] = "",
     base_dir: Annotated[
         Path | None,
