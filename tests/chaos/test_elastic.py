@@ -50,8 +50,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def slow_engines(model: Path, **run: Any) -> MeshConfig:
     """The engines' steps are what the run waits for, so that it goes faster with more of them."""
     config = mesh_config(model, **{"batch_groups": 6, "group_size": 4, **run})
-    options = {"vocab_size": 112, "slots_max": 12, "tokens_per_step": 1, "step_s": 0.03, "prepare_s": 0.3}
-    inference = msgspec.structs.replace(config.inference, engine_options=options)
+    options: dict[str, Any] = {
+        "vocab_size": 112,
+        "slots_max": 12,
+        "tokens_per_step": 1,
+        "step_s": 0.03,
+        "prepare_s": 0.3,
+    }
+    inference = msgspec.structs.replace(config.inference, engine_options=options, capacity=options["slots_max"])
     counts = msgspec.structs.replace(config.counts, inference=1)
     return msgspec.structs.replace(config, inference=inference, counts=counts)
 

@@ -231,6 +231,20 @@ async def test_a_session_moves_on_when_its_node_is_gone(tmp_path: Path) -> None:
             await generated(router, session="x")
 
 
+async def test_sessions_of_a_crowded_node_move_to_one_that_joins(tmp_path: Path) -> None:
+    sessions = [f"s{number}" for number in range(8)]
+    async with cell(tmp_path) as it:
+        version = await it.publish(1)
+        await it.add("a", version, step_s=0.001)
+        async with it.router() as router:
+            await asyncio.gather(*(generated(router, session=session) for session in sessions))
+            await it.add("b", version, step_s=0.001)
+            await asyncio.gather(*(generated(router, session=session) for session in sessions))
+        made = {node_id: node.engine.load().tokens_generated // 60 for node_id, node in it.nodes.items()}
+    assert made["a"] - len(sessions) >= 4, "a session stays while its node is not crowded"
+    assert made["b"] >= 2
+
+
 async def test_requests_spread_by_load(tmp_path: Path) -> None:
     async with cell(tmp_path) as it:
         version = await it.publish(1)

@@ -41,8 +41,6 @@ CONFIG_FILE = "mesh.yaml"
 """In the node's folder: the configuration as it was told, for people to look at."""
 ASK_S_MAX = 30.0
 _SECURITY = "security."
-_SERVERS = ("coordinator", "gateway", "depot", "inference")
-"""Sections with an address to listen on, which is another host's."""
 ANY_PORT = "127.0.0.1:0"
 """Where a joined gateway or depot serves; `network.host` moves it."""
 _LEAVING = (pb.NODE_STATE_SUSPECT, pb.NODE_STATE_DEAD)
@@ -142,10 +140,6 @@ def _joined_config(told: pb.GetMeshResponse, options: JoinOptions, folder: Path)
     tree["security"] = msgspec.to_builtins(own_security(options.overrides)) | {
         "token_file": str(options.token_file.resolve())
     }
-    tree["network"] = {}
-    for section in _SERVERS:
-        for key in ("address", "advertise"):
-            tree[section]["server"].pop(key, None)
     tree["bus"] |= {"url": told.bus_url}
     if (
         told.model_files and options.kind != "learner"

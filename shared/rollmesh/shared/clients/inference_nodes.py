@@ -33,11 +33,21 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How long a node that failed is passed by; doubles with every failure in a row."""
     penalty_s_max: float = 10.0
     """Longest time a failed node is passed by: how late, at most, it is tried again."""
+    session_moves_at: int = 4
+    """A session's next turn goes to another node if its own has at least so many requests of this client, and that one, for its
+    capacity, at most half as many: a node that has just joined takes its share at once, for a prefill per session."""
     sessions_max: int = 65536
     """Sessions whose node is remembered, least recently used out first. Forgetting one costs a prefill."""
 
     def __post_init__(self) -> None:
-        for name in ("deadline_s", "failures_max", "penalty_s_min", "penalty_s_max", "sessions_max"):
+        for name in (
+            "deadline_s",
+            "failures_max",
+            "penalty_s_min",
+            "penalty_s_max",
+            "session_moves_at",
+            "sessions_max",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
@@ -95,7 +105,7 @@ class PendingRequest:
 
 
 class NodePool:
-    """Chooses nodes for requests. Sessions stay where they were; else own requests per capacity decide."""
+    """Chooses nodes for requests. Sessions stay where they were while that is not overloaded; else own requests per capacity decide."""
 
     def __init__(
         self, fleet: Fleet, clock: Clock, config: RouterConfig, open_node: Callable[[str], grpc.aio.Channel]
@@ -153,9 +163,16 @@ class NodePool:
 
     def _pick(self, request: PendingRequest) -> coordinator_pb2.FleetNode | None:
         usable = {node.node_id: node for node in self._admissible(request.target) if self._usable(request, node)}
-        if (last := self._sessions.get(request.session)) in usable and request.session:
-            return usable[str(last)]
-        return min(usable.values(), key=self._load, default=None)
+        best = min(usable.values(), key=self._load, default=None)
+        last = usable.get(self._sessions.get(request.session, "")) if request.session else None
+        return best if last is None or best is None or self._should_move(last, best) else last
+
+    def _should_move(self, last: coordinator_pb2.FleetNode, best: coordinator_pb2.FleetNode) -> bool:
+        """Whether a session's node has so much more to do than the best one that a prefill there is cheaper than the wait."""
+        if self._num_own(last) < self._config.session_moves_at:
+            return False
+        with_it = (self._num_own(best) + 1) / max(1, best.capacity)
+        return 2 * with_it <= self._num_own(last) / max(1, last.capacity)
 
     def _admissible(self, target: Target) -> list[coordinator_pb2.FleetNode]:
         nodes = self._fleet.nodes(coordinator_pb2.NODE_KIND_INFERENCE)
@@ -169,10 +186,12 @@ class NodePool:
 
     def _load(self, node: coordinator_pb2.FleetNode) -> tuple[float, float, str]:
         """Own requests first: the fleet's numbers are a heartbeat old, and many requests come between two."""
-        known = self._nodes.get((node.node_id, node.address))
-        num_own = known.stream.num_live if known is not None else 0
         capacity = max(1, node.capacity)
-        return num_own / capacity, node.num_running / capacity, node.node_id
+        return self._num_own(node) / capacity, node.num_running / capacity, node.node_id
+
+    def _num_own(self, node: coordinator_pb2.FleetNode) -> int:
+        known = self._nodes.get((node.node_id, node.address))
+        return known.stream.num_live if known is not None else 0
 
     def _known(self, found: coordinator_pb2.FleetNode) -> KnownNode:
         place = (found.node_id, found.address)
