@@ -103,7 +103,7 @@ async def ledger(mesh: World) -> list[f.Fact]:
 
 @pytest.mark.timeout(400)
 async def test_inference_nodes_join_and_leave_and_the_throughput_follows(tmp_path: Path, model: Path) -> None:
-    async with world(tmp_path, slow_engines(model, updates_max=60), ONE_NODE) as mesh:
+    async with world(tmp_path, slow_engines(model, updates_max=45), ONE_NODE) as mesh:
         await mesh.until_state("the first update", lambda s: s.policies[0].applied_step >= 1, limit_s=STEP_S)
         one, _ = await throughput(mesh)
         async with (
@@ -122,7 +122,7 @@ async def test_inference_nodes_join_and_leave_and_the_throughput_follows(tmp_pat
         again, made = await throughput(mesh)
         assert set(made) == {"inference-0"}
         assert again < three / 1.5
-        verdict = await settle(mesh, updates=60, limit_s=240.0)
+        verdict = await settle(mesh, updates=45, limit_s=240.0)
     assert verdict.audit.samples.failed == 0
     assert mesh.exits == [("learner", 0)]
 
