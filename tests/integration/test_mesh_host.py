@@ -11,12 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from rollmesh.services.cli.certs import make_certificates
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.parts import NATS, part_names
 from rollmesh.services.mesh.place import open_place
 from rollmesh.services.mesh.process_events import STOPPED
+from rollmesh.services.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.shared.config import to_yaml
 from rollmesh.trainer.trained_log import read_trained
 
@@ -76,6 +79,24 @@ async def test_a_host_told_to_stop_leaves_the_last_update_in_a_checkpoint(tmp_pa
     assert len(list(read_trained(newest / "trained.jsonl"))) >= state.policies[0].applied_step
     with pytest.raises(ProcessLookupError):
         os.kill(int(ports.stem.rpartition("_")[2]), 0)
+
+
+async def test_hosts_with_certificates_that_listen_everywhere_train_over_the_advertised_name(
+    tmp_path: Path, made: MeshConfig
+) -> None:
+    files = make_certificates(tmp_path / "tls")
+    exposed = msgspec.structs.replace(
+        made,
+        security=SecurityConfig(ca=files.ca, certificate=files.certificate, key=files.key, token_file=files.token_file),
+        network=NetworkConfig(host="0.0.0.0", advertise="localhost"),
+    )
+    workers = [name for name in part_names(exposed) if name.startswith(("rollout", "data"))]
+    others = [NATS, *(name for name in part_names(exposed) if name not in workers)]
+    async with host(tmp_path, exposed, others), host(tmp_path, exposed, workers):
+        run = look(tmp_path, exposed)
+        await run.until_state("an update", lambda s: s.policies[0].applied_step >= 1, limit_s=END_S)
+        assert {address.rpartition(":")[0] for node in await run.fleet() if (address := node.address)} == {"localhost"}
+        assert run.place.bus_server().known_url().startswith("tls://localhost:")
 
 
 async def test_a_host_ends_with_its_nats_server(tmp_path: Path, made: MeshConfig) -> None:
