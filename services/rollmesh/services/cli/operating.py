@@ -87,11 +87,13 @@ async def _answers(mesh: MeshAddress) -> None:
 
 
 def _how_to_reach(folder: RunFolder, mesh: Supervisor) -> str:
-    token = folder.root / "token"
+    security = mesh.place.config.security
+    token = mesh.place.base_dir / security.token_file if security.token_file else folder.root / "token"
+    tls = " security.ca=FILE security.certificate=FILE security.key=FILE" if security.has_tls else ""
     return (
         f"gateway    {mesh.place.gateway}\n"
         f"token in   {token}\n"
-        f"add a node rollmesh serve inference --join {mesh.place.gateway} --token-file {token}\n"
+        f"add a node rollmesh serve inference --join {mesh.place.gateway} --token-file {token}{tls}\n"
         f"look       rollmesh status {folder.root} --watch\n"
         "Ctrl-C stops the mesh."
     )

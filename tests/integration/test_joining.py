@@ -1,0 +1,107 @@
+"""What a joining node is told, brings with it, and is refused: one address and a token against a mesh in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.services.mesh.joining import CONFIG_FILE, JoinOptions, open_joined
+from rollmesh.services.mesh.mesh import Mesh
+from rollmesh.services.rollout.tokenizer import load_tokenizer
+from rollmesh.shared.errors import AlreadyExists, ConfigError, MeshError, Unauthenticated, Unimplemented, UnknownBlob
+from rollmesh.shared.ids import new_secret
+from rollmesh.shared.model_files import fetch_model_files
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import coordinator_pb2 as pb
+from rollmesh.v1 import coordinator_pb2_grpc
+
+from ..chaos.world import mesh_config, save_model_folder
+
+PARTS = ("coordinator", "depot", "sandbox-0", "gateway")
+JOIN_S = 30.0
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    model = save_model_folder(tmp_path / "theirs")
+    (model / "model.safetensors").write_bytes(b"weights")
+    (model / "model.safetensors.index.json").write_text("{}")
+    async with Mesh(mesh_config(model), run_dir=tmp_path / "run", base_dir=tmp_path, parts=PARTS) as made:
+        async with open_channel(made.place.gateway, access=made.access) as channel, asyncio.timeout(JOIN_S):
+            stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+            while {n.node_id for n in await ready(stub)} != set(PARTS[1:]):  # noqa: ASYNC110 (another task joins them)
+                await asyncio.sleep(0.02)
+        yield made
+
+
+async def ready(stub: Any) -> list[pb.FleetNode]:
+    with typed_errors():
+        nodes = (await stub.GetFleet(pb.GetFleetRequest())).nodes
+    return [node for node in nodes if node.state == pb.NODE_STATE_READY]
+
+
+def options(mesh: Mesh, kind: str, **fields: Any) -> JoinOptions:
+    run_dir = mesh.place.run_dir
+    given = {"address": mesh.place.gateway, "token_file": run_dir / "token", "folder": run_dir.parent / f"node-{kind}"}
+    return JoinOptions(kind=kind, **{**given, **fields})
+
+
+@pytest.mark.parametrize("through", ["gateway", "coordinator"])
+async def test_one_address_brings_configuration_addresses_and_small_files(mesh: Mesh, through: str) -> None:
+    asked = options(mesh, "rollout", address=getattr(mesh.place, through), overrides=("rollout.worker.episodes_max=7",))
+    place, name = await open_joined(asked)
+    assert name.startswith("rollout-")
+    assert (place.coordinator, place.gateway) == (mesh.place.coordinator, mesh.place.gateway)
+    assert place.config.run == mesh.place.config.run
+    assert place.config.rollout.worker.episodes_max == 7
+    model = Path(place.config.rollout.model_dir)
+    assert model.is_relative_to(place.run_dir)
+    assert load_tokenizer(model).encode_text("1").size
+    assert not [name for name in os.listdir(model) if "safetensors" in name], "weights come from the depot"
+
+
+async def test_nothing_secret_is_told(mesh: Mesh) -> None:
+    place, _ = await open_joined(options(mesh, "inference"))
+    assert mesh.access.token not in (place.run_dir / CONFIG_FILE).read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "error", "message"),
+    [
+        ("oracle", {}, ConfigError, "no service `oracle`"),
+        ("inference", {"base_dir": Path("/nowhere")}, ConfigError, "--base-dir /nowhere: no such folder"),
+        ("inference", {"name": "a b"}, ConfigError, "expected letters"),
+        ("inference", {"overrides": ("inference.capacity=none",)}, ConfigError, "capacity"),
+        ("depot", {}, AlreadyExists, "the mesh has its depot"),
+        ("sandbox", {"name": "0"}, AlreadyExists, "a node sandbox-0 is in the mesh already; choose another --name"),
+    ],
+)
+async def test_what_cannot_join_is_told_why(
+    mesh: Mesh, kind: str, fields: dict[str, Any], error: type[MeshError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        await open_joined(options(mesh, kind, **fields))
+
+
+async def test_a_wrong_token_is_refused(mesh: Mesh, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.touch(mode=0o600)
+    wrong.write_text(new_secret())
+    with pytest.raises(Unauthenticated):
+        await open_joined(options(mesh, "inference", token_file=wrong))
+
+
+async def test_the_gateway_forwards_looking_and_no_leases(mesh: Mesh, tmp_path: Path) -> None:
+    async with open_channel(mesh.place.gateway, access=mesh.access) as channel:
+        stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        assert len(await ready(stub)) == len(PARTS) - 1
+        with pytest.raises(Unimplemented, match="GetMesh tells"), typed_errors():
+            await stub.AcquireRollouts(pb.AcquireRolloutsRequest(node_id="x", num_max=1))
+        with pytest.raises(UnknownBlob, match=r"no model file 'model\.safetensors'"):
+            await fetch_model_files(stub, [pb.ModelFile(name="model.safetensors", sha256="0" * 64)], tmp_path / "out")
