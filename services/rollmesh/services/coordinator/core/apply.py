@@ -348,6 +348,8 @@ def _(fact: f.RolledBack, state: State) -> None:
         if group.update > fact.to_update:
             group.phase = GroupPhase.READY
             group.update = 0
+    for group in bound.out_of_reach(state, fact.to_update):
+        group.step_min, group.incarnation_min = fact.to_update, fact.incarnation
     for update in [u for u in clock.updates if u > fact.to_update]:
         state.accounts.void_trained(clock.updates.pop(update).num_trained)
     clock.applied = fact.to_update

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec, StepSpan
-from rollmesh.services.coordinator.core.state import GroupPhase, PolicyClock, SampleState, State
+from rollmesh.services.coordinator.core.state import GroupPhase, GroupState, PolicyClock, SampleState, State
 from rollmesh.shared.versions import intended_update, oldest_admissible, staleness
 
 
@@ -90,3 +90,10 @@ def num_admissible(state: State) -> int:
     if spec.updates_max:
         last_update = min(last_update, spec.updates_max)
     return max(0, last_update * spec.batch_groups - _num_ahead(state))
+
+
+def out_of_reach(state: State, to_update: int) -> list[GroupState]:
+    """Groups on their way whose step_min is above the step that a roll-back restores. Their turn may come before that step does:
+    whoever generates them would wait for weights that wait for them."""
+    groups = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING)
+    return [group for group in groups if group.step_min > to_update]

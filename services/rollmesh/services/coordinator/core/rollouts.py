@@ -317,6 +317,15 @@ def _expire_eval(turn: Turn, key: tuple[int, int], deadline: float) -> None:
                 cancel_unfinished(turn, group, "EVAL_DEADLINE")
 
 
+def call_back(turn: Turn, groups: Iterable[GroupState], cause: str) -> None:
+    """Take the episodes of `groups` from their workers, to be leased anew: through no fault of anybody's."""
+    for group in groups:
+        leased = [e for e in group.episodes.values() if e.status is EpisodeStatus.LEASED]
+        _cancel_at_node(turn, leased, cause)
+        for episode in leased:
+            _return(turn, group, episode, counts=False, cause=cause)
+
+
 def cancel_unfinished(turn: Turn, group: GroupState, reason: str) -> None:
     """End a group's unfinished episodes; its finished ones go on."""
     unfinished = [e for e in group.episodes.values() if e.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED)]

@@ -1,0 +1,243 @@
+"""A run as processes: it outlives the death of each, ends with its supervisor, and goes on from its folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmesh.services.cli.__main__ import app
+from rollmesh.services.mesh import MeshConfig, Supervisor
+from rollmesh.services.mesh.process_events import FILE, ProcessEvent, read_process_events
+from rollmesh.services.mesh.run_lock import RunFolderBusy
+from rollmesh.shared.clock import SystemClock
+from rollmesh.shared.errors import AddressTaken, ConfigError
+from rollmesh.trainer.trained_log import read_trained
+from rollmesh.v1 import run_pb2
+
+from ..chaos.world import World, mesh_config, save_model_folder
+from .process_tree import Process, descendants
+
+LIMIT_S = 120.0
+GONE_S = 5.0
+"""What is promised after a kill of the supervisor."""
+HOSTS: Mapping[str, Sequence[str]] = {
+    "nats": ("nats",),
+    "services": ("coordinator", "depot", "reward", "data", "sandbox-0", "gateway"),
+    "inference": ("inference-0",),
+    "rollout": ("rollout-0",),
+    "learner": ("learner",),
+}
+"""Fewer processes than parts: each costs a second of imports."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def looking(mesh: Supervisor) -> World:
+    """The run from outside."""
+    return World(place=mesh.place, config_file=Path(), traps=None, hosts={})  # type: ignore[arg-type]
+
+
+def trained(update: int, state: run_pb2.RunState) -> bool:
+    return bool(state.policies) and state.policies[0].applied_step >= update
+
+
+async def until(condition: Callable[[], bool], *, limit_s: float = LIMIT_S, of: Sequence[Process] = ()) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s, [process for process in of if process.alive]
+        await asyncio.sleep(0.02)
+
+
+async def test_a_run_outlives_the_death_of_each_process_and_tells_of_it(tmp_path: Path, model: Path) -> None:
+    events: list[ProcessEvent] = []
+    made = mesh_config(model, batch_groups=2, group_size=2, updates_max=0)
+    async with Supervisor(made, run_dir=tmp_path / "run", hosts=HOSTS, on_event=events.append) as mesh:
+        run = looking(mesh)
+        for update, name in enumerate(HOSTS, start=1):
+            await run.until_state(f"update {update}", partial(trained, update), limit_s=LIMIT_S)
+            mesh.kill(name)
+        last = await run.until_state("all are back", partial(trained, len(HOSTS) + 2), limit_s=LIMIT_S)
+        assert set(mesh.pids) == set(HOSTS)
+        async with asyncio.timeout(LIMIT_S):
+            await mesh.stop_learner()
+            await mesh.finished()
+    killed = [event.process for event in events if event.what == "ended" and event.code == -signal.SIGKILL]
+    assert killed == list(HOSTS)
+    assert [e.process for e in events if e.what == "restarting" and "SIGKILL" in e.cause] == killed
+    assert events == read_process_events(tmp_path / "run" / FILE)
+    ends = {event.process: event.code for event in events if event.what == "ended"}
+    assert set(ends.values()) == {143}, "told to stop, and did"
+    newest = max((tmp_path / "run/checkpoints").iterdir())
+    assert len(list(read_trained(newest / "trained.jsonl"))) >= last.policies[0].applied_step
+
+
+async def test_a_config_that_cannot_work_stops_everything_with_the_message_of_the_process(
+    tmp_path: Path, model: Path
+) -> None:
+    made = mesh_config(model)
+    made = MeshConfig(**{name: getattr(made, name) for name in made.__struct_fields__} | {"model": "nowhere"})
+    broken = {"nats": ("nats",), "inference": ("inference-0",)}
+    real = Supervisor(torch_engine(made), run_dir=tmp_path / "run", base_dir=tmp_path, hosts=broken)
+    with pytest.raises(ConfigError, match=r"^`model`: .*nowhere holds no config\.json"):
+        async with asyncio.timeout(LIMIT_S), real as mesh:
+            await mesh.finished()
+    assert not real.pids
+
+
+def torch_engine(made: MeshConfig) -> MeshConfig:
+    """An engine that needs a model's weights."""
+    fields = {name: getattr(made, name) for name in made.__struct_fields__}
+    return MeshConfig(**fields | {"inference": type(made.inference)(directory="inference")})
+
+
+class Hurried(SystemClock):
+    """Ten times as fast."""
+
+    def monotonic_s(self) -> float:
+        return 10 * super().monotonic_s()
+
+    async def sleep(self, duration_s: float) -> None:
+        await super().sleep(duration_s / 10)
+
+
+async def test_a_folder_has_one_supervisor_and_a_taken_port_is_told_with_its_owner(tmp_path: Path, model: Path) -> None:
+    made = mesh_config(model)
+    nats = {"nats": ("nats",)}
+    async with Supervisor(made, run_dir=tmp_path / "run", hosts=nats) as mesh:
+        with pytest.raises(RunFolderBusy, match=f"goes on in process {os.getpid()}"):
+            await Supervisor(made, run_dir=tmp_path / "run", hosts=nats).__aenter__()
+        port = tmp_path / "run/nats/port"
+        await until(port.exists)
+        address = mesh.place.gateway
+    for taken, remedy in ((address, "addresses.json"), (f"127.0.0.1:{port.read_text().strip()}", "nats/port")):
+        told = rf"{taken}: process {os.getpid()} \(.*remove .*/{remedy} to take"
+        with (
+            socket.create_server(("127.0.0.1", int(taken.rpartition(":")[2]))),
+            pytest.raises(AddressTaken, match=told),
+        ):
+            await Supervisor(made, run_dir=tmp_path / "run", hosts=nats, clock=Hurried()).__aenter__()
+
+
+# The command, and the kernel ------------------------------------------------------------------------------------------
+
+AGENT = """
+from pathlib import Path
+
+SLOW = Path(__file__).with_name("slow")
+CODE = '''
+import subprocess
+subprocess.Popen(["setsid", "sleep", "611"])
+while True: pass
+'''
+
+
+class Agent:
+    async def run(self, task, env):
+        await env.generate(max_tokens=4)
+        await env.tool("python", CODE if SLOW.exists() else "1+1")
+"""
+CONFIG = """
+model: model
+run: {name: killed, max_staleness: 0, batch_groups: 1, group_size: 2, updates_max: 10, eval_every: 0, episode_lease_s: 5.0,
+  batch_lease_s: 5.0}
+data: {source: {kind: jsonl, path: tasks.jsonl, tools: [python]}}
+rollout: {agent: "agent.py:Agent"}
+reward: {scorers: [{scorer: exact, name: correct}], finalizer: {name: keep_all}}
+coordinator: {fleet: {heartbeat_s: 0.5, suspect_after_s: 3.0, dead_after_s: 6.0}}
+inference:
+  engine: rollmesh.services.inference.engines.fake_engine:FakeEngine
+  engine_config: rollmesh.services.inference.engines.fake_engine:FakeEngineConfig
+  engine_options: {vocab_size: 112}
+learner:
+  engine: rollmesh.services.learner.engines.fake_trainer:open_trainer
+  publish: {num_probes: 0}
+"""
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A user's folder. While a file `slow` is there, every episode fills a jail with code that does not end."""
+    model = save_model_folder(tmp_path / "model")
+    (model / "config.json").write_text("{}")
+    (tmp_path / "agent.py").write_text(AGENT)
+    tasks = [json.dumps({"question": f"{n}+{n}", "answer": str(2 * n)}) for n in range(20)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(tasks))
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@asynccontextmanager
+async def command(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "rollmesh.services.cli", *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def updates(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+async def kill_in_the_middle(mine: Path, run: Path) -> list[Process]:
+    """Kills a train command whose jails are busy and half of whose processes stand still; what it had started."""
+    async with command("train", str(mine / "mine.yaml"), "--out", str(run)) as train:
+        await until(lambda: updates(run) >= 2 or train.returncode is not None)
+        (mine / "slow").touch()
+        await until(lambda: [p.command for p in descendants(train.pid)].count("sleep 611") >= 2)
+        family = descendants(train.pid)
+        for process in family[::2]:
+            os.kill(process.pid, signal.SIGSTOP)
+        train.kill()
+        await until(lambda: not any(process.alive for process in family), limit_s=GONE_S, of=family)
+    (mine / "slow").unlink()
+    return family
+
+
+@pytest.mark.timeout(400)
+async def test_nothing_is_left_of_a_train_command_that_is_killed_and_its_run_goes_on(mine: Path) -> None:
+    run = mine / "run"
+    family = await kill_in_the_middle(mine, run)
+    for part in (
+        "nats-server",
+        "--parts learner",
+        "--parts sandbox-0",
+        "sandbox_runtime.launcher",
+        "sleep 611",
+    ):
+        assert any(part in process.command for process in family), part
+
+    before = updates(run)
+    async with command("train", str(run)) as train:
+        await until(lambda: updates(run) > before)
+        started = [e for e in read_process_events(run / FILE) if e.what == "started" and e.process == "learner"]
+        os.kill(started[-1].pid, signal.SIGKILL)
+        async with asyncio.timeout(LIMIT_S):
+            told, _ = await train.communicate()
+    assert train.returncode == 0, told.decode()
+    assert "learner was ended by SIGKILL; starts again in 0.2 s (restart 1)" in told.decode()
+    assert "finished after 10 updates" in told.decode()
+    audit = await asyncio.to_thread(CliRunner().invoke, app, ["audit", str(run)])
+    assert audit.exit_code == 0, audit.output
