@@ -63,6 +63,7 @@ async def until(condition: Callable[[], bool], *, limit_s: float = LIMIT_S, of: 
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.timeout(400)
 async def test_a_run_outlives_the_death_of_each_process_and_tells_of_it(tmp_path: Path, model: Path) -> None:
     events: list[ProcessEvent] = []
     made = mesh_config(model, batch_groups=2, group_size=2, updates_max=0)
