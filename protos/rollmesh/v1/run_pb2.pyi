@@ -1523,6 +1523,26 @@ class PolicyState(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RefusedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     POLICY_FIELD_NUMBER: _builtins.int
     APPLIED_STEP_FIELD_NUMBER: _builtins.int
     PUBLISHED_STEP_FIELD_NUMBER: _builtins.int
@@ -1534,6 +1554,7 @@ class PolicyState(_message.Message):
     TRAINED_BY_STALENESS_FIELD_NUMBER: _builtins.int
     TOKENS_TRAINED_FIELD_NUMBER: _builtins.int
     TOKENS_GENERATED_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """Policy."""
     applied_step: _builtins.int
@@ -1560,6 +1581,12 @@ class PolicyState(_message.Message):
     def trained_by_staleness(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
         """Trained samples by staleness at their update; the key is the staleness."""
 
+    @_builtins.property
+    def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Versions that the nodes refused, e.g. for a NaN, and why: {"main@5.0": "tensor ..."}. They never become active; a trainer
+        that sees its newest version here should go back to its checkpoint or stop. The newest 100.
+        """
+
     def __init__(
         self,
         *,
@@ -1574,10 +1601,11 @@ class PolicyState(_message.Message):
         trained_by_staleness: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
         tokens_trained: _builtins.int = ...,
         tokens_generated: _builtins.int = ...,
+        refused: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_step", b"applied_step", "checkpoint_update", b"checkpoint_update", "digest", b"digest", "groups", b"groups", "incarnation", b"incarnation", "policy", b"policy", "published_step", b"published_step", "tokens_generated", b"tokens_generated", "tokens_trained", b"tokens_trained", "trained_by_staleness", b"trained_by_staleness", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_step", b"applied_step", "checkpoint_update", b"checkpoint_update", "digest", b"digest", "groups", b"groups", "incarnation", b"incarnation", "policy", b"policy", "published_step", b"published_step", "refused", b"refused", "tokens_generated", b"tokens_generated", "tokens_trained", b"tokens_trained", "trained_by_staleness", b"trained_by_staleness", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

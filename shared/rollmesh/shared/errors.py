@@ -314,6 +314,11 @@ class PayloadTooLarge(ResourceExhausted):
 
     reason = "PAYLOAD_TOO_LARGE"
 
+    @property
+    def retryable(self) -> bool:
+        """Never: the same message is as large the next time."""
+        return False
+
 
 class DiskFull(ResourceExhausted):
     """The disk quota is used up."""

@@ -112,6 +112,15 @@ def test_version_that_no_node_can_prepare_is_refused() -> None:
     assert any(isinstance(e, Refused) for e in fleet.plan(goal(v), 1.0))
 
 
+def test_weights_that_a_node_can_never_load_are_refused_without_another_try_once_all_nodes_say_so() -> None:
+    fleet, v = fleet_of("a", "b"), version(0)
+    fleet.plan(goal(v), 0.0)
+    for node_id, refused in (("a", False), ("b", True)):
+        fleet.weights_reported(node_id, version=v, phase=WeightPhase.FAILED, cause="NaN", run="r", now=0.0, final=True)
+        assert any(isinstance(e, Refused) for e in fleet.plan(goal(v), 0.1)) is refused
+    assert state_of(fleet, "a") is not NodeState.QUARANTINED, "the node is as good as before"
+
+
 def test_failed_preparation_is_tried_again_after_a_pause() -> None:
     fleet, v = fleet_of("a"), version(0)
     fleet.plan(goal(v), 0.0)

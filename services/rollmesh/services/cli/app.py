@@ -45,6 +45,7 @@ InProcess = Annotated[
 @contextmanager
 def told_once() -> Iterator[None]:
     """Errors of the mesh as one message without a traceback; a bug keeps its traceback."""
+    from rollmesh.shared.disk import is_disk_full
     from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError
 
     try:
@@ -52,6 +53,13 @@ def told_once() -> Iterator[None]:
     except MeshError as err:
         typer.echo(f"error: {err}", err=True)
         raise typer.Exit(BAD_INPUT if isinstance(err, InvalidInput | AlreadyExists) else FAILED) from err
+    except OSError as err:
+        if not is_disk_full(err):
+            raise
+        typer.echo(
+            f"error: {err.filename or 'the run folder'}: no space left on the device; free some, then go on", err=True
+        )
+        raise typer.Exit(FAILED) from err
     except KeyboardInterrupt as err:
         typer.echo("interrupted", err=True)
         raise typer.Exit(INTERRUPTED) from err

@@ -18,7 +18,15 @@ from rollmesh.services.coordinator.core.fleet import Fleet, FleetEvent, Node, No
 from rollmesh.services.coordinator.core.records import Version
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import FailedPrecondition, FieldViolation, InvalidInput, MeshError, Overloaded, UnknownNode
+from rollmesh.shared.errors import (
+    FailedPrecondition,
+    FieldViolation,
+    InvalidInput,
+    MeshError,
+    Overloaded,
+    UnknownNode,
+    WeightsRejected,
+)
 from rollmesh.v1 import coordinator_pb2 as pb
 
 PLAN_S = 0.05
@@ -154,6 +162,7 @@ class FleetKeeper:
                 version=decode(Version, weights.version),
                 phase=_weight_phase(weights),
                 cause=weights.failure.message,
+                final=weights.failure.reason == WeightsRejected.reason,
                 run=fl.run_of(node, self._goals()),
                 now=now,
             )

@@ -8,6 +8,7 @@ is ahead of what is true: the coordinator must stop and recover.
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ from rollmesh.shared.bus.bus import StreamLog, WrongLastSequence
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, MeshError
 from rollmesh.shared.ids import IdSource
+
+CHECKSUM = "Crc32"
+"""Header with the CRC-32 of a record's bytes: a flipped bit may decode to another decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,11 @@ class Ledger:
         record_id = self._ids.new("d")
         payload = encode_record(record_id, self._clock.wall_s(), facts)
         stored = await self._log.append_pipelined(
-            payload, msg_id=record_id, expected_last_seq=self.position, deadline_s=self._append_s_max
+            payload,
+            msg_id=record_id,
+            expected_last_seq=self.position,
+            headers={CHECKSUM: checksum(payload)},
+            deadline_s=self._append_s_max,
         )
         self.position += 1
         self.record_id = record_id
@@ -64,9 +72,14 @@ class Ledger:
             )
         return DataLoss(
             f"{self._log.name} took no record ({error}); the coordinator stops and recovers from what is stored when it is "
-            "started again: see that NATS runs and that ledger_bytes_max is not reached",
+            "started again: see that NATS runs, that its disk has room, and that ledger_bytes_max is not reached",
             ledger=self._log.name,
         )
+
+
+def checksum(payload: bytes) -> str:
+    """The CRC-32 of a record's bytes, as its header holds it."""
+    return f"{zlib.crc32(payload):08x}"
 
 
 async def read_ledger(log: StreamLog, after: int = 0) -> AsyncIterator[StoredRecord]:
@@ -78,6 +91,13 @@ async def read_ledger(log: StreamLog, after: int = 0) -> AsyncIterator[StoredRec
                 f"{log.name} lacks record {expected}: the run cannot be recovered without it", ledger=log.name
             )
         expected += 1
+        if record.headers.get(CHECKSUM, checksum(record.payload)) != checksum(record.payload):
+            raise DataLoss(
+                f"{log.name}: record {record.seq} is damaged: its bytes do not have the checksum they were stored with; restore the "
+                "stream from a replica or a backup, the run cannot be recovered without it",
+                ledger=log.name,
+                position=record.seq,
+            )
         try:
             record_id, time_unix_s, facts = decode_record(record.payload)
         except (InvalidInput, ValueError) as error:

@@ -58,6 +58,7 @@ def _policy(state: State) -> pb.PolicyState:
         trained_by_staleness=clock.trained_by_staleness,
         tokens_trained=clock.tokens_trained,
         tokens_generated=clock.tokens_generated,
+        refused=clock.refusals,
     )
 
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rollmesh.services.learner.config import RetryConfig
+from rollmesh.services.learner.progress import Progress
 from rollmesh.services.learner.retry import Backoff
 from rollmesh.services.learner.run_client import RunClient
 from rollmesh.shared.clock import Clock
@@ -23,11 +24,13 @@ _HOPELESS = (Unauthenticated, PermissionDenied, Unimplemented)
 class Commands:
     """Watches inside `async with`, and again whenever the stream breaks."""
 
-    def __init__(self, client: RunClient, config: RetryConfig, clock: Clock) -> None:
+    def __init__(self, client: RunClient, config: RetryConfig, clock: Clock, progress: Progress | None = None) -> None:
+        """`progress` is told of refused versions."""
         self.stop = asyncio.Event()
         """Set once, never cleared: finish the present update, write a checkpoint, end."""
         self._checkpoint = False
         self._client = client
+        self._progress = progress or Progress(clock)
         self._backoff = Backoff(config, clock)
         self._task: asyncio.Task[None] | None = None
 
@@ -55,6 +58,7 @@ class Commands:
                 async for message in self._client.watch():
                     self._backoff.reset()
                     self._obey(message.command)
+                    self._note_refused(message.state)
             except _HOPELESS as err:
                 _log.warning("the learner gets no commands: %s", err)
                 return
@@ -67,3 +71,10 @@ class Commands:
             self.stop.set()
         elif command == run_pb2.TRAINER_COMMAND_CHECKPOINT:
             self._checkpoint = True
+
+    def _note_refused(self, state: run_pb2.RunState) -> None:
+        for policy in state.policies:
+            for name, cause in policy.refused.items():
+                if name not in self._progress.refused:
+                    _log.error("the nodes refuse weights %s of this learner: %s", name, cause)
+                    self._progress.refused[name] = cause

@@ -10,7 +10,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
+
+from rollmesh.shared.disk import disk_told
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -19,12 +22,15 @@ _log = logging.getLogger(__name__)
 class ComputeThread:
     """Open until `close`."""
 
-    def __init__(self, name: str = "learner-compute") -> None:
+    def __init__(self, folder: Path = Path(), name: str = "learner-compute") -> None:
+        """`folder` is where the work writes, to name it when its disk is full."""
+        self._folder = folder
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """The result of `work()`. If the caller is cancelled, work that has begun goes on to its end."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        """The result of `work()`; DiskFull if that is what broke it. If the caller is cancelled, work that has begun goes on."""
+        with disk_told(self._folder):
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     async def close(self, limit_s: float) -> None:
         """Waits for the work in progress, at most `limit_s`; work that has not begun is dropped."""

@@ -14,6 +14,7 @@ from rollmesh.services.learner.tenure import Parts, begin_tenure
 from rollmesh.shared.errors import (
     BeyondBound,
     CommitConflict,
+    DiskFull,
     Fenced,
     LeaseExpired,
     MeshError,
@@ -55,8 +56,8 @@ async def run_learner(parts: Parts) -> None:
                 return await _outlast(parts)
             return await tenure.train()
         except MeshError as err:
-            if not isinstance(err, _PLACE_LOST) and not worth_retrying(err):
-                raise
+            if isinstance(err, DiskFull) or (not isinstance(err, _PLACE_LOST) and not worth_retrying(err)):
+                raise  # going back would undo updates, and the disk be as full as before
             if parts.progress.checkpoint_update > checkpoint:
                 returns, checkpoint = 0, parts.progress.checkpoint_update
                 backoff.reset()

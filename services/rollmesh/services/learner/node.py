@@ -101,10 +101,10 @@ class LearnerNode:
         config, folder = self._config, Path(self._config.directory)
         metrics = MetricsLog(folder, tensorboard=config.tensorboard)
         stack.callback(metrics.close)
-        compute = ComputeThread()
+        compute = ComputeThread(folder)
         stack.push_async_callback(compute.close, config.stop_s)
         client = await stack.enter_async_context(RunClient(self._where, config.retry, self._clock))
-        commands = await stack.enter_async_context(Commands(client, config.retry, self._clock))
+        commands = await stack.enter_async_context(Commands(client, config.retry, self._clock, self.progress))
         return Parts(
             config=config,
             client=client,

@@ -34,6 +34,8 @@ class Progress:
     """Why it went back to its checkpoint the last time; empty if it never did."""
     num_attached: int = 0
     """How often it attached; more than once means that it went back."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Versions of it that the nodes refused, and why."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last update."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))

@@ -24,7 +24,7 @@ from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import PublishConfig
 from rollmesh.services.learner.engine import TrainerEngine
 from rollmesh.services.learner.run_client import RunClient
-from rollmesh.shared.errors import InvalidInput, NotUploaded
+from rollmesh.shared.errors import InvalidInput, NotUploaded, WeightsRejected
 from rollmesh.shared.trajectory import IntArray, TrainingSample
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.digests import sha256_hex
@@ -92,6 +92,12 @@ class Publisher:
         scratch.mkdir(parents=True)
         exported = engine.export_weights(scratch)
         probes = [Probe(token_ids=ids, logprobs=engine.score(ids)) for ids in self._probe_prompts(engine)]
+        if not all(np.isfinite(probe.logprobs).all() for probe in probes):
+            raise WeightsRejected(
+                f"the weights of {version} score a probe as NaN or infinite: the update went wrong, and they are not published; "
+                "remove the checkpoints that hold it, lower the learning rate, and go on",
+                version=version,
+            )
         built = build_manifest(exported.files, tied=exported.tied, probes=probes)
         return self._as_before(version, built)
 

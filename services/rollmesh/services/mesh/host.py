@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None, options: Options | None = None) -> i
     except ConfigError as err:
         print(f"error: {err}", file=sys.stderr)
         return 2
-    except (MeshError, ExceptionGroup) as err:
+    except (MeshError, ExceptionGroup, OSError) as err:
         print(f"error: {','.join(host.parts)} ended: {err}", file=sys.stderr)
         return 1
     except TimeoutError:

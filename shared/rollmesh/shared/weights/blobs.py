@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import hashlib
 import itertools
 import os
 from collections.abc import AsyncGenerator, AsyncIterable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Self
 
+from rollmesh.shared.disk import disk_told
 from rollmesh.shared.errors import ConfigError, DiskFull, HashMismatch, InvalidInput, UnknownBlob
 from rollmesh.shared.weights.digests import check_digest, sha256_of_file
 from rollmesh.shared.weights.owners import OwnerJournal
@@ -230,7 +231,8 @@ class PartialBlob:
 
     def __exit__(self, *exc: object) -> None:
         self._store._reserved_bytes -= self._size_bytes
-        self._file.close()
+        with suppress(OSError):  # what is buffered is tried once more, and a full disk refuses it again
+            self._file.close()
         self._path.unlink(missing_ok=True)
 
     def too_long_with(self, num_bytes: int) -> bool:
@@ -265,13 +267,10 @@ class PartialBlob:
 
     def _write(self, piece: bytes) -> None:
         self._hash.update(piece)
-        try:
+        with disk_told(self._path.parent):
             self._file.write(piece)
-        except OSError as err:
-            if err.errno != errno.ENOSPC:
-                raise
-            raise DiskFull(f"{self._path.parent}: the disk is full; free space on it") from err
 
     def _flush(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with disk_told(self._path.parent):
+            self._file.flush()
+            os.fsync(self._file.fileno())

@@ -29,6 +29,7 @@ UPDATES_KEPT_MAX = 4096
 """Digests kept for roll-back; a checkpoint older than this many updates can no longer be attached."""
 EVALS_KEPT_MAX = 1000
 VERSIONS_KEPT_MAX = 64
+REFUSED_KEPT_MAX = 100
 REPLAYED_KEPT_MAX = 4096
 """Dead letters remembered as replayed; an older one could be replayed twice."""
 
@@ -372,7 +373,10 @@ def _(fact: f.VersionPublished, state: State) -> None:
 def _(fact: f.VersionQuarantined, state: State) -> None:
     clock = state.the_clock
     clock.quarantined.append(fact.version)
-    del clock.quarantined[:-100]
+    del clock.quarantined[:-REFUSED_KEPT_MAX]
+    clock.refusals[fact.version.name] = fact.cause
+    for old in list(clock.refusals)[:-REFUSED_KEPT_MAX]:
+        del clock.refusals[old]
 
 
 @_apply.register

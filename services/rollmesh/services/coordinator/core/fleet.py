@@ -213,9 +213,17 @@ class Fleet:
         node.waiting_for = waiting_for
 
     def weights_reported(
-        self, node_id: str, *, version: Version, phase: WeightPhase, cause: str, run: str, now: float
+        self,
+        node_id: str,
+        *,
+        version: Version,
+        phase: WeightPhase,
+        cause: str,
+        run: str,
+        now: float,
+        final: bool = False,
     ) -> None:
-        """What came of a weight command."""
+        """What came of a weight command. `final`: the node would fail this version again and again."""
         node = self.nodes[node_id]
         node.ordered = None
         if phase is WeightPhase.PREPARED:
@@ -228,7 +236,7 @@ class Fleet:
             node.state = NodeState.QUARANTINED
             self._refuse_unverified(run, version, cause)
         else:
-            node.failures += 1
+            node.failures = PREPARE_TRIES_MAX if final else node.failures + 1
             node.prepared = None
             node.cause = cause
             node.retry_at = now + RETRY_S * 2 ** min(node.failures, 6)

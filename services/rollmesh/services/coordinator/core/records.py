@@ -54,6 +54,11 @@ class Version(Record, frozen=True, kw_only=True, omit_defaults=True):
     incarnation: int = 0
     weights_digest: str = ""
 
+    @property
+    def name(self) -> str:
+        """For people, e.g. "main@5.0"."""
+        return f"{self.policy}@{self.step}.{self.incarnation}"
+
 
 class Message(Record, frozen=True, kw_only=True, omit_defaults=True):
     role: str = ""

@@ -154,6 +154,8 @@ class PolicyClock(msgspec.Struct, kw_only=True):
     rollbacks: list[RollBack] = []
     updates: dict[int, UpdateRecord] = {}
     quarantined: list[Version] = []
+    refusals: dict[str, str] = {}
+    """Why the nodes refused versions, by their names; the newest of them."""
     trained_by_staleness: dict[int, int] = {}
     tokens_trained: int = 0
     tokens_generated: int = 0

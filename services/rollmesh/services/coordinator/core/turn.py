@@ -183,4 +183,4 @@ class Turn:
 
 
 def describe(version: Version | None) -> str:
-    return "none" if version is None else f"{version.policy}@{version.step}.{version.incarnation}"
+    return "none" if version is None else version.name
