@@ -45,8 +45,8 @@ class History:
         self._sequence = 0
         self._epoch = 0
 
-    def decisions(self, num_updates: int) -> Iterator[tuple[Fact, ...]]:
-        """The facts of each decision, one ledger record each."""
+    def updates(self, num_updates: int) -> Iterator[list[tuple[Fact, ...]]]:
+        """The decisions of each update in turn, one ledger record each; `core` then stands after the last of them."""
         self._ask(i.CreateRun(ticket=self._next(), spec=SPEC))
         attached: i.Attached = self._ask(i.AttachTrainer(ticket=self._next(), last_update=0, digest="", **NAMES))
         self._epoch = attached.trainer_epoch
@@ -54,8 +54,8 @@ class History:
         for update in range(1, num_updates + 1):
             self._generate(update)
             self._train(update)
-            yield from self._facts
-            self._facts.clear()
+            decisions, self._facts = self._facts, []
+            yield decisions
 
     def _next(self) -> int:
         self._ticket += 1

@@ -78,11 +78,14 @@ async def _written_and_recovered(folder: Path, bus: Bus, num_samples: int) -> di
 async def _write(log: StreamLog, history: History, snapshots: SnapshotStore, num_samples: int) -> tuple[float, int]:
     begin_s = time.perf_counter()
     ledger = Ledger(log, position=0, record_id="", ids=RandomIds(), clock=SystemClock(), append_s_max=APPEND_S_MAX)
-    every, size = RunLimits().snapshot_records, 0
+    snapshot_at = every = RunLimits().snapshot_records
+    size = 0
     newest: asyncio.Future[int] | None = None
-    for facts in history.decisions(-(-num_samples // SAMPLES_PER_UPDATE)):
-        newest = await ledger.append(facts)
-        if ledger.position % every == 0:
+    for decisions in history.updates(-(-num_samples // SAMPLES_PER_UPDATE)):
+        for facts in decisions:
+            newest = await ledger.append(facts)
+        if ledger.position >= snapshot_at:
+            snapshot_at += every
             body = encode_snapshot(history.core.state, ledger.position, ledger.record_id)
             snapshots.save(body, ledger.position)
             size = len(body)
