@@ -146,6 +146,10 @@ class World(run_pb2_grpc.RunServiceServicer):
         self.commands: asyncio.Queue[int] = asyncio.Queue()
         self.make: Callable[[str, int], Episode] = lambda g, i: episode(g, i, steps=(self.step,), reward=float(i % 2))
         self.mask_below_step = 0
+        self.refuse_steps: dict[int, str] = {}
+        """Steps that no node can serve, and why; the learner is told on WatchRun."""
+        self.stalled: Callable[[], bool] = lambda: False
+        """Whether there is no batch."""
         self._changed = asyncio.Condition()
 
     @property
@@ -235,6 +239,8 @@ class World(run_pb2_grpc.RunServiceServicer):
             raise WrongUpdate(f"the next one is {self.step + 1}")
         if not any(incarnation == self.incarnation for _, incarnation in self.published):
             raise NotPublished("publish first")
+        if self.stalled():
+            return run_pb2.LeaseBatchResponse(waiting_for="READY groups: 0")
         if self.batch is None:
             groups = [self._next_group() for _ in range(self.spec.batch_groups)]
             lease_id = f"b{self.epoch}.{request.update}.{self.calls['LeaseBatch']}"
@@ -367,6 +373,8 @@ class World(run_pb2_grpc.RunServiceServicer):
         known = self.published.setdefault((version.step, version.incarnation), version.weights_digest)
         if known != version.weights_digest:
             raise VersionConflict(f"{version.step} was published as {known[:8]}")
+        if version.step in self.refuse_steps:
+            self.commands.put_nowait(run_pb2.TRAINER_COMMAND_UNSPECIFIED)
         return run_pb2.PublishVersionResponse()
 
     async def GetRun(self, request: run_pb2.GetRunRequest, context: Any) -> run_pb2.GetRunResponse:
@@ -375,7 +383,16 @@ class World(run_pb2_grpc.RunServiceServicer):
     async def WatchRun(self, request: run_pb2.WatchRunRequest, context: Any) -> AsyncIterator[run_pb2.WatchRunResponse]:
         yield run_pb2.WatchRunResponse()
         while True:
-            yield run_pb2.WatchRunResponse(command=run_pb2.TrainerCommand.ValueType(await self.commands.get()))
+            command = run_pb2.TrainerCommand.ValueType(await self.commands.get())
+            yield run_pb2.WatchRunResponse(command=command, state=self._state())
+
+    def _state(self) -> run_pb2.RunState:
+        refused = {
+            f"main@{step}.{incarnation}": self.refuse_steps[step]
+            for step, incarnation in self.published
+            if step in self.refuse_steps
+        }
+        return run_pb2.RunState(policies=[run_pb2.PolicyState(policy="main", refused=refused)])
 
 
 class RunningWorld:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from rollmesh.services.cli.__main__ import app
 from rollmesh.services.cli.run_folder import RunFolder
@@ -101,6 +103,69 @@ def test_audit_of_a_checkpoint_that_says_otherwise_fails(mine: Path) -> None:
     audit = CliRunner().invoke(app, ["audit", str(out)])
     assert audit.exit_code == 1, audit.output
     assert "CLAIMS ARE BROKEN" in audit.stdout
+
+
+def test_run_goes_on_under_changed_settings_and_from_an_older_checkpoint(mine: Path) -> None:
+    out = mine / "run"
+    first = _train(str(mine / "mine.yaml"), "--out", str(out))
+    assert first.exit_code == 0, first.output
+
+    refused = _train("--resume", str(out), "run.group_size=8", "run.updates_max=6")
+    assert refused.exit_code == 2
+    assert "`run.group_size` 4 -> 8: fixed for the life of a run" in refused.output
+    assert "group_size: 4" in (out / "config.yaml").read_text()
+
+    for path in (out / "checkpoints").glob("*/data_snapshot.bin"):
+        assert path.stat().st_size, "a checkpoint holds where the draws stand"
+    assert list((out / "data" / "cli").glob("*.snapshot"))
+    shutil.rmtree(out / "checkpoints" / "update-00000004.0")
+    second = _train("--resume", str(out), "run.updates_max=6")
+    assert second.exit_code == 0, second.output
+    assert "changed: run.updates_max 4 -> 6" in second.output
+    assert (out / "checkpoints" / "update-00000006.1").is_dir()
+
+    damaged = out / "checkpoints" / "update-00000006.1" / "model.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    third = _train("--resume", str(out), "run.updates_max=8", "run.max_staleness=1")
+    assert third.exit_code == 0, third.output
+    assert f"warning: checkpoint file {damaged} is corrupt" in third.output.replace("\n", "")
+    assert (out / "checkpoints" / "corrupt-update-00000006.1").is_dir()
+    assert (out / "checkpoints" / "update-00000008.2").is_dir()
+
+    found = _audited(out)
+    assert found["holds"]
+    assert (found["updates"], found["updates_undone"], found["ended"]) == (8, 4, "UPDATES_MAX")
+    changes = [(c["key"], c["old"], c["new"]) for c in found["changes"]]
+    assert changes == [("run.updates_max", "4", "6"), ("run.max_staleness", "2", "1"), ("run.updates_max", "6", "8")]
+
+
+def test_run_over_a_finite_source_ends_when_its_tasks_are_used_up(mine: Path) -> None:
+    out = mine / "run"
+    done = _train(
+        str(mine / "mine.yaml"),
+        "run.updates_max=0",
+        "run.eval_every=0",
+        "data.epochs_max=1",
+        "--out",
+        str(out),
+        "--json",
+    )
+    assert done.exit_code == 0, done.output
+    summary = json.loads(done.stdout)
+    assert (summary["outcome"], summary["ended"], summary["samples"]["live"]) == ("finished", "TASKS_EXHAUSTED", 0)
+    assert summary["updates"] >= 10
+    assert _audited(out)["holds"]
+
+
+def _train(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["train", "--in-process", *arguments])
+
+
+def _audited(out: Path) -> dict[str, Any]:
+    audit = CliRunner().invoke(app, ["audit", str(out), "--json"])
+    assert audit.exit_code == 0, audit.output
+    found: dict[str, Any] = json.loads(audit.stdout)
+    return found
 
 
 async def test_interrupted_run_writes_a_checkpoint_and_goes_on(mine: Path) -> None:

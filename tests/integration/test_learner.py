@@ -14,7 +14,7 @@ import pytest
 
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, PublishConfig, RetryConfig
 from rollmesh.services.learner.engine import Restored, StepResult, find_engine
-from rollmesh.services.learner.engines.fake_trainer import FakeTrainer, list_checkpoints
+from rollmesh.services.learner.engines.fake_trainer import FakeTrainer
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.moments import AtMoment, Moment
 from rollmesh.services.learner.node import LearnerNode
@@ -29,10 +29,12 @@ from rollmesh.shared.errors import (
     PayloadLost,
     Unauthenticated,
     Unavailable,
+    VersionRefused,
 )
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.trajectory import GroupContext, TrainingSample
 from rollmesh.shared.weights.manifest import parse_manifest
+from rollmesh.trainer.checkpoint_files import list_checkpoints
 from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import run_pb2
 
@@ -431,3 +433,33 @@ async def test_leaving_in_mid_update_waits_for_the_computation_and_commits_nothi
             asyncio.get_running_loop().call_later(0.01, slow.go.set)
         assert not [t for t in threading.enumerate() if t.name.startswith("learner-compute")]
         assert running.world.calls["CommitUpdate"] == 0
+
+
+async def test_learner_whose_versions_are_refused_in_a_row_stops_with_their_cause(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path, updates_max=50) as running:
+        world = running.world
+        world.refuse_steps = {step: f"probe differs at {step}" for step in (2, 3, 4)}
+        world.stalled = lambda: world.step >= 4  # nothing is generated without weights that nodes accept
+        with pytest.raises(
+            VersionRefused, match=r"main@4.0, the last of 3 in a row: probe differs at 4.*resume"
+        ) as caught:
+            await train(running, config(tmp_path, quarantined_max=2))
+        assert caught.value.metadata == {"version": "main@4.0"}
+
+
+async def test_learner_goes_on_past_a_refused_version_that_the_bound_allows(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path, updates_max=5) as running:
+        running.world.refuse_steps = {2: "probe differs", 4: "probe differs"}
+        node = await train(running, config(tmp_path, quarantined_max=1))
+    assert node.progress.update == 5
+    assert node.progress.num_attached == 1
+
+
+async def test_without_staleness_the_first_refused_version_ends_the_learner(tmp_path: Path) -> None:
+    async with RunningWorld(tmp_path, updates_max=50) as running:
+        world = running.world
+        world.spec.max_staleness = 0
+        world.refuse_steps = {1: "NaN"}
+        world.stalled = lambda: world.step >= 1
+        with pytest.raises(VersionRefused, match="main@1.0, the last of 1 in a row: NaN"):
+            await train(running, config(tmp_path, quarantined_max=2))

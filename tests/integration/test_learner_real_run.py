@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, RetryConfig
-from rollmesh.services.learner.engines.fake_trainer import list_checkpoints
 from rollmesh.services.learner.moments import AtMoment, Moment, pass_by
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.services.learner.run_client import RunAddress
@@ -20,6 +19,7 @@ from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.trajectory import decode_key, encode_episode, sample_meta
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.versions import PolicyVersion
+from rollmesh.trainer.checkpoint_files import list_checkpoints
 from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 

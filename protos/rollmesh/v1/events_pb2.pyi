@@ -73,7 +73,7 @@ Global___DeadKind: _TypeAlias = DeadKind  # noqa: Y015
 
 @_typing.final
 class RunSpec(_message.Message):
-    """What a run is. Immutable."""
+    """What a run is. It changes only by RunChanged."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -96,6 +96,9 @@ class RunSpec(_message.Message):
     EVAL_S_MAX_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     SUCCESS_REWARD_FIELD_NUMBER: _builtins.int
+    SECONDS_MAX_FIELD_NUMBER: _builtins.int
+    SUCCESS_TARGET_FIELD_NUMBER: _builtins.int
+    TOKENS_MAX_FIELD_NUMBER: _builtins.int
     EXPORT_GROUPS_FIELD_NUMBER: _builtins.int
     EXPORT_SPLIT_FIELD_NUMBER: _builtins.int
     STALL_S_FIELD_NUMBER: _builtins.int
@@ -137,6 +140,12 @@ class RunSpec(_message.Message):
     """Key of all draws of the run."""
     success_reward: _builtins.str
     """Name of the reward that counts as success (1) or not (0) in evaluations."""
+    seconds_max: _builtins.float
+    """The run ends after this many seconds, counted while a coordinator leads it, over all of its lives; 0 means no limit."""
+    success_target: _builtins.float
+    """The run ends with the evaluation in which at least this share of all tasks succeeds, above 0 and at most 1; 0 means never."""
+    tokens_max: _builtins.int
+    """The run ends once the reported training samples have this many tokens (PolicyState.tokens_generated); 0 means no limit."""
     export_groups: _builtins.int
     """0: a learner trains on the samples. Above 0: nobody does; the run admits this many groups, each sample ends as EXPORTED when
     it is scored, StreamSamples hands them out, and the run ends when all episodes have. Such a run has no updates and no
@@ -168,13 +177,16 @@ class RunSpec(_message.Message):
         eval_s_max: _builtins.float = ...,
         seed: _builtins.int = ...,
         success_reward: _builtins.str = ...,
+        seconds_max: _builtins.float = ...,
+        success_target: _builtins.float = ...,
+        tokens_max: _builtins.int = ...,
         export_groups: _builtins.int = ...,
         export_split: _builtins.str = ...,
         stall_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seed", b"seed", "stall_s", b"stall_s", "success_reward", b"success_reward", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -239,6 +251,9 @@ class Fact(_message.Message):
     RUN_ENDED_FIELD_NUMBER: _builtins.int
     RUN_STALLED_FIELD_NUMBER: _builtins.int
     TASK_REPLAYED_FIELD_NUMBER: _builtins.int
+    TIME_COUNTED_FIELD_NUMBER: _builtins.int
+    RUN_STOPPING_FIELD_NUMBER: _builtins.int
+    RUN_CHANGED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run_created(self) -> Global___RunCreated:
         """A run began."""
@@ -323,6 +338,18 @@ class Fact(_message.Message):
     def task_replayed(self) -> Global___TaskReplayed:
         """A task that had been given up is to be tried again."""
 
+    @_builtins.property
+    def time_counted(self) -> Global___TimeCounted:
+        """Time was counted."""
+
+    @_builtins.property
+    def run_stopping(self) -> Global___RunStopping:
+        """A limit was reached."""
+
+    @_builtins.property
+    def run_changed(self) -> Global___RunChanged:
+        """A run goes on with other settings."""
+
     def __init__(
         self,
         *,
@@ -347,12 +374,15 @@ class Fact(_message.Message):
         run_ended: Global___RunEnded | None = ...,
         run_stalled: Global___RunStalled | None = ...,
         task_replayed: Global___TaskReplayed | None = ...,
+        time_counted: Global___TimeCounted | None = ...,
+        run_stopping: Global___RunStopping | None = ...,
+        run_changed: Global___RunChanged | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "task_replayed", b"task_replayed", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "group_reserved", "episodes_added", "episode_leased", "episode_returned", "episode_ended", "episode_scored", "group_finalized", "samples_ended", "trainer_attached", "batch_leased", "batch_returned", "batch_in_doubt", "update_committed", "checkpoint_reported", "rolled_back", "version_published", "version_quarantined", "run_ended", "run_stalled", "task_replayed"]  # noqa: Y015
+    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "group_reserved", "episodes_added", "episode_leased", "episode_returned", "episode_ended", "episode_scored", "group_finalized", "samples_ended", "trainer_attached", "batch_leased", "batch_returned", "batch_in_doubt", "update_committed", "checkpoint_reported", "rolled_back", "version_published", "version_quarantined", "run_ended", "run_stalled", "task_replayed", "time_counted", "run_stopping", "run_changed"]  # noqa: Y015
     _WhichOneofArgType_fact: _TypeAlias = _typing.Literal["fact", b"fact"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_fact) -> _WhichOneofReturnType_fact | None: ...
 
@@ -1052,7 +1082,7 @@ class RunEnded(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """E.g. "UPDATES_MAX", "STOPPED: ..."."""
+    """"UPDATES_MAX", "SECONDS_MAX", "TOKENS_MAX", "SUCCESS_TARGET", "TASKS_EXHAUSTED" or "STOPPED: ..."."""
     def __init__(
         self,
         *,
@@ -1197,3 +1227,119 @@ class DeadLetter(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeadLetter: _TypeAlias = DeadLetter  # noqa: Y015
+
+@_typing.final
+class TimeCounted(_message.Message):
+    """The run was led for so long since the last such fact, by the coordinator's monotonic clock. What a coordinator had not counted when
+    it was killed, at most ten seconds, is left out.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: _builtins.int
+    seconds: _builtins.float
+    """Seconds."""
+    def __init__(
+        self,
+        *,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["seconds", b"seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimeCounted: _TypeAlias = TimeCounted  # noqa: Y015
+
+@_typing.final
+class RunStopping(_message.Message):
+    """A limit was reached: no further update begins. The run ends when its last weights are in a checkpoint, published and evaluated.
+    A roll-back or a RunChanged undoes it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """As in RunEnded."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunStopping: _TypeAlias = RunStopping  # noqa: Y015
+
+@_typing.final
+class RunChanged(_message.Message):
+    """A run goes on with other settings."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANGE_ID_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    REOPENED_FIELD_NUMBER: _builtins.int
+    change_id: _builtins.str
+    """Made by whoever asked; the same change asked for again is not recorded again."""
+    reopened: _builtins.bool
+    """Whether the run had ended, at a limit, and goes on."""
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConfigChange]:
+        """Every setting that changed."""
+
+    @_builtins.property
+    def spec(self) -> Global___RunSpec:
+        """What the run is from here on."""
+
+    def __init__(
+        self,
+        *,
+        change_id: _builtins.str = ...,
+        changes: _abc.Iterable[Global___ConfigChange] | None = ...,
+        spec: Global___RunSpec | None = ...,
+        reopened: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change_id", b"change_id", "changes", b"changes", "reopened", b"reopened", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunChanged: _TypeAlias = RunChanged  # noqa: Y015
+
+@_typing.final
+class ConfigChange(_message.Message):
+    """One changed setting."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    OLD_FIELD_NUMBER: _builtins.int
+    NEW_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """Dotted, e.g. "run.updates_max"."""
+    old: _builtins.str
+    """Before, as JSON; empty if there was none."""
+    new: _builtins.str
+    """From here on, as JSON; empty if there is none."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        old: _builtins.str = ...,
+        new: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "new", b"new", "old", b"old"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfigChange: _TypeAlias = ConfigChange  # noqa: Y015

@@ -187,6 +187,66 @@ class CreateRunResponse(_message.Message):
 Global___CreateRunResponse: _TypeAlias = CreateRunResponse  # noqa: Y015
 
 @_typing.final
+class ChangeRunRequest(_message.Message):
+    """Changes a run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    CHANGES_FIELD_NUMBER: _builtins.int
+    CHANGE_ID_FIELD_NUMBER: _builtins.int
+    change_id: _builtins.str
+    """Chosen by the caller, the same for a repetition."""
+    @_builtins.property
+    def spec(self) -> _events_pb2.RunSpec:
+        """What the run is to be, whole; `spec.run` names it."""
+
+    @_builtins.property
+    def changes(self) -> _containers.RepeatedCompositeFieldContainer[_events_pb2.ConfigChange]:
+        """Every setting that changed, those outside the spec too, for the record."""
+
+    def __init__(
+        self,
+        *,
+        spec: _events_pb2.RunSpec | None = ...,
+        changes: _abc.Iterable[_events_pb2.ConfigChange] | None = ...,
+        change_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change_id", b"change_id", "changes", b"changes", "spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRunRequest: _TypeAlias = ChangeRunRequest  # noqa: Y015
+
+@_typing.final
+class ChangeRunResponse(_message.Message):
+    """The change is recorded."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORDED_FIELD_NUMBER: _builtins.int
+    REOPENED_FIELD_NUMBER: _builtins.int
+    recorded: _builtins.bool
+    """False if it was recorded before."""
+    reopened: _builtins.bool
+    """Whether the run had ended and goes on by this change."""
+    def __init__(
+        self,
+        *,
+        recorded: _builtins.bool = ...,
+        reopened: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["recorded", b"recorded", "reopened", b"reopened"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChangeRunResponse: _TypeAlias = ChangeRunResponse  # noqa: Y015
+
+@_typing.final
 class SubmitTasksRequest(_message.Message):
     """Tasks from outside."""
 
@@ -1671,6 +1731,8 @@ class RunState(_message.Message):
     CHAIN_FIELD_NUMBER: _builtins.int
     IDLE_S_FIELD_NUMBER: _builtins.int
     STALLED_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run."""
     ended: _builtins.str
@@ -1683,6 +1745,10 @@ class RunState(_message.Message):
     """Seconds since the last progress: a scored sample, a decided group, a commit, a checkpoint or a publication."""
     stalled: _builtins.str
     """Empty while the run moves; else the cause that was recorded when it had stood still for RunSpec.stall_s."""
+    stopping: _builtins.str
+    """Why no further update begins, as in RunEnded; empty while updates go on."""
+    seconds: _builtins.float
+    """Seconds that coordinators have led the run, as far as counted."""
     @_builtins.property
     def samples(self) -> Global___SampleCounts:
         """Sample accounts, training only."""
@@ -1732,10 +1798,12 @@ class RunState(_message.Message):
         chain: _abc.Iterable[Global___Wait] | None = ...,
         idle_s: _builtins.float = ...,
         stalled: _builtins.str = ...,
+        stopping: _builtins.str = ...,
+        seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "leases", b"leases", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "idle_s", b"idle_s", "leases", b"leases", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "stalled", b"stalled", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "idle_s", b"idle_s", "leases", b"leases", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

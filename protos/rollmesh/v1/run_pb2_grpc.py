@@ -40,6 +40,11 @@ class RunServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_run__pb2.CreateRunRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_run__pb2.CreateRunResponse.FromString,
                 _registered_method=True)
+        self.ChangeRun = channel.unary_unary(
+                '/rollmesh.v1.RunService/ChangeRun',
+                request_serializer=rollmesh_dot_v1_dot_run__pb2.ChangeRunRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_run__pb2.ChangeRunResponse.FromString,
+                _registered_method=True)
         self.SubmitTasks = channel.unary_unary(
                 '/rollmesh.v1.RunService/SubmitTasks',
                 request_serializer=rollmesh_dot_v1_dot_run__pb2.SubmitTasksRequest.SerializeToString,
@@ -132,6 +137,18 @@ class RunServiceServicer(object):
         ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
         INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
         FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChangeRun(self, request, context):
+        """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
+        a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
+        Errors:
+        NOT_FOUND UNKNOWN_RUN.
+        FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
+        INVALID_ARGUMENT INVALID_SPEC.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -319,6 +336,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     request_deserializer=rollmesh_dot_v1_dot_run__pb2.CreateRunRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_run__pb2.CreateRunResponse.SerializeToString,
             ),
+            'ChangeRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChangeRun,
+                    request_deserializer=rollmesh_dot_v1_dot_run__pb2.ChangeRunRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_run__pb2.ChangeRunResponse.SerializeToString,
+            ),
             'SubmitTasks': grpc.unary_unary_rpc_method_handler(
                     servicer.SubmitTasks,
                     request_deserializer=rollmesh_dot_v1_dot_run__pb2.SubmitTasksRequest.FromString,
@@ -428,6 +450,33 @@ class RunService(object):
             '/rollmesh.v1.RunService/CreateRun',
             rollmesh_dot_v1_dot_run__pb2.CreateRunRequest.SerializeToString,
             rollmesh_dot_v1_dot_run__pb2.CreateRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChangeRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RunService/ChangeRun',
+            rollmesh_dot_v1_dot_run__pb2.ChangeRunRequest.SerializeToString,
+            rollmesh_dot_v1_dot_run__pb2.ChangeRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,14 @@ class RunServiceStub:
       INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
       FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
     """
+    ChangeRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ChangeRunRequest, _run_pb2.ChangeRunResponse]
+    """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
+    a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN.
+      FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
+      INVALID_ARGUMENT INVALID_SPEC.
+    """
     SubmitTasks: _grpc.UnaryUnaryMultiCallable[_run_pb2.SubmitTasksRequest, _run_pb2.SubmitTasksResponse]
     """Adds tasks to a run from outside. Answered UNIMPLEMENTED in this version: configure a task file at the data service."""
     SubmitSamples: _grpc.UnaryUnaryMultiCallable[_run_pb2.SubmitSamplesRequest, _run_pb2.SubmitSamplesResponse]
@@ -179,6 +187,14 @@ class RunServiceAsyncStub(RunServiceStub):
       ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
       INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
       FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
+    """
+    ChangeRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ChangeRunRequest, _run_pb2.ChangeRunResponse]  # type: ignore[assignment]
+    """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
+    a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN.
+      FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
+      INVALID_ARGUMENT INVALID_SPEC.
     """
     SubmitTasks: _aio.UnaryUnaryMultiCallable[_run_pb2.SubmitTasksRequest, _run_pb2.SubmitTasksResponse]  # type: ignore[assignment]
     """Adds tasks to a run from outside. Answered UNIMPLEMENTED in this version: configure a task file at the data service."""
@@ -303,6 +319,20 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
           INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
           FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
+        """
+
+    @_abc_1.abstractmethod
+    def ChangeRun(
+        self,
+        request: _run_pb2.ChangeRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.ChangeRunResponse, _abc.Awaitable[_run_pb2.ChangeRunResponse]]:
+        """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
+        a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
+        Errors:
+          NOT_FOUND UNKNOWN_RUN.
+          FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
+          INVALID_ARGUMENT INVALID_SPEC.
         """
 
     @_abc_1.abstractmethod

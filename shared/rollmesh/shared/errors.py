@@ -47,7 +47,7 @@ from rollmesh.shared.error_base import (
 
 # fmt: off
 __all__ = [
-    "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "Cancelled", "CatchingUp", "Code",
+    "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "Cancelled", "CatchingUp", "ChangeRefused", "Code",
     "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
     "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "HasLearner", "HashMismatch",
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "MeshError", "NoLearner", "NotFound",
@@ -56,7 +56,7 @@ __all__ = [
     "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
-    "UnknownSplit", "UnknownUpdate", "UnknownVersion", "VersionConflict", "WeightsRejected", "WrongUpdate",
+    "UnknownSplit", "UnknownUpdate", "UnknownVersion", "VersionConflict", "VersionRefused", "WeightsRejected", "WrongUpdate",
     "WrongVersion", "error_for",
 ]
 # fmt: on
@@ -225,6 +225,18 @@ class HasLearner(FailedPrecondition):
     """The run's samples go to its learner: nothing is streamed."""
 
     reason = "HAS_LEARNER"
+
+
+class ChangeRefused(FailedPrecondition):
+    """A setting that is fixed for the life of a run."""
+
+    reason = "CHANGE_REFUSED"
+
+
+class VersionRefused(FailedPrecondition):
+    """The first nodes could not load published weights, or scored their probes wrong."""
+
+    reason = "VERSION_REFUSED"
 
 
 class WrongUpdate(FailedPrecondition):

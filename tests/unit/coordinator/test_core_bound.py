@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.services.coordinator.core import bound
-from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec, StepSpan
+from rollmesh.services.coordinator.core.records import Bound, BoundPolicy, RunSpec, StepSpan
 from rollmesh.services.coordinator.core.state import PolicyClock, RollBack, SampleState
 from rollmesh.shared.versions import intended_update, oldest_admissible, staleness
 
@@ -18,8 +18,8 @@ def sample(*steps: int, incarnation: int = 0) -> SampleState:
 
 
 def why(one: SampleState, *, update: int, eta: int, beyond: BoundPolicy = BoundPolicy.DROP, clock: PolicyClock) -> str:
-    spec = RunSpec(run="r", max_staleness=eta, beyond=beyond)
-    return bound.why_inadmissible(one, update=update, spec=spec, clock=clock)
+    judged_by = Bound(max_staleness=eta, beyond=beyond)
+    return bound.why_inadmissible(one, update=update, bound=judged_by, clock=clock)
 
 
 CLOCK = PolicyClock(policy="main", learner="main")
@@ -44,11 +44,11 @@ def test_bound_counts_from_the_oldest_trained_token(update: int, reason: str) ->
 
 
 def test_mask_keeps_a_sample_with_one_young_token() -> None:
-    spec = RunSpec(run="r", max_staleness=1, beyond=BoundPolicy.MASK)
+    judged_by = Bound(max_staleness=1, beyond=BoundPolicy.MASK)
     old_and_young, old = sample(0, 4), sample(0)
     assert why(old_and_young, update=5, eta=1, beyond=BoundPolicy.MASK, clock=CLOCK) == ""
-    assert bound.mask_below_step(old_and_young, update=5, spec=spec) == 3
-    assert bound.mask_below_step(sample(4), update=5, spec=spec) == 0
+    assert bound.mask_below_step(old_and_young, update=5, bound=judged_by) == 3
+    assert bound.mask_below_step(sample(4), update=5, bound=judged_by) == 0
     assert why(old, update=5, eta=1, beyond=BoundPolicy.MASK, clock=CLOCK) == "BEYOND_BOUND"
 
 

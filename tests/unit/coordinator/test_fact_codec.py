@@ -62,9 +62,12 @@ def run_specs() -> st.SearchStrategy[records.RunSpec]:
     fields |= {name: st.floats(0.001, 1e6) for name in fields if name.endswith(("_s", "_s_max"))}
     fields |= {name: st.integers(1, 1000) for name in ("batch_groups", "group_size", "tries_max")}
     fields["publish_every"] = st.just(1)
-    trains = st.builds(records.RunSpec, **fields | {"export_groups": st.just(0)})
-    exports = st.builds(records.RunSpec, **fields | {"updates_max": st.just(0), "eval_every": st.just(0)})
-    return trains | exports
+    fields |= {"seconds_max": st.floats(0, 1e9), "success_target": st.just(0.0)}
+    trains = fields | {"export_groups": st.just(0)}
+    succeeds = trains | {name: st.integers(1, 1000) for name in ("eval_every", "eval_tasks")}
+    succeeds |= {"success_target": st.floats(0, 1)}
+    exports = fields | {"updates_max": st.just(0), "eval_every": st.just(0)}
+    return st.one_of(*(st.builds(records.RunSpec, **each) for each in (trains, succeeds, exports)))
 
 
 @pytest.mark.parametrize("fact_type", FACTS, ids=lambda t: t.__name__)

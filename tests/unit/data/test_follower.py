@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from rollmesh.services.data.engine import DataEngine
+from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.data.task import Split
 from rollmesh.shared.bus.bus import BusUnavailable, StreamLog
 from rollmesh.shared.bus.memory_bus import MemoryBus
@@ -149,7 +151,7 @@ async def test_a_snapshot_of_another_run_or_a_later_ledger_is_refused_and_follow
     await bus.delete(run_streams("r").ledger.name)
     await bus.create(run_streams("r").ledger)
     fresh = engine(bus)
-    with pytest.raises(CorruptSnapshot, match="the ledger of r ends at 0"):
+    with pytest.raises(CorruptSnapshot, match="the ledger of r has none"):
         await fresh.restore("r", state)
     with pytest.raises(CorruptSnapshot, match="not a snapshot"):
         await fresh.restore("r", b"junk")
@@ -196,3 +198,93 @@ def test_evaluation_takes_a_split_in_order() -> None:
         draws.tasks_in_order(split="validation", first_draw=0, num=1)
     with pytest.raises(UnknownSplit, match="dev"):
         draws.tasks_in_order(split="dev", first_draw=0, num=1)
+
+
+class Watched:
+    """A bus that notes from where ledgers are followed."""
+
+    def __init__(self, bus: MemoryBus) -> None:
+        self._bus = bus
+        self.followed_from: list[int] = []
+
+    async def open(self, name: str) -> Any:
+        return _WatchedLog(await self._bus.open(name), self)
+
+
+class _WatchedLog:
+    def __init__(self, ledger: StreamLog, bus: Watched) -> None:
+        self._ledger, self._bus = ledger, bus
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ledger, name)
+
+    def follow(self, first: int) -> Any:
+        self._bus.followed_from.append(first)
+        return self._ledger.follow(first)
+
+
+@pytest.mark.parametrize("orderly", [True, False], ids=["closed", "killed"])
+async def test_a_service_with_a_snapshot_reads_only_what_came_after_and_draws_the_same(
+    bus: MemoryBus, tmp_path: Path, orderly: bool
+) -> None:
+    snapshots = SnapshotFolder(tmp_path)
+    first = engine(bus, snapshots=snapshots, snapshot_records=4)
+    middle = await write_history(bus, first, 6)
+    await first.snapshot("r")  # all of it is folded
+    saved = max(int(path.stem) for path in (tmp_path / "r").iterdir())
+    if orderly:
+        await first.close()
+        saved = middle
+    whole = engine(bus)
+    last = await write_history(bus, whole, 6, first=6)
+    watched = Watched(bus)
+    second = engine(watched, snapshots=snapshots)
+    assert await second.snapshot("r") == await whole.snapshot("r")
+    assert watched.followed_from == [saved + 1]
+    assert saved > 0
+    assert await ids(second, 12, 6, last) == await ids(whole, 12, 6, last)
+    for each in (first, second, whole):
+        await each.close()
+
+
+async def test_a_state_in_a_checkpoint_serves_where_the_folder_was_lost(bus: MemoryBus, tmp_path: Path) -> None:
+    first = engine(bus)
+    position = await write_history(bus, first, 6)
+    state, _ = await first.snapshot("r")
+    (tmp_path / "empty.bin").touch()  # a checkpoint that was written while the service was away
+    (tmp_path / "state.bin").write_bytes(state)
+    watched = Watched(bus)
+    more = [tmp_path / "absent.bin", tmp_path / "empty.bin", tmp_path / "state.bin"]
+    second = engine(watched, snapshots=SnapshotFolder(tmp_path / "lost", more=lambda: more))
+    last = await write_history(bus, first, 2, first=6)
+    assert await ids(second, 8, 6, last) == await ids(first, 8, 6, last)
+    assert watched.followed_from == [position + 1]
+    await first.close()
+    await second.close()
+
+
+@pytest.mark.parametrize("trouble", ["damaged", "of another ledger"])
+async def test_an_unusable_snapshot_is_passed_by_for_the_whole_ledger(
+    bus: MemoryBus, tmp_path: Path, caplog: pytest.LogCaptureFixture, trouble: str
+) -> None:
+    snapshots = SnapshotFolder(tmp_path)
+    first = engine(bus, snapshots=snapshots)
+    await write_history(bus, first, 6)
+    await first.close()
+    (path,) = (tmp_path / "r").iterdir()
+    bus_now = bus
+    if trouble == "damaged":
+        path.write_bytes(path.read_bytes()[:-1])
+    else:
+        bus_now = MemoryBus()
+        await bus_now.create(run_streams("r").ledger)
+        ledger = await bus_now.open(run_streams("r").ledger.name)
+        for seq in range(20):
+            await ledger.append(record(created()).SerializeToString(), msg_id=f"x{seq}", expected_last_seq=seq)
+    watched = Watched(bus_now)
+    second, fresh = engine(watched, snapshots=snapshots), engine(bus_now)
+    assert await second.snapshot("r") == await fresh.snapshot("r")
+    assert watched.followed_from == [1]
+    assert "is passed by" in caplog.text
+    await second.close()
+    await fresh.close()

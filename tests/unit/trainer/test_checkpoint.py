@@ -10,14 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollmesh.shared.digest import next_digest
 from rollmesh.trainer import checkpoint as module
-from rollmesh.trainer.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointPosition,
-    latest_checkpoint,
-    list_checkpoints,
-    save_checkpoint,
-)
+from rollmesh.trainer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition, list_checkpoints
 from rollmesh.trainer.model_files import load_model, published_state
 from rollmesh.trainer.optim import OptimizerConfig
 from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
@@ -126,7 +120,7 @@ def test_log_refuses_a_gap() -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trained.jsonl", "tokenizer.json"])
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
-def test_a_corrupt_file_is_named_with_the_remedy(tmp_path: Path, name: str, how: str) -> None:
+def test_a_damaged_newest_checkpoint_is_set_aside_and_told(tmp_path: Path, name: str, how: str) -> None:
     trainer, log = fresh()
     advance(trainer, log, 1)
     save(tmp_path, trainer, log)
@@ -138,10 +132,26 @@ def test_a_corrupt_file_is_named_with_the_remedy(tmp_path: Path, name: str, how:
     else:
         half = len(content) // 2
         file.write_bytes(content[:half] + (bytes([content[half] ^ 1]) + content[half + 1 :] if how == "flip" else b""))
-    with pytest.raises(CheckpointError) as caught:
+    found = latest_checkpoint(tmp_path)
+    assert found is not None
+    assert (found.path.name, found.trained_log().update) == ("update-00000001.0", 1)
+    (told,) = found.passed_by
+    assert str(file) in told
+    assert told.endswith("is set aside as corrupt-update-00000002.0, going back to update-00000001.0")
+    assert (tmp_path / "corrupt-update-00000002.0").is_dir()
+    again = latest_checkpoint(tmp_path)
+    assert again is not None
+    assert again.passed_by == ()
+
+
+def test_with_no_whole_checkpoint_nothing_is_moved_or_begun_anew(tmp_path: Path) -> None:
+    trainer, log = fresh()
+    for _ in range(2):
+        advance(trainer, log, 1)
+        (save(tmp_path, trainer, log).path / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"optimizer.pt is corrupt.*no checkpoint in .* is whole: bring one back"):
         latest_checkpoint(tmp_path)
-    assert str(file) in str(caught.value)
-    assert f"remove {file.parent} to resume from update-00000001.0" in str(caught.value)
+    assert len(list_checkpoints(tmp_path)) == 2
 
 
 def test_an_unreadable_position_is_named(tmp_path: Path) -> None:
@@ -152,7 +162,7 @@ def test_an_unreadable_position_is_named(tmp_path: Path) -> None:
         latest_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("moment", ["_write_files", "_write_meta", "rename"])
+@pytest.mark.parametrize("moment", ["_write_files", "write_meta", "rename"])
 def test_a_half_written_checkpoint_is_never_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     trainer, log = fresh()
     advance(trainer, log, 1)

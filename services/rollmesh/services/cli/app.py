@@ -46,13 +46,15 @@ InProcess = Annotated[
 def told_once() -> Iterator[None]:
     """Errors of the mesh as one message without a traceback; a bug keeps its traceback."""
     from rollmesh.shared.disk import is_disk_full
-    from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError
+    from rollmesh.shared.errors import AlreadyExists, ChangeRefused, InvalidInput, MeshError
 
     try:
         yield
     except MeshError as err:
         typer.echo(f"error: {err}", err=True)
-        raise typer.Exit(BAD_INPUT if isinstance(err, InvalidInput | AlreadyExists) else FAILED) from err
+        raise typer.Exit(
+            BAD_INPUT if isinstance(err, InvalidInput | AlreadyExists | ChangeRefused) else FAILED
+        ) from err
     except OSError as err:
         if not is_disk_full(err):
             raise

@@ -11,6 +11,8 @@ def closing_words(summary: Summary) -> str:
     """A few lines, with the commands that go on from here."""
     folder = _shown(summary.folder)
     lines = [_result(summary)]
+    if summary.ended:
+        lines.append(f"  ended by    {summary.ended}")
     if summary.checkpoint is not None:
         lines.append(f"  checkpoint  {_shown(summary.checkpoint)}")
     lines.append(f"  report      {_shown(summary.report)}")

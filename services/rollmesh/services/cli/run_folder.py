@@ -21,9 +21,10 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.services.cli.config import TrainConfig, load_train_config
+from rollmesh.services.cli.config import TrainConfig
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.errors import AlreadyExists, ConfigError
+from rollmesh.trainer.checkpoint_files import list_checkpoints
 
 PACKAGES = ("rollmesh", "torch", "transformers", "grpcio", "protobuf", "nats-py", "msgspec", "numpy")
 _SAME_SECOND_MAX = 100
@@ -67,6 +68,10 @@ class RunFolder:
         return self.root / "model"
 
     @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
     def series(self) -> Path:
         return self.root / "series.jsonl"
 
@@ -106,8 +111,8 @@ class RunFolder:
         self.origin.write_bytes(msgspec.json.format(msgspec.json.encode(origin), indent=2) + b"\n")
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest checkpoint by name; it is not verified."""
-        found = sorted((self.root / "checkpoints").glob("update-*"))
+        """The newest checkpoint: highest incarnation, then highest update. It is not verified."""
+        found = list_checkpoints(self.checkpoints)
         return found[-1] if found else None
 
 
@@ -118,17 +123,11 @@ def new_folder(config: TrainConfig, origin: Origin, out: Path | None = None) -> 
     return folder
 
 
-def open_folder(root: Path, overrides: list[str]) -> tuple[RunFolder, TrainConfig, Path]:
-    """Folder and configuration (with `overrides`) of a run that is to go on, and the base folder of the user's files.
-
-    ConfigError if it isn't one, or its configuration is unusable.
-    """
-    folder = RunFolder(root.resolve())
-    origin = folder.read_origin()
-    config = load_train_config(folder.config, overrides)
-    if overrides:
-        folder.write(config, origin)
-    return folder, config, Path(origin.base_dir)
+def run_config(folder: RunFolder, config: TrainConfig) -> TrainConfig:
+    """The configuration as the services get it: with the model's place if it was made for the run."""
+    if config.made_model is None:
+        return config
+    return msgspec.structs.replace(config, made_model=None, model=str(folder.model))
 
 
 def origin_now(command: list[str], base_dir: Path) -> Origin:

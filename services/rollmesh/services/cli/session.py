@@ -13,14 +13,12 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from rollmesh.services.cli.config import TrainConfig
 from rollmesh.services.cli.display import View
 from rollmesh.services.cli.interrupts import Interrupts, Stopped
 from rollmesh.services.cli.model_process import make_in_process
 from rollmesh.services.cli.results import note_warm_start, write_results
-from rollmesh.services.cli.run_folder import RunFolder
+from rollmesh.services.cli.run_folder import RunFolder, run_config
 from rollmesh.services.cli.stall import unless_stalled
 from rollmesh.services.cli.summary import Outcome, Summary
 from rollmesh.services.cli.watch import Recorder, Watcher
@@ -81,14 +79,8 @@ class Session:
         )
         note_warm_start(folder, last, self.clock.monotonic_s() - begin_s)
 
-    def _mesh_config(self) -> TrainConfig:
-        """The run's, with the model's place if it was made for it."""
-        if self.config.made_model is None:
-            return self.config
-        return msgspec.structs.replace(self.config, made_model=None, model=str(self.folder.model))
-
     def _mesh(self) -> RunningMesh:
-        config, root = self._mesh_config(), self.folder.root
+        config, root = run_config(self.folder, self.config), self.folder.root
         if config.processes.enabled and not self.in_process:
             return Supervisor(config, run_dir=root, base_dir=self.base_dir, on_event=self.view.event)
         return Mesh(config, run_dir=root, base_dir=self.base_dir)

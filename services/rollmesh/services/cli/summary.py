@@ -30,6 +30,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     outcome: Outcome
+    ended: str = ""
+    """Why the run ended, as in RunState.ended; empty if it can go on."""
     recipe: str
     seed: int
     eta: int
@@ -69,6 +71,7 @@ def summarise(
     return Summary(
         run=config.run.name,
         outcome=outcome,
+        ended=last.ended,
         recipe=config.learner.recipe,
         seed=config.run.seed,
         eta=config.run.max_staleness,

@@ -12,7 +12,8 @@ from rich.console import Console
 from rollmesh.services.cli.check import check
 from rollmesh.services.cli.config import DEMO_CONFIG, TrainConfig, load_train_config
 from rollmesh.services.cli.display import open_view
-from rollmesh.services.cli.run_folder import RunFolder, new_folder, open_folder, origin_now
+from rollmesh.services.cli.resume import open_resumption
+from rollmesh.services.cli.run_folder import RunFolder, new_folder, origin_now
 from rollmesh.services.cli.session import Session
 from rollmesh.services.cli.summary import Summary
 from rollmesh.shared.config import to_yaml
@@ -36,15 +37,17 @@ def train(
     out: Path | None = None,
     in_process: bool = False,
 ) -> Summary:
-    """Trains by a configuration file, or goes on with the run in a folder. Raises MeshError.
+    """Trains by a configuration file, or goes on with the run in a folder, telling what changed. Raises MeshError.
 
     `in_process` puts all parts into this process, whatever `processes.enabled` says.
     """
     if path.is_dir():
         if out is not None:
             raise ConfigError(f"--out {out}: a run that goes on stays in its folder; leave --out away")
-        folder, config, base_dir = open_folder(path, list(overrides))
-        check(config, base_dir)
+        resumed = open_resumption(path, list(overrides))
+        folder, config, base_dir = resumed.folder, resumed.config, resumed.base_dir
+        for note in resumed.notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
     else:
         config, base_dir = load_train_config(path, overrides), path.parent.resolve()
         check(config, base_dir)  # before anything is made: a mistake leaves no folder behind

@@ -18,7 +18,7 @@ from rollmesh.services.coordinator.audit_checkpoint import CheckpointSummary, ch
 from rollmesh.services.coordinator.audit_story import StoryLine, tell
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.services.coordinator.core.apply import apply
-from rollmesh.services.coordinator.core.facts import Fact
+from rollmesh.services.coordinator.core.facts import Fact, RunChanged
 from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import Accounts, State
 from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
@@ -55,6 +55,16 @@ class SampleAccounts(msgspec.Struct, frozen=True, kw_only=True):
     exported: int
 
 
+class ChangeLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that changed when the run went on."""
+
+    position: int
+    time_unix_s: float
+    key: str
+    old: str
+    new: str
+
+
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an audit found."""
 
@@ -78,6 +88,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     updates_skipped: int
     digest: str
     checkpoint: CheckpointSummary | None = None
+    changes: tuple[ChangeLine, ...] = ()
+    """Settings that changed when the run went on, in order."""
     story: tuple[StoryLine, ...] = ()
 
     def to_text(self) -> str:
@@ -93,6 +105,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             f"  updates       {self.updates} stand, {self.updates_skipped} of them skipped, {self.updates_undone} were undone",
             f"  staleness     eta {self.eta}, samples used by lag: {lags}",
             f"  digest        {self.digest or '(none)'}",
+        ]
+        lines += [
+            f"  changed       at record {c.position}: {c.key} {c.old or '(none)'} -> {c.new or '(none)'}"
+            for c in self.changes
         ]
         lines += [f"  {finding.check} at record {finding.position}: {finding.message}" for finding in self.findings]
         if self.num_findings > len(self.findings):
@@ -120,6 +136,7 @@ class Audit:
         self._books = Books(lambda what: self.complain("conservation", what))
         self._findings: list[Finding] = []
         self._num_findings = 0
+        self._changes: list[ChangeLine] = []
         self._num_records = 0
         self._position = 0
         self._folds = True
@@ -139,7 +156,20 @@ class Audit:
             self.updates.enter(fact)
             self._keep_books(fact)
             self._fold(fact)
+            self._note_changes(fact, record)
         self._compare()
+
+    def _note_changes(self, fact: Fact, record: StoredRecord) -> None:
+        for change in fact.changes if isinstance(fact, RunChanged) else ():
+            self._changes.append(
+                ChangeLine(
+                    position=record.position,
+                    time_unix_s=record.time_unix_s,
+                    key=change.key,
+                    old=change.old,
+                    new=change.new,
+                )
+            )
 
     def _keep_books(self, fact: Fact) -> None:
         try:
@@ -213,6 +243,7 @@ class Audit:
             updates_skipped=sum(not update.applied for update in updates.standing.values()),
             digest=updates.digest,
             checkpoint=summary,
+            changes=tuple(self._changes),
             story=story,
         )
 

@@ -41,6 +41,8 @@ class Updates:
         """Batch leases that are out or in doubt."""
         self._complain = complain
         self._spec: RunSpec | None = None
+        self._leased_under: dict[str, RunSpec | None] = {}
+        """What the run was when a batch was leased: its bound judges that batch's samples."""
         self._samples: dict[str, SampleMeta] = {}
         self._used_in: dict[str, int] = {}
         self._rolled_back: list[f.RolledBack] = []
@@ -63,12 +65,13 @@ class Updates:
 
     def enter(self, fact: f.Fact) -> None:
         """Take note of one fact."""
-        if isinstance(fact, f.RunCreated):
+        if isinstance(fact, f.RunCreated | f.RunChanged):
             self._spec = fact.spec
         elif isinstance(fact, f.EpisodeScored):
             self._samples.update((sample.sample_id, sample) for sample in fact.samples)
         elif isinstance(fact, f.BatchLeased):
             self.open_batches[fact.lease_id] = fact
+            self._leased_under[fact.lease_id] = self._spec
         elif isinstance(fact, f.BatchReturned):
             self.open_batches.pop(fact.lease_id, None)
         elif isinstance(fact, f.UpdateCommitted):
@@ -88,13 +91,14 @@ class Updates:
             self._complain("digest", f"digest after update {k} is {fact.digest[:12]!r}, recomputed {expected[:12]!r}")
         if fact.used and not fact.applied:
             self._complain("once", f"update {k} was skipped, and yet used {len(fact.used)} samples")
+        spec = self._leased_under.get(fact.lease_ids[0], self._spec) if fact.lease_ids else self._spec
         for sample in fact.used:
             if sample in self._used_in:
                 self._complain(
                     "once", f"sample {sample} is used by update {k} and by standing update {self._used_in[sample]}"
                 )
             self._used_in[sample] = k
-            self._check_bound(sample, k)
+            self._check_bound(sample, k, spec)
         self.standing[k] = StandingUpdate(digest=fact.digest, used=fact.used, applied=fact.applied)
 
     def _roll_back(self, fact: f.RolledBack) -> None:
@@ -104,8 +108,8 @@ class Updates:
             self.num_undone += 1
         self._used_in = {sample: update for sample, update in self._used_in.items() if update <= fact.to_update}
 
-    def _check_bound(self, sample_id: str, k: int) -> None:
-        meta, spec = self._samples.get(sample_id), self._spec
+    def _check_bound(self, sample_id: str, k: int, spec: RunSpec | None) -> None:
+        meta = self._samples.get(sample_id)
         if meta is None or spec is None:
             self._complain("bound", f"update {k} used sample {sample_id}, which was never scored")
             return

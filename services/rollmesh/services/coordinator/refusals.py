@@ -7,6 +7,7 @@ from rollmesh.shared import errors
 
 BY_REASON: dict[str, type[errors.MeshError]] = {
     "RUN_EXISTS": errors.RunExists,
+    "CHANGE_REFUSED": errors.ChangeRefused,
     "UNKNOWN_RUN": errors.UnknownRun,
     "NO_LEARNER": errors.NoLearner,
     "UNKNOWN_LEARNER": errors.UnknownLearner,

@@ -8,10 +8,10 @@ from rollmesh.services.coordinator import wire
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import NodeKind
-from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
 from rollmesh.services.coordinator.dead_letters import DeadLetters
 from rollmesh.services.coordinator.driver import RunDriver
-from rollmesh.services.coordinator.fact_codec import encode_into
+from rollmesh.services.coordinator.fact_codec import decode, encode_into
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.offer import MeshFacts
 from rollmesh.services.coordinator.outgoing import Outgoing
@@ -54,6 +54,15 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         spec = wire.run_spec(request.spec)
         await self._mesh.check_run(spec)
         return pb.CreateRunResponse(created=await self._runs.create(spec))
+
+    async def ChangeRun(self, request: pb.ChangeRunRequest, context: Context) -> pb.ChangeRunResponse:
+        spec = wire.run_spec(request.spec)
+        driver = await self._runs.get(spec.run)
+        changes = tuple(decode(ConfigChange, change) for change in request.changes)
+        changed: i.Changed = await driver.ask(
+            lambda ticket: i.ChangeRun(ticket=ticket, spec=spec, changes=changes, change_id=request.change_id)
+        )
+        return pb.ChangeRunResponse(recorded=changed.recorded, reopened=changed.reopened)
 
     async def AttachTrainer(self, request: pb.AttachTrainerRequest, context: Context) -> pb.AttachTrainerResponse:
         driver = await self._runs.get(request.run)

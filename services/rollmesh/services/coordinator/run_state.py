@@ -6,7 +6,14 @@ from collections import Counter
 
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
-from rollmesh.services.coordinator.core.state import Accounts, EpisodeStatus, EvalState, GroupPhase, GroupState, State
+from rollmesh.services.coordinator.core.state import (
+    Accounts,
+    EpisodeStatus,
+    EvalState,
+    GroupPhase,
+    GroupState,
+    State,
+)
 from rollmesh.v1 import run_pb2 as pb
 
 _PHASES = {
@@ -35,6 +42,8 @@ def run_state(core: Core, position: int) -> pb.RunState:
         ledger_position=position,
         leases=_leases(state),
         stalled=state.stall,
+        stopping=state.stopping,
+        seconds=state.seconds,
     )
 
 

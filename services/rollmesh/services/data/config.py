@@ -11,6 +11,7 @@ from rollmesh.services.data.calc_source import CalcConfig, calc_pool
 from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.jsonl_source import JsonlConfig, jsonl_pools
 from rollmesh.services.data.selector import Selector
+from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
@@ -53,7 +54,12 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     runs_max: int = 16
     """Most runs whose ledgers are followed at once."""
 
+    snapshot_records: int = 20_000
+    """Ledger records between snapshots, which bound the fold after a restart; 0 leaves one only at an orderly end."""
+
     def __post_init__(self) -> None:
+        if self.snapshot_records < 0:
+            raise ValueError(f"snapshot_records must be >= 0, got {self.snapshot_records}")
         if self.seed < 0:
             raise ValueError(f"seed must be >= 0, got {self.seed}")
         if self.epochs_max < 0:
@@ -82,8 +88,15 @@ def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | No
     return cast(Selector, SELECTORS.make(chosen.name, chosen.options, base_dir, pool=pool, seed=config.seed))
 
 
-def build_engine(config: DataConfig, *, bus: Bus, clock: Clock, base_dir: str | Path | None = None) -> DataEngine:
-    """Everything the service runs on. ConfigError, or RecordError for a malformed task file."""
+def build_engine(
+    config: DataConfig,
+    *,
+    bus: Bus,
+    clock: Clock,
+    base_dir: str | Path | None = None,
+    snapshots: SnapshotFolder | None = None,
+) -> DataEngine:
+    """Everything the service runs on; without `snapshots` every start folds whole ledgers. ConfigError, or RecordError for a malformed task file."""
     pools = build_pools(config, base_dir)
     build_selector(config, pools[Split.TRAIN], base_dir)  # a wrong selector is told now, not at the first draw
     return DataEngine(
@@ -95,4 +108,6 @@ def build_engine(config: DataConfig, *, bus: Bus, clock: Clock, base_dir: str | 
         epochs_max=config.epochs_max,
         catch_up_s_max=config.catch_up_s_max,
         runs_max=config.runs_max,
+        snapshots=snapshots,
+        snapshot_records=config.snapshot_records,
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.follower import RunFollower
 from rollmesh.services.data.selector import Selector
+from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.data.task import Split, Task, TaskPool
 from rollmesh.shared.bus.bus import Bus, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
@@ -36,6 +37,8 @@ class DataEngine:
         epochs_max: int = 0,
         catch_up_s_max: float = 5.0,
         runs_max: int = 16,
+        snapshots: SnapshotFolder | None = None,
+        snapshot_records: int = 0,
     ) -> None:
         """Units and defaults as in `DataConfig`."""
         self._pools = dict(pools)
@@ -46,6 +49,8 @@ class DataEngine:
         self._epochs_max = epochs_max
         self._catch_up_s_max = catch_up_s_max
         self._runs_max = runs_max
+        self._snapshots = snapshots
+        self._snapshot_records = snapshot_records
         self._runs: dict[str, RunFollower] = {}
         self._opening = asyncio.Lock()
 
@@ -110,9 +115,15 @@ class DataEngine:
             num_draws_max=self._epochs_max * len(pool),
         )
         follower = RunFollower(
-            run=run, ledger=ledger, draws=draws, clock=self._clock, catch_up_s_max=self._catch_up_s_max
+            run=run,
+            ledger=ledger,
+            draws=draws,
+            clock=self._clock,
+            catch_up_s_max=self._catch_up_s_max,
+            snapshots=self._snapshots,
+            snapshot_records=self._snapshot_records,
         )
-        await follower.start()
+        await follower.open()
         return follower
 
     async def _make_room(self) -> None:

@@ -59,7 +59,12 @@ class RunClosed:
     """Nothing is in flight any more."""
 
 
-DataFact = RunBegan | GroupDrawn | GroupGrew | EpisodeLost | GroupDecided | RunClosed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReopened:
+    """A run that had ended goes on."""
+
+
+DataFact = RunBegan | GroupDrawn | GroupGrew | EpisodeLost | GroupDecided | RunClosed | RunReopened
 
 
 def facts_of(record: events_pb2.LedgerRecord) -> Iterator[DataFact]:
@@ -84,6 +89,8 @@ def _fact(fact: events_pb2.Fact) -> DataFact | None:
             return _decided(fact.group_finalized)
         case "run_ended":
             return RunClosed()
+        case "run_changed" if fact.run_changed.reopened:
+            return RunReopened()
         case _:
             return None
 

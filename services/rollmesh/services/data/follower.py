@@ -2,6 +2,7 @@
 
     ledger (RM_<run>_LEDGER)  ->  follower task  ->  RunDraws  <-  positions()      who waits: a call that names a later position
 
+With a `SnapshotFolder` the fold begins at the newest usable snapshot in it, and leaves one every `snapshot_records` and when it is closed.
 The task is the only writer of the state; a call waits, up to a limit, until the fold has reached the position it asks for.
 A call that arrives first waits for what the ledger held when the follower began, so that a restarted service never answers
 from a half-folded state.
@@ -12,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 
 import msgpack
 from google.protobuf.message import DecodeError
 
 from rollmesh.services.data.draws import RunDraws
-from rollmesh.services.data.facts import RunClosed, facts_of
-from rollmesh.shared.bus.bus import BusUnavailable, Record, StreamLog
+from rollmesh.services.data.facts import RunClosed, RunReopened, facts_of
+from rollmesh.services.data.snapshots import SnapshotFolder
+from rollmesh.shared.bus.bus import BusUnavailable, Record, StreamLog, UnknownRecord
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import CatchingUp, CorruptSnapshot, DataLoss
 from rollmesh.v1 import events_pb2
@@ -30,19 +33,35 @@ RECONNECT_S = 0.5
 
 CANCEL_AGAIN_S = 0.05
 
-_SCHEMA = "data@1"
+_SCHEMA = "data@2"
 
 
 class RunFollower:
     """Folds one ledger. Between `start` and `close`; `restore` starts again from a snapshot."""
 
-    def __init__(self, *, run: str, ledger: StreamLog, draws: RunDraws, clock: Clock, catch_up_s_max: float) -> None:
+    def __init__(
+        self,
+        *,
+        run: str,
+        ledger: StreamLog,
+        draws: RunDraws,
+        clock: Clock,
+        catch_up_s_max: float,
+        snapshots: SnapshotFolder | None = None,
+        snapshot_records: int = 0,
+    ) -> None:
         self.run = run
+        self._snapshots = snapshots
+        self._snapshot_records = snapshot_records
         self._ledger = ledger
         self._draws = draws
         self._clock = clock
         self._catch_up_s_max = catch_up_s_max
         self._position = 0
+        self._record_id = ""
+        """Of the record at the position: tells this ledger from another of the same name."""
+        self._saved = 0
+        """Position of the newest snapshot on disk."""
         self._floor = 0
         """What the ledger held when following began: nothing is answered before."""
         self._changed = asyncio.Event()
@@ -60,6 +79,19 @@ class RunFollower:
         """Ledger sequence of the last folded record; 0 before the first."""
         return self._position
 
+    async def open(self) -> None:
+        """Takes up the newest usable snapshot, if there is one, and begins to follow."""
+        for path, state in self._snapshots.load(self.run) if self._snapshots is not None else ():
+            try:
+                await self._restore(state)
+            except CorruptSnapshot as error:
+                _log.warning("snapshot %s is passed by: %s", path, error)
+                continue
+            self._saved = self._position
+            _log.info("the draws of %s go on from %s at ledger sequence %d", self.run, path, self._position)
+            break
+        await self.start()
+
     async def start(self) -> None:
         """Begins to follow after the current position."""
         self._floor = (await self._ledger.info()).last_seq
@@ -67,7 +99,11 @@ class RunFollower:
         self._task.add_done_callback(lambda _: self._notify())
 
     async def close(self) -> None:
-        """Stops following. Idempotent."""
+        """Stops following and leaves a snapshot. Idempotent."""
+        await self._stop()
+        await self._save()
+
+    async def _stop(self) -> None:
         task, self._task = self._task, None
         if task is not None:
             # More than once: the NATS client waits with `asyncio.wait_for`, which before Python 3.12 swallows a cancellation
@@ -86,26 +122,58 @@ class RunFollower:
     async def snapshot(self) -> tuple[bytes, int]:
         """The state and the ledger sequence it stands at: no earlier than the ledger's end when the call began."""
         await self._caught_up((await self._ledger.info()).last_seq)
-        state = {"schema": _SCHEMA, "run": self.run, "position": self._position, "draws": self._draws.snapshot()}
-        return bytes(msgpack.packb(state)), self._position
+        return self._packed(), self._position
 
     async def restore(self, state: bytes) -> int:
         """Replaces the state and follows from its position, which is returned. CorruptSnapshot; then nothing changes."""
-        position, draws = _unpack(state, self.run)
-        last = (await self._ledger.info()).last_seq
-        if position > last:
-            raise CorruptSnapshot(
-                f"the snapshot stands at ledger sequence {position}, the ledger of {self.run} ends at {last}; "
-                "it is of another ledger: leave it out to fold this one from its start"
-            )
+        await self._check_ledger(_unpack(state, self.run))
         async with self._restoring:
-            await self.close()
+            await self._stop()
             try:
-                self._draws.restore(draws)
-                self._position = position
+                await self._restore(state)
             finally:
                 await self.start()
-        return position
+        return self._position
+
+    async def _restore(self, state: bytes) -> None:
+        parts = _unpack(state, self.run)
+        await self._check_ledger(parts)
+        self._draws.restore(parts.draws)
+        self._position, self._record_id = parts.position, parts.record_id
+
+    async def _check_ledger(self, parts: _Parts) -> None:
+        """CorruptSnapshot unless the record it stands at is the one in the ledger."""
+        if not parts.position:
+            return
+        try:
+            found = (await self._ledger.read(parts.position)).msg_id
+        except UnknownRecord:
+            found = ""
+        if found != parts.record_id:
+            raise CorruptSnapshot(
+                f"the snapshot stands at record {parts.position} ({parts.record_id}), where the ledger of {self.run} has "
+                f"{found or 'none'}; it is of another ledger: leave it out to fold this one from its start"
+            )
+
+    def _packed(self) -> bytes:
+        state = {
+            "schema": _SCHEMA,
+            "run": self.run,
+            "position": self._position,
+            "record_id": self._record_id,
+            "draws": self._draws.snapshot(),
+        }
+        return bytes(msgpack.packb(state))
+
+    async def _save(self) -> None:
+        """Leaves a snapshot; one that cannot be written costs time at the next start, nothing else."""
+        if self._snapshots is None or self._position == self._saved:
+            return
+        state, self._saved = self._packed(), self._position
+        try:
+            await asyncio.to_thread(self._snapshots.save, self.run, self._saved, state)
+        except OSError as error:
+            _log.warning("the draws of %s leave no snapshot: %s", self.run, error)
 
     async def _caught_up(self, ledger_position: int) -> None:
         wanted = max(ledger_position, self._floor)
@@ -135,6 +203,8 @@ class RunFollower:
             try:
                 async for record in self._ledger.follow(self._position + 1):
                     self._fold(record)
+                    if self._snapshot_records and self._position - self._saved >= self._snapshot_records:
+                        await self._save()
                 self._cause = "the ledger's reader ended"
             except BusUnavailable as error:
                 self._cause = error.message
@@ -150,7 +220,9 @@ class RunFollower:
             self._draws.apply(facts)
             self._warn_if_blind()
         self.ended = self.ended or any(isinstance(fact, RunClosed) for fact in facts)
-        self._position = record.seq
+        if any(isinstance(fact, RunReopened) for fact in facts):
+            self.ended = False
+        self._position, self._record_id = record.seq, record.msg_id
         self._cause = ""
         self._notify()
 
@@ -176,19 +248,24 @@ def _decode(record: Record, run: str) -> events_pb2.LedgerRecord:
     return message
 
 
-def _unpack(state: bytes, run: str) -> tuple[int, bytes]:
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """An unpacked snapshot."""
+
+    position: int
+    record_id: str
+    draws: bytes
+
+
+def _unpack(state: bytes, run: str) -> _Parts:
     try:
         fields = msgpack.unpackb(state)
-        schema, of_run, position, draws = (
-            fields["schema"],
-            fields["run"],
-            int(fields["position"]),
-            bytes(fields["draws"]),
-        )
+        schema, of_run = fields["schema"], fields["run"]
+        parts = _Parts(int(fields["position"]), str(fields.get("record_id", "")), bytes(fields["draws"]))
     except (msgpack.UnpackException, ValueError, KeyError, TypeError) as error:
         raise CorruptSnapshot(
             f"not a snapshot of the data service: {error!r}; leave it out to fold the ledger"
         ) from error
     if schema != _SCHEMA or of_run != run:
         raise CorruptSnapshot(f"the snapshot is a {schema} of run {of_run}, expected a {_SCHEMA} of run {run}")
-    return position, draws
+    return parts

@@ -9,6 +9,7 @@ from typing import Self
 
 from rollmesh.services.data.config import DataConfig, build_engine
 from rollmesh.services.data.servicer import DataServicer
+from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.rpc.access import Access
@@ -31,9 +32,12 @@ class DataNode:
         clock: Clock | None = None,
         base_dir: Path | None = None,
         server: ServerConfig | None = None,
+        snapshots: SnapshotFolder | None = None,
     ) -> None:
         """Follows the ledgers on `bus`. Relative files in the config are looked up in `base_dir`. Raises ConfigError or RecordError."""
-        self.engine = build_engine(config, bus=bus, clock=clock or SystemClock(), base_dir=base_dir)
+        self.engine = build_engine(
+            config, bus=bus, clock=clock or SystemClock(), base_dir=base_dir, snapshots=snapshots
+        )
         self._servicer = DataServicer(self.engine)
         self._joined = JoinedServer(
             kind=coordinator_pb2.NODE_KIND_DATA,

@@ -47,6 +47,9 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         return await self._forward(self._run.CreateRun, request, context)
 
+    async def ChangeRun(self, request: pb.ChangeRunRequest, context: Context) -> pb.ChangeRunResponse:
+        return await self._forward(self._run.ChangeRun, request, context)
+
     async def AttachTrainer(self, request: pb.AttachTrainerRequest, context: Context) -> pb.AttachTrainerResponse:
         return await self._forward(self._run.AttachTrainer, request, context)
 

@@ -87,6 +87,9 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Updates between checkpoints: what a crash costs at most. A checkpoint is written in full and synced."""
     keep_last: int = 3
     """Checkpoints kept."""
+    quarantined_max: int = 2
+    """Versions in a row that the first nodes may refuse; one more ends the learner with their cause. It trains on and publishes the next
+    one meanwhile, as far as the bound allows: at max_staleness 0 nothing can be generated without the newest, so the first one ends it."""
     wait_s: float = 10.0
     """Longest wait of one request for a batch, at most 60; then it asks again and says what it waits for."""
     stop_s: float = 60.0
@@ -106,6 +109,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"wait_s must be above 0 and at most 60, got {self.wait_s}")
         if self.stop_s <= 0:
             raise ValueError(f"stop_s must be positive, got {self.stop_s}")
+        if self.quarantined_max < 0:
+            raise ValueError(f"quarantined_max must not be negative, got {self.quarantined_max}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         if not self.directory:

@@ -94,18 +94,23 @@ class TrainerEngine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """A trainer as its newest checkpoint left it, or with the initial weights. All three agree on the last update."""
+    """A trainer as its newest whole checkpoint left it, or with the initial weights. All three agree on the last update."""
 
     engine: TrainerEngine
     log: TrainedLog
     position: Position = field(default_factory=Position)
+    passed_by: tuple[str, ...] = ()
+    """What was wrong with newer checkpoints, in words: they are set aside, and this one is older than what was trained."""
 
 
 class OpenEngine(Protocol):
     """Makes a trainer from the newest checkpoint in `config.checkpoints`, or from `config.model` if there is none."""
 
     def __call__(self, config: LearnerConfig) -> Restored:
-        """Raises `ConfigError` or ValueError, with the remedy, for what cannot be loaded; a corrupt checkpoint is one."""
+        """A damaged checkpoint is set aside and told (`Restored.passed_by`), the one before it serves; the attach then rolls back.
+
+        Raises `ConfigError` or ValueError, with the remedy, for what cannot be loaded; checkpoints none of which is whole are one.
+        """
         ...
 
 

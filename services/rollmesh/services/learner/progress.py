@@ -31,7 +31,7 @@ class Progress:
     waiting_for: str = ""
     """What a batch waits for, in the coordinator's words; empty while there is one."""
     trouble: str = ""
-    """Why it went back to its checkpoint the last time; empty if it never did."""
+    """Why it went back to its checkpoint, or to an older one, the last time; empty if it never did."""
     num_attached: int = 0
     """How often it attached; more than once means that it went back."""
     refused: dict[str, str] = field(default_factory=dict)

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -32,10 +34,12 @@ from rollmesh.services.learner.run_client import Attached, BatchLease, Committed
 from rollmesh.services.learner.source import UNREADABLE, Fetched
 from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateTrace
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, WrongUpdate
+from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, VersionRefused, WrongUpdate
 from rollmesh.shared.telemetry import log_context
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.versions import PolicyVersion
+
+_log = logging.getLogger(__name__)
 
 DataSnapshot = Callable[[int], Awaitable[bytes]]
 """The data service's state at a ledger position, for the checkpoint."""
@@ -65,6 +69,9 @@ async def begin_tenure(parts: Parts) -> Tenure:
     """
     with parts.progress.during("attach"):
         restored = await parts.compute.run(lambda: parts.open_engine(parts.config))
+        for damage in restored.passed_by:
+            parts.progress.trouble = damage
+            _log.error("%s", damage)
         position = restored.position
         attached = await parts.client.attach(last_update=position.update, digest=position.digest)
     if attached.next_update != position.update + 1:
@@ -87,6 +94,9 @@ class Tenure:
         self._publish_every = _publish_every(parts.config, attached)
         self.exports = attached.spec.export_groups > 0
         """Whether the run hands its samples out: then there is nothing to train on."""
+        self._refused_max = _refused_max(parts.config, attached, self._publish_every)
+        self._published: list[str] = []
+        """Versions published in this tenure, by the names that WatchRun gives them."""
         self._num_lost = 0
         self._backoff = Backoff(parts.config.retry, parts.clock)
         progress = parts.progress
@@ -112,6 +122,7 @@ class Tenure:
         with parts.progress.during("publish"):
             await parts.publisher.publish(self._engine, version)
         parts.progress.published_step = version.step
+        self._published.append(f"{version.policy}@{version.step}.{version.incarnation}")
         await parts.at(Moment.PUBLISHED)
 
     # Leasing ----------------------------------------------------------------------------------------------------------
@@ -121,6 +132,7 @@ class Tenure:
         parts = self._parts
         with parts.progress.during("wait"), contextlib.suppress(RunEnded):
             while not parts.commands.stop.is_set():
+                self._check_refused()
                 answer = await self._lease_or_stop()
                 if isinstance(answer, BatchLease):
                     parts.progress.waiting_for = ""
@@ -141,6 +153,17 @@ class Tenure:
             asking.cancel()
             stopping.cancel()
             await asyncio.wait([asking, stopping])
+
+    def _check_refused(self) -> None:
+        """Raises `VersionRefused` once the nodes have refused more versions in a row than is put up with."""
+        refused = self._parts.progress.refused
+        row = list(itertools.takewhile(lambda name: name in refused, reversed(self._published)))
+        if len(row) > self._refused_max:
+            raise VersionRefused(
+                f"the inference nodes refused the weights {row[0]}, the last of {len(row)} in a row: {refused[row[0]]}; find the "
+                "cause in their logs; then remove the newest checkpoint, so that the run goes back and publishes anew, and resume",
+                version=row[0],
+            )
 
     # One update -------------------------------------------------------------------------------------------------------
 
@@ -261,6 +284,11 @@ class Tenure:
             metrics=parts.progress.metrics,
             seconds=parts.progress.seconds,
         )
+
+
+def _refused_max(config: LearnerConfig, attached: Attached, publish_every: int) -> int:
+    """With more refused in a row, no weights that nodes serve are young enough for the next update: it would wait for ever."""
+    return min(config.quarantined_max, attached.spec.max_staleness // publish_every)
 
 
 def _publish_every(config: LearnerConfig, attached: Attached) -> int:

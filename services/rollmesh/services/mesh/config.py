@@ -60,6 +60,12 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Updates between published weights, at most max_staleness + 1."""
     updates_max: int = 100
     """The run ends after this many updates; 0 means never."""
+    seconds_max: float = 0.0
+    """The run ends after this many seconds, counted while a coordinator leads it, over all of its lives; 0 means never."""
+    success_target: float = 0.0
+    """The run ends with the evaluation in which this share of all evaluation tasks succeeds; 0 means never."""
+    tokens_max: int = 0
+    """The run ends once its training samples have this many generated tokens; 0 means never."""
     tries_max: int = 4
     """Tries of an episode that infrastructure fails."""
     episode_lease_s: float = 30.0

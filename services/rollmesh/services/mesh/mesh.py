@@ -28,6 +28,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rollmesh.services.coordinator.fact_codec import encode
+from rollmesh.services.mesh.changes import change_id, diff, note_recorded, recorded, settings_of
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.observe import source_of
 from rollmesh.services.mesh.parts import Part, build_part, part_names
@@ -190,12 +191,22 @@ class Mesh:
 
 
 async def create_run(place: Place, *, limit_s: float = CREATE_S_MAX) -> None:
-    """Makes the run at the coordinator; a run of the same spec that is there goes on. Raises InvalidInput, RunExists.
+    """Makes the run at the coordinator, or goes on with it; settings that changed since are recorded in the ledger.
 
-    DeadlineExceeded if the coordinator does not answer within `limit_s`.
+    Raises InvalidInput, RunExists, ChangeRefused; DeadlineExceeded if the coordinator does not answer within `limit_s`.
     """
+    settings = settings_of(place.config, place.run_dir)
+    known = recorded(place.run_dir)
+    changes = diff(known, settings) if known is not None else ()
+    spec = encode(place.config.run.spec(), events_pb2.RunSpec)
     async with open_channel(place.coordinator, access=place.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
-        request = run_pb2.CreateRunRequest(spec=encode(place.config.run.spec(), events_pb2.RunSpec))
         with typed_errors():
-            await stub.CreateRun(request, timeout=limit_s, wait_for_ready=True)
+            if changes:
+                told = [encode(change, events_pb2.ConfigChange) for change in changes]
+                change = run_pb2.ChangeRunRequest(spec=spec, changes=told, change_id=change_id(changes))
+                await stub.ChangeRun(change, timeout=limit_s, wait_for_ready=True)
+            else:
+                await stub.CreateRun(run_pb2.CreateRunRequest(spec=spec), timeout=limit_s, wait_for_ready=True)
+    if changes or known is None:
+        note_recorded(place.run_dir, settings)

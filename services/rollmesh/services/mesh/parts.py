@@ -7,6 +7,7 @@ built, so that a process pays for the parts that it hosts.
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,10 +15,12 @@ import msgspec
 from rollmesh.services.data.jsonl_source import JsonlConfig
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.services.mesh.data_snapshots import DataSnapshots
 from rollmesh.services.mesh.place import Place
 from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.oracles import AnswerFileConfig
 from rollmesh.shared.bus.bus import Bus
+from rollmesh.trainer.checkpoint_files import SNAPSHOT_NAME, list_checkpoints
 
 Part = AbstractAsyncContextManager[Any]
 NATS = "nats"
@@ -132,6 +135,7 @@ def reward_config(config: MeshConfig) -> RewardConfig:
 
 def _data(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.data.node import DataNode
+    from rollmesh.services.data.snapshots import SnapshotFolder
 
     config = place.config.data
     if not config.seed:
@@ -143,8 +147,14 @@ def _data(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         access=place.access,
         bus=bus,
         base_dir=place.base_dir,
+        snapshots=SnapshotFolder(place.folder(name), more=lambda: _states_in_checkpoints(place)),
         **({"server": place.served()} | options),
     )
+
+
+def _states_in_checkpoints(place: Place) -> list[Path]:
+    """What the learner's checkpoints hold of the data service, newest first; empty if they lie on another host."""
+    return [path / SNAPSHOT_NAME for path in reversed(list_checkpoints(place.run_dir / "checkpoints"))]
 
 
 def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
@@ -172,7 +182,13 @@ def _learner(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     where = RunAddress(
         address=place.gateway, access=place.access, run=place.run, policy=run.policy, learner=run.learner
     )
-    return LearnerNode(learner_config(place), where, coordinator=place.coordinator, node_id=name, **options)
+    return LearnerNode(
+        learner_config(place),
+        where,
+        coordinator=place.coordinator,
+        node_id=name,
+        **{"data_snapshot": DataSnapshots(place), **options},
+    )
 
 
 def learner_config(place: Place) -> LearnerConfig:

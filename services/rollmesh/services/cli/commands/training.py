@@ -45,20 +45,29 @@ def demo(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(help="A configuration file, or the folder of a run that is to go on.")],
+    config: Annotated[
+        Path | None, typer.Argument(help="A configuration file, or the folder of a run that is to go on.")
+    ] = None,
     overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Go on with the run in this folder, after Ctrl-C, a crash or its end; KEY=VALUE then changes what may change.",
+        ),
+    ] = None,
     out: Out = None,
     in_process: InProcess = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train by a configuration file, or go on with an interrupted run."""
+    """Train by a configuration file, or go on with a run: `train RUN` and `train --resume RUN` are the same."""
     with told_once():
         from rollmesh.services.cli import train as runs
 
+        path, changes = _subject(config, resume, overrides or [])
         set_up_compute()
-        summary = runs.train(
-            config, overrides or [], command=sys.argv, console=console(as_json), out=out, in_process=in_process
-        )
+        summary = runs.train(path, changes, command=sys.argv, console=console(as_json), out=out, in_process=in_process)
     _finish(summary, as_json)
 
 
@@ -70,6 +79,25 @@ def check(config: Annotated[Path, typer.Argument(help="A configuration file.")],
 
         set_up_compute()
         typer.echo(runs.check_file(config, overrides or []), nl=False)
+
+
+def _subject(config: Path | None, resume: Path | None, overrides: list[str]) -> tuple[Path, list[str]]:
+    """What to train, and the changes to it. With --resume the first argument is a change already."""
+    from rollmesh.shared.errors import ConfigError
+
+    if resume is None:
+        if config is None:
+            raise ConfigError("name a configuration file, or a run's folder with --resume")
+        return config, overrides
+    if not resume.is_dir():
+        raise ConfigError(f"--resume {resume}: there is no such folder; name one that `rollmesh train` or `demo` made")
+    if config is None:
+        return resume, overrides
+    if "=" not in str(config):
+        raise ConfigError(
+            f"--resume {resume} goes on under the run's own configuration; leave {config} away, or give KEY=VALUE"
+        )
+    return resume, [str(config), *overrides]
 
 
 def _finish(summary: Summary, as_json: bool) -> None:

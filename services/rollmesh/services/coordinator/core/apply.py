@@ -9,7 +9,7 @@ from functools import singledispatch
 
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import GroupDecision, Purpose, Reward, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.records import Bound, GroupDecision, Purpose, Reward, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import (
     BatchState,
     EpisodeState,
@@ -255,6 +255,7 @@ def _(fact: f.BatchLeased, state: State) -> None:
         update=fact.update,
         groups=fact.groups,
         sample_ids=fact.sample_ids,
+        bound=state.the_spec.bound,
     )
     for name in fact.groups:
         group = state.groups[name]
@@ -285,12 +286,9 @@ def _(fact: f.BatchInDoubt, state: State) -> None:
 def _(fact: f.UpdateCommitted, state: State) -> None:
     clock = state.the_clock
     assert fact.update == clock.applied + 1, f"update {fact.update} committed after {clock.applied}"
-    groups = [
-        state.groups[name]
-        for lease in fact.lease_ids
-        for name in state.batches.pop(lease).groups
-        if name in state.groups
-    ]
+    batches = [state.batches.pop(lease) for lease in fact.lease_ids]
+    bounds = {name: batch.bound for batch in batches for name in batch.groups}
+    groups = [state.groups[name] for name in bounds if name in state.groups]
     used = set(fact.used)
     clock.applied = fact.update
     clock.updates[fact.update] = UpdateRecord(
@@ -306,14 +304,14 @@ def _(fact: f.UpdateCommitted, state: State) -> None:
         live = list(group.live_samples())
         for sample in live:
             if sample.sample_id in used:
-                _count_trained(clock, state, sample, fact.update)
+                _count_trained(clock, bounds[group.group], sample, fact.update)
         for sample in live:
             if sample.sample_id in reasons:
                 _end_samples(state, group, [sample.sample_id], SampleEnd.FILTERED, reasons[sample.sample_id])
 
 
-def _count_trained(clock: PolicyClock, state: State, sample: SampleState, update: int) -> None:
-    spans = bound.trained_spans(sample.steps, update=update, spec=state.the_spec)
+def _count_trained(clock: PolicyClock, leased_under: Bound, sample: SampleState, update: int) -> None:
+    spans = bound.trained_spans(sample.steps, update=update, bound=leased_under)
     lag = bound.sample_staleness(spans, update=update)
     clock.trained_by_staleness[lag] = clock.trained_by_staleness.get(lag, 0) + 1
     clock.tokens_trained += sum(span.num_tokens for span in spans)
@@ -357,6 +355,7 @@ def _(fact: f.RolledBack, state: State) -> None:
     clock.checkpoint = min(clock.checkpoint, fact.to_update)
     clock.incarnation = fact.incarnation
     clock.published = None
+    state.stopping = ""
     clock.rollbacks.append(RollBack(incarnation=fact.incarnation, to_update=fact.to_update))
 
 
@@ -382,6 +381,7 @@ def _(fact: f.VersionQuarantined, state: State) -> None:
 @_apply.register
 def _(fact: f.RunEnded, state: State) -> None:
     state.ended = fact.reason
+    state.stopping = ""
 
 
 @_apply.register
@@ -395,3 +395,22 @@ def _(fact: f.TaskReplayed, state: State) -> None:
     state.replays.append(Replay(dead_id=fact.dead_id, task=fact.task, draw=fact.draw))
     state.replayed.append(fact.dead_id)
     del state.replayed[:-REPLAYED_KEPT_MAX]
+
+
+@_apply.register
+def _(fact: f.TimeCounted, state: State) -> None:
+    state.seconds += fact.seconds
+
+
+@_apply.register
+def _(fact: f.RunStopping, state: State) -> None:
+    state.stopping = fact.reason
+
+
+@_apply.register
+def _(fact: f.RunChanged, state: State) -> None:
+    state.spec = fact.spec
+    state.last_change = fact.change_id
+    state.stopping = ""
+    if fact.reopened:
+        state.ended = ""

@@ -26,9 +26,9 @@ def lease_batch(turn: Turn, request: i.LeaseBatch) -> None:
 
 
 def _check_update(turn: Turn, update: int) -> None:
-    clock, spec = turn.clock, turn.spec
-    if turn.state.ended or (spec.updates_max and clock.applied >= spec.updates_max):
-        refuse("RUN_ENDED", f"run {spec.run} has ended: {turn.state.ended or 'UPDATES_MAX'}")
+    clock, state = turn.clock, turn.state
+    if state.ended or state.stopping:
+        refuse("RUN_ENDED", f"run {turn.spec.run} has ended: {state.ended or state.stopping}")
     if update != clock.applied + 1:
         refuse(
             "WRONG_UPDATE",
@@ -42,18 +42,22 @@ def _check_update(turn: Turn, update: int) -> None:
         )
 
 
-def grant_batches(turn: Turn) -> None:
-    """Answer waiting trainers that can have their batch, or whose wait is over."""
+def grant_batches(turn: Turn) -> bool:
+    """Answer waiting trainers that can have their batch, or whose wait is over. Whether one of them has none."""
+    unserved = False
     for waiter in list(turn.volatile.trainers):
         request = waiter.request
         assert isinstance(request, i.LeaseBatch)
-        chosen = _choose(turn, request)
+        chosen = [] if turn.state.stopping else _choose(turn, request)
         if chosen:
             turn.volatile.trainers.remove(waiter)
             turn.reply(waiter.ticket, _lease(turn, request, chosen))
-        elif turn.now >= waiter.deadline or turn.state.ended:
+            continue
+        unserved = True
+        if turn.now >= waiter.deadline or turn.state.ended or turn.state.stopping:
             turn.volatile.trainers.remove(waiter)
             turn.reply(waiter.ticket, i.Batch(waiting_for=why_no_batch(turn)))
+    return unserved
 
 
 def sweep(turn: Turn, update: int) -> None:
@@ -61,7 +65,7 @@ def sweep(turn: Turn, update: int) -> None:
     for group in turn.state.training_groups(GroupPhase.READY):
         ended: dict[str, list[str]] = {}
         for sample in group.live_samples():
-            reason = bound.why_inadmissible(sample, update=update, spec=turn.spec, clock=turn.clock)
+            reason = bound.why_inadmissible(sample, update=update, bound=turn.spec.bound, clock=turn.clock)
             if reason:
                 ended.setdefault(reason, []).append(sample.sample_id)
         for reason, ids in ended.items():
@@ -93,8 +97,8 @@ def _size(group: GroupState, unit: i.GeometryUnit) -> int:
 def why_no_batch(turn: Turn) -> str:
     """For people: what a trainer without a batch waits for."""
     state = turn.state
-    if state.ended:
-        return f"run ended: {state.ended}"
+    if state.ended or state.stopping:
+        return f"run ended: {state.ended or state.stopping}"
     ready = len(state.training_groups(GroupPhase.READY))
     busy = len(state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING))
     return f"READY groups: {ready} of {turn.spec.batch_groups}, {busy} on their way"
@@ -122,14 +126,14 @@ def _describe_batch(turn: Turn, batch: BatchState) -> i.Batch:
     groups = [turn.state.groups[name] for name in batch.groups]
     return i.Batch(
         lease_id=batch.lease_id,
-        samples=tuple(_leased_sample(turn, g, s, batch.update) for g in groups for s in g.live_samples()),
+        samples=tuple(_leased_sample(g, s, batch) for g in groups for s in g.live_samples()),
         groups=tuple(_members(g) for g in groups),
         lease_s=turn.spec.batch_lease_s,
     )
 
 
-def _leased_sample(turn: Turn, group: GroupState, sample: SampleState, update: int) -> i.LeasedSample:
-    spans = bound.trained_spans(sample.steps, update=update, spec=turn.spec)
+def _leased_sample(group: GroupState, sample: SampleState, batch: BatchState) -> i.LeasedSample:
+    spans = bound.trained_spans(sample.steps, update=batch.update, bound=batch.bound)
     meta = SampleMeta(
         sample_id=sample.sample_id,
         policy=sample.policy,
@@ -144,8 +148,8 @@ def _leased_sample(turn: Turn, group: GroupState, sample: SampleState, update: i
         group=group.group,
         task=group.task.task_id,
         payload=group.episodes[sample.episode].payload,
-        staleness=bound.sample_staleness(spans, update=update),
-        mask_below_step=bound.mask_below_step(sample, update=update, spec=turn.spec),
+        staleness=bound.sample_staleness(spans, update=batch.update),
+        mask_below_step=bound.mask_below_step(sample, update=batch.update, bound=batch.bound),
     )
 
 

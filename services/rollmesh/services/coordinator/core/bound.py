@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec, StepSpan
+from rollmesh.services.coordinator.core.records import Bound, BoundPolicy, StepSpan
 from rollmesh.services.coordinator.core.state import GroupPhase, GroupState, PolicyClock, SampleState, State
 from rollmesh.shared.versions import intended_update, oldest_admissible, staleness
 
@@ -18,11 +18,11 @@ def is_void(span: StepSpan, clock: PolicyClock) -> bool:
     return any(span.incarnation < r.incarnation and span.step > r.to_update for r in clock.rollbacks)
 
 
-def trained_spans(steps: Sequence[StepSpan], *, update: int, spec: RunSpec) -> list[StepSpan]:
+def trained_spans(steps: Sequence[StepSpan], *, update: int, bound: Bound) -> list[StepSpan]:
     """The spans whose tokens keep their loss at `update`: all of them under DROP, those within the bound under MASK."""
-    if spec.beyond is BoundPolicy.DROP:
+    if bound.beyond is BoundPolicy.DROP:
         return list(steps)
-    oldest = oldest_admissible(update=update, eta=spec.max_staleness)
+    oldest = oldest_admissible(update=update, eta=bound.max_staleness)
     return [span for span in steps if span.step >= oldest]
 
 
@@ -33,7 +33,7 @@ def sample_staleness(spans: Sequence[StepSpan], *, update: int) -> int:
     return staleness(update=update, oldest_step=min(span.step for span in spans))
 
 
-def why_inadmissible(sample: SampleState, *, update: int, spec: RunSpec, clock: PolicyClock) -> str:
+def why_inadmissible(sample: SampleState, *, update: int, bound: Bound, clock: PolicyClock) -> str:
     """Empty if `sample` may be trained at `update`; else the reason it may not. This check is the guarantee."""
     if not sample.steps:
         return ""
@@ -41,17 +41,17 @@ def why_inadmissible(sample: SampleState, *, update: int, spec: RunSpec, clock: 
         return "VOID_VERSION"
     if any(span.step > update - 1 for span in sample.steps):
         return "FUTURE_VERSION"
-    spans = trained_spans(sample.steps, update=update, spec=spec)
-    if not spans or sample_staleness(spans, update=update) > spec.max_staleness:
+    spans = trained_spans(sample.steps, update=update, bound=bound)
+    if not spans or sample_staleness(spans, update=update) > bound.max_staleness:
         return "BEYOND_BOUND"
     return ""
 
 
-def mask_below_step(sample: SampleState, *, update: int, spec: RunSpec) -> int:
+def mask_below_step(sample: SampleState, *, update: int, bound: Bound) -> int:
     """Tokens of steps below this lose their loss at `update`; 0 if none do."""
-    if spec.beyond is BoundPolicy.DROP:
+    if bound.beyond is BoundPolicy.DROP:
         return 0
-    oldest = oldest_admissible(update=update, eta=spec.max_staleness)
+    oldest = oldest_admissible(update=update, eta=bound.max_staleness)
     return oldest if any(span.step < oldest for span in sample.steps) else 0
 
 
@@ -82,7 +82,7 @@ def num_admissible(state: State) -> int:
     An export has no updates to be ahead of: its groups are all admissible once there are weights.
     """
     spec, clock = state.the_spec, state.the_clock
-    if clock.published is None or state.ended:
+    if clock.published is None or state.ended or state.stopping:
         return 0
     if spec.exports:
         return max(0, spec.export_groups - state.num_groups)

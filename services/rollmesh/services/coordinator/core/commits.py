@@ -74,10 +74,10 @@ def _dispositions(request: i.CommitUpdate, leased: list[str]) -> tuple[tuple[str
 
 def _check_bound(turn: Turn, batches: list[BatchState], used: tuple[str, ...], update: int) -> None:
     wanted = set(used)
-    for group in (turn.state.groups[name] for b in batches for name in b.groups):
+    for group, batch in ((turn.state.groups[name], b) for b in batches for name in b.groups):
         for sample in group.live_samples():
             if sample.sample_id in wanted:
-                reason = bound.why_inadmissible(sample, update=update, spec=turn.spec, clock=turn.clock)
+                reason = bound.why_inadmissible(sample, update=update, bound=batch.bound, clock=turn.clock)
                 if reason:
                     refuse(
                         "BEYOND_BOUND",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.services.coordinator.core import batches, commits, ending, epochs, rollouts, trouble
+from rollmesh.services.coordinator.core import batches, changes, commits, ending, epochs, limits, rollouts, trouble
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import apply
@@ -37,11 +37,15 @@ def _create(turn: Turn, request: i.CreateRun) -> None:
     elif turn.state.spec == request.spec:
         turn.reply(request.ticket, False)
     else:
-        refuse("RUN_EXISTS", f"run {request.spec.run} exists with another spec; choose another name")
+        refuse(
+            "RUN_EXISTS",
+            f"run {request.spec.run} exists with another spec; change it by ChangeRun, or choose another name",
+        )
 
 
 _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     i.CreateRun: _create,
+    i.ChangeRun: changes.change,
     i.AcquireRollouts: rollouts.acquire,
     i.RenewLeases: rollouts.renew,
     i.ReportEpisodes: rollouts.report,
@@ -138,16 +142,21 @@ class Core:
         """The earliest moment at which a Tick changes anything; None if nothing is waiting."""
         v = self.volatile
         moments = [*v.episode_deadlines.values(), *v.batch_deadlines.values(), *v.group_deadlines.values()]
+        if (counting := limits.next_count(self.state, v)) is not None:
+            moments.append(counting)
         moments += [*v.eval_deadlines.values(), *(w.deadline for w in v.workers), *(t.deadline for t in v.trainers)]
         return min(moments, default=None)
 
     def _pump(self, turn: Turn) -> None:
         """Everything that follows from the new state, in the order in which one step enables the next."""
+        limits.count_time(turn)
         rollouts.expire(turn)
         epochs.expire(turn)
         rollouts.want_finalized(turn)
+        limits.notice_limits(turn)
         rollouts.want_eval(turn)
-        batches.grant_batches(turn)
+        unserved = batches.grant_batches(turn)
+        limits.notice_exhaustion(turn, unserved=unserved)
         ending.finish(turn)
         rollouts.want_tasks(turn)
         rollouts.grant(turn)

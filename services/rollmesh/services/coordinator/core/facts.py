@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.services.coordinator.core.records import (
+    ConfigChange,
     DroppedSample,
     GroupDecision,
     PayloadRef,
@@ -164,6 +165,21 @@ class TaskReplayed(Record, frozen=True, kw_only=True, tag=True):
     draw: int = 0
 
 
+class TimeCounted(Record, frozen=True, kw_only=True, tag=True):
+    seconds: float = 0.0
+
+
+class RunStopping(Record, frozen=True, kw_only=True, tag=True):
+    reason: str = ""
+
+
+class RunChanged(Record, frozen=True, kw_only=True, tag=True):
+    spec: RunSpec
+    change_id: str = ""
+    changes: tuple[ConfigChange, ...] = ()
+    reopened: bool = False
+
+
 Fact = (
     RunCreated
     | GroupReserved
@@ -186,6 +202,9 @@ Fact = (
     | RunEnded
     | RunStalled
     | TaskReplayed
+    | TimeCounted
+    | RunStopping
+    | RunChanged
 )
 
 PROGRESS = (RunCreated, EpisodeScored, GroupFinalized, UpdateCommitted, CheckpointReported, VersionPublished)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from rollmesh.services.coordinator.core.records import (
+    ConfigChange,
     DroppedSample,
     GroupDecision,
     PayloadRef,
@@ -25,6 +26,20 @@ NO_PAYLOAD = PayloadRef()
 class CreateRun:
     ticket: int
     spec: RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeRun:
+    ticket: int
+    spec: RunSpec
+    changes: tuple[ConfigChange, ...]
+    change_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    recorded: bool
+    reopened: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,6 +343,7 @@ class Done:
 
 Input = (
     CreateRun
+    | ChangeRun
     | AcquireRollouts
     | RenewLeases
     | ReportEpisodes

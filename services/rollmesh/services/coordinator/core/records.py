@@ -118,8 +118,23 @@ class DroppedSample(Record, frozen=True, kw_only=True, omit_defaults=True):
     reason: str = ""
 
 
+class Bound(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """How stale a trained token may be. Samples are judged by the bound under which their batch is leased."""
+
+    max_staleness: int = 0
+    beyond: BoundPolicy = BoundPolicy.DROP
+
+
+class ConfigChange(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One changed setting, by dotted key; values as JSON."""
+
+    key: str = ""
+    old: str = ""
+    new: str = ""
+
+
 class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """What a run is. Immutable; `rollmesh/v1/events.proto` describes each field."""
+    """What a run is. Changed by `RunChanged` alone; `rollmesh/v1/events.proto` describes each field."""
 
     run: str = ""
     policy: str = "main"
@@ -140,6 +155,9 @@ class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     eval_s_max: float = 60.0
     seed: int = 0
     success_reward: str = "correct"
+    seconds_max: float = 0.0
+    success_target: float = 0.0
+    tokens_max: int = 0
     export_groups: int = 0
     export_split: str = "test"
     stall_s: float = 0.0
@@ -148,7 +166,15 @@ class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
         for name in ("batch_groups", "group_size", "publish_every", "tries_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in ("max_staleness", "updates_max", "eval_every", "eval_tasks", "export_groups"):
+        for name in (
+            "max_staleness",
+            "updates_max",
+            "eval_every",
+            "eval_tasks",
+            "seconds_max",
+            "tokens_max",
+            "export_groups",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
         for name in ("episode_lease_s", "batch_lease_s", "group_s_max", "eval_s_max"):
@@ -163,6 +189,13 @@ class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
             raise ValueError(
                 f"stall_s = {self.stall_s}: must not be negative; 0 means that a run never counts as stalled"
             )
+        if not 0 <= self.success_target <= 1:
+            raise ValueError(f"success_target = {self.success_target}: must be a share, 0 (never) to 1")
+        if self.success_target and not (self.eval_every and self.eval_tasks):
+            raise ValueError(
+                f"success_target = {self.success_target} with eval_every = {self.eval_every}, eval_tasks = {self.eval_tasks}: "
+                "success is seen in evaluations alone; set both above 0"
+            )
         if self.publish_every > self.max_staleness + 1:
             raise ValueError(
                 f"publish_every = {self.publish_every} with max_staleness = {self.max_staleness}: weights must be published "
@@ -174,3 +207,8 @@ class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     def exports(self) -> bool:
         """Whether samples are handed out instead of trained on."""
         return self.export_groups > 0
+
+    @property
+    def bound(self) -> Bound:
+        """The bound of batches leased from now on."""
+        return Bound(max_staleness=self.max_staleness, beyond=self.beyond)

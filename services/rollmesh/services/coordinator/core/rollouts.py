@@ -95,6 +95,11 @@ def why_no_work(turn: Turn) -> str:
         return f"run ended: {state.ended}"
     if clock.published is None:
         return f"a published version of incarnation {clock.incarnation}"
+    if state.stopping:
+        return f"run ends: {state.stopping}"
+    if clock.published in clock.quarantined:
+        cause = clock.refusals.get(clock.published.name, "")
+        return f"weights that the nodes accept; {clock.published.name} was refused: {cause}"
     if bound.num_admissible(state) == 0:
         live = len(state.training_groups(*GroupPhase))
         if turn.spec.exports:
@@ -110,7 +115,7 @@ def want_tasks(turn: Turn) -> None:
         if _demand(turn) > 0 and bound.num_admissible(turn.state) > 0:
             _reserve(turn, purpose, replay.task, replay.draw, dead_id=replay.dead_id)
     demand = _demand(turn)
-    if demand <= 0 or turn.volatile.drawing:
+    if demand <= 0 or turn.volatile.drawing or turn.volatile.exhausted:
         return
     num = min(bound.num_admissible(turn.state), ceil(demand / turn.spec.group_size), DRAW_MAX)
     if num > 0:
@@ -170,7 +175,8 @@ def want_eval(turn: Turn) -> None:
     version, spec = turn.clock.published, turn.spec
     if version is None or spec.eval_every == 0 or spec.eval_tasks == 0:
         return
-    due = version.step % spec.eval_every == 0 or version.step == spec.updates_max
+    last = bool(turn.state.stopping) and version.step == turn.clock.applied
+    due = version.step % spec.eval_every == 0 or last
     key = (version.step, version.incarnation)
     asked = key in turn.volatile.eval_deadlines or key in turn.volatile.evals_given_up
     if due and not asked and eval_of(turn.state, *key) is None:

@@ -19,6 +19,7 @@ from enum import IntEnum
 import msgspec
 
 from rollmesh.services.coordinator.core.records import (
+    Bound,
     PayloadRef,
     Purpose,
     Reward,
@@ -116,6 +117,8 @@ class BatchState(msgspec.Struct, kw_only=True):
     update: int
     groups: tuple[str, ...]
     sample_ids: tuple[str, ...]
+    bound: Bound
+    """What it was leased under; it is committed under the same."""
     in_doubt: bool = False
 
 
@@ -247,7 +250,13 @@ class State(msgspec.Struct, kw_only=True):
     """Who was the root of the stall that lasts; empty while the run moves."""
     stall: str = ""
     """The recorded cause of that stall."""
+    stopping: str = ""
+    """Why no further update begins; the run ends when its last weights are safe and measured."""
     ended: str = ""
+    seconds: float = 0.0
+    """For how long coordinators have led it, as far as counted."""
+    last_change: str = ""
+    """Id of the newest RunChanged."""
 
     @property
     def the_spec(self) -> RunSpec:

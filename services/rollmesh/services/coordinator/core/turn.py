@@ -132,6 +132,8 @@ class Volatile:
     finalizing: set[str] = field(default_factory=set)
     overdue: set[str] = field(default_factory=set)
     """Groups whose deadline has passed."""
+    counted_at: float | None = None
+    """Moment up to which the run's time is counted; None before the first decision of this life."""
     exhausted: bool = False
     """The data service has no task beyond those drawn."""
     data_waiting: str = ""

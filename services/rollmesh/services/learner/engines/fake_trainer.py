@@ -3,8 +3,8 @@
 Obeys the port like a real one: drops what cannot be trained on, skips, saves atomically, resumes bit for bit. That makes it a
 sharper instrument than a real one for `once`: two trainers whose samples, masks or updates differ anywhere have different weights.
 
-A checkpoint is a folder `<checkpoints>/update-00000012.0` as the torch trainer's: `state.json`, `model.safetensors`, `trained.jsonl`,
-`data_snapshot.bin`.
+A checkpoint is a folder `<checkpoints>/update-00000012.0` as the torch trainer's: `rollmesh.json` (position and hashes), `state.json`,
+`model.safetensors`, `trained.jsonl`, `data_snapshot.bin`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,11 +24,22 @@ from rollmesh.services.learner.engine import ExportedWeights, Position, Restored
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Outcome, TrainingSample
+from rollmesh.trainer.checkpoint_files import (
+    SNAPSHOT_NAME,
+    TEMPORARY,
+    TRAINED_NAME,
+    CheckpointError,
+    CheckpointPosition,
+    folder_name,
+    list_checkpoints,
+    newest_whole,
+    sync,
+    write_meta,
+)
 from rollmesh.trainer.trained_log import TrainedLog
 
-_FOLDER = re.compile(r"^update-(\d{8,})\.(\d+)$")
-_TEMPORARY = ".tmp-checkpoint-"
 _WEIGHTS = "model.safetensors"
+_STATE = "state.json"
 _PERIOD = 64
 """Positions that differ by this share a distribution."""
 
@@ -51,15 +61,9 @@ class FakeTrainerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
             raise ValueError(f"num_elements must be at least 1, got {self.num_elements}")
 
 
-class FakeCheckpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FakeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """state.json."""
 
-    update: int
-    policy: str
-    incarnation: int
-    digest: str
-    ledger_position: int
-    seed: int
     history: str
     """Hex hash of everything trained on: the weights, in effect."""
 
@@ -68,29 +72,26 @@ def open_trainer(config: LearnerConfig) -> Restored:
     """As `engine.OpenEngine`. `config.model` is not read."""
     options = config_from_dict(FakeTrainerOptions, config.engine_options)
     engine = FakeTrainer(options, config)
-    folders = list_checkpoints(config.checkpoints)
-    if not folders:
+    try:
+        found = newest_whole(config.checkpoints)
+    except CheckpointError as err:
+        raise ConfigError(str(err)) from err
+    if found is None:
         return Restored(engine=engine, log=TrainedLog())
-    found = _read_state(folders[-1])
-    if found.seed != config.seed:
-        raise ConfigError(f"{folders[-1]} was trained with seed {found.seed}, not {config.seed}; set seed to resume it")
-    engine.restore(found)
+    meta = found.meta
+    if meta.seed != config.seed:
+        raise ConfigError(f"{found.path} was trained with seed {meta.seed}, not {config.seed}; set seed to resume it")
+    engine.step = meta.update
+    engine.history = msgspec.json.decode((found.path / _STATE).read_bytes(), type=FakeState).history
     position = Position(
-        update=found.update,
-        policy=found.policy,
-        incarnation=found.incarnation,
-        digest=found.digest,
-        ledger_position=found.ledger_position,
+        update=meta.update,
+        policy=meta.policy,
+        incarnation=meta.incarnation,
+        digest=meta.digest,
+        ledger_position=meta.ledger_position,
     )
-    log = TrainedLog(folders[-1] / "trained.jsonl", update=found.update, digest=found.digest)
-    return Restored(engine=engine, log=log, position=position)
-
-
-def list_checkpoints(root: Path) -> list[Path]:
-    """Whole checkpoints, oldest first: by incarnation, then update."""
-    entries = root.iterdir() if root.is_dir() else ()
-    found = [(int(match[2]), int(match[1]), path) for path in entries if (match := _FOLDER.match(path.name))]
-    return [path for *_, path in sorted(found)]
+    log = TrainedLog(found.path / TRAINED_NAME, update=meta.update, digest=meta.digest)
+    return Restored(engine=engine, log=log, position=position, passed_by=found.passed_by)
 
 
 class FakeTrainer:
@@ -103,10 +104,7 @@ class FakeTrainer:
         self._root = config.checkpoints
         self._keep_last = config.keep_last
         self._seed = config.seed
-        self._history = hashlib.sha256(f"fake trainer {config.seed}".encode()).hexdigest()
-
-    def restore(self, state: FakeCheckpoint) -> None:
-        self.step, self._history = state.update, state.history
+        self.history = hashlib.sha256(f"fake trainer {config.seed}".encode()).hexdigest()
 
     def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
         if k != self.step + 1:
@@ -116,7 +114,7 @@ class FakeTrainer:
         verdicts = tuple((s.sample.sample_id, _drop_reason(s, scored) or broken) for s in samples)
         used = [s for s, (_, reason) in zip(samples, verdicts, strict=True) if reason is None]
         if used:
-            self._history = _after(self._history, k, used)
+            self.history = _after(self.history, k, used)
         self.step = k
         tokens = sum(_num_trained(s) for s in used)
         metrics = {
@@ -141,35 +139,32 @@ class FakeTrainer:
     def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
         if not self.step == log.update == position.update or position.digest != log.digest:
             raise ValueError(f"trainer at {self.step}, list at {log.update}, position at {position.update}")
-        final = self._root / f"update-{position.update:08d}.{position.incarnation}"
-        temporary = self._root / f"{_TEMPORARY}{final.name}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        (temporary / "state.json").write_bytes(msgspec.json.encode(self._state(position)))
-        (temporary / _WEIGHTS).write_bytes(self._safetensors())
-        (temporary / "data_snapshot.bin").write_bytes(data_snapshot)
-        log.write_to(temporary / "trained.jsonl")
-        _sync_all(temporary)
-        temporary.rename(final)
-        _sync(self._root)
-        log.rebase(final / "trained.jsonl")
-        for old in list_checkpoints(self._root)[: -self._keep_last]:
-            shutil.rmtree(old)
-        return final
-
-    def _state(self, position: Position) -> FakeCheckpoint:
-        return FakeCheckpoint(
+        place = CheckpointPosition(
             update=position.update,
             policy=position.policy,
             incarnation=position.incarnation,
             digest=position.digest,
-            ledger_position=position.ledger_position,
             seed=self._seed,
-            history=self._history,
+            ledger_position=position.ledger_position,
         )
+        final = self._root / folder_name(place)
+        temporary = self._root / f"{TEMPORARY}{final.name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        (temporary / _STATE).write_bytes(msgspec.json.encode(FakeState(history=self.history)))
+        (temporary / _WEIGHTS).write_bytes(self._safetensors())
+        (temporary / SNAPSHOT_NAME).write_bytes(data_snapshot)
+        log.write_to(temporary / TRAINED_NAME)
+        write_meta(temporary, place)
+        os.rename(temporary, final)
+        sync(self._root)
+        log.rebase(final / TRAINED_NAME)
+        for old in list_checkpoints(self._root)[: -self._keep_last]:
+            shutil.rmtree(old)
+        return final
 
     def _draws(self) -> np.random.Generator:
-        return np.random.default_rng(int(self._history, 16))
+        return np.random.default_rng(int(self.history, 16))
 
     def _safetensors(self) -> bytes:
         """u64le header length, JSON header, data (https://huggingface.co/docs/safetensors)."""
@@ -196,25 +191,3 @@ def _num_trained(sample: TrainingSample) -> int:
 def _after(history: str, k: int, used: Sequence[TrainingSample]) -> str:
     lines = sorted(f"{s.sample.sample_id} {_num_trained(s)}" for s in used)
     return hashlib.sha256("\n".join([history, str(k), *lines]).encode()).hexdigest()
-
-
-def _read_state(folder: Path) -> FakeCheckpoint:
-    try:
-        return msgspec.json.decode((folder / "state.json").read_bytes(), type=FakeCheckpoint)
-    except (OSError, msgspec.DecodeError) as err:
-        raise ConfigError(
-            f"checkpoint {folder} cannot be read: {err}; remove it to resume from the one before"
-        ) from err
-
-
-def _sync_all(folder: Path) -> None:
-    for path in (*folder.iterdir(), folder):
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,13 +20,8 @@ from rollmesh.services.learner.engine import ExportedWeights, Position, Restored
 from rollmesh.services.learner.engines.recipe import resolve_recipe
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
-from rollmesh.trainer.checkpoint import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointPosition,
-    latest_checkpoint,
-    save_checkpoint,
-)
+from rollmesh.trainer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
+from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition
 from rollmesh.trainer.model_files import WEIGHTS_NAME, load_model, load_tokenizer
 from rollmesh.trainer.trained_log import TrainedLog
 from rollmesh.trainer.update import Trainer, UpdateConfig, UpdateOutcome
@@ -126,7 +121,7 @@ def _resumed(config: LearnerConfig, recipe: UpdateConfig, found: Checkpoint) -> 
         ledger_position=meta.ledger_position,
     )
     engine = TorchTrainer(trainer, _tokenizer(found.path), config, recipe)
-    return Restored(engine=engine, log=found.trained_log(), position=position)
+    return Restored(engine=engine, log=found.trained_log(), position=position, passed_by=found.passed_by)
 
 
 def _trainer(config: LearnerConfig, recipe: UpdateConfig, folder: Path) -> Trainer:

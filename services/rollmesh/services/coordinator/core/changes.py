@@ -1,0 +1,60 @@
+"""Decisions about a run that goes on under other settings.
+
+What a run's history rests on is fixed: its name, its draws, its batches, its rewards, what happens beyond the bound. Limits, terms and
+the bound itself may change; a batch that is out keeps the bound it was leased under (`BatchState.bound`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.core.turn import Turn, refuse
+
+MAY_CHANGE = frozenset(
+    {
+        "max_staleness",
+        "publish_every",
+        "tries_max",
+        "episode_lease_s",
+        "batch_lease_s",
+        "group_s_max",
+        "eval_s_max",
+        "eval_every",
+        "updates_max",
+        "seconds_max",
+        "success_target",
+        "tokens_max",
+        "stall_s",
+    }
+)
+"""Fields of RunSpec; all others are fixed for the life of a run."""
+
+
+def change(turn: Turn, request: i.ChangeRun) -> None:
+    """Record a change, and open a run again that had ended at a limit. Idempotent by `change_id`."""
+    state = turn.state
+    if request.change_id == state.last_change:
+        turn.reply(request.ticket, i.Changed(recorded=False, reopened=False))
+        return
+    for name in fixed_fields(turn.spec, request.spec):
+        was, wanted = getattr(turn.spec, name), getattr(request.spec, name)
+        refuse(
+            "CHANGE_REFUSED",
+            f"run.{name}: {was!r} -> {wanted!r}: it is fixed for the life of a run; change it back, or make a new run",
+            key=f"run.{name}",
+        )
+    reopened = bool(state.ended) and not state.ended.startswith("STOPPED")
+    turn.emit(f.RunChanged(change_id=request.change_id, changes=request.changes, spec=request.spec, reopened=reopened))
+    if reopened:
+        turn.volatile.counted_at = turn.volatile.progressed_at = turn.now
+    turn.volatile.exhausted = False  # the source may have been given more
+    turn.reply(request.ticket, i.Changed(recorded=True, reopened=reopened))
+
+
+def fixed_fields(old: RunSpec, new: RunSpec) -> list[str]:
+    """Fields that differ and may not."""
+    names = (field.name for field in msgspec.structs.fields(RunSpec))
+    return [name for name in names if name not in MAY_CHANGE and getattr(old, name) != getattr(new, name)]

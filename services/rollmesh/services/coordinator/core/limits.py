@@ -1,0 +1,96 @@
+"""Decisions about when a run has had enough: updates, seconds, tokens, success, or no tasks any more.
+
+A limit that is reached is a fact (`RunStopping`), so that it stays reached: a later, worse evaluation does not open the run again after
+its trainer has gone. A roll-back or a changed run takes it back, and it is judged anew.
+
+Time is a fact as well. Each life of a coordinator counts by its own monotonic clock and notes what it counted (`TimeCounted`) at least
+every `COUNT_EVERY_S` while it decides anything; a kill loses what it had not noted, a fold of the ledger gives the same sum.
+"""
+
+from __future__ import annotations
+
+from rollmesh.services.coordinator.core import bound
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.records import StepSpan
+from rollmesh.services.coordinator.core.state import EvalState, GroupPhase, State
+from rollmesh.services.coordinator.core.turn import Turn, Volatile
+
+COUNT_EVERY_S = 10.0
+
+
+def count_time(turn: Turn, *, all_of_it: bool = False) -> None:
+    """Note the time since it was counted last, if that is long enough. Time before the first decision of a life, or after the end, is none."""
+    began, turn.volatile.counted_at = turn.volatile.counted_at, turn.now
+    if began is None or turn.state.ended:
+        return
+    seconds = turn.now - began
+    if seconds > 0 and (all_of_it or seconds >= _term_s(turn.state)):
+        turn.emit(f.TimeCounted(seconds=seconds))
+    else:
+        turn.volatile.counted_at = began
+
+
+def next_count(state: State, volatile: Volatile) -> float | None:
+    """When time is to be counted again, so that a run that stands still ends in time; None if it is not."""
+    if volatile.counted_at is None or state.ended or state.spec is None:
+        return None
+    return volatile.counted_at + _term_s(state)
+
+
+def _term_s(state: State) -> float:
+    left_s = state.the_spec.seconds_max - state.seconds
+    return min(COUNT_EVERY_S, left_s) if left_s > 0 else COUNT_EVERY_S
+
+
+def notice_limits(turn: Turn) -> None:
+    """Stop beginning updates once a limit is reached."""
+    if not turn.state.ended and not turn.state.stopping and (reason := _reached(turn.state)):
+        _stop(turn, reason)
+
+
+def notice_exhaustion(turn: Turn, *, unserved: bool) -> None:
+    """Stop when no task is left and nothing is in flight. `unserved`: a trainer asked for a batch and there is none.
+
+    READY groups too few for a batch are no reason to go on, but only a trainer knows how many it takes: it must have asked.
+    """
+    state, volatile = turn.state, turn.volatile
+    if state.ended or state.stopping or turn.spec.exports or not volatile.exhausted:
+        return
+    if state.pending or state.replays:
+        return
+    in_flight = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.LEASED, GroupPhase.IN_DOUBT)
+    if not in_flight and (unserved or not state.training_groups(GroupPhase.READY)):
+        _stop(turn, "TASKS_EXHAUSTED")
+
+
+def _stop(turn: Turn, reason: str) -> None:
+    turn.emit(f.RunStopping(reason=reason))
+    for waiter in turn.volatile.trainers:
+        turn.reply(waiter.ticket, i.Batch(waiting_for=f"run ends: {reason}"))
+    turn.volatile.trainers.clear()
+
+
+def _reached(state: State) -> str:
+    spec, clock = state.the_spec, state.the_clock
+    if spec.updates_max and clock.applied >= spec.updates_max:
+        return "UPDATES_MAX"
+    if spec.tokens_max and clock.tokens_generated >= spec.tokens_max:
+        return "TOKENS_MAX"
+    if spec.seconds_max and state.seconds >= spec.seconds_max:
+        return "SECONDS_MAX"
+    if spec.success_target and _success(state) >= spec.success_target:
+        return "SUCCESS_TARGET"
+    return ""
+
+
+def _success(state: State) -> float:
+    """Share of tasks solved in the newest evaluation that is over, of weights that exist. A task that could not be scored is not solved."""
+    for result in reversed(state.evals):
+        if result.num_open == 0 and not _is_void(result, state):
+            return result.reward_sums.get(state.the_spec.success_reward, 0.0) / max(1, result.num_reserved)
+    return 0.0
+
+
+def _is_void(result: EvalState, state: State) -> bool:
+    return bound.is_void(StepSpan(step=result.step, incarnation=result.incarnation), state.the_clock)

@@ -1,0 +1,136 @@
+"""A run that goes on under other settings: what is recorded, what is refused, and which bound judges which batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.services.coordinator.audit import Audit
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.records import BoundPolicy, ConfigChange
+from rollmesh.services.coordinator.core.turn import Refusal
+from rollmesh.shared.digest import next_digest
+
+from .core_run import CoreRun
+
+
+def change(run: CoreRun, change_id: str = "c1", **fields: Any) -> i.Changed:
+    spec = msgspec.structs.replace(run.core.state.the_spec, **fields)
+    changes = tuple(
+        ConfigChange(key=f"run.{k}", old=str(getattr(run.core.state.the_spec, k)), new=str(v))
+        for k, v in fields.items()
+    )
+    changed: i.Changed = run.ask(i.ChangeRun, spec=spec, changes=changes, change_id=change_id)
+    return changed
+
+
+def audited(run: CoreRun) -> Audit:
+    audit = Audit()
+    for record in run.records:
+        audit.enter(record)
+    return audit
+
+
+def test_change_is_one_fact_and_a_repetition_none() -> None:
+    run = CoreRun(updates_max=5)
+    assert change(run, updates_max=9) == i.Changed(recorded=True, reopened=False)
+    assert change(run, updates_max=9) == i.Changed(recorded=False, reopened=False)
+    found = [fact for fact in run.facts if isinstance(fact, f.RunChanged)]
+    assert [(fact.changes, fact.spec.updates_max) for fact in found] == [
+        ((ConfigChange(key="run.updates_max", old="5", new="9"),), 9)
+    ]
+    replayed = Core()
+    replayed.replay(run.facts)
+    assert replayed.state == run.core.state
+    report = audited(run).report()
+    assert report.holds
+    assert [(line.key, line.old, line.new) for line in report.changes] == [("run.updates_max", "5", "9")]
+    assert "run.updates_max 5 -> 9" in report.to_text()
+
+
+@pytest.mark.parametrize("name", ["seed", "batch_groups", "group_size", "beyond", "success_reward", "eval_tasks"])
+def test_what_the_history_rests_on_may_not_change(name: str) -> None:
+    run = CoreRun()
+    values: dict[str, Any] = {"beyond": BoundPolicy.MASK, "success_reward": "other"}
+    with pytest.raises(Refusal, match=f"run.{name}: .* fixed for the life of a run") as refused:
+        change(run, "c1", **{name: values.get(name, 7)})
+    assert refused.value.reason == "CHANGE_REFUSED"
+    assert not [fact for fact in run.facts if isinstance(fact, f.RunChanged)]
+
+
+def test_run_that_ended_at_a_limit_goes_on_when_it_is_raised() -> None:
+    run = CoreRun(updates_max=1)
+    run.begin()
+    digest = run.train(1)
+    run.checkpoint(1, digest)
+    run.publish(1)
+    assert run.core.state.ended == "UPDATES_MAX"
+    assert change(run, updates_max=2).reopened
+    run.attach(1, digest)
+    run.publish(1)
+    digest = run.train(2)
+    run.checkpoint(2, digest)
+    run.publish(2)
+    assert run.core.state.ended == "UPDATES_MAX"
+    report = audited(run).report()
+    assert report.holds, report.to_text()
+    assert report.updates == 2
+
+
+def test_run_that_someone_stopped_stays_stopped() -> None:
+    run = CoreRun(updates_max=5)
+    run.ask(i.StopRun, reason="enough")
+    assert not change(run, updates_max=9).reopened
+    assert run.core.state.ended == "STOPPED: enough"
+
+
+def test_lowered_bound_drops_what_is_beyond_it_and_never_stalls() -> None:
+    run = CoreRun(max_staleness=3)
+    run.begin()
+    for update in (1, 2):
+        run.train(update)
+        run.publish(update)
+    run.generate(4, step=0)  # READY for update 3 with staleness 2
+    change(run, max_staleness=1)
+    assert run.lease(3).lease_id == ""
+    assert run.core.state.accounts.reasons["stale/BEYOND_BOUND"] == 4
+    run.train(3)
+    report = audited(run).report()
+    assert report.holds, report.to_text()
+
+
+def test_batch_in_doubt_is_rolled_forward_under_the_bound_it_was_leased_under() -> None:
+    run = CoreRun(max_staleness=3)
+    run.begin()
+    for update in (1, 2):
+        digest = run.train(update)
+        run.publish(update)
+    samples = run.generate(4, step=0)
+    run.lease(3)
+    change(run, max_staleness=0)  # the trainer was killed after its checkpoint with update 3, before its commit
+    attached = run.attach(3, next_digest(digest, 3, sorted(samples)))
+    assert attached.resolution is i.Resolution.ROLLED_FORWARD
+    report = audited(run).report()
+    assert report.holds, report.to_text()
+    assert report.lag_max == 2
+
+
+def test_raised_bound_does_not_unmask_tokens_of_a_batch_that_is_out() -> None:
+    run = CoreRun(max_staleness=1, beyond=BoundPolicy.MASK)
+    run.begin()
+    run.train(1)
+    run.publish(1)
+    run.train(2)
+    run.publish(2)
+    run.generate(4, step=1)
+    batch = run.lease(3)
+    assert {sample.mask_below_step for sample in batch.samples} == {0}
+    change(run, max_staleness=0)
+    again = run.lease(3)
+    assert again == batch
+    run.commit(3, batch.lease_id)
+    assert run.core.state.the_clock.trained_by_staleness == {0: 8, 1: 4}
