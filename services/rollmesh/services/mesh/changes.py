@@ -29,6 +29,17 @@ from rollmesh.shared.errors import ChangeRefused
 RECORDED = "recorded.json"
 
 FIXED = (
+    "run.name",
+    "run.seed",
+    "run.policy",
+    "run.learner",
+    "run.beyond",
+    "run.batch_groups",
+    "run.group_size",
+    "run.eval_tasks",
+    "run.eval_split",
+    "run.success_reward",
+    "run.export_*",
     "model",
     "made_model*",
     "data.source.*",
@@ -56,6 +67,7 @@ FIXED = (
 )
 FREE = (
     *(f"run.{name}" for name in sorted(MAY_CHANGE)),
+    "run.on_stall",
     "data.epochs_max",
     "data.catch_up_s_max",
     "data.runs_max",

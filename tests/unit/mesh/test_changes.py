@@ -1,0 +1,112 @@
+"""Which settings may differ when a run goes on: the table is whole, and what is recorded holds no secret and no place."""
+
+from __future__ import annotations
+
+import json
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rollmesh.services.cli.config import MadeModelConfig, TrainConfig
+from rollmesh.services.coordinator.core.changes import MAY_CHANGE
+from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
+from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.mesh.changes import (
+    FIXED,
+    FREE,
+    SECTIONS_JUDGED,
+    check_changes,
+    diff,
+    may_change,
+    note_recorded,
+    recorded,
+    settings_of,
+)
+from rollmesh.services.mesh.config import RunConfig
+from rollmesh.services.rollout.config import RolloutConfig, SamplingConfig
+from rollmesh.shared.errors import ChangeRefused
+
+WHOLE = TrainConfig(
+    made_model=MadeModelConfig(shape={"hidden_size": 8}),
+    rollout=RolloutConfig(agent_options={"a": 1}, eval_sampling=SamplingConfig()),
+    learner=LearnerConfig(
+        recipe_options={"optimizer": {"lr": 1e-4}, "packing": {"tokens_max": 8}, "loss": {"clip": 0.2}}
+    ),
+)
+
+
+def test_table_names_every_setting_that_decides_what_is_learnt() -> None:
+    keys = [key for key in settings_of(WHOLE, Path("/")) if key.partition(".")[0] in SECTIONS_JUDGED]
+    assert len(keys) > 80
+    unnamed = [key for key in keys if not any(fnmatchcase(key, pattern) for pattern in (*FIXED, *FREE))]
+    assert unnamed == ["learner.recipe_options.loss.clip"], "parts of the recipe without a rule are fixed"
+    for pattern in (*FIXED, *FREE):
+        section = pattern.partition(".")[0].rstrip("*")
+        assert section in {*SECTIONS_JUDGED, "sandbox"}, f"{pattern} rules over nothing"
+
+
+def test_table_and_coordinator_agree_on_the_spec() -> None:
+    fields = {field.name for field in msgspec.structs.fields(RunSpec)} - {"run"}
+    assert {name for name in fields if may_change(f"run.{name}")} == set(MAY_CHANGE)
+
+
+@pytest.mark.parametrize(
+    ("key", "may"),
+    [
+        ("run.updates_max", True),
+        ("run.max_staleness", True),
+        ("run.on_stall", True),
+        ("run.seed", False),
+        ("run.batch_groups", False),
+        ("run.beyond", False),
+        ("model", False),
+        ("data.source.path", False),
+        ("data.epochs_max", True),
+        ("reward.scorers", False),
+        ("rollout.sampling.temperature", False),
+        ("rollout.worker.episodes_max", True),
+        ("learner.recipe", False),
+        ("learner.recipe_options.optimizer.lr", True),
+        ("learner.recipe_options.loss.clip_low", False),
+        ("learner.a_setting_of_tomorrow", False),
+        ("counts.inference", True),
+        ("bus.url", True),
+        ("telemetry.anything", True),
+        ("sandbox.profiles.python.tools", False),
+        ("sandbox.sessions_max", True),
+    ],
+)
+def test_what_may_change(key: str, may: bool) -> None:
+    assert may_change(key) is may
+
+
+def test_refusal_names_every_fixed_setting_and_the_remedy() -> None:
+    old = settings_of(TrainConfig(run=RunConfig(seed=1)), Path("/"))
+    new = settings_of(TrainConfig(run=RunConfig(seed=2, group_size=8, updates_max=9)), Path("/"))
+    changes = diff(old, new)
+    assert ConfigChange(key="run.updates_max", old="100", new="9") in changes
+    with pytest.raises(
+        ChangeRefused, match=r"`run.group_size` 16 -> 8; `run.seed` 1 -> 2: fixed .*train a new run"
+    ) as caught:
+        check_changes(changes)
+    assert caught.value.metadata["keys"] == "run.group_size,run.seed"
+
+
+def test_model_in_the_run_folder_has_no_place_and_a_secret_no_value(tmp_path: Path) -> None:
+    here, there = (TrainConfig(model=str(tmp_path / name / "model")) for name in ("a", "b"))
+    assert diff(settings_of(here, tmp_path / "a"), settings_of(there, tmp_path / "b")) == ()
+    options = {"password": "hunter2"}
+    settings = settings_of(TrainConfig(rollout=RolloutConfig(agent_options=options)), tmp_path)
+    assert "hunter2" not in json.dumps(settings)
+    other = settings_of(TrainConfig(rollout=RolloutConfig(agent_options={"password": "hunter3"})), tmp_path)
+    assert [change.key for change in diff(settings, other)] == ["rollout.agent_options.password"]
+
+
+def test_recorded_settings_are_read_back(tmp_path: Path) -> None:
+    assert recorded(tmp_path) is None
+    settings = settings_of(TrainConfig(), tmp_path)
+    note_recorded(tmp_path, settings)
+    assert recorded(tmp_path) == settings
+    assert [path.name for path in tmp_path.iterdir()] == ["recorded.json"]
