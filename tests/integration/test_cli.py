@@ -16,9 +16,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollmesh.services.cli.__main__ import app
+from rollmesh.services.cli.config import load_train_config
+from rollmesh.services.cli.run_bus import run_bus
 from rollmesh.services.cli.run_folder import RunFolder
 from rollmesh.services.cli.series import read_series
+from rollmesh.services.coordinator.core.facts import Fact, GroupReserved
+from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.learner.metrics_log import read_metrics
+from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
 
 AGENT = """
@@ -186,10 +191,46 @@ async def test_interrupted_run_writes_a_checkpoint_and_goes_on(mine: Path) -> No
     assert audit.exit_code == 0, audit.output
 
 
+async def test_run_killed_in_mid_update_goes_on_without_skipping_or_repeating_a_prompt(mine: Path) -> None:
+    out = mine / "run"
+    started = ("train", "--in-process", str(mine / "mine.yaml"), "run.updates_max=2000", "run.eval_every=0")
+    await _killed(*started, "--out", str(out))
+    done = _num_lines(out / "metrics.jsonl")
+    last = await asyncio.to_thread(_train, "--resume", str(out), f"run.updates_max={done + 4}", "--json")
+    assert last.exit_code == 0, last.output
+    assert json.loads(last.stdout)["ended"] == "UPDATES_MAX"
+
+    found = await asyncio.to_thread(_audited, out)
+    assert found["holds"]
+    assert (found["updates"], found["samples"]["live"]) == (done + 4, 0)
+    draws = [fact.draw for fact in await _facts(out) if isinstance(fact, GroupReserved)]
+    assert draws == list(range(len(draws)))
+
+
+async def _facts(out: Path) -> list[Fact]:
+    """Every fact of the run, in order."""
+    folder = RunFolder(out)
+    async with run_bus(folder, load_train_config(folder.config)) as bus:
+        log = await bus.open(run_streams("cli").ledger.name)
+        return [fact async for record in read_ledger(log) for fact in record.facts]
+
+
+async def _killed(*arguments: str) -> None:
+    """Runs the command until three updates are made, then kills it as a power cut would."""
+    await _until_updates(3, signal.SIGKILL, *arguments)
+
+
 async def _interrupted(*arguments: str) -> str:
     """Runs the command until three more updates are made, then sends Ctrl-C; what it printed."""
+    code, told = await _until_updates(3, signal.SIGINT, *arguments)
+    assert code == 130, told
+    return told
+
+
+async def _until_updates(num: int, then: signal.Signals, *arguments: str) -> tuple[int | None, str]:
+    """Runs the command until `num` more updates are made, then sends a signal; exit code, and what it printed."""
     metrics = Path(arguments[-1]) / "metrics.jsonl"
-    wanted = _num_lines(metrics) + 3
+    wanted = _num_lines(metrics) + num
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rollmesh.services.cli", *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -198,14 +239,13 @@ async def _interrupted(*arguments: str) -> str:
             while _num_lines(metrics) < wanted:
                 assert process.returncode is None, (await process.communicate())[0].decode()
                 await asyncio.sleep(0.05)
-            process.send_signal(signal.SIGINT)
+            process.send_signal(then)
             told, _ = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    assert process.returncode == 130, told.decode()
-    return told.decode()
+    return process.returncode, told.decode()
 
 
 def _num_lines(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -227,21 +228,21 @@ class _WatchedLog:
 async def test_a_service_with_a_snapshot_reads_only_what_came_after_and_draws_the_same(
     bus: MemoryBus, tmp_path: Path, orderly: bool
 ) -> None:
-    snapshots = SnapshotFolder(tmp_path)
-    first = engine(bus, snapshots=snapshots, snapshot_records=4)
+    first = engine(bus, snapshots=SnapshotFolder(tmp_path / "live"), snapshot_records=4)
     middle = await write_history(bus, first, 6)
     await first.snapshot("r")  # all of it is folded
-    saved = max(int(path.stem) for path in (tmp_path / "r").iterdir())
     if orderly:
         await first.close()
-        saved = middle
+    shutil.copytree(tmp_path / "live", tmp_path / "left")  # what a kill leaves
+    saved = max(int(path.stem) for path in (tmp_path / "left" / "r").glob("*.snapshot"))
+    assert 0 < saved <= middle
+    snapshots = SnapshotFolder(tmp_path / "left")
     whole = engine(bus)
     last = await write_history(bus, whole, 6, first=6)
     watched = Watched(bus)
     second = engine(watched, snapshots=snapshots)
     assert await second.snapshot("r") == await whole.snapshot("r")
     assert watched.followed_from == [saved + 1]
-    assert saved > 0
     assert await ids(second, 12, 6, last) == await ids(whole, 12, 6, last)
     for each in (first, second, whole):
         await each.close()
