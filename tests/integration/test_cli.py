@@ -191,19 +191,19 @@ async def test_interrupted_run_writes_a_checkpoint_and_goes_on(mine: Path) -> No
     assert audit.exit_code == 0, audit.output
 
 
-async def test_run_killed_in_mid_update_goes_on_without_skipping_or_repeating_a_prompt(mine: Path) -> None:
+def test_run_killed_in_mid_update_goes_on_without_skipping_or_repeating_a_prompt(mine: Path) -> None:
     out = mine / "run"
     started = ("train", "--in-process", str(mine / "mine.yaml"), "run.updates_max=2000", "run.eval_every=0")
-    await _killed(*started, "--out", str(out))
+    asyncio.run(_killed(*started, "--out", str(out)))
     done = _num_lines(out / "metrics.jsonl")
-    last = await asyncio.to_thread(_train, "--resume", str(out), f"run.updates_max={done + 4}", "--json")
+    last = _train("--resume", str(out), f"run.updates_max={done + 4}", "--json")
     assert last.exit_code == 0, last.output
     assert json.loads(last.stdout)["ended"] == "UPDATES_MAX"
 
-    found = await asyncio.to_thread(_audited, out)
+    found = _audited(out)
     assert found["holds"]
     assert (found["updates"], found["samples"]["live"]) == (done + 4, 0)
-    draws = [fact.draw for fact in await _facts(out) if isinstance(fact, GroupReserved)]
+    draws = [fact.draw for fact in asyncio.run(_facts(out)) if isinstance(fact, GroupReserved)]
     assert draws == list(range(len(draws)))
 
 

@@ -53,7 +53,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def batch(recorded: Path, k: int) -> Batch:
-    samples, members = [], []
+    samples: list[TrainingSample] = []
+    members: list[tuple[str, MemberOutcome]] = []
     for path in sorted(recorded.glob(f"{k}.*")):
         made = episode_from_bytes(path.read_bytes())
         (one,) = made.samples
