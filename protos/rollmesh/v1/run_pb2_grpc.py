@@ -147,6 +147,7 @@ class RunServiceServicer(object):
         a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
         Errors:
         NOT_FOUND UNKNOWN_RUN.
+        as CreateRun: another run is live.
         FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
         INVALID_ARGUMENT INVALID_SPEC.
         """

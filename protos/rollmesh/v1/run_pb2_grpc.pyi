@@ -64,6 +64,7 @@ class RunServiceStub:
     a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
     Errors:
       NOT_FOUND UNKNOWN_RUN.
+      as CreateRun: another run is live.
       FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
       INVALID_ARGUMENT INVALID_SPEC.
     """
@@ -193,6 +194,7 @@ class RunServiceAsyncStub(RunServiceStub):
     a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
     Errors:
       NOT_FOUND UNKNOWN_RUN.
+      as CreateRun: another run is live.
       FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
       INVALID_ARGUMENT INVALID_SPEC.
     """
@@ -331,6 +333,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
         Errors:
           NOT_FOUND UNKNOWN_RUN.
+          as CreateRun: another run is live.
           FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
           INVALID_ARGUMENT INVALID_SPEC.
         """

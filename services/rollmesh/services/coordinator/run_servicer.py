@@ -58,6 +58,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def ChangeRun(self, request: pb.ChangeRunRequest, context: Context) -> pb.ChangeRunResponse:
         spec = wire.run_spec(request.spec)
         driver = await self._runs.get(spec.run)
+        await self._mesh.check_run(spec)
         changes = tuple(decode(ConfigChange, change) for change in request.changes)
         changed: i.Changed = await driver.ask(
             lambda ticket: i.ChangeRun(ticket=ticket, spec=spec, changes=changes, change_id=request.change_id)
