@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.services.cli.config import TrainConfig
-from rollmesh.services.cli.run_folder import RunExistsHere, new_folder, origin_now
+from rollmesh.services.cli.run_folder import RunExistsHere, new_folder, open_folder, origin_now
 from rollmesh.services.mesh.config import RunConfig
 from rollmesh.shared.errors import ConfigError
 
@@ -36,6 +36,18 @@ def test_file_in_the_place_of_a_folder_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="choose another --out"):
         new_folder(CONFIG, origin_now([], tmp_path), tmp_path / "file")
+
+
+def test_folder_is_opened_with_its_configuration_and_base(tmp_path: Path) -> None:
+    made = new_folder(CONFIG, origin_now(["rollmesh", "train"], tmp_path), tmp_path / "run")
+    folder, config, base = open_folder(made.root, ["learner.keep_last=7"])
+    assert (config.run, config.learner.keep_last, base) == (CONFIG.run, 7, tmp_path)
+    assert open_folder(folder.root, [])[1].learner.keep_last == CONFIG.learner.keep_last, "opening changes nothing"
+
+
+def test_other_folder_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"not the folder of a run: run.json cannot be read"):
+        open_folder(tmp_path, [])
 
 
 def test_newest_checkpoint_is_the_last_by_incarnation_then_update(tmp_path: Path) -> None:

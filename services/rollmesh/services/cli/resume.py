@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollmesh.services.cli.check import check
 from rollmesh.services.cli.config import TrainConfig, load_train_config
-from rollmesh.services.cli.run_folder import RunFolder, run_config
+from rollmesh.services.cli.run_folder import RunFolder, open_folder, run_config
 from rollmesh.services.coordinator.core.records import ConfigChange
 from rollmesh.services.mesh.changes import check_changes, describe, diff, recorded, settings_of
 from rollmesh.shared.errors import ConfigError
@@ -35,16 +35,13 @@ def open_resumption(root: Path, overrides: list[str]) -> Resumption:
 
     Raises ConfigError if it isn't a run's folder, its configuration is unusable or no checkpoint is whole; ChangeRefused.
     """
-    folder = RunFolder(root.resolve())
-    origin = folder.read_origin()
-    before, config = load_train_config(folder.config), load_train_config(folder.config, overrides)
-    base_dir = Path(origin.base_dir)
-    changes = _changes(folder, before, config)
+    folder, config, base_dir = open_folder(root, overrides)
+    changes = _changes(folder, load_train_config(folder.config), config)
     check_changes(changes)
     check(config, base_dir)
     damage = _damage(folder)
     if overrides:
-        folder.write(config, origin)
+        folder.write(config, folder.read_origin())
     told = (f"changed: {change.key} {describe(change)}" for change in changes)
     return Resumption(folder=folder, config=config, base_dir=base_dir, notes=(*told, *damage))
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.services.cli.config import TrainConfig
+from rollmesh.services.cli.config import TrainConfig, load_train_config
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.errors import AlreadyExists, ConfigError
 from rollmesh.trainer.checkpoint_files import list_checkpoints
@@ -121,6 +121,16 @@ def new_folder(config: TrainConfig, origin: Origin, out: Path | None = None) -> 
     folder = RunFolder(_claim(out) if out is not None else _claim_dated(config.run.name))
     folder.write(config, origin)
     return folder
+
+
+def open_folder(root: Path, overrides: list[str]) -> tuple[RunFolder, TrainConfig, Path]:
+    """Folder and configuration (with `overrides`) of a run, and the base folder of the user's files. Nothing is written.
+
+    ConfigError if it isn't one, or its configuration is unusable.
+    """
+    folder = RunFolder(root.resolve())
+    origin = folder.read_origin()
+    return folder, load_train_config(folder.config, overrides), Path(origin.base_dir)
 
 
 def run_config(folder: RunFolder, config: TrainConfig) -> TrainConfig:
