@@ -135,6 +135,7 @@ async def test_a_killed_node_that_comes_back_serves_only_once_it_has_admissible_
         world(tmp_path, slow_engines(model, updates_max=30), ONE_NODE) as mesh,
         joined(mesh, tmp_path, "inference", "a") as node,
     ):
+        await mesh.until_state("a first version", lambda s: s.policies[0].published_step >= 0, limit_s=STEP_S)
         before = await node.until(READY)
         await mesh.until_state("some updates", lambda s: s.policies[0].applied_step >= 5, limit_s=STEP_S)
         node.kill()
@@ -158,6 +159,7 @@ async def test_a_vanished_worker_s_episodes_are_run_by_others_and_a_drained_one_
             joined(mesh, tmp_path, "rollout", "dies") as dies,
             joined(mesh, tmp_path, "rollout", "leaves") as leaves,
         ):
+            await mesh.until_state("the first update", lambda s: s.policies[0].applied_step >= 1, limit_s=STEP_S)
             for node in (dies, leaves):
                 await _until_working(node.name, mesh)
             dies.kill()
