@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -117,6 +117,15 @@ def _threads() -> Spent:
 
 def _descendants() -> Spent:
     """Living processes below this one, each with the children it has waited for; and what this one has waited for."""
+    parents, spent = _processes()
+    me = str(os.getpid())
+    below = {pid: spent[pid] for pid in parents if _is_below(pid, me, parents)}
+    reaped = os.times()
+    return below | {"reaped": ("ended children", reaped.children_user + reaped.children_system)}
+
+
+def _processes() -> tuple[dict[str, str], Spent]:
+    """Parents of all processes by id; and what each has spent, with the children it has waited for."""
     parents: dict[str, str] = {}
     spent: Spent = {}
     for path in Path("/proc").iterdir():
@@ -124,10 +133,18 @@ def _descendants() -> Spent:
             comm, fields = stat
             parents[path.name] = fields[1]
             spent[path.name] = (comm, sum(int(field) for field in fields[11:15]) / _TICKS_PER_S)
-    me = str(os.getpid())
-    below = {pid: spent[pid] for pid in parents if _is_below(pid, me, parents)}
-    reaped = os.times()
-    return below | {"reaped": ("ended children", reaped.children_user + reaped.children_system)}
+    return parents, spent
+
+
+def cpu_s_of(pids: Mapping[str, int]) -> dict[str, float]:
+    """CPU seconds of processes by name, each with all below it and the children it has waited for."""
+    parents, spent = _processes()
+    return {
+        name: sum(
+            seconds for key, (_, seconds) in spent.items() if key == str(pid) or _is_below(key, str(pid), parents)
+        )
+        for name, pid in pids.items()
+    }
 
 
 def tree_cpu_s() -> float:

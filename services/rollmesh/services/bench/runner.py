@@ -16,6 +16,7 @@ BENCHES = (
     "prefix",
     "admission_latency",
     "mesh_turn",
+    "mesh_modes",
     "switch_interval",
     "telemetry",
     "staleness",

@@ -10,8 +10,6 @@ run that never reached the target within its updates counts as what it took unti
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from rollmesh.services.bench.report import Report
+from rollmesh.services.bench.warm_model import CONFIG, rollmesh, warm_model
 
 ETAS = (0, 2)
 SEEDS = (0, 1, 2)
@@ -27,8 +26,6 @@ GAIN = 0.12
 UPDATES_MAX = 40
 EVAL_EVERY = 4
 LATENCY = ("distribution=pareto", "mean_s=0.4", "shape=1.3", "max_s=6")
-TIMEOUT_S = 900
-CONFIG = Path(__file__).parent / "demo_small.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ def run(quick: bool) -> Report:
     ratios = []
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
         for seed in SEEDS[:1] if quick else SEEDS:
-            model = _warm_start(Path(folder) / f"warm{seed}", seed)
+            model = warm_model(Path(folder) / f"warm{seed}", seed)
             courses = {eta: _train(Path(folder) / f"{seed}-{eta}", model, seed, eta, updates) for eta in ETAS}
             ratios.append(courses[0].seconds / courses[2].seconds)
             report.rows += [_row(seed, eta, course, ratios[-1]) for eta, course in courses.items()]
@@ -71,14 +68,6 @@ def _row(seed: int, eta: int, course: Course, ratio: float) -> dict[str, Any]:
     }
 
 
-def _warm_start(out: Path, seed: int) -> Path:
-    """The model that a run of the same seed makes."""
-    _rollmesh(
-        "train", str(CONFIG), "--out", str(out), "--json", f"run.seed={seed}", "run.updates_max=1", "run.eval_every=0"
-    )
-    return out / "model"
-
-
 def _train(out: Path, model: Path, seed: int, eta: int, updates: int) -> Course:
     latency = [f"rollout.tool_latency.{setting}" for setting in LATENCY]
     run_keys = [
@@ -87,7 +76,7 @@ def _train(out: Path, model: Path, seed: int, eta: int, updates: int) -> Course:
         f"run.updates_max={updates}",
         f"run.eval_every={EVAL_EVERY}",
     ]
-    _rollmesh(
+    rollmesh(
         "train", str(CONFIG), f"model={model}", "made_model=null", *run_keys, *latency, "--out", str(out), "--json"
     )
     return _course((out / "series.jsonl").read_text())
@@ -104,8 +93,3 @@ def _course(series: str) -> Course:
         success=after["success"],
         reached=after["success"] >= before["success"] + GAIN,
     )
-
-
-def _rollmesh(*arguments: str) -> None:
-    command = [sys.executable, "-m", "rollmesh.services.cli", *arguments]
-    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)

@@ -1,0 +1,114 @@
+"""What an episode needs of the mesh, without a mesh: the engine called directly, rewards worked out here, payloads in a list.
+
+Each implements the port of `rollout.ports` whose name it bears. Tools need none of their own: `rollout.testing.LocalSandbox` calls functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from types import TracebackType
+from typing import Self
+
+from rollmesh.services.inference.engine import Engine, GenerateDelta, GenerateRequest
+from rollmesh.services.reward.config import RewardConfig, build_engine
+from rollmesh.services.reward.item import ScoreItem, TaskView
+from rollmesh.shared.clients.generated import Span, Target
+from rollmesh.shared.codec.trajectory import decode_key, episode_from_bytes
+from rollmesh.shared.errors import EngineFailed
+from rollmesh.shared.trajectory import Episode, EpisodeKey, FinishReason, IntArray, Message, Reward, SamplingParams
+from rollmesh.v1 import reward_pb2
+
+
+class EngineGenerator:
+    """Generator: every continuation goes to the one engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ids = itertools.count()
+
+    def open(
+        self, token_ids: IntArray, params: SamplingParams, *, target: Target, session: str, key: EpisodeKey
+    ) -> EngineGeneration:
+        request = GenerateRequest(request_id=str(next(self._ids)), token_ids=token_ids, params=params, session=session)
+        return EngineGeneration(self._engine, request)
+
+
+class EngineGeneration:
+    """Generation: the engine's deltas as they come."""
+
+    def __init__(self, engine: Engine, request: GenerateRequest) -> None:
+        self.finish = FinishReason.UNFINISHED
+        self._engine = engine
+        self._request = request
+        self._deltas: asyncio.Queue[GenerateDelta] = asyncio.Queue()
+
+    async def __aenter__(self) -> Self:
+        self._engine.submit(self._request, self._deltas.put_nowait)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.finish is FinishReason.UNFINISHED:
+            self._engine.cancel(self._request.request_id)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Span:
+        while self.finish is FinishReason.UNFINISHED:
+            delta = await self._deltas.get()
+            if delta.finish is not None:
+                self.finish = delta.finish
+            if delta.error:
+                raise EngineFailed(delta.error)
+            if delta.token_ids.size:
+                return Span(
+                    token_ids=delta.token_ids,
+                    logprobs=delta.logprobs,
+                    logprobs_model=delta.logprobs_model,
+                    version=delta.version,
+                    kv_step_oldest=delta.kv_step_oldest,
+                )
+        raise StopAsyncIteration
+
+
+class DirectScorer:
+    """Scorer: the reward service's scorers and answer keys, called in place."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._engine = build_engine(config)
+
+    async def score(self, run: str, item: reward_pb2.ScoreItem) -> list[tuple[Reward, ...]]:
+        key, answer_key = decode_key(item.key), self._engine.oracles.resolve(item.task.oracle_ref)
+        messages = tuple(Message(role=m.role, content=m.content) for m in item.messages)
+        views = [
+            ScoreItem(
+                key=key,
+                task=TaskView(task_id=item.task.task_id),
+                answer_key=answer_key,
+                messages=messages,
+                sample_id=sample.sample_id,
+                leaf=sample.leaf,
+                finish=FinishReason(finish),
+            )
+            for sample, finish in zip(item.samples, item.finishes, strict=True)
+        ]
+        return await self._engine.score(views)
+
+
+class EpisodeList:
+    """SampleLog: payloads decoded into a list, as a trainer would get them."""
+
+    def __init__(self) -> None:
+        self._episodes: list[Episode] = []
+
+    async def append(self, run: str, payload: bytes, *, message_id: str) -> int:
+        self._episodes.append(episode_from_bytes(payload))
+        return len(self._episodes)
+
+    def take(self) -> list[Episode]:
+        """What came since the last time, by name."""
+        taken, self._episodes = self._episodes, []
+        return sorted(taken, key=lambda episode: episode.key.episode)
