@@ -1,8 +1,8 @@
 """Reinforcement learning without a mesh: generate a batch, train on it, swap the weights, in one process and one thread of control.
 
-Engine, trainer, agent, episode code, scorers and task order are the mesh's, configured by the same `MeshConfig`. What is left out is all
-between them: services, gRPC, NATS, sandbox jails, leases, ledger, batches in doubt, checkpoints. It is what a mesh must be compared with,
-not something to run: the first error ends it.
+Engine, trainer, agent, episode code, scorers and task order are the mesh's, configured by the same `MeshConfig`. What is left
+out is all between them: services, gRPC, NATS, sandbox jails, leases, ledger, batches in doubt, checkpoints. It is what a mesh
+must be compared with, not something to run: the first error ends it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class BareLoop:
         self._config = config
         self._folder = folder
         learner = msgspec.structs.replace(config.learner, directory=str(folder), model=str(model), seed=config.run.seed)
-        self._trainer = open_trainer(learner).engine
+        self.trainer = open_trainer(learner).engine
         options = {**config.inference.engine_options, "model": str(model)}
-        self._engine = make_engine(msgspec.structs.replace(config.inference, engine_options=options))
+        self.engine = make_engine(msgspec.structs.replace(config.inference, engine_options=options))
         self._pool = build_pools(config.data)[Split.TRAIN]
         seeded = msgspec.structs.replace(config.data, seed=config.data.seed or config.run.seed)
         self._selector = build_selector(seeded, self._pool)
@@ -54,25 +54,25 @@ class BareLoop:
         self._runner = self._make_runner(model)
 
     async def __aenter__(self) -> Self:
-        await self._engine.start()
+        await self.engine.start()
         await self._swap()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._engine.close()
+        await self.engine.close()
 
     async def update(self) -> StepResult:
         """One batch, one update, one swap."""
-        number = self._trainer.step + 1
-        leases = self._leases(number)
+        number = self.trainer.step + 1
+        leases = self.leases(number)
         reports = await asyncio.gather(*(self._runner.run(lease) for lease in leases))
         failed = [report for report in reports if report.outcome != coordinator_pb2.EPISODE_OUTCOME_COMPLETED]
         if failed:
             raise RuntimeError(f"{len(failed)} of {len(reports)} episodes failed, first: {failed[0].failure.message}")
         samples, groups = _batch(self._episodes.take())
-        result = self._trainer.update(number, samples, groups)
+        result = self.trainer.update(number, samples, groups)
         await self._swap()
         return result
 
@@ -83,7 +83,7 @@ class BareLoop:
                 config=config,
                 agent=load_agent(config.agent, config.agent_options),
                 tokenizer=load_tokenizer(model),
-                generator=EngineGenerator(self._engine),
+                generator=EngineGenerator(self.engine),
                 sandbox=LocalSandbox({config.tools["calculator"].function: calc.call}),
                 scorer=DirectScorer(self._config.reward),
                 samples=self._episodes,
@@ -93,7 +93,7 @@ class BareLoop:
             )
         )
 
-    def _leases(self, update: int) -> list[coordinator_pb2.EpisodeLease]:
+    def leases(self, update: int) -> list[coordinator_pb2.EpisodeLease]:
         """The tasks that the mesh would draw for this update."""
         run = self._config.run
         first = (update - 1) * run.batch_groups
@@ -120,9 +120,9 @@ class BareLoop:
 
     async def _swap(self) -> None:
         """The trainer's weights into the engine."""
-        version = PolicyVersion(policy=self._config.run.policy, step=self._trainer.step)
-        await self._engine.prepare(version, self._trainer.export_weights(self._folder).files)
-        await self._engine.activate(version, KvPolicy.RECOMPUTE)
+        version = PolicyVersion(policy=self._config.run.policy, step=self.trainer.step)
+        await self.engine.prepare(version, self.trainer.export_weights(self._folder).files)
+        await self.engine.activate(version, KvPolicy.RECOMPUTE)
 
 
 def _batch(episodes: list[Episode]) -> tuple[list[TrainingSample], list[GroupContext]]:

@@ -1,6 +1,6 @@
 """What an episode needs of the mesh, without a mesh: the engine called directly, rewards worked out here, payloads in a list.
 
-Each implements the port of `rollout.ports` whose name it bears. Tools need none of their own: `rollout.testing.LocalSandbox` calls functions.
+Each implements the port of `rollout.ports` that its docstring names. For tools there is `rollout.testing.LocalSandbox`.
 """
 
 from __future__ import annotations

@@ -1,22 +1,25 @@
-"""What the mesh costs: training in one process (`Mesh`) and as processes (`Supervisor`) against the same engine and trainer in a bare loop.
+"""What the mesh costs: training in one process and as processes, against the same engine and trainer in a bare loop.
 
-All arms train the small demo from one warm-started model: same tasks in the same order, same agent, batch and recipe, every group kept, no
-checkpoints and evaluations. The bare loop (`bare_loop.py`) generates a batch, trains and swaps, all in one process; tools and scores are
-plain function calls. The mesh runs at eta = 0, which is the same schedule, and at eta = 2, where generation goes on during training. Arms take
-turns, each lap in fresh processes; start-up and the first updates do not count.
+All arms train the small demo from one warm-started model: same tasks in the same order, same agent, batch and recipe,
+every group kept, no checkpoints and evaluations. The bare loop (`bare_loop.py`) generates a batch, trains and swaps, all in
+one process; tools and scores are plain function calls. The mesh (`Mesh`, `Supervisor`) runs at eta = 0, which is the same
+schedule, and at eta = 2, where generation goes on during training. Arms take turns, each lap in fresh processes; start-up
+and the first updates do not count.
 
 How to read it:
-- `over bare` rows are ratios of laps that ran right after each other: above 1 is the price of the mesh. CPU is of all processes together.
-  At eta = 0 both sides wait for each other, so wall time shows latency too; at eta = 2 it shows what overlapping wins back, if there are cores for it.
-- The price is paid per episode (leases, jail, streams, ledger), not per token: `CPU ms per episode over bare` is what carries over to other
-  models. The ratio does not: this model has 359k parameters and costs next to nothing to run, about the worst case for a mesh.
+- `over bare` rows are ratios of laps of the same turn: above 1 is the price of the mesh. CPU is of all processes together. At
+  eta = 0 both sides wait for each other, so wall time shows latency too; at eta = 2 it shows what overlapping wins back, if
+  there are cores for it.
+- The price is paid per episode (leases, jail, streams, ledger) more than per token: `CPU ms per episode over bare` carries
+  over to other models. The ratio does not: this model has 359k parameters, about the worst case for a mesh.
 - `tokens per update` and `success` are checks: arms that differ there did not do the same work.
-- `CPU share` is by part, in percent, with model compute in `inference` and `learner`; `model compute` is its share where it can be told apart. In one
-  process the libraries and `shared` stand alone; as processes they are in the part that called them.
+- `CPU share` is by part, in percent, with model compute in `inference` and `learner`; `model compute` is its share where it
+  can be told apart. In one process the libraries and `shared` stand alone; as processes they are in the part that called them.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -67,8 +70,14 @@ def run(quick: bool) -> Report:
 
 def _lap(work: Work) -> Measured:
     command = [sys.executable, "-m", "rollmesh.services.bench.mesh_modes_arm"]
+    quiet = {**os.environ, "TQDM_DISABLE": "1"}
     done = subprocess.run(
-        command, input=msgspec.json.encode(work), stdout=subprocess.PIPE, check=True, timeout=LIMIT_S + END_S
+        command,
+        input=msgspec.json.encode(work),
+        stdout=subprocess.PIPE,
+        env=quiet,
+        check=True,
+        timeout=LIMIT_S + END_S,
     )
     return msgspec.json.decode(done.stdout, type=Measured)
 

@@ -1,8 +1,8 @@
 """One way of training, measured in a process of its own: the bare loop, the mesh in one process, or the mesh as processes.
 
-`python -m rollmesh.services.bench.mesh_modes_arm` reads a `Work` as JSON from standard input and writes a `Measured` as JSON. A process of its own,
-because interpreter settings, heaps and caches of one way would tilt the next. Between `warm` and `warm + num` updates it only counts; the
-profile is taken over `num_profiled` more, so that the sampling does not cost the figures anything.
+`python -m rollmesh.services.bench.mesh_modes_arm` reads a `Work` as JSON from standard input and writes a `Measured` as JSON. A
+process of its own, because interpreter settings, heaps and caches of one way would tilt the next. Between `warm` and
+`warm + num` updates it only counts; the profile is taken over `num_profiled` more, so that sampling costs the figures nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which part of the mesh spends the CPU: by source file and thread within one process, by process where each part has its own.
 
-Parts have the same names either way, so that both can stand in one table. In one process what gRPC and asyncio take between handlers, and the
-codecs and clients in `shared`, cannot be told apart by part and stand alone.
+Parts have the same names either way, so that both can stand in one table. In one process what gRPC and asyncio take between
+handlers, and the codecs and clients in `shared`, cannot be told apart by part and stand alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OWNERS = (
 )
 """Source file to owner, the first match counts."""
 _THREADS = (("engine", "inference"), ("learner-compute", "learner"))
-"""Beginnings of thread names to parts; other threads are gRPC's."""
+"""Beginnings of thread names to parts; other threads are the libraries'."""
 
 
 def _owner_of(filename: str) -> str:
@@ -48,10 +48,11 @@ def profiled_here() -> Iterator[dict[str, float]]:
     spent: dict[str, float] = {}
     with CpuProfile(_owner_of) as profile:
         yield spent
-    spent |= _by_part(profile)
+    spent |= by_part(profile)
 
 
-def _by_part(profile: Profile) -> dict[str, float]:
+def by_part(profile: Profile) -> dict[str, float]:
+    """The profile's seconds by part, and `MODEL`."""
     parts = dict(profile.owners)
     trainer_s = parts.pop(_TRAINER, 0.0)
     computing = {"learner": trainer_s}
