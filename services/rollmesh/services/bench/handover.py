@@ -52,7 +52,7 @@ class Rate:
 
 
 def run(quick: bool) -> Report:
-    laps = 1 if quick else 5
+    laps = 1 if quick else 3
     report = Report("handover", f"batches of {BATCH} samples; {laps} laps in turns, each in processes of its own")
     ray_python = os.environ.get(RAY_PYTHON, "")
     for num_bytes, num_batches in SIZES.items():

@@ -42,7 +42,7 @@ POLL_S = 0.02
 
 
 def run(quick: bool) -> Report:
-    kills = 1 if quick else 5
+    kills = 1 if quick else 3
     report = Report("recovery", f"{kills} kills -9 of each process, {len(PARTS)} processes, batches of 4 x 8 episodes")
     with TemporaryDirectory(prefix="rollmesh-bench-") as folder:
         waits = asyncio.run(_measure(Path(folder), kills))

@@ -21,8 +21,8 @@ from rollmesh.services.bench.warm_model import CONFIG, rollmesh, warm_model
 
 ETAS = (0, 2)
 SEEDS = (0, 1, 2)
-GAIN = 0.12
-"""Held-out success to gain over the warm-started model."""
+TARGET = 0.65
+"""Held-out success that ends a run; the warm-started model has about 0.5."""
 UPDATES_MAX = 40
 EVAL_EVERY = 4
 LATENCY = ("distribution=pareto", "mean_s=0.4", "shape=1.3", "max_s=6")
@@ -41,9 +41,7 @@ class Course:
 
 def run(quick: bool) -> Report:
     updates = EVAL_EVERY if quick else UPDATES_MAX
-    setting = (
-        f"{CONFIG.name}, gain of {GAIN} in held-out success, at most {updates} updates, tools {', '.join(LATENCY)}"
-    )
+    setting = f"{CONFIG.name}, until held-out success {TARGET}, at most {updates} updates, tools {', '.join(LATENCY)}"
     report = Report("time_to_success", setting)
     ratios = []
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
@@ -85,11 +83,11 @@ def _train(out: Path, model: Path, seed: int, eta: int, updates: int) -> Course:
 def _course(series: str) -> Course:
     evals = sorted((e for e in map(json.loads, series.splitlines()) if "success" in e), key=lambda e: e["step"])
     before = evals[0]
-    after = next((e for e in evals if e["success"] >= before["success"] + GAIN), evals[-1])
+    after = next((e for e in evals if e["success"] >= TARGET), evals[-1])
     return Course(
         seconds=after["time_s"] - before["time_s"],
         update=after["step"],
         before=before["success"],
         success=after["success"],
-        reached=after["success"] >= before["success"] + GAIN,
+        reached=after["success"] >= TARGET,
     )
