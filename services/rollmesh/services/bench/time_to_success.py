@@ -73,6 +73,7 @@ def _train(out: Path, model: Path, seed: int, eta: int, updates: int) -> Course:
         f"run.max_staleness={eta}",
         f"run.updates_max={updates}",
         f"run.eval_every={EVAL_EVERY}",
+        f"run.success_target={TARGET}",
     ]
     rollmesh(
         "train", str(CONFIG), f"model={model}", "made_model=null", *run_keys, *latency, "--out", str(out), "--json"
