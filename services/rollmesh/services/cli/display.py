@@ -56,6 +56,10 @@ class View(Protocol):
         """Something happened to a process of the run."""
         ...
 
+    def note(self, text: str) -> None:
+        """Something to know about the whole run."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -111,6 +115,9 @@ class PlainView:
         if event.what in SHOWN_EVENTS:
             self._say(_first_line(event))
 
+    def note(self, text: str) -> None:
+        self._say(text)
+
     def close(self) -> None:
         """Nothing is held."""
 
@@ -138,6 +145,7 @@ class LiveView:
         self._folder = folder
         self._console = console
         self._phase = "starting"
+        self._note = ""
         self._warm: WarmStep | None = None
         self._warm_evals: list[float] = []
         self._recorder: Recorder | None = None
@@ -164,6 +172,9 @@ class LiveView:
         if event.what in SHOWN_EVENTS:
             self._events.append(event)
 
+    def note(self, text: str) -> None:
+        self._note = text
+
     def close(self) -> None:
         self._live.stop()
 
@@ -182,6 +193,9 @@ class LiveView:
                 body += [Text(), *(Text(_first_line(event), style="yellow") for event in self._events)]
             if self._phase:
                 body += [Text(), Text(self._phase, style="bold yellow")]
+        warns = self._note.startswith("warning")
+        if warns or (self._note and recorder is None):
+            body += [Text(), Text(self._note, style="yellow" if warns else "dim")]
         title = Text.assemble(
             ("rollmesh ", "bold"), (config.run.name, "bold cyan"), (f"  seed {config.run.seed} ", "dim")
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollmesh.services.cli.config import TrainConfig
+from rollmesh.services.cli.disk_need import disk_need, in_words
 from rollmesh.services.cli.display import View
 from rollmesh.services.cli.interrupts import Interrupts, Stopped
 from rollmesh.services.cli.model_process import make_in_process
@@ -85,8 +86,14 @@ class Session:
             return Supervisor(config, run_dir=root, base_dir=self.base_dir, on_event=self.view.event)
         return Mesh(config, run_dir=root, base_dir=self.base_dir)
 
+    def _tell_disk(self) -> None:
+        config = self._mesh_config()
+        model = self.base_dir / config.model if config.model else self.folder.model
+        self.view.note(in_words(disk_need(config, model), self.folder.root))
+
     async def _train(self, interrupts: Interrupts) -> None:
         run = self.config.run
+        self._tell_disk()
         async with AsyncExitStack() as stack:
             recorder = Recorder(
                 self.folder.series,

@@ -1,4 +1,4 @@
-"""`rollmesh dead`: what a run has given up, and another try for it."""
+"""`rollmesh dead`: what a run has given up, and another try for it; `rollmesh clean`: disk that a run can do without."""
 
 from __future__ import annotations
 
@@ -44,3 +44,30 @@ def replay(
         taken = asyncio.run(replay_dead(run.resolve(), ids or []))
     words = f"{len(taken)} tasks will be tried again" + (f": letters {', '.join(map(str, taken))}" if taken else "")
     typer.echo(json.dumps(taken) if as_json else words)
+
+
+@app.command()
+def clean(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs that are not running.")],
+    keep_last: Annotated[int, typer.Option(min=1, help="Checkpoints that stay, the newest.")] = 1,
+    for_good: Annotated[bool, typer.Option("--for-good", help="Also what a resume needs: ledger and streams.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old checkpoints, cached weights, and the streams of runs that have ended."""
+    with told_once():
+        from rollmesh.services.cli.clean import CleanOptions, clean_folder
+
+        options = CleanOptions(keep_last=keep_last, for_good=for_good, dry_run=dry_run)
+        for run in runs:
+            removals, remark = clean_folder(run, options)
+            if as_json:
+                found = [{"path": r.path, "num_bytes": r.num_bytes, "why": r.why} for r in removals]
+                typer.echo(json.dumps({"run": str(run), "dry_run": dry_run, "removed": found, "remark": remark}))
+                continue
+            for removal in removals:
+                typer.echo(f"{removal.num_bytes / 2**20:>10.1f} MiB  {removal.path}  ({removal.why})")
+            total = sum(removal.num_bytes for removal in removals) / 2**20
+            typer.echo(f"{total:>10.1f} MiB  {'would be freed' if dry_run else 'freed'} in {run}")
+            if remark:
+                typer.echo(remark, err=True)
