@@ -12,9 +12,15 @@ class TrappedEngine(FakeEngine):
     """Passes `inference-generating` whenever a request has some of its tokens and is to have more."""
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
-        def watched(delta: GenerateDelta) -> None:
-            emit(delta)
-            if delta.finish is None:
-                passes("inference-generating")
+        super().submit(request, trapped(emit))
 
-        super().submit(request, watched)
+
+def trapped(emit: Emit) -> Emit:
+    """`emit`, and `inference-generating` after tokens that are not the last."""
+
+    def watched(delta: GenerateDelta) -> None:
+        emit(delta)
+        if delta.finish is None:
+            passes("inference-generating")
+
+    return watched

@@ -8,7 +8,6 @@ from rollmesh.services.learner.moments import Moment as LearnerMoment
 from rollmesh.services.mesh.host import Options, main
 from rollmesh.services.rollout.moments import Moment as RolloutMoment
 
-from .trainer import open_trainer
 from .traps import passes
 
 
@@ -21,7 +20,7 @@ async def at_rollout(moment: RolloutMoment) -> None:
 
 
 OPTIONS: Options = {
-    "learner": {"at": at_learner, "open_engine": open_trainer},
+    "learner": {"at": at_learner},
     "rollout-0": {"at": at_rollout},
     "rollout-1": {"at": at_rollout},
 }

@@ -1,7 +1,7 @@
-"""The fake trainer with traps, and a witness of what it really got: independent of what anybody reported about it.
+"""A trainer with traps, and a witness of what it really got: independent of what anybody reported about it.
 
-For every update it notes, beside the ids, how old the trained tokens are by the stamps in the *payloads*, and whether the tokens are
-those that the stamped weights draw (the fake engine's tokens are a function of weights, seed and position): a wrong stamp shows.
+For every update it notes, beside the ids, how old the trained tokens are by the stamps in the *payloads*, and of the fake engine's
+whether they are those that the stamped weights draw (they are a function of weights, seed and position): a wrong stamp shows.
 """
 
 from __future__ import annotations
@@ -43,17 +43,29 @@ class Witnessed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def open_trainer(config: LearnerConfig) -> Restored:
-    """As `engine.OpenEngine`."""
-    restored = fake_trainer.open_trainer(config)
-    return replace(restored, engine=WitnessTrainer(restored.engine, Path(config.directory) / WITNESS))
+    """The fake trainer, as `engine.OpenEngine`."""
+    return witnessed(fake_trainer.open_trainer(config), config, can_forge=True)
+
+
+def open_torch_trainer(config: LearnerConfig) -> Restored:
+    """The real one, as `engine.OpenEngine`."""
+    from rollmesh.services.learner.engines import torch_trainer  # only the learner's process needs torch
+
+    return witnessed(torch_trainer.open_trainer(config), config, can_forge=False)
+
+
+def witnessed(restored: Restored, config: LearnerConfig, *, can_forge: bool) -> Restored:
+    """With a witness beside the engine; `can_forge`: its tokens are the fake engine's."""
+    return replace(restored, engine=WitnessTrainer(restored.engine, Path(config.directory) / WITNESS, can_forge))
 
 
 class WitnessTrainer:
-    """Implements `engine.TrainerEngine` around the fake."""
+    """Implements `engine.TrainerEngine` around another."""
 
-    def __init__(self, engine: TrainerEngine, path: Path) -> None:
+    def __init__(self, engine: TrainerEngine, path: Path, can_forge: bool) -> None:
         self._engine = engine
         self._path = path
+        self._can_forge = can_forge
 
     @property
     def step(self) -> int:
@@ -85,7 +97,7 @@ class WitnessTrainer:
             sample_ids=[sample.sample.sample_id for sample in samples],
             steps=[version.step for version in versions],
             incarnations=[version.incarnation for version in versions],
-            num_forged=sum(num_forged(sample) for sample in samples),
+            num_forged=sum(num_forged(sample) for sample in samples) if self._can_forge else 0,
         )
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:

@@ -34,6 +34,10 @@ class Traps:
             return int(path.suffix[1:])
         return None
 
+    def disarm(self, moment: str) -> None:
+        """Nobody is hit any more who passes `moment`."""
+        (self.folder / f"{moment}.armed").unlink(missing_ok=True)
+
     def clear(self, moment: str) -> None:
         """Forgets that the trap has hit somebody, so that it can be armed again."""
         for path in self.folder.glob(f"{moment}.sprung.*"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -51,7 +52,7 @@ async def settle(world: World, *, updates: int, limit_s: float) -> Verdict:
     trained = list(read_trained(find_list(checkpoints)))
     ids = [sample for update in trained for sample in update.sample_ids]
     assert len(ids) == len(set(ids)) == state.samples.trained == audit.samples.trained
-    lags = _check_witness(world, trained, audit)
+    lags = check_witness(world.place.run_dir, trained, eta=audit.eta)
     return Verdict(audit=audit, trained=trained, lags=lags)
 
 
@@ -62,9 +63,9 @@ def _check_accounts(state: run_pb2.RunState) -> None:
         assert counts.reserved == sum(ends), counts
 
 
-def _check_witness(world: World, trained: list[TrainedUpdate], audit: AuditReport) -> dict[int, int]:
+def check_witness(run_dir: Path, trained: list[TrainedUpdate], *, eta: int) -> dict[int, int]:
     """Staleness of the final weights' samples, from payloads alone."""
-    lines = (world.place.run_dir / WITNESS).read_bytes().splitlines()
+    lines = (run_dir / WITNESS).read_bytes().splitlines()
     seen = [msgspec.json.decode(line, type=Witnessed) for line in lines]
     assert not sum(witnessed.num_forged for witnessed in seen), "tokens that their stamped weights do not draw"
     made = {(witnessed.update, frozenset(witnessed.sample_ids)): witnessed for witnessed in seen}
@@ -73,5 +74,5 @@ def _check_witness(world: World, trained: list[TrainedUpdate], audit: AuditRepor
         witnessed = made[line.update, frozenset(line.sample_ids)]
         lags.update(line.update - 1 - step for step in witnessed.steps)
     assert min(lags) >= 0
-    assert max(lags) <= audit.eta
+    assert max(lags) <= eta
     return dict(lags)

@@ -77,7 +77,7 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) 
             "reward": {"finalizer": {"name": "keep_all"}},
             "sandbox": {"engine": "fake", "orphan_s": 2.0},
             "learner": {
-                "engine": "rollmesh.services.learner.engines.fake_trainer:open_trainer",
+                "engine": "tests.chaos.trainer:open_trainer",
                 "checkpoint_every": 3,
                 "tensorboard": False,
             },
@@ -179,16 +179,7 @@ class World:
 
     async def state(self) -> run_pb2.RunState | None:
         """The run's state; None if nobody says so now."""
-        async with open_channel(self.place.gateway, access=self.place.access) as channel:
-            stub: Any = run_pb2_grpc.RunServiceStub(channel)
-            try:
-                with typed_errors():
-                    found: run_pb2.RunState = (
-                        await stub.GetRun(run_pb2.GetRunRequest(run=self.place.run), timeout=2.0)
-                    ).state
-                    return found
-            except MeshError:
-                return None
+        return await run_state(self.place)
 
     async def fleet(self) -> list[coordinator_pb2.FleetNode]:
         async with open_channel(self.place.coordinator, access=self.place.access) as channel:
@@ -203,6 +194,19 @@ class World:
             tail = path.read_text(errors="replace").splitlines()[-lines:]
             parts.append("\n".join([f"--- {path.name}", *tail]))
         return "\n".join(parts)
+
+
+async def run_state(place: Place) -> run_pb2.RunState | None:
+    """The state of the run at `place`; None if nobody says so now."""
+    async with open_channel(place.gateway, access=place.access) as channel:
+        stub: Any = run_pb2_grpc.RunServiceStub(channel)
+        try:
+            with typed_errors():
+                response = await stub.GetRun(run_pb2.GetRunRequest(run=place.run), timeout=2.0)
+                found: run_pb2.RunState = response.state
+                return found
+        except MeshError:
+            return None
 
 
 @asynccontextmanager

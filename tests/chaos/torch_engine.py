@@ -1,0 +1,15 @@
+"""The torch engine, with a trap in the middle of a generation."""
+
+from __future__ import annotations
+
+from rollmesh.services.inference.engine import Emit, GenerateRequest
+from rollmesh.services.inference.engines import torch_engine
+
+from .engine import trapped
+
+
+class TorchEngine(torch_engine.TorchEngine):
+    """Passes `inference-generating`; named as the real one, by which the mesh knows that it needs the model."""
+
+    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+        super().submit(request, trapped(emit))
