@@ -1,5 +1,7 @@
 # Every target sets up what it needs. `make demo` trains; `make test` proves; `make check` reads.
 PYTHON ?= python3
+ROUNDS ?= 40
+SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
 BUF := .tools/node_modules/.bin/buf
@@ -7,7 +9,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check protos verify lint-protos sim soak bench clean
+.PHONY: setup demo test check protos verify lint-protos sim soak chaos bench clean
 
 setup: $(VENV)/.installed
 
@@ -47,6 +49,9 @@ sim: setup ## long seeded simulations of the coordinator core
 
 soak: setup ## slow suites: full demo per seed, 10,000 samples under kills
 	$(BIN)/python -m pytest -q -m slow --timeout 1800
+
+chaos: setup ## ROUNDS of random kills and pauses of every process of a demo run; a table of what became of them
+	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED)
 
 bench: setup ## figures of docs/benchmarks.md
 	$(BIN)/rollmesh bench

@@ -114,7 +114,7 @@ class Lives:
 
     def left_over(self) -> list[str]:
         """Processes and cgroups of this run that are still there."""
-        processes = [str(one) for one in marked(f"{FOLDER_VARIABLE}={self.traps.folder}")]
+        processes = [_listed([one]) for one in marked(f"{FOLDER_VARIABLE}={self.traps.folder}")]
         hierarchy = cgroups.detect_here()
         groups = [path for name in self._groups for path in (hierarchy.leftovers(f"{name}-") if hierarchy else ())]
         return [*processes, *map(str, groups), *map(str, self.run_dir.glob("sandbox-*/groups-*"))]
@@ -143,4 +143,4 @@ def environment(traps: Traps) -> dict[str, str]:
 
 
 def _listed(processes: list[Process]) -> str:
-    return ", ".join(map(str, processes))
+    return ", ".join(f"{one.pid} ({one.command[-100:]})" for one in processes)

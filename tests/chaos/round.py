@@ -28,11 +28,11 @@ from rollmesh.v1 import run_pb2
 
 from .lives import Lives, RoundFailed, environment
 from .plan import SUPERVISOR, Blow
-from .processes import everybody
+from .processes import same_as
 from .verdict import check_witness
 
-_MOMENT_S_MAX = 60.0
-_THERE_S_MAX = 60.0
+_MOMENT_S_MAX = 120.0
+_THERE_S_MAX = 120.0
 """How long a victim may be away because of an earlier blow, and how long the run may take to reach a blow's update."""
 _AUDIT_S_MAX = 60.0
 _LINES_TOLD = 15
@@ -167,13 +167,12 @@ class _Round:
         """The end of a pause, if this is one."""
         if blow.kind != "pause":
             return
-        paused = [one for one in everybody() if one.pid == pid]
+        paused = same_as(pid)
 
         async def go_on() -> None:
             await asyncio.sleep(blow.pause_s)
-            for one in paused:
-                if one.alive:
-                    os.kill(one.pid, signal.SIGCONT)
+            if paused is not None and paused.alive:
+                os.kill(paused.pid, signal.SIGCONT)
 
         self._pauses.append(asyncio.create_task(go_on()))
 

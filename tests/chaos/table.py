@@ -23,8 +23,9 @@ def totals(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "gone_s_max": round(max((s for one in outcomes for s in one.gone_s), default=0.0), 2),
         "updates": sum(one.updates for one in held),
         "updates_undone": sum(one.updates_undone for one in held),
-        "samples": {name: sum(one.samples[name] for one in held) for name in _ENDS},
+        "samples": {name: sum(one.samples.get(name, 0) for one in held) for name in _ENDS},
         "lag_max": max((one.lag_max for one in held), default=-1),
+        "trained_by_lag": dict(sorted(sum((Counter(one.lags) for one in held), Counter[int]()).items())),
         "seconds_median": seconds[len(seconds) // 2] if seconds else 0.0,
         "seconds_max": seconds[-1] if seconds else 0.0,
     }

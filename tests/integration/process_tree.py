@@ -22,12 +22,17 @@ class Process:
         return found is not None and found[0].start == self.start and found[1] not in "ZX"
 
 
+def everybody() -> list[Process]:
+    """All processes of this host."""
+    return [found[0] for path in Path("/proc").glob("[0-9]*") if (found := _read(int(path.name)))]
+
+
 def descendants(pid: int) -> list[Process]:
     """Everything that `pid` started, and what that started, parents first."""
-    everybody = [found[0] for path in Path("/proc").glob("[0-9]*") if (found := _read(int(path.name)))]
+    known = everybody()
     family = {pid}
     members: list[Process] = []
-    while grown := [p for p in everybody if p.parent in family and p.pid not in family]:
+    while grown := [p for p in known if p.parent in family and p.pid not in family]:
         family |= {process.pid for process in grown}
         members += grown
     return members

@@ -1,0 +1,108 @@
+"""A short round with the fake engine, and that a round which breaks its promise says so."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.services.cli.config import TrainConfig
+from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.shared.process_launch import bound_to_parent
+
+from .lives import ALL_GONE_S_MAX
+from .plan import MOMENTS, SERVER, SERVICES, SUPERVISOR, Blow, draw
+from .processes import gone_after, marked, same_as
+from .round import Outcome, play
+from .table import by_victim, to_text, totals
+from .world import mesh_config, save_model_folder
+
+ENGINE = "tests.chaos.engine:TrappedEngine"
+SHORT = (
+    Blow(victim="learner-committed", kind="kill", update=1),
+    Blow(victim=SERVER, kind="kill", update=3),
+    Blow(victim="coordinator", kind="pause", update=3, pause_s=1.0),
+    Blow(victim=SUPERVISOR, kind="kill", update=5),
+)
+UPDATES = 8
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    mesh = mesh_config(save_model_folder(tmp_path / "model"), engine=ENGINE, updates_max=UPDATES)
+    fields: dict[str, Any] = {name: getattr(mesh, name) for name in MeshConfig.__struct_fields__}
+    return TrainConfig(**fields)
+
+
+@pytest.mark.timeout(300)
+async def test_a_run_is_trained_and_audited_whoever_is_killed_its_supervisor_too(
+    tmp_path: Path, config: TrainConfig
+) -> None:
+    told: list[str] = []
+    outcome = await play(7, list(SHORT), config, tmp_path / "round", limit_s=240.0, tell=told.append)
+    assert not outcome.cause, (outcome.cause, told)
+    assert [struck.hit for struck in outcome.struck] == [True] * len(SHORT), told
+    assert outcome.lives == 2
+    assert outcome.gone_s[0] < ALL_GONE_S_MAX
+    assert outcome.updates == UPDATES
+    assert outcome.updates_undone >= 1, "the learner was killed with an update in no checkpoint"
+    assert outcome.samples["trained"] == sum(outcome.lags.values()) > 0.9 * UPDATES * 64
+    assert totals([outcome])["held"] == 1
+    assert by_victim([outcome])["supervisor"] == {"kill, any time": 1}
+
+
+@pytest.mark.timeout(120)
+async def test_a_round_that_fails_keeps_its_folder_and_says_why(tmp_path: Path, config: TrainConfig) -> None:
+    config = msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, engine="nowhere:at_all"))
+    folder = tmp_path / "round"
+    outcome = await play(0, list(SHORT), config, folder, limit_s=100.0, tell=lambda _: None)
+    assert "ended with exit code 2" in outcome.cause
+    assert not any(struck.hit for struck in outcome.struck)
+    assert "nowhere" in (folder / "failure.txt").read_text(), "the command's own words"
+    assert f"NO: {outcome.cause} ({folder})" in to_text([outcome])
+
+
+async def test_what_is_left_is_found_by_its_environment_and_known_again() -> None:
+    mark = f"ROLLMESH_LEFT_OVER={os.getpid()}"
+    name, _, value = mark.partition("=")
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    process = await asyncio.create_subprocess_exec(*bound_to_parent(sleep), env={**os.environ, name: value})
+    try:
+        (found,) = marked(mark)
+        assert found == same_as(process.pid)
+        _, left = await gone_after([found], 0.0)
+        assert left == [found]
+    finally:
+        process.kill()
+        await process.wait()
+    assert not found.alive
+    assert not marked(mark)
+
+
+def test_a_round_is_drawn_from_its_seed_alone_and_its_blows_come_before_the_end() -> None:
+    for seed in range(200):
+        blows = draw(seed, num=4, updates_max=9)
+        assert blows == draw(seed, num=4, updates_max=9)
+        assert len(blows) == 4
+        assert [blow.update for blow in blows] == sorted(blow.update for blow in blows)
+        assert 0 <= blows[0].update <= blows[-1].update < 8
+        assert all(0.5 <= blow.pause_s <= 9.0 for blow in blows if blow.kind == "pause")
+    assert draw(1, num=4, updates_max=9) != draw(2, num=4, updates_max=9)
+
+
+def test_forty_rounds_spare_nobody() -> None:
+    victims = {blow.victim for seed in range(40) for blow in draw(seed, num=4, updates_max=9)}
+    assert victims == {SUPERVISOR, SERVER, *SERVICES, *MOMENTS}
+    assert {blow.kind for seed in range(40) for blow in draw(seed, num=4, updates_max=9)} == {"kill", "pause"}
+
+
+def test_a_table_has_a_line_for_each_round() -> None:
+    held = Outcome(seed=3, folder="/tmp/3", seconds=20.0, lives=1, updates=9, samples={"trained": 288})
+    text = to_text([held, Outcome(seed=4, folder="/tmp/4", cause="RoundFailed: left over: 17 (sleep)")])
+    assert "| 3 | 0 | 1 | 0 | 288 |" in text
+    assert "NO: RoundFailed: left over: 17 (sleep) (/tmp/4)" in text
