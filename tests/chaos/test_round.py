@@ -17,7 +17,7 @@ from rollmesh.shared.process_launch import bound_to_parent
 
 from .lives import ALL_GONE_S_MAX
 from .plan import MOMENTS, SERVER, SERVICES, SUPERVISOR, Blow, draw
-from .processes import gone_after, marked, same_as
+from .processes import gone_after, marked
 from .round import Outcome, play
 from .table import by_victim, to_text, totals
 from .world import mesh_config, save_model_folder
@@ -74,7 +74,7 @@ async def test_what_is_left_is_found_by_its_environment_and_known_again() -> Non
     process = await asyncio.create_subprocess_exec(*bound_to_parent(sleep), env={**os.environ, name: value})
     try:
         (found,) = marked(mark)
-        assert found == same_as(process.pid)
+        assert found.pid == process.pid
         _, left = await gone_after([found], 0.0)
         assert left == [found]
     finally:
