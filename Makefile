@@ -2,6 +2,7 @@
 PYTHON ?= python3
 ROUNDS ?= 40
 SEED ?= 0
+PARALLEL ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 BUF := .tools/node_modules/.bin/buf
@@ -51,7 +52,7 @@ soak: setup ## slow suites: full demo per seed, 10,000 samples under kills
 	$(BIN)/python -m pytest -q -m slow --timeout 1800
 
 chaos: setup ## ROUNDS of random kills and pauses of every process of a demo run; a table of what became of them
-	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED)
+	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED) --parallel $(PARALLEL)
 
 bench: setup ## figures of docs/benchmarks.md
 	$(BIN)/rollmesh bench
