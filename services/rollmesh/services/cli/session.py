@@ -87,7 +87,7 @@ class Session:
         return Mesh(config, run_dir=root, base_dir=self.base_dir)
 
     def _tell_disk(self) -> None:
-        config = self._mesh_config()
+        config = run_config(self.folder, self.config)
         model = self.base_dir / config.model if config.model else self.folder.model
         self.view.note(in_words(disk_need(config, model), self.folder.root))
 
