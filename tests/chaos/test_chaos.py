@@ -93,14 +93,16 @@ async def carry_out(mesh: World, kill: Kill) -> None:
     )
     pid = await _hit(mesh, kill)
     await mesh.until(
-        f"{kill.name} is replaced", lambda: all(p.pid != pid for p in mesh.running.values()), limit_s=STEP_S
+        f"{kill.name} is replaced",
+        lambda: pid not in mesh.pids.values() and len(mesh.pids) == len(HOSTS),
+        limit_s=STEP_S,
     )
 
 
 async def _hit(mesh: World, kill: Kill) -> int:
     if kill.host == "nats":
         mesh.kill_nats_server()
-        return mesh.running["nats"].pid
+        return mesh.pids["nats"]
     if kill.host:
         return mesh.kill(kill.host)
     mesh.traps.clear(kill.moment)
@@ -165,7 +167,7 @@ async def test_a_learner_paused_beyond_its_lease_trains_nothing_twice(tmp_path: 
             await attached_since(mesh, epoch(held) + attach_another)
         await settle(mesh, updates=14, limit_s=STEP_S)
     assert mesh.exits == [("learner", 0)], "the same process all the time"
-    log = (mesh.place.run_dir / "learner.log").read_text()
+    log = (mesh.place.run_dir / "logs/learner.log").read_text()
     returns = [line for line in log.splitlines() if "back to the newest checkpoint" in line]
     assert len(returns) == 2
     assert all(any(reason in line for reason in FENCING_AND_EXPIRY) for line in returns), returns

@@ -195,7 +195,7 @@ async def test_the_data_plane_goes_on_while_the_coordinator_is_away(tmp_path: Pa
     async with world(tmp_path, slow_engines(model, updates_max=20, episode_lease_s=20.0), ONE_NODE) as mesh:
         await mesh.until_state("the first update", lambda s: s.policies[0].applied_step >= 1, limit_s=STEP_S)
         nodes = await engines(mesh)
-        pid = mesh.running["coordinator"].pid
+        pid = mesh.pids["coordinator"]
         before = await tokens_of(mesh, nodes)
         os.kill(pid, signal.SIGSTOP)
         try:

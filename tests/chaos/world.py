@@ -1,4 +1,4 @@
-"""A mesh of real processes under a supervisor that starts again whatever ends, and the hands to end it."""
+"""A mesh of real processes under its supervisor, which starts again whatever ends, and the hands to end it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from typing import Any
 
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.place import Place, open_place
-from rollmesh.shared.config import config_from_dict, to_yaml
+from rollmesh.services.mesh.process_events import ProcessEvent
+from rollmesh.services.mesh.supervisor import LOGS, Supervisor
+from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -60,6 +62,7 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) 
             }
             | run,
             "counts": {"inference": 2},
+            "processes": {"restarts_max": 1000, "backoff_s_min": 0.05, "backoff_s_max": 0.5, "stop_s": 10.0},
             "coordinator": {
                 "fleet": {"heartbeat_s": 0.5, "suspect_after_s": 3.0, "dead_after_s": 6.0},
                 "run": {"snapshot_records": 400, "housekeeping_s": 0.5},
@@ -94,52 +97,45 @@ def save_model_folder(folder: Path) -> Path:
 
 @dataclass
 class World:
-    """The processes of one run. `running` is kept up to date by the supervisor."""
+    """The processes of one run, kept alive by the mesh's own supervisor."""
 
     place: Place
-    config_file: Path
-    traps: Traps
-    hosts: Mapping[str, Sequence[str]]
-    running: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)
+    folder_of_traps: Path | None = None
+    supervisor: Supervisor | None = None
+    """None for who only looks at a run."""
     exits: list[tuple[str, int]] = field(default_factory=list)
-    """Host and exit code of every process that ended."""
+    """Host and exit code of every process that ended, until the world does."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     """The learner has ended in good order."""
-    broken: list[str] = field(default_factory=list)
-    """Hosts whose config is refused: starting them again would not help."""
+    closing: bool = False
+    """The world ends: what ends now was told to."""
 
-    def arguments(self, host: str) -> list[str]:
-        return [
-            *("--run-dir", str(self.place.run_dir), "--config", str(self.config_file)),
-            *("--parts", ",".join(self.hosts[host])),
-        ]
+    @property
+    def traps(self) -> Traps:
+        assert self.folder_of_traps is not None, "only looking"
+        return Traps(self.folder_of_traps)
 
-    async def supervise(self, host: str) -> None:
-        """Starts a host again whenever it ends, unless in good order."""
-        environment = {**os.environ, FOLDER_VARIABLE: str(self.traps.folder), "PYTHONUNBUFFERED": "1"}
-        while True:
-            with (self.place.run_dir / f"{host}.log").open("ab") as log:
-                process = self.running[host] = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "tests.chaos.launch", *self.arguments(host)),
-                    cwd=ROOT, env=environment, stdout=log, stderr=log, stdin=asyncio.subprocess.DEVNULL,
-                )  # fmt: skip
-            code = await process.wait()
-            self.exits.append((host, code))
-            if code == 0:  # done, or drained
-                if host == "learner":
-                    self.done.set()
-                return
-            if code == 2:
-                self.broken.append(host)
-                return
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """Processes that run now, by host."""
+        return self.supervisor.pids if self.supervisor is not None else {}
+
+    def see(self, event: ProcessEvent) -> None:
+        """Notes what the supervisor tells."""
+        if self.closing:
+            return
+        if event.what == "ended" and event.code is not None:
+            self.exits.append((event.process, event.code))
+            if (event.process, event.code) == ("learner", 0):
+                self.done.set()
 
     # Ending things ----------------------------------------------------------------------------------------------------
 
     def kill(self, host: str) -> int:
         """SIGKILL, in the middle of whatever it does. The process that was killed."""
-        process = self.running[host]
-        process.kill()
-        return process.pid
+        pid = self.pids[host]
+        os.kill(pid, signal.SIGKILL)
+        return pid
 
     def kill_nats_server(self) -> int:
         """The server itself; its host notices and ends, too."""
@@ -158,9 +154,12 @@ class World:
         """Until `condition` holds. Fails with the tail of every log."""
         deadline_s = time.monotonic() + limit_s
         while not condition():
-            assert not self.broken, f"refused to start: {self.broken}\n{self.logs()}"
+            assert not self._gave_up(), f"the supervisor gave up\n{self.logs()}"
             assert time.monotonic() < deadline_s, f"not within {limit_s} s: {what}\n{self.logs()}"
             await asyncio.sleep(POLL_S)
+
+    def _gave_up(self) -> bool:
+        return self.supervisor is not None and self.supervisor.failure is not None
 
     async def until_state(
         self, what: str, condition: Callable[[run_pb2.RunState], bool], *, limit_s: float
@@ -190,7 +189,7 @@ class World:
     def logs(self, lines: int = 12) -> str:
         """The ends of all logs, for a failure."""
         parts = [f"exits: {self.exits}"]
-        for path in sorted(self.place.run_dir.glob("*.log")):
+        for path in sorted((self.place.run_dir / LOGS).glob("*.log")):
             tail = path.read_text(errors="replace").splitlines()[-lines:]
             parts.append("\n".join([f"--- {path.name}", *tail]))
         return "\n".join(parts)
@@ -213,23 +212,19 @@ async def run_state(place: Place) -> run_pb2.RunState | None:
 async def world(folder: Path, config: MeshConfig, hosts: Mapping[str, Sequence[str]] = HOSTS) -> AsyncIterator[World]:
     """All processes of a run over `folder`; ended with it."""
     place = open_place(config, run_dir=folder / "run", base_dir=folder)
-    config_file = folder / "config.yaml"
-    config_file.write_text(to_yaml(config))
-    made = World(place=place, config_file=config_file, traps=Traps(folder / "traps"), hosts=hosts)
-    supervisors = [asyncio.create_task(made.supervise(host), name=host) for host in hosts]
-    try:
-        yield made
-    finally:
-        for task in supervisors:
-            task.cancel()
-        await asyncio.gather(*supervisors, return_exceptions=True)
-        await _end_all(made)
-
-
-async def _end_all(made: World) -> None:
-    """nats-server goes with its host: the kernel tells it of the parent's end."""
-    alive = [process for process in made.running.values() if process.returncode is None]
-    for process in alive:
-        process.kill()
-    async with asyncio.timeout(20.0):
-        await asyncio.gather(*(process.wait() for process in alive))
+    made = World(place=place, folder_of_traps=folder / "traps")
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    made.supervisor = Supervisor(
+        config,
+        run_dir=folder / "run",
+        base_dir=folder,
+        hosts=hosts,
+        command=(sys.executable, "-m", "tests.chaos.launch"),
+        environment={FOLDER_VARIABLE: str(made.traps.folder), "PYTHONPATH": path},
+        on_event=made.see,
+    )
+    async with made.supervisor:
+        try:
+            yield made
+        finally:
+            made.closing = True

@@ -64,7 +64,7 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
 def look(folder: Path, config: MeshConfig) -> World:
     """The run from outside."""
     place = open_place(config, run_dir=folder / "run", base_dir=folder)
-    return World(place=place, config_file=folder / "config.yaml", traps=None, hosts={})  # type: ignore[arg-type]
+    return World(place=place)
 
 
 async def test_a_host_told_to_stop_leaves_the_last_update_in_a_checkpoint(tmp_path: Path, made: MeshConfig) -> None:

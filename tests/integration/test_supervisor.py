@@ -49,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def looking(mesh: Supervisor) -> World:
     """The run from outside."""
-    return World(place=mesh.place, config_file=Path(), traps=None, hosts={})  # type: ignore[arg-type]
+    return World(place=mesh.place)
 
 
 def trained(update: int, state: run_pb2.RunState) -> bool:

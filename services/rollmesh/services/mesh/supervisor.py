@@ -76,7 +76,8 @@ class Supervisor:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stack = AsyncExitStack()
         self._done = asyncio.Event()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
+        """What stopped the mesh; None while all is well."""
         self._failed = asyncio.Event()
 
     @property
@@ -159,7 +160,7 @@ class Supervisor:
         if task.cancelled():
             return
         if (err := task.exception()) is not None:
-            self._failure = self._failure or err
+            self.failure = self.failure or err
             self._failed.set()
         elif "learner" in self._hosts[name]:
             self._done.set()
@@ -171,8 +172,8 @@ class Supervisor:
         tasks = [asyncio.ensure_future(work), asyncio.create_task(self._failed.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             tasks[0].result()
         finally:
             for task in tasks:
