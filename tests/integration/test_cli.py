@@ -180,17 +180,18 @@ def _audited(out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.timeout(300)
 async def test_interrupted_run_writes_a_checkpoint_and_goes_on(mine: Path) -> None:
+    """First as processes, then all in one: a run doesn't care."""
     out = mine / "run"
-    told = await _interrupted(
-        "train", str(mine / "mine.yaml"), "run.updates_max=2000", "run.eval_every=0", "--out", str(out)
-    )
+    changes = ("run.updates_max=2000", "run.eval_every=0", "processes.enabled=true")
+    told = await _interrupted("train", str(mine / "mine.yaml"), *changes, "--out", str(out))
     first = json.loads((out / "summary.json").read_text())
     assert first["outcome"] == "interrupted"
     assert f"rollmesh train {out}" in told
     assert Path(first["checkpoint"]).name == f"update-{first['updates']:08}.0"
 
-    await _interrupted("train", str(out))
+    await _interrupted("train", "--in-process", str(out))
     second = json.loads((out / "summary.json").read_text())
     assert second["updates"] > first["updates"]
     assert {line.incarnation for line in read_metrics(out / "metrics.jsonl").values()} == {0}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import select
+import signal
+import sys
 import threading
 from collections.abc import AsyncIterator
 
@@ -105,3 +109,32 @@ def test_comparing_works_outside_the_main_thread() -> None:
     thread.start()
     thread.join(60)
     assert found == [True]
+
+
+PARENT = """
+import asyncio
+from rollmesh.services.reward.math_pool import MathPool
+
+async def main():
+    pool = MathPool(num_workers=1, compare_s_max=60.0, start_s_max=60.0, memory_bytes_max=4 << 30)
+    await pool.compare(["1"], "1")
+    print(pool._idle[0].pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_worker_that_stands_still_ends_with_its_killed_parent() -> None:
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", PARENT, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    worker = int(await parent.stdout.readline())
+    death = os.pidfd_open(worker)
+    os.kill(worker, signal.SIGSTOP)
+    parent.kill()
+    await parent.wait()
+    try:
+        readable, _, _ = await asyncio.to_thread(select.select, [death], [], [], 20.0)
+    finally:
+        os.close(death)
+    assert readable
