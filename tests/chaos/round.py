@@ -114,6 +114,7 @@ class _Round:
         finally:
             for pause in self._pauses:
                 pause.cancel()
+            await asyncio.gather(*self._pauses, return_exceptions=True)
         if self.lives.exit_code:
             raise RoundFailed(f"`rollmesh train` ended with exit code {self.lives.exit_code}")
         await self._judge()
