@@ -21,9 +21,10 @@ LR, WARMUP, MINIBATCHES, CHECKPOINT_EVERY, CHUNK, PIECE = 7e-4, 3, 2, 5, 16 << 2
 RETRY = {"maxAttempts": 5, "initialBackoff": "1s", "maxBackoff": "8s", "backoffMultiplier": 2}
 VERBS = {"name": [{}], "waitForReady": True, "retryPolicy": {**RETRY, "retryableStatusCodes": ["UNAVAILABLE"]}}
 OPTIONS = [("grpc.max_receive_message_length", 8 << 20), ("grpc.service_config", json.dumps({"methodConfig": [VERBS]}))]
+LOST = ("ABORTED", "FAILED_PRECONDITION", "NOT_FOUND", "UNAVAILABLE", "DEADLINE_EXCEEDED")  # back to the checkpoint
 
 logging.disable_progress_bar()
-address, token_file, folder, spec_file, out = sys.argv[1], *map(Path, sys.argv[2:])
+address, token_file, folder, spec_file, out, *returns = sys.argv[1], *map(Path, sys.argv[2:])
 auth = [("authorization", f"Bearer {token_file.read_text().strip()}")]
 gateway = run_pb2_grpc.RunServiceStub(grpc.insecure_channel(address, OPTIONS))
 
@@ -59,28 +60,26 @@ def fetch(lease):
         values = (sums - sums.mean()) / (sums.std(correction=0) + 1e-6)
         advantages |= zip([m.sample_id for m in members], values.tolist(), strict=True)
     for message in ask("FetchSamples", **mine, lease_id=lease.lease_id):
-        for name in message.sample_ids:
+        for name in () if message.HasField("failure") else message.sample_ids:  # what cannot be read is left out
             tokens = path_tokens(message.episode, leased[name].meta.leaf, leased[name].mask_below_step)
             if leased[name].meta.trainable and name in advantages and any(trained for _, trained, *_ in tokens):
                 found[name] = torch.tensor([(*t, advantages[name]) for t in tokens], dtype=torch.float64)
     return dict(sorted(found.items()))
 
 
-def policy_loss(rows):
-    """Mean over trained tokens of PPO's clipped objective against the policy that sampled them, with clip-higher."""
-    mask, behaviour, heat, advantage = rows[:, 1:, 1:].float().unbind(-1)
-    logits = model(input_ids=rows[:, :, 0].long()).logits[:, :-1] / torch.where(heat > 0, heat, 1.0)[..., None]
-    logprobs = logits.log_softmax(-1).gather(-1, rows[:, 1:, :1].long()).squeeze(-1)
-    ratio = ((logprobs - behaviour) * mask).clamp(-20, 20).exp()
-    return -(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) * mask).sum() / mask.sum()
-
-
 def learn(samples):
-    """A few optimiser steps. Returns what became of the update: nothing was changed if no gradient was finite."""
+    """A few steps of PPO's objective against the policy that sampled, with clip-higher. Returns what became of the update."""
     order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(update)).tolist()
-    optimizer.param_groups[0]["lr"], num_steps = LR * min(1.0, (update + 1) / WARMUP), 0
+    rate, num_steps = LR * min(1.0, (update + 1) / WARMUP) * (1.0 - 0.95 * update / spec.updates_max), 0
+    optimizer.param_groups[0]["lr"] = rate
     for part in [[samples[i] for i in order[n::MINIBATCHES]] for n in range(min(MINIBATCHES, len(samples)))]:
-        policy_loss(torch.nn.utils.rnn.pad_sequence(part, batch_first=True)).backward()
+        rows = torch.nn.utils.rnn.pad_sequence(part, batch_first=True)
+        mask, behaviour, heat, advantage = rows[:, 1:, 1:].float().unbind(-1)
+        logits = model(input_ids=rows[:, :, 0].long()).logits[:, :-1] / torch.where(heat > 0, heat, 1.0)[..., None]
+        logprobs = logits.log_softmax(-1).gather(-1, rows[:, 1:, :1].long()).squeeze(-1)
+        ratio = ((logprobs - behaviour) * mask).clamp(-20, 20).exp()
+        gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage) * mask
+        (-gain.sum() / mask.sum()).backward()  # every trained token counts alike
         if torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite():
             optimizer.step()
             num_steps += 1
@@ -91,19 +90,18 @@ def learn(samples):
 def publish():
     """Chunks, then the manifest, then the announcement. Equal weights give an equal digest, so it may be repeated."""
     model.save_pretrained(out)
-    data = (out / "model.safetensors").read_bytes()
-    file = weights_pb2.WeightFile(name="model.safetensors", size_bytes=len(data))
-    blobs = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
-    file.chunks.extend(weights_pb2.WeightChunk(digest=sha256(c).hexdigest(), size_bytes=len(c)) for c in blobs)
+    data, owner = (out / "model.safetensors").read_bytes(), f"weights:{spec.run}/main@{update}.{me.incarnation}"
+    chunks = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+    named = [weights_pb2.WeightChunk(digest=sha256(chunk).hexdigest(), size_bytes=len(chunk)) for chunk in chunks]
+    file = weights_pb2.WeightFile(name="model.safetensors", size_bytes=len(data), chunks=named)
     manifest = weights_pb2.WeightManifest(kind="KIND_FULL", files=[file], dtype="float32")
-    blobs.append(manifest.SerializeToString(deterministic=True))
-    digests = [sha256(blob).hexdigest() for blob in blobs]
-    lacking = depot.Has(weights_pb2.HasRequest(digests=digests), timeout=60.0, metadata=auth).missing
-    for digest, blob in zip(digests, blobs, strict=True):  # what is there already gets one more owner
-        head = {"digest": digest, "size_bytes": len(blob), "owner": f"weights:{spec.run}/main@{update}.{me.incarnation}"}
+    blobs = {sha256(b).hexdigest(): b for b in (*chunks, manifest.SerializeToString(deterministic=True))}
+    lacking = depot.Has(weights_pb2.HasRequest(digests=blobs), timeout=60.0, metadata=auth).missing
+    for digest, blob in blobs.items():  # the manifest last; what is there already gets one more owner
+        head = {"digest": digest, "size_bytes": len(blob), "owner": owner}
         pieces = [{"data": blob[at : at + PIECE]} for at in range(0, len(blob), PIECE) if digest in lacking]
         depot.Put((weights_pb2.PutRequest(**fields) for fields in (head, *pieces)), timeout=120.0, metadata=auth)
-    version = {"step": update, "incarnation": me.incarnation, "weights_digest": digests[-1]}
+    version = {"step": update, "incarnation": me.incarnation, "weights_digest": list(blobs)[-1]}
     ask("PublishVersion", **mine, version=version)
 
 
@@ -144,6 +142,7 @@ try:
     print("held-out success:", {e.step: round(e.mean_rewards[spec.success_reward], 3) for e in state.evals})
 except grpc.RpcError as err:
     print(f"{err.code().name}: {err.details()}", flush=True)
-    if err.code().name not in ("ABORTED", "FAILED_PRECONDITION", "NOT_FOUND", "UNAVAILABLE", "DEADLINE_EXCEEDED"):
+    if err.code().name not in LOST or len(returns) == 9:
         raise
-    os.execv(sys.executable, [sys.executable, *sys.argv])  # the checkpoint is the truth: begin again from it
+    threading.Event().wait(2.0 ** len(returns))
+    os.execv(sys.executable, [sys.executable, *sys.argv, "again"])  # the checkpoint is the truth: begin again from it

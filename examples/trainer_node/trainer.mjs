@@ -118,14 +118,14 @@ class Trainer {
     return setInterval(again, (1000 * lease.lease_s) / 3);
   }
 
-  /** Every leased sample with its tokens, from the root of its episode's tree to its leaf. */
+  /** Every leased sample with its tokens, from the root of its episode's tree to its leaf; null if they cannot be read. */
   async fetch(lease) {
     const leased = new Map(lease.samples.map((sample) => [sample.meta.sample_id, sample]));
     const found = [];
     const messages = this.run.FetchSamples({ ...this.mine, lease_id: lease.lease_id }, this.metadata, limit(300));
-    for await (const { episode, sample_ids } of messages) {
-      for (const sample of episode.samples.filter((one) => sample_ids.includes(one.sample_id))) {
-        found.push({ ...leased.get(sample.sample_id), tokens: pathTokens(episode, sample.leaf) });
+    for await (const { episode, sample_ids } of messages) { // without an episode if its payload cannot be read
+      for (const sample of sample_ids.map((id) => leased.get(id))) {
+        found.push({ ...sample, tokens: episode && pathTokens(episode, sample.meta.leaf) });
       }
     }
     return found;
@@ -143,7 +143,7 @@ class Trainer {
     const depot = new BlobService(weights_address, this.credentials, OPTIONS);
     try {
       for (const blob of [...chunks, manifest]) { // the manifest last: it never names what is not there
-        await this.put(depot, blob, `weights:main@${step}.${incarnation}`);
+        await this.put(depot, blob, `weights:${this.spec.run}/main@${step}.${incarnation}`);
       }
     } finally {
       depot.close();
@@ -152,7 +152,7 @@ class Trainer {
     await this.ask('PublishVersion', { ...this.mine, version });
   }
 
-  /** Stores a blob; one that is there already only gets one more owner. Returns whether its bytes were sent. */
+  /** Stores a blob; one that is there already only gets one more owner. */
   async put(depot, blob, owner) {
     const digest = sha256(blob);
     const { missing } = await this.ask('Has', { digests: [digest] }, depot);
@@ -200,7 +200,9 @@ function pathTokens(episode, leaf) {
 
 /** YOUR OPTIMISER. Says what became of the update, and which samples were left out and why: [sample id, reason]. */
 async function train(samples, groups) {
-  const dropped = samples.filter((sample) => !sample.meta.trainable).map((sample) => [sample.meta.sample_id, 'NOT_TRAINABLE']);
+  const dropped = samples
+    .filter((sample) => !sample.tokens || !sample.meta.trainable)
+    .map((sample) => [sample.meta.sample_id, sample.tokens ? 'NOT_TRAINABLE' : 'UNREADABLE']);
   return { outcome: dropped.length < samples.length ? 'UPDATE_OUTCOME_APPLIED' : 'UPDATE_OUTCOME_SKIPPED', dropped };
 }
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import struct
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,6 @@ from rollmesh.services.mesh import Mesh, MeshConfig
 from rollmesh.services.mesh.parts import part_names
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@dataclass(frozen=True)
-class Finished:
-    """What a trainer said before it ended."""
-
-    code: int
-    output: str
 
 
 @asynccontextmanager
@@ -35,8 +27,9 @@ async def mesh_without_learner(config: MeshConfig, folder: Path) -> AsyncIterato
         yield mesh
 
 
-async def finish(command: Sequence[str | Path], *, limit_s: float) -> Finished:
-    """Runs a program to its end. Fails with what it said if that takes longer than `limit_s`; it ends with the test."""
+@asynccontextmanager
+async def program(command: Sequence[str | Path]) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that ends with the context; its output, errors included, is in `stdout`."""
     process = await asyncio.create_subprocess_exec(
         *map(str, command),
         cwd=ROOT,
@@ -45,35 +38,48 @@ async def finish(command: Sequence[str | Path], *, limit_s: float) -> Finished:
         stderr=asyncio.subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
     )
-    assert process.stdout is not None
-    lines: list[str] = []
     try:
-        async with asyncio.timeout(limit_s):
-            async for line in process.stdout:
-                lines.append(line.decode(errors="replace"))
-            return Finished(await process.wait(), "".join(lines))
-    except TimeoutError:
-        raise AssertionError(f"not done within {limit_s} s; it said\n{''.join(lines)}") from None
+        yield process
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
 
 
+async def said(process: asyncio.subprocess.Process, pattern: str | None, *, limit_s: float) -> str:
+    """Its output up to a line that matches, or to its end. Fails with the output after `limit_s`, or if it never comes."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    try:
+        async with asyncio.timeout(limit_s):
+            async for line in process.stdout:
+                lines.append(line.decode(errors="replace"))
+                if pattern is not None and re.search(pattern, lines[-1]):
+                    return "".join(lines)
+            await process.wait()
+    except TimeoutError:
+        raise AssertionError(f"not within {limit_s} s; it said\n{''.join(lines)}") from None
+    assert pattern is None, f"it ended without {pattern!r}; it said\n{''.join(lines)}"
+    return "".join(lines)
+
+
+async def finish(command: Sequence[str | Path], *, limit_s: float) -> str:
+    """What a program said until it ended well."""
+    async with program(command) as process:
+        output = await said(process, None, limit_s=limit_s)
+    assert process.returncode == 0, output
+    return output
+
+
 def python_trainer(mesh: Mesh, *, model: Path, spec: Path, out: Path) -> list[str | Path]:
-    out.mkdir(parents=True, exist_ok=True)
     script = ROOT / "examples" / "trainer_grpc.py"
-    return [sys.executable, script, *_where(mesh, spec, out), "--model", model]
+    return [sys.executable, script, mesh.gateway_address, mesh.place.run_dir / "token", model, spec, out]
 
 
 def node_trainer(mesh: Mesh, *, weights: Path, spec: Path, out: Path) -> list[str | Path]:
-    script = ROOT / "examples" / "trainer_node" / "trainer.mjs"
-    return ["node", script, *_where(mesh, spec, out), "--weights", weights]
-
-
-def _where(mesh: Mesh, spec: Path, out: Path) -> list[str | Path]:
-    token_file = mesh.place.run_dir / "token"
-    return ["--address", mesh.gateway_address, "--token-file", token_file, "--spec", spec, "--out", out]
+    script, token_file = ROOT / "examples" / "trainer_node" / "trainer.mjs", mesh.place.run_dir / "token"
+    where = ["--address", mesh.gateway_address, "--token-file", token_file, "--spec", spec, "--out", out]
+    return ["node", script, *where, "--weights", weights]
 
 
 def write_spec(path: Path, **changes: Any) -> Path:

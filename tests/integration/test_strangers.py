@@ -2,31 +2,134 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import fcntl
 import re
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.services.cli.config import load_train_config
+from rollmesh.services.cli.model_process import make_in_process
+from rollmesh.services.coordinator.audit import AuditReport, audit_run
 from rollmesh.services.mesh import Mesh, MeshConfig
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.trainer.model_files import write_model_folder
+from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.trainer.tokenizer import build_tokenizer
 
-from ..chaos.world import mesh_config, save_model_folder
-from .stranger_mesh import ROOT, finish, mesh_without_learner, node_trainer, write_spec, write_weights
+from ..chaos.world import mesh_config
+from .stranger_mesh import (
+    ROOT,
+    finish,
+    mesh_without_learner,
+    node_trainer,
+    program,
+    python_trainer,
+    said,
+    write_spec,
+    write_weights,
+)
 
 NODE_TRAINER = ROOT / "examples" / "trainer_node"
 NODE_IS_HERE = shutil.which("node") is not None and shutil.which("npm") is not None
 INSTALL_S_MAX = 400.0
-TRAIN_S_MAX = 150.0
+TRAIN_S_MAX = 400.0
+ALLOWED = {"grpc", "torch", "transformers", "rollmesh.v1"}
+"""What the Python trainer may import beside the standard library."""
+STANDARD = {"contextlib", "hashlib", "json", "os", "pathlib", "struct", "sys", "threading"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model with the tokenizer; the fake engine draws tokens of its vocabulary."""
+    folder = tmp_path_factory.mktemp("model")
+    write_model_folder(build_tiny_model(TinyModelConfig(hidden_size=32), seed=0), build_tokenizer(), folder)
+    return folder
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> MeshConfig:
-    """Four groups of four per update, fake model and sandbox engine."""
-    return mesh_config(save_model_folder(tmp_path / "model"))
+def config(model: Path) -> MeshConfig:
+    """Fake engine and fake sandbox; the rest of the mesh is the real one."""
+    return mesh_config(model)
+
+
+async def audit(mesh: Mesh, run: str) -> AuditReport:
+    assert mesh.nats is not None
+    bus = await JetStreamBus.connect(mesh.nats.url, auth=mesh.place.nats_auth)
+    try:
+        report = await audit_run(bus, run)
+    finally:
+        await bus.close()
+    assert report.holds, report.to_text()
+    return report
+
+
+def updates(output: str) -> list[int]:
+    """The updates that a trainer spoke of, in order."""
+    return [int(k) for k in re.findall(r"^update (\d+):", output, re.M)]
+
+
+# Python ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_python_trainer_is_short_and_imports_no_python_of_ours() -> None:
+    source = (ROOT / "examples" / "trainer_grpc.py").read_text()
+    tree = ast.walk(ast.parse(source))
+    found = {name for node in tree for name in _modules(node)}
+    assert found <= ALLOWED | STANDARD
+    assert source.count("\n") < 150
+
+
+def _modules(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+@pytest.mark.timeout(900)
+async def test_a_python_trainer_that_was_killed_goes_back_to_its_checkpoint(
+    tmp_path: Path, config: MeshConfig, model: Path
+) -> None:
+    """Update 6 is committed but in no checkpoint when the trainer dies: it is rolled back and made again."""
+    changes = {"batch_groups": 2, "group_size": 4, "updates_max": 8, "eval_every": 0}
+    spec = write_spec(tmp_path / "spec.json", run="python", **changes)
+    async with mesh_without_learner(config, tmp_path / "mesh") as mesh:
+        trainer = python_trainer(mesh, model=model, spec=spec, out=tmp_path / "trained")
+        async with program(trainer) as first:
+            before = updates(await said(first, r"^update 6:", limit_s=TRAIN_S_MAX))
+        after = updates(await finish(trainer, limit_s=TRAIN_S_MAX))
+        report = await audit(mesh, "python")
+    assert before == [1, 2, 3, 4, 5, 6]
+    assert after == [6, 7, 8]
+    assert report.updates == 8
+    assert report.samples.live == 0
+    assert report.samples.trained == 8 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_the_python_trainer_raises_held_out_success(tmp_path: Path) -> None:
+    """The small demo's tasks and warm-started model, a mesh without a learner, and the stranger's own training."""
+    made = load_train_config(ROOT / "configs" / "demo_small.yaml")
+    assert made.made_model is not None
+    folder = tmp_path / "model"
+    await make_in_process(made.made_model, folder, seed=0, limit_s=900.0, on_step=lambda _: None)
+    config = msgspec.structs.replace(made, made_model=None, model=str(folder))
+    spec = write_spec(tmp_path / "spec.json", updates_max=40, eval_every=40, eval_tasks=240)
+    async with mesh_without_learner(config, tmp_path / "mesh") as mesh:
+        trainer = python_trainer(mesh, model=folder, spec=spec, out=tmp_path / "trained")
+        output = await finish(trainer, limit_s=2400.0)
+        report = await audit(mesh, "trainer_grpc")
+    success = ast.literal_eval(re.findall(r"^held-out success: (.*)$", output, re.M)[-1])
+    assert success[40] >= success[0] + 0.1, output
+    assert report.lag_max <= 2
+
+
+# Node.js --------------------------------------------------------------------------------------------------------------
 
 
 async def install_node_packages() -> None:
@@ -34,31 +137,19 @@ async def install_node_packages() -> None:
     with (NODE_TRAINER / "package.json").open() as lock:
         await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
         if not (NODE_TRAINER / "node_modules" / ".package-lock.json").is_file():  # npm writes it last
-            install = ["npm", "ci", "--no-audit", "--no-fund", "--prefix", NODE_TRAINER]
-            done = await finish(install, limit_s=INSTALL_S_MAX)
-            assert done.code == 0, done.output
+            await finish(["npm", "ci", "--no-audit", "--no-fund", "--prefix", NODE_TRAINER], limit_s=INSTALL_S_MAX)
 
 
-async def audit(mesh: Mesh, run: str) -> None:
-    """The ledger of the stranger's run holds."""
-    assert mesh.nats is not None
-    bus = await JetStreamBus.connect(mesh.nats.url, token=mesh.token)
-    try:
-        report = await audit_run(bus, run)
-    finally:
-        await bus.close()
-    assert report.holds, report.to_text()
-    assert report.updates == 20
-
-
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(not NODE_IS_HERE, reason="needs node and npm")
 async def test_a_trainer_in_node_leases_commits_and_publishes_20_updates(tmp_path: Path, config: MeshConfig) -> None:
     await install_node_packages()
-    spec = write_spec(tmp_path / "spec.json", run="node", batch_groups=2, group_size=4, updates_max=20, eval_every=0)
+    changes = {"batch_groups": 2, "group_size": 4, "updates_max": 20, "eval_every": 0}
+    spec = write_spec(tmp_path / "spec.json", run="node", **changes)
     async with mesh_without_learner(config, tmp_path / "mesh") as mesh:
         trainer = node_trainer(mesh, weights=write_weights(tmp_path / "w"), spec=spec, out=tmp_path / "trained")
-        done = await finish(trainer, limit_s=TRAIN_S_MAX)
-        assert done.code == 0, done.output
-        await audit(mesh, "node")
-    assert re.findall(r"^update (\d+):", done.output, re.M) == [str(k) for k in range(1, 21)]
+        output = await finish(trainer, limit_s=TRAIN_S_MAX)
+        report = await audit(mesh, "node")
+    assert updates(output) == list(range(1, 21))
+    assert report.updates == 20
+    assert report.samples.trained == 20 * 8

@@ -73,7 +73,10 @@ Global___DeadKind: _TypeAlias = DeadKind  # noqa: Y015
 
 @_typing.final
 class RunSpec(_message.Message):
-    """What a run is. It changes only by RunChanged."""
+    """What a run is. It changes only by RunChanged. Numbers are taken as they are: an absent one is 0, not a default, and is refused where
+    0 cannot work. batch_groups, group_size, publish_every and tries_max are at least 1; episode_lease_s, batch_lease_s, group_s_max and eval_s_max
+    are above 0, also for a run that never evaluates.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -121,9 +124,9 @@ class RunSpec(_message.Message):
     tries_max: _builtins.int
     """Tries per episode before its infra failures end it and its task is quarantined."""
     episode_lease_s: _builtins.float
-    """Term of an episode lease, seconds."""
+    """Term of an episode lease, seconds; e.g. 30."""
     batch_lease_s: _builtins.float
-    """Term of a batch lease, seconds."""
+    """Term of a batch lease, seconds; renewed while training, so it only bounds how soon a dead trainer is missed. E.g. 60."""
     group_s_max: _builtins.float
     """Longest life of a group from its first lease, seconds; then it is finalised with what it has."""
     updates_max: _builtins.int

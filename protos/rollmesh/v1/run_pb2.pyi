@@ -554,9 +554,11 @@ class LeasedSample(_message.Message):
     task: _builtins.str
     """Task."""
     staleness: _builtins.int
-    """Staleness for this update; -1 if it trains on no POLICY token."""
+    """Staleness for this update, (update - 1) - (oldest step among its trained POLICY tokens); -1 if it trains on none."""
     mask_below_step: _builtins.int
-    """Tokens sampled by a step below this lose their loss (bound policy `mask`); 0 means none do."""
+    """Set under bound policy `mask`: the trainer takes loss_mask as 0 in segments of source POLICY, of this sample's policy, whose
+    version.step is below this. 0 means none.
+    """
     @_builtins.property
     def meta(self) -> _types_pb2.SampleMeta:
         """Metadata, rewards as finalised."""
@@ -852,8 +854,10 @@ class CommitUpdateResponse(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     LEDGER_POSITION_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
-    """digest_k = SHA-256 over length-prefixed (digest_{k-1}, k, ids of the USED samples in sorted order); hex. Keep it in the
-    checkpoint.
+    """Keep it in the checkpoint; AttachTrainer and ReportCheckpoint want it back. Who trusts nobody computes it as well:
+    digest_k = SHA-256 over the fields digest_{k-1}, k, id_1 ... id_n in lower-case hex; digest_0 is empty, k in decimal, the ids
+    those of the USED samples (none if SKIPPED) sorted by their UTF-8 bytes; each field as its length in bytes (unsigned 64-bit,
+    big-endian), then its UTF-8 bytes.
     """
     ledger_position: _builtins.int
     """Ledger sequence of the commit; keep it in the checkpoint."""

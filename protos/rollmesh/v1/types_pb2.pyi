@@ -11,6 +11,12 @@ Conventions of every file in this package:
   * Errors are google.rpc.Status with ErrorInfo{domain: "rollmesh", reason} and, where waiting helps, RetryInfo. Each RPC
     lists its codes with the caller's remedy. UNAUTHENTICATED (wrong or missing bearer token), UNAVAILABLE (try again with
     backoff), DEADLINE_EXCEEDED and INTERNAL (a bug: report it) can come from every RPC and are not listed again.
+  * Every call carries the metadata `authorization: Bearer <token>`. Messages are at most 8 MiB either way: raise your client's
+    own limit, which most gRPC libraries set to 4 MiB. Beyond loopback servers want TLS with a client certificate.
+  * Digests are SHA-256 in lower-case hex.
+  * New fields may come, old ones keep their numbers and meaning. Fields you don't know mean nothing you need; numbers of an
+    enum that you don't know are to be treated like UNSPECIFIED. Servers refuse with UNIMPLEMENTED or INVALID_ARGUMENT what they
+    don't know and may not ignore, instead of guessing.
   * `run`, `policy` and `learner` name a run, a trainable set of weights in it (default "main") and a consumer of its samples
     (default "main"). Empty means the default for policy and learner, and is invalid for run.
 """
@@ -452,13 +458,17 @@ class Segment(_message.Message):
     source: Global___SegmentSource.ValueType
     """Who wrote it."""
     token_ids: _builtins.bytes
-    """Token ids, i32le [n]."""
+    """Token ids of the model's own tokenizer, i32le [n]. Train on these, never on re-encoded text."""
     logprobs: _builtins.bytes
-    """Natural log-probs under the distribution sampled from, f32le [n]. Present exactly for sampled sources (POLICY, PEER)."""
+    """Natural log of the probability with which each token was drawn, given all tokens before it on the path: after temperature,
+    top_k and top_p with their renormalisation; of the plain softmax where temperature was 0. f32le [n]. This is the behaviour
+    policy (mu, "old log-probs") of a ratio; compute your own at the same temperature (`sampling`). Present exactly for sampled
+    sources (POLICY, PEER).
+    """
     logprobs_model: _builtins.bytes
     """Natural log-probs under the plain softmax of the model, f32le [n]. Absent if the engine does not give them."""
     loss_mask: _builtins.bytes
-    """u8 [n], 1 where a token may be trained on. Absent means nowhere."""
+    """u8 [n], 1 where a token may be trained on. Absent means nowhere. See also LeasedSample.mask_below_step."""
     kv_step_oldest: _builtins.int
     """The oldest step behind the key-value cache the span attended to. Set with `version`."""
     sampling: _builtins.int
@@ -546,7 +556,9 @@ Global___Reward: _TypeAlias = Reward  # noqa: Y015
 
 @_typing.final
 class Sample(_message.Message):
-    """One training item: the path from a root to `leaf`. An episode yields 0..n of them."""
+    """One training item: the path from a root to `leaf`, following Segment.parent; its tokens are those of the path's segments from
+    the root on, one after the other. An episode yields 0..n of them.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -4,8 +4,16 @@ isort:skip_file
 Weights as content-addressed blobs. A trainer uploads a version to the depot (a durable weight node without an engine);
 inference nodes fetch from the depot or from each other, prepare while serving, activate by swapping.
 
-Upload: build the manifest -> Has(digests of manifest and chunks) -> Put what is missing -> RunService.PublishVersion with the
-manifest's digest as weights_digest. Nothing is announced before everything it names is stored.
+Upload, with AttachTrainerResponse.weights_address and the run's token:
+  1. Write the whole state dict as safetensors files under the names of the model's transformers class; a tied output layer
+     may be left out. NaN and infinity are refused by the nodes.
+  2. Cut each file into chunks of at most 64 MiB (16 MiB is a good size) and name each by its SHA-256, lower-case hex.
+  3. Encode the WeightManifest. Its bytes are a blob like any other: their SHA-256 is the version's weights_digest. Nobody
+     encodes it again, so any protobuf encoder will do; but the same weights must give the same bytes each time, because the
+     version is published again after a restart and must then have the same digest (no map fields here: most encoders do).
+  4. Has(all digests) -> Put, chunks first and the manifest last. What is missing is sent whole. What is there is Put as well,
+     by a first message without `data` alone: it makes this version one more owner, and what has no owner left is deleted.
+  5. RunService.PublishVersion. Nothing is announced before everything it names is stored (NOT_UPLOADED).
 """
 
 from collections import abc as _abc
@@ -35,7 +43,7 @@ class WeightFile(_message.Message):
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """File name, e.g. "model.safetensors"."""
+    """File name without folders, e.g. "model.safetensors"; unique in the manifest."""
     size_bytes: _builtins.int
     """Bytes of the whole file."""
     @_builtins.property
@@ -66,9 +74,9 @@ class WeightChunk(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
-    """Hex SHA-256 of the bytes; the blob's name."""
+    """Lower-case hex SHA-256 of the bytes; the blob's name."""
     size_bytes: _builtins.int
-    """Bytes, at most 64 MiB."""
+    """Bytes, 1 to 64 MiB."""
     def __init__(
         self,
         *,
@@ -148,7 +156,7 @@ class WeightManifest(_message.Message):
     kind: Global___WeightManifest.Kind.ValueType
     """What kind of weights."""
     dtype: _builtins.str
-    """Element type of the tensors as stored: "float32", "bfloat16"."""
+    """Element types of the tensors as stored, for people: "float32", "bfloat16", or several joined by commas. The files decide."""
     probe_tolerance: _builtins.float
     """Largest |log-prob difference| in nats that a probe may show; 0 means 0.01."""
     delta_base: _builtins.str
@@ -159,7 +167,7 @@ class WeightManifest(_message.Message):
 
     @_builtins.property
     def tied(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Pairs "name=name" of tensors that share storage and are stored once."""
+        """Pairs "name=name" of tensors that share storage and are stored once; for people: nodes go by the model's own config."""
 
     @_builtins.property
     def probes(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightProbe]:
@@ -255,7 +263,10 @@ class PutRequest(_message.Message):
     size_bytes: _builtins.int
     """First message only: bytes of the whole blob."""
     owner: _builtins.str
-    """Whose blob it is, e.g. "weights:main@12.0"; blobs without an owner left are deleted."""
+    """First message only: whose blob it is. For weights "weights:<run>/<policy>@<step>.<incarnation>", e.g.
+    "weights:r1/main@12.0": the depot keeps the newest versions of each run's policy, deletes the owners beyond them, and
+    with them the blobs that have no owner left. Any other name is kept for ever.
+    """
     data: _builtins.bytes
     """The next bytes, at most 2 MiB."""
     def __init__(

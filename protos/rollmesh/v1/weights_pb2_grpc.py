@@ -65,7 +65,7 @@ class BlobServiceServicer(object):
 
     def Put(self, request_iterator, context):
         """Stores one blob. The first message names it; the blob becomes visible only when its bytes hash to its digest.
-        Idempotent: storing what is there succeeds.
+        Idempotent: storing what is there succeeds, reads no further bytes and adds the owner.
         Errors:
         DATA_LOSS HASH_MISMATCH: the bytes do not hash to the digest; nothing was stored; send again.
         RESOURCE_EXHAUSTED DISK_FULL: the disk quota is used up; free space or raise `quota_bytes`.

@@ -4,8 +4,16 @@ isort:skip_file
 Weights as content-addressed blobs. A trainer uploads a version to the depot (a durable weight node without an engine);
 inference nodes fetch from the depot or from each other, prepare while serving, activate by swapping.
 
-Upload: build the manifest -> Has(digests of manifest and chunks) -> Put what is missing -> RunService.PublishVersion with the
-manifest's digest as weights_digest. Nothing is announced before everything it names is stored.
+Upload, with AttachTrainerResponse.weights_address and the run's token:
+  1. Write the whole state dict as safetensors files under the names of the model's transformers class; a tied output layer
+     may be left out. NaN and infinity are refused by the nodes.
+  2. Cut each file into chunks of at most 64 MiB (16 MiB is a good size) and name each by its SHA-256, lower-case hex.
+  3. Encode the WeightManifest. Its bytes are a blob like any other: their SHA-256 is the version's weights_digest. Nobody
+     encodes it again, so any protobuf encoder will do; but the same weights must give the same bytes each time, because the
+     version is published again after a restart and must then have the same digest (no map fields here: most encoders do).
+  4. Has(all digests) -> Put, chunks first and the manifest last. What is missing is sent whole. What is there is Put as well,
+     by a first message without `data` alone: it makes this version one more owner, and what has no owner left is deleted.
+  5. RunService.PublishVersion. Nothing is announced before everything it names is stored (NOT_UPLOADED).
 """
 
 from collections import abc as _abc
@@ -42,7 +50,7 @@ class BlobServiceStub:
     """Which of these blobs are stored. Repeatable."""
     Put: _grpc.StreamUnaryMultiCallable[_weights_pb2.PutRequest, _weights_pb2.PutResponse]
     """Stores one blob. The first message names it; the blob becomes visible only when its bytes hash to its digest.
-    Idempotent: storing what is there succeeds.
+    Idempotent: storing what is there succeeds, reads no further bytes and adds the owner.
     Errors:
       DATA_LOSS HASH_MISMATCH: the bytes do not hash to the digest; nothing was stored; send again.
       RESOURCE_EXHAUSTED DISK_FULL: the disk quota is used up; free space or raise `quota_bytes`.
@@ -63,7 +71,7 @@ class BlobServiceAsyncStub(BlobServiceStub):
     """Which of these blobs are stored. Repeatable."""
     Put: _aio.StreamUnaryMultiCallable[_weights_pb2.PutRequest, _weights_pb2.PutResponse]  # type: ignore[assignment]
     """Stores one blob. The first message names it; the blob becomes visible only when its bytes hash to its digest.
-    Idempotent: storing what is there succeeds.
+    Idempotent: storing what is there succeeds, reads no further bytes and adds the owner.
     Errors:
       DATA_LOSS HASH_MISMATCH: the bytes do not hash to the digest; nothing was stored; send again.
       RESOURCE_EXHAUSTED DISK_FULL: the disk quota is used up; free space or raise `quota_bytes`.
@@ -93,7 +101,7 @@ class BlobServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.PutResponse, _abc.Awaitable[_weights_pb2.PutResponse]]:
         """Stores one blob. The first message names it; the blob becomes visible only when its bytes hash to its digest.
-        Idempotent: storing what is there succeeds.
+        Idempotent: storing what is there succeeds, reads no further bytes and adds the owner.
         Errors:
           DATA_LOSS HASH_MISMATCH: the bytes do not hash to the digest; nothing was stored; send again.
           RESOURCE_EXHAUSTED DISK_FULL: the disk quota is used up; free space or raise `quota_bytes`.

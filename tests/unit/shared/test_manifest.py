@@ -92,5 +92,7 @@ def test_adapters_and_deltas_say_that_they_are_not_implemented(tmp_path: Path) -
         check_manifest(manifest)
 
 
-def test_owner_names_policy_step_and_incarnation() -> None:
-    assert version_owner(PolicyVersion(policy="main", step=12, incarnation=1)) == "weights:main@12.1"
+def test_owner_names_run_policy_step_and_incarnation() -> None:
+    version = PolicyVersion(policy="main", step=12, incarnation=1)
+    assert version_owner(version, "mine") == "weights:mine/main@12.1"
+    assert version_owner(version) == "weights:main@12.1"

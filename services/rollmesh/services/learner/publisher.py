@@ -83,7 +83,8 @@ class Publisher:
     async def _upload(self, version: PolicyVersion, built: BuiltManifest) -> None:
         await self._client.find_depot()
         async with self._client.open_depot() as channel:
-            await upload(channel, built, owner=version_owner(version), config=self._config.transfer)
+            owner = version_owner(version, self._client.where.run)
+            await upload(channel, built, owner=owner, config=self._config.transfer)
 
     # In the compute thread --------------------------------------------------------------------------------------------
 

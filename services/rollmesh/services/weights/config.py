@@ -16,7 +16,7 @@ class DepotConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     quota_bytes: int = 64 << 30
     """Most bytes stored; an upload beyond is refused as DISK_FULL. At least `versions_max` + 1 versions should fit."""
     versions_max: int = 4
-    """Newest versions kept per policy, one that is being uploaded included. Nodes fetch the newest; older ones serve nodes that
+    """Newest versions kept per policy of each run, one that is being uploaded included. Nodes fetch the newest; older ones serve nodes that
     are late, and a roll-back to a checkpoint uploads its own."""
     server: ServerConfig = ServerConfig()
     """The gRPC server."""

@@ -1,7 +1,7 @@
 """A depot put together: store, server, membership, as one async context.
 
 async with DepotNode(config, node_id="depot-0", coordinator="127.0.0.1:7000", access=access) as depot:
-    await upload(open_channel(depot.address, access=access), built, owner=version_owner(version))
+    await upload(open_channel(depot.address, access=access), built, owner=version_owner(version, run))
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which versions the depot keeps: the newest of each policy. A version is the owner of its blobs; dropping it deletes them."""
+"""Which versions the depot keeps: the newest of each run's policy. A version is the owner of its blobs; dropping it deletes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _OWNER = re.compile(r"weights:(?P<policy>.+)@(?P<step>\d+)\.(?P<incarnation>\d+)
 
 
 def outdated(owners: Iterable[str], *, versions_max: int) -> list[str]:
-    """Owners beyond the newest `versions_max` of their policy; owners that are no version are never among them.
+    """Owners beyond the newest `versions_max` of their run's policy; owners that are no version are never among them.
 
     A newer incarnation is newer than any step of an older one: after a roll-back the older steps are void.
     """

@@ -57,9 +57,12 @@ class BuiltManifest:
     chunks: Mapping[str, ChunkSource] = field(repr=False)
 
 
-def version_owner(version: PolicyVersion) -> str:
-    """Owner of a version's blobs: `weights:main@12.0`."""
-    return f"weights:{version}"
+def version_owner(version: PolicyVersion, run: str = "") -> str:
+    """Owner of a version's blobs: `weights:<run>/main@12.0` at the depot, `weights:main@12.0` in a node's own store.
+
+    With the run, because the depot keeps the newest versions of each: a young run's would be older than an old run's.
+    """
+    return f"weights:{run}/{version}" if run else f"weights:{version}"
 
 
 def build_manifest(
