@@ -59,7 +59,7 @@ def config(model: Path) -> MeshConfig:
 
 async def audit(mesh: Mesh, run: str) -> AuditReport:
     assert mesh.nats is not None
-    bus = await JetStreamBus.connect(mesh.nats.url, auth=mesh.place.nats_auth)
+    bus = await JetStreamBus.connect(mesh.nats.url, login=mesh.place.bus_login())
     try:
         report = await audit_run(bus, run)
     finally:
