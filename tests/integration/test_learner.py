@@ -18,7 +18,7 @@ from rollmesh.services.learner.engines.fake_trainer import FakeTrainer
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.moments import AtMoment, Moment
 from rollmesh.services.learner.node import LearnerNode
-from rollmesh.services.learner.run_client import RunAddress
+from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import (
     ConfigError,

@@ -14,8 +14,8 @@ import pytest
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, RetryConfig
 from rollmesh.services.learner.moments import AtMoment, Moment, pass_by
 from rollmesh.services.learner.node import LearnerNode
-from rollmesh.services.learner.run_client import RunAddress
 from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.codec.trajectory import decode_key, encode_episode, sample_meta
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.versions import PolicyVersion

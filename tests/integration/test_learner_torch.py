@@ -14,7 +14,7 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.moments import Moment
 from rollmesh.services.learner.node import LearnerNode
-from rollmesh.services.learner.run_client import RunAddress
+from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.weights.manifest import parse_manifest, probes_of
 from rollmesh.trainer.forward import score

@@ -70,7 +70,7 @@ async def audit(mesh: Mesh, run: str) -> AuditReport:
 
 def updates(output: str) -> list[int]:
     """The updates that a trainer spoke of, in order."""
-    return [int(k) for k in re.findall(r"^update (\d+):", output, re.M)]
+    return [int(k) for k in re.findall(r"^update (\d+):", output, re.MULTILINE)]
 
 
 # Python ---------------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ async def test_the_python_trainer_raises_held_out_success(tmp_path: Path) -> Non
         trainer = python_trainer(mesh, model=folder, spec=spec, out=tmp_path / "trained")
         output = await finish(trainer, limit_s=2400.0)
         report = await audit(mesh, "trainer_grpc")
-    success = ast.literal_eval(re.findall(r"^held-out success: (.*)$", output, re.M)[-1])
+    success = ast.literal_eval(re.findall(r"^held-out success: (.*)$", output, re.MULTILINE)[-1])
     assert success[40] >= success[0] + 0.1, output
     assert report.lag_max <= 2
 

@@ -16,7 +16,8 @@ from rollmesh.shared.fleet import Fleet
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.trajectory import SamplingParams
 from rollmesh.shared.versions import PolicyVersion
-from rollmesh.shared.weights.manifest import Probe, build_manifest, version_owner
+from rollmesh.shared.weights.manifest import build_manifest, version_owner
+from rollmesh.shared.weights.probes import Probe
 from rollmesh.shared.weights.transfer import upload
 from rollmesh.v1 import run_pb2
 
@@ -44,7 +45,7 @@ async def publish(parts: MeshParts, depot: str, step: int) -> PolicyVersion:
     files = {"m.safetensors": write_safetensors(parts.folder / f"{step}.safetensors", step)}
     tokens = np.arange(12, dtype=np.int32) % VOCAB
     probe = Probe(token_ids=tokens, logprobs=content_logprobs(content_of(files), tokens))
-    built = build_manifest(files, probes=[probe])
+    built = build_manifest(files, probes=[probe.encode()])
     version = PolicyVersion(policy="main", step=step, weights_digest=built.weights_digest)
     async with open_channel(depot, access=ACCESS) as channel:
         await upload(channel, built, owner=version_owner(version))

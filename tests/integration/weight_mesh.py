@@ -20,7 +20,8 @@ from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.versions import PolicyVersion
-from rollmesh.shared.weights.manifest import Probe, build_manifest, version_owner
+from rollmesh.shared.weights.manifest import build_manifest, version_owner
+from rollmesh.shared.weights.probes import Probe
 from rollmesh.shared.weights.transfer import TransferConfig, UploadReport, upload
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -164,7 +165,7 @@ async def publish(
     """Uploads files as a version, as a learner does; probes are right for `ContentEngine`."""
     tokens = np.arange(12, dtype=np.int32) % VOCAB
     probes = [Probe(token_ids=tokens, logprobs=content_logprobs(content_of(files), tokens))] if with_probes else []
-    built = build_manifest(files, probes=probes, chunk_bytes=chunk_bytes)
+    built = build_manifest(files, probes=[probe.encode() for probe in probes], chunk_bytes=chunk_bytes)
     version = PolicyVersion(policy="main", step=step, weights_digest=built.weights_digest)
     async with open_channel(address, access=ACCESS) as channel:
         report = await upload(channel, built, owner=version_owner(version), config=transfer)

@@ -17,7 +17,7 @@ from rollmesh.services.learner.engine import find_engine
 from rollmesh.services.learner.engines.recipe import resolve_recipe
 from rollmesh.services.learner.metrics_log import MetricsLog, read_metrics
 from rollmesh.services.learner.progress import Progress
-from rollmesh.services.learner.retry import persist
+from rollmesh.shared.clients.patience import persist
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import Cancelled, ConfigError, DeadlineExceeded, Fenced, MeshError, Overloaded, Unavailable

@@ -13,12 +13,12 @@ from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.manifest import (
     BuiltManifest,
-    Probe,
     build_manifest,
     check_manifest,
     parse_manifest,
     version_owner,
 )
+from rollmesh.shared.weights.probes import Probe
 from rollmesh.v1 import weights_pb2
 
 from .safetensors_files import write_safetensors
@@ -30,7 +30,7 @@ def built(folder: Path, *, chunk_bytes: int = 1000) -> BuiltManifest:
     files = {
         name: write_safetensors(folder / name, seed) for seed, name in enumerate(["b.safetensors", "a.safetensors"])
     }
-    return build_manifest(files, probes=[PROBE], tied=["lm_head=embed"], chunk_bytes=chunk_bytes)
+    return build_manifest(files, probes=[PROBE.encode()], tied=["lm_head=embed"], chunk_bytes=chunk_bytes)
 
 
 def test_the_same_files_give_the_same_digest(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ from rollmesh.shared.errors import (
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.digests import check_digest
-from rollmesh.shared.weights.manifest import PROBE_TOLERANCE, probes_of, version_owner
+from rollmesh.shared.weights.manifest import PROBE_TOLERANCE, version_owner
+from rollmesh.shared.weights.probes import probes_of
 from rollmesh.shared.weights.transfer import Fetcher, OpenChannel
 from rollmesh.v1 import weights_pb2
 

@@ -9,8 +9,8 @@ from typing import Self
 
 from rollmesh.services.learner.config import RetryConfig
 from rollmesh.services.learner.progress import Progress
-from rollmesh.services.learner.retry import Backoff
 from rollmesh.services.learner.run_client import RunClient
+from rollmesh.shared.clients.patience import Backoff
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, PermissionDenied, Unauthenticated, Unimplemented
 from rollmesh.v1 import run_pb2

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from rollmesh.shared.clients.patience import PatienceConfig
 from rollmesh.shared.weights.transfer import TransferConfig
 
 TORCH_TRAINER = "rollmesh.services.learner.engines.torch_trainer:open_trainer"
@@ -37,27 +38,15 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"attempts_max must be at least 1, got {self.attempts_max}")
 
 
-class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RetryConfig(PatienceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How long the learner puts up with a gateway that is away."""
 
-    retry_s: float = 60.0
-    """How long one request is repeated while nobody answers it; at least the batch lease's term once that is known."""
-    backoff_s: float = 0.05
-    """First pause between tries; doubles up to `backoff_s_max`."""
-    backoff_s_max: float = 2.0
-    """Longest pause between tries."""
-    call_s: float = 15.0
-    """Limit of one try. A lease may wait its `wait_s` longer."""
-    fetch_s: float = 300.0
-    """Limit of one try at fetching a whole batch."""
     restarts_max: int = 8
     """Returns to the newest checkpoint without a new checkpoint in between; then the error is final. Two learners that fence
     each other end here."""
 
     def __post_init__(self) -> None:
-        for name in ("retry_s", "backoff_s", "backoff_s_max", "call_s", "fetch_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        super().__post_init__()
         if self.restarts_max < 0:
             raise ValueError(f"restarts_max must not be negative, got {self.restarts_max}")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 
-from rollmesh.services.learner.retry import Backoff, worth_retrying
 from rollmesh.services.learner.tenure import Parts, begin_tenure
+from rollmesh.shared.clients.patience import Backoff, worth_retrying
 from rollmesh.shared.errors import (
     BeyondBound,
     CommitConflict,

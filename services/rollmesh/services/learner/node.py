@@ -26,8 +26,9 @@ from rollmesh.services.learner.metrics_log import MetricsLog
 from rollmesh.services.learner.moments import AtMoment, pass_by
 from rollmesh.services.learner.progress import Progress
 from rollmesh.services.learner.publisher import Publisher
-from rollmesh.services.learner.run_client import RunAddress, RunClient
+from rollmesh.services.learner.run_client import RunClient
 from rollmesh.services.learner.tenure import DataSnapshot, Parts
+from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.membership import Membership, PassiveHandler
 from rollmesh.v1 import coordinator_pb2

@@ -24,12 +24,12 @@ from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import PublishConfig
 from rollmesh.services.learner.engine import TrainerEngine
 from rollmesh.services.learner.run_client import RunClient
-from rollmesh.shared.errors import InvalidInput, NotUploaded, WeightsRejected
+from rollmesh.shared.errors import InvalidInput, WeightsRejected
 from rollmesh.shared.trajectory import IntArray, TrainingSample
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.digests import sha256_hex
-from rollmesh.shared.weights.manifest import BuiltManifest, Probe, build_manifest, parse_manifest, version_owner
-from rollmesh.shared.weights.transfer import upload
+from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, parse_manifest
+from rollmesh.shared.weights.probes import Probe
 
 _SYNTHETIC_TOKENS = 32
 
@@ -57,7 +57,8 @@ class Publisher:
                 incarnation=version.incarnation,
                 weights_digest=built.weights_digest,
             )
-            await self._announce(named, built)
+            config = self._config
+            await self._client.publish_weights(named, built, transfer=config.transfer, attempts_max=config.attempts_max)
         finally:
             await self._compute.run(lambda: shutil.rmtree(scratch, ignore_errors=True))
         return named
@@ -70,21 +71,6 @@ class Publisher:
         prompts = _prompts(samples, self._config)
         if prompts:
             _write(path, msgspec.json.encode(prompts))
-
-    async def _announce(self, version: PolicyVersion, built: BuiltManifest) -> None:
-        for attempt in range(1, self._config.attempts_max + 1):
-            await self._client.persist(lambda: self._upload(version, built))
-            try:
-                return await self._client.publish(version)
-            except NotUploaded:
-                if attempt == self._config.attempts_max:
-                    raise
-
-    async def _upload(self, version: PolicyVersion, built: BuiltManifest) -> None:
-        await self._client.find_depot()
-        async with self._client.open_depot() as channel:
-            owner = version_owner(version, self._client.where.run)
-            await upload(channel, built, owner=owner, config=self._config.transfer)
 
     # In the compute thread --------------------------------------------------------------------------------------------
 
@@ -99,7 +85,7 @@ class Publisher:
                 "remove the checkpoints that hold it, lower the learning rate, and go on",
                 version=version,
             )
-        built = build_manifest(exported.files, tied=exported.tied, probes=probes)
+        built = build_manifest(exported.files, tied=exported.tied, probes=[probe.encode() for probe in probes])
         return self._as_before(version, built)
 
     def _as_before(self, version: PolicyVersion, built: BuiltManifest) -> BuiltManifest:

@@ -1,62 +1,18 @@
-"""RunService as a trainer uses it: typed arguments in, domain types and typed errors out.
-
-Every verb used here is idempotent, or repeatable, and is repeated while nobody answers: for `retry_s`, and at least for the
-term of a batch lease, within which a restarted coordinator is expected back. The client remembers the trainer epoch of its last
-attach, and the depot's address until it is told another; it decides nothing.
-"""
+"""A learner's view of its run: batches as domain types, commits from the trainer's results. The verbs are `shared.clients.trainer`'s."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self, TypeVar
 
-import grpc
-
-from rollmesh.services.learner.config import RetryConfig
 from rollmesh.services.learner.engine import StepResult
-from rollmesh.services.learner.retry import persist
 from rollmesh.services.learner.source import UNREADABLE, BatchAssembler, Fetched
-from rollmesh.shared.clock import Clock
-from rollmesh.shared.codec.trajectory import decode_group_context, encode_version
-from rollmesh.shared.errors import NotReady
-from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.clients.trainer import Committed, TrainerClient
+from rollmesh.shared.codec.trajectory import decode_group_context
 from rollmesh.shared.telemetry.tracing import now_ns
 from rollmesh.shared.trajectory import GroupContext
-from rollmesh.shared.versions import PolicyVersion
-from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunAddress:
-    """Which run, where, and as whom."""
-
-    address: str
-    """host:port of the gateway."""
-    access: Access
-    run: str
-    policy: str = "main"
-    learner: str = "main"
-    holder: str = ""
-    """For messages: host, process."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Attached:
-    """The caller is the trainer now; see AttachTrainerResponse."""
-
-    trainer_epoch: int
-    next_update: int
-    incarnation: int
-    resolution: str
-    """CONTINUED, ROLLED_FORWARD or ROLLED_BACK."""
-    lease_s: float
-    spec: events_pb2.RunSpec
+from rollmesh.v1 import run_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,72 +29,13 @@ class BatchLease:
     """When it was asked for and came, on the clock of spans."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """Digest after the update, and the ledger sequence of its commit."""
-
-    digest: str
-    ledger_position: int
-
-
-class RunClient:
-    """One trainer's view of one run; an async context that owns the channel."""
-
-    def __init__(self, where: RunAddress, config: RetryConfig, clock: Clock) -> None:
-        self.where = where
-        self.weights_address = ""
-        """The depot, once attached."""
-        self._config = config
-        self._clock = clock
-        self._epoch = 0
-        self._lease_s = 0.0
-        self._channel = open_channel(where.address, access=where.access)
-        self._stub: Any = run_pb2_grpc.RunServiceStub(self._channel)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._channel.close()
-
-    # Attaching --------------------------------------------------------------------------------------------------------
-
-    async def attach(self, *, last_update: int, digest: str) -> Attached:
-        """Makes this the one trainer. Raises `UnknownRun`, `DigestMismatch`, `UnknownUpdate`."""
-        return await self.persist(lambda: self._attach(last_update, digest))
-
-    async def _attach(self, last_update: int, digest: str) -> Attached:
-        request = run_pb2.AttachTrainerRequest(**self._names(), last_update=last_update, digest=digest)
-        request.holder = self.where.holder
-        reply: run_pb2.AttachTrainerResponse = await self._call(self._stub.AttachTrainer, request)
-        if not reply.weights_address:
-            # Kept back until there is a depot: without one nothing can be published, hence nothing leased.
-            raise NotReady(f"run {self.where.run} has no depot yet; start one (rollmesh serve weights)")
-        self._epoch = reply.trainer_epoch
-        self._lease_s = reply.lease_s
-        self.weights_address = reply.weights_address
-        resolution = run_pb2.AttachResolution.Name(reply.resolution).removeprefix("ATTACH_RESOLUTION_")
-        return Attached(
-            trainer_epoch=reply.trainer_epoch,
-            next_update=reply.next_update,
-            incarnation=reply.incarnation,
-            resolution=resolution,
-            lease_s=reply.lease_s,
-            spec=reply.spec,
-        )
-
-    # Batches ----------------------------------------------------------------------------------------------------------
+class RunClient(TrainerClient):
+    """One learner's view of one run; an async context that owns the channel."""
 
     async def lease(self, update: int, *, wait_s: float) -> BatchLease | str:
         """The batch of `update`, or after `wait_s` what it waits for. Raises `Fenced`, `LeaseExpired`, `RunEnded`."""
-        request = run_pb2.LeaseBatchRequest(**self._holding(), update=update, wait_s=wait_s)
-        limit_s = wait_s + self._config.call_s
         asked_ns = now_ns()
-        reply: run_pb2.LeaseBatchResponse = await self.persist(
-            lambda: self._call(self._stub.LeaseBatch, request, limit_s)
-        )
+        reply = await self.ask_batch(update, wait_s=wait_s)
         if not reply.lease_id:
             return reply.waiting_for or "a batch"
         return BatchLease(
@@ -156,103 +53,20 @@ class RunClient:
         return await self.persist(lambda: self._fetch(lease, arriving))
 
     async def _fetch(self, lease: BatchLease, arriving: Callable[[], Awaitable[None]]) -> Fetched:
-        request = run_pb2.FetchSamplesRequest(
-            run=self.where.run, trainer_epoch=self._epoch, lease_id=lease.lease_id, num_shards=1
-        )
         batch = BatchAssembler(lease.samples)
-        call = self._stub.FetchSamples(request, timeout=self._config.fetch_s)
         announced = False
-        try:
-            with typed_errors():
-                async for message in call:
-                    batch.add(message)
-                    if not announced:
-                        announced = True
-                        await arriving()
-        finally:
-            call.cancel()
+        async with aclosing(self.episodes(lease.lease_id)) as episodes:
+            async for message in episodes:
+                batch.add(message)
+                if not announced:
+                    announced = True
+                    await arriving()
         return batch.finish()
-
-    async def renew(self, lease_id: str) -> float:
-        """Seconds until the lease expires now. Raises `UnknownLease`, `Fenced`, `LeaseExpired`."""
-        request = run_pb2.RenewBatchRequest(**self._holding(), lease_id=lease_id)
-        reply: run_pb2.RenewBatchResponse = await self.persist(lambda: self._call(self._stub.RenewBatch, request))
-        return reply.lease_s
-
-    async def release(self, lease_id: str) -> None:
-        """Gives a batch back unused."""
-        request = run_pb2.ReleaseBatchRequest(**self._holding(), lease_id=lease_id)
-        await self.persist(lambda: self._call(self._stub.ReleaseBatch, request))
 
     async def commit(self, lease: BatchLease, result: StepResult, unreadable: Sequence[str]) -> Committed:
         """Commits the update with a disposition for every leased sample.
 
         Raises `Fenced`, `LeaseExpired`, `BeyondBound`, `CommitConflict`.
         """
-        reasons = {**dict(result.verdicts), **dict.fromkeys(unreadable, UNREADABLE)}
-        request = run_pb2.CommitUpdateRequest(
-            **self._holding(),
-            update=result.update,
-            lease_ids=[lease.lease_id],
-            samples=[_disposed(sample_id, reason) for sample_id, reason in reasons.items()],
-            outcome=run_pb2.UPDATE_OUTCOME_APPLIED if result.applied else run_pb2.UPDATE_OUTCOME_SKIPPED,
-        )
-        reply: run_pb2.CommitUpdateResponse = await self.persist(lambda: self._call(self._stub.CommitUpdate, request))
-        return Committed(digest=reply.digest, ledger_position=reply.ledger_position)
-
-    # Checkpoints, versions, progress ----------------------------------------------------------------------------------
-
-    async def report_checkpoint(self, *, update: int, digest: str) -> None:
-        """Says that a checkpoint with `update` is durable. Raises `Fenced`, `DigestMismatch`, `UnknownUpdate`."""
-        request = run_pb2.ReportCheckpointRequest(**self._holding(), update=update, digest=digest)
-        await self.persist(lambda: self._call(self._stub.ReportCheckpoint, request))
-
-    async def publish(self, version: PolicyVersion) -> None:
-        """Announces an uploaded version. Raises `Fenced`, `WrongVersion`, `VersionConflict`, `NotUploaded`."""
-        request = run_pb2.PublishVersionRequest(
-            run=self.where.run,
-            learner=self.where.learner,
-            trainer_epoch=self._epoch,
-            version=encode_version(version),
-        )
-        await self.persist(lambda: self._call(self._stub.PublishVersion, request))
-
-    async def watch(self) -> AsyncIterator[run_pb2.WatchRunResponse]:
-        """News of the run until the stream breaks, which raises; no deadline and no retry."""
-        call = self._stub.WatchRun(run_pb2.WatchRunRequest(run=self.where.run))
-        try:
-            with typed_errors():
-                async for message in call:
-                    yield message
-        finally:
-            call.cancel()
-
-    async def find_depot(self) -> None:
-        """Asks where the depot is now. One that is away is expected back where it was."""
-        reply: run_pb2.GetRunResponse = await self._call(self._stub.GetRun, run_pb2.GetRunRequest(run=self.where.run))
-        self.weights_address = reply.state.weights_address or self.weights_address
-
-    def open_depot(self) -> grpc.aio.Channel:
-        """A channel to the depot, with the run's token."""
-        return open_channel(self.weights_address, access=self.where.access)
-
-    async def persist(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """`ask()` repeated while nobody answers, within the client's limit."""
-        limit_s = max(self._config.retry_s, self._lease_s)
-        return await persist(ask, limit_s=limit_s, config=self._config, clock=self._clock)
-
-    async def _call(self, verb: Callable[..., Awaitable[Any]], request: Any, limit_s: float | None = None) -> Any:
-        with typed_errors():
-            return await verb(request, timeout=limit_s or self._config.call_s)
-
-    def _names(self) -> dict[str, Any]:
-        return {"run": self.where.run, "policy": self.where.policy, "learner": self.where.learner}
-
-    def _holding(self) -> dict[str, Any]:
-        return {**self._names(), "trainer_epoch": self._epoch}
-
-
-def _disposed(sample_id: str, reason: str | None) -> run_pb2.DisposedSample:
-    if reason is None:
-        return run_pb2.DisposedSample(sample_id=sample_id, disposition=run_pb2.SAMPLE_DISPOSITION_USED)
-    return run_pb2.DisposedSample(sample_id=sample_id, disposition=run_pb2.SAMPLE_DISPOSITION_DROPPED, reason=reason)
+        fates = {**dict(result.verdicts), **dict.fromkeys(unreadable, UNREADABLE)}
+        return await self.commit_update(result.update, lease.lease_id, fates, applied=result.applied)

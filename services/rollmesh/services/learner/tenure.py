@@ -28,11 +28,12 @@ from rollmesh.services.learner.metrics_log import MetricsLog
 from rollmesh.services.learner.moments import AtMoment, Moment
 from rollmesh.services.learner.progress import Progress
 from rollmesh.services.learner.publisher import Publisher
-from rollmesh.services.learner.renewal import Renewal
-from rollmesh.services.learner.retry import Backoff
-from rollmesh.services.learner.run_client import Attached, BatchLease, Committed, RunClient
+from rollmesh.services.learner.run_client import BatchLease, RunClient
 from rollmesh.services.learner.source import UNREADABLE, Fetched
 from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateTrace
+from rollmesh.shared.clients.patience import Backoff
+from rollmesh.shared.clients.renewal import Renewal
+from rollmesh.shared.clients.trainer import Attached, Committed
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, VersionRefused, WrongUpdate
 from rollmesh.shared.telemetry import log_context
@@ -185,7 +186,7 @@ class Tenure:
     ) -> tuple[StepResult, Committed, int] | None:
         """What came of it, and the number of unreadable samples; None if the batch was given back."""
         parts = self._parts
-        async with Renewal(parts.client, lease, parts.clock) as renewal:
+        async with Renewal(parts.client.renew, lease.lease_id, lease_s=lease.lease_s, clock=parts.clock) as renewal:
             fetched = await self._fetch(lease)
             if fetched is None:
                 return None

@@ -176,7 +176,7 @@ def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
 def _learner(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.learner.node import LearnerNode
-    from rollmesh.services.learner.run_client import RunAddress
+    from rollmesh.shared.clients.trainer import RunAddress
 
     run = place.config.run
     where = RunAddress(

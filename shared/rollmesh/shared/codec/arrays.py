@@ -5,18 +5,13 @@ Decoded arrays are views of the message's bytes, hence read-only; copy before wr
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.trajectory import FloatArray, IntArray, MaskArray
-
-
-def invalid(field: str, what: str) -> NoReturn:
-    """Raises `InvalidInput` that names the field: `episode.segments[3].logprobs: 12 values for 13 tokens`."""
-    raise InvalidInput(f"{field}: {what}", violations=[FieldViolation(field, what)])
 
 
 def encode_ints(values: IntArray) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmesh.shared.codec.arrays import invalid
+from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.trajectory import (
     ROOT,
     WHOLE_SAMPLE,

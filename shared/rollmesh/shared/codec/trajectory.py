@@ -22,8 +22,8 @@ from rollmesh.shared.codec.arrays import (
     encode_floats,
     encode_ints,
     encode_mask,
-    invalid,
 )
+from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.trajectory import (
     Episode,
     EpisodeKey,

@@ -21,7 +21,7 @@ import msgspec
 
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.auth_interceptor import bearer
-from rollmesh.shared.rpc.server import MESSAGE_BYTES_MAX
+from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.telemetry.tracing import trace_headers
 
 

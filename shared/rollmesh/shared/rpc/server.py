@@ -27,13 +27,13 @@ from rollmesh.shared.rpc.addresses import advertised, require_local
 from rollmesh.shared.rpc.auth_interceptor import AuthInterceptor
 from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
 from rollmesh.shared.rpc.error_interceptor import ErrorInterceptor
+from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.rpc.metrics_interceptor import MetricsInterceptor
 from rollmesh.shared.rpc.reflection import add_reflection
 from rollmesh.shared.rpc.stream_interceptor import StreamInterceptor
 from rollmesh.shared.rpc.trace_interceptor import TraceInterceptor
 from rollmesh.shared.telemetry import metrics
 
-MESSAGE_BYTES_MAX = 8 * 1024 * 1024
 _COUNTS = ("concurrent_rpcs_max", "streams_max", "connection_rpcs_max")
 
 

@@ -1,23 +1,23 @@
 """The manifest of a version: its files in content-addressed chunks, and the probes that tell right weights from wrong ones.
 
 The manifest's bytes are a blob too, and their SHA-256 is the version's `weights_digest`. Digests are taken over the bytes as stored, and
-nobody serialises a manifest again to check it.
+nobody serialises a manifest again to check it. Free of numpy, since thin clients publish too.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import sys
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
-from rollmesh.shared.codec.arrays import decode_floats, decode_ints, encode_floats, encode_ints, invalid
+from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.errors import InvalidInput, Unimplemented
-from rollmesh.shared.trajectory import FloatArray, IntArray
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.digests import check_digest, sha256_hex
 from rollmesh.v1 import weights_pb2
@@ -29,14 +29,6 @@ PROBE_TOLERANCE = 0.01
 """Nats. Reordered float32 sums differ by 1e-5; a stale layer of a small model showed 1e-1 and more."""
 _HEADER_BYTES_MAX = 100 << 20
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64", "I32": "int32"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
-    """A prompt and the learner's plain-softmax log-probs of it, [n] each; entry 0 of `logprobs` is 0."""
-
-    token_ids: IntArray
-    logprobs: FloatArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +61,7 @@ def build_manifest(
     files: Mapping[str, Path],
     *,
     tied: Sequence[str] = (),
-    probes: Sequence[Probe] = (),
+    probes: Sequence[weights_pb2.WeightProbe] = (),
     probe_tolerance: float = PROBE_TOLERANCE,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> BuiltManifest:
@@ -86,10 +78,7 @@ def build_manifest(
         files=[_file(name, files[name], chunk_bytes, chunks) for name in sorted(files)],
         dtype=",".join(sorted(set().union(*(safetensors_dtypes(path) for path in files.values())))),
         tied=sorted(tied),
-        probes=[
-            weights_pb2.WeightProbe(token_ids=encode_ints(p.token_ids), logprobs=encode_floats(p.logprobs))
-            for p in probes
-        ],
+        probes=probes,
         probe_tolerance=probe_tolerance,
     )
     check_manifest(manifest)
@@ -123,12 +112,8 @@ def check_manifest(manifest: weights_pb2.WeightManifest) -> None:
             invalid(f"manifest.files[{index}].name", f"{file.name!r} is given twice")
     if not (math.isfinite(manifest.probe_tolerance) and manifest.probe_tolerance >= 0):
         invalid("manifest.probe_tolerance", f"{manifest.probe_tolerance}, expected a finite number, 0 or more")
-    probes_of(manifest)
-
-
-def probes_of(manifest: weights_pb2.WeightManifest) -> list[Probe]:
-    """Raises `InvalidInput` naming the probe."""
-    return [_probe(message, f"manifest.probes[{index}]") for index, message in enumerate(manifest.probes)]
+    for index, probe in enumerate(manifest.probes):
+        _check_probe(probe, f"manifest.probes[{index}]")
 
 
 def chunk_sizes(manifest: weights_pb2.WeightManifest) -> dict[str, int]:
@@ -186,13 +171,13 @@ def _check_file(file: weights_pb2.WeightFile, field_: str) -> None:
         invalid(f"{field_}.size_bytes", f"{file.size_bytes}, but its chunks have {total} bytes")
 
 
-def _probe(message: weights_pb2.WeightProbe, field_: str) -> Probe:
-    probe = Probe(
-        token_ids=decode_ints(message.token_ids, f"{field_}.token_ids"),
-        logprobs=decode_floats(message.logprobs, f"{field_}.logprobs"),
-    )
-    if probe.token_ids.size < 2 or probe.token_ids.shape != probe.logprobs.shape:
-        invalid(f"{field_}.logprobs", f"{probe.logprobs.size} values for {probe.token_ids.size} tokens (at least 2)")
-    if not np.isfinite(probe.logprobs).all():
+def _check_probe(probe: weights_pb2.WeightProbe, field_: str) -> None:
+    num_tokens, logprobs = len(probe.token_ids) // 4, array("f")
+    if len(probe.logprobs) != len(probe.token_ids) or len(probe.token_ids) % 4 or num_tokens < 2:
+        what = f"{len(probe.logprobs) // 4} values for {num_tokens} tokens (at least 2)"
+        invalid(f"{field_}.logprobs", what)
+    logprobs.frombytes(probe.logprobs)
+    if sys.byteorder == "big":
+        logprobs.byteswap()
+    if not all(map(math.isfinite, logprobs)):
         invalid(f"{field_}.logprobs", "not finite")
-    return probe

@@ -5,11 +5,32 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from rollmesh.services.learner.config import RetryConfig
+import msgspec
+
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Cancelled, DeadlineExceeded, MeshError
 
 T = TypeVar("T")
+
+
+class PatienceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long a trainer puts up with a gateway that is away."""
+
+    retry_s: float = 60.0
+    """How long one request is repeated while nobody answers it; at least the batch lease's term once that is known."""
+    backoff_s: float = 0.05
+    """First pause between tries; doubles up to `backoff_s_max`."""
+    backoff_s_max: float = 2.0
+    """Longest pause between tries."""
+    call_s: float = 15.0
+    """Limit of one try. A lease may wait its `wait_s` longer."""
+    fetch_s: float = 300.0
+    """Limit of one try at fetching a whole batch."""
+
+    def __post_init__(self) -> None:
+        for name in ("retry_s", "backoff_s", "backoff_s_max", "call_s", "fetch_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 def worth_retrying(err: MeshError) -> bool:
@@ -20,7 +41,7 @@ def worth_retrying(err: MeshError) -> bool:
 class Backoff:
     """Pauses that double from `backoff_s` to `backoff_s_max`."""
 
-    def __init__(self, config: RetryConfig, clock: Clock) -> None:
+    def __init__(self, config: PatienceConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
         self._next_s = config.backoff_s
@@ -33,7 +54,7 @@ class Backoff:
         await self._clock.sleep(pause_s)
 
 
-async def persist(ask: Callable[[], Awaitable[T]], *, limit_s: float, config: RetryConfig, clock: Clock) -> T:
+async def persist(ask: Callable[[], Awaitable[T]], *, limit_s: float, config: PatienceConfig, clock: Clock) -> T:
     """Asks until it is answered or `limit_s` is over; then raises the last error. Other errors are raised at once."""
     backoff = Backoff(config, clock)
     end_s = clock.monotonic_s() + limit_s

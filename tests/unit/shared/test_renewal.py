@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 import pytest
 
-from rollmesh.services.learner.renewal import Renewal
-from rollmesh.services.learner.run_client import BatchLease, RunClient
+from rollmesh.shared.clients.renewal import Renewal
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import LeaseExpired
-
-LEASE = BatchLease(lease_id="b1", update=1, samples=(), groups=(), lease_s=30.0)
 
 
 class Coordinator:
@@ -23,7 +18,7 @@ class Coordinator:
         self._terms_s = list(terms_s)
 
     async def renew(self, lease_id: str) -> float:
-        assert lease_id == LEASE.lease_id
+        assert lease_id == "b1"
         self.times_s.append(self._clock.monotonic_s())
         if not self._terms_s:
             raise LeaseExpired("too late")
@@ -32,7 +27,7 @@ class Coordinator:
 
 def renewal(clock: ManualClock, *terms_s: float) -> tuple[Renewal, Coordinator]:
     coordinator = Coordinator(clock, *terms_s)
-    return Renewal(cast(RunClient, cast(Any, coordinator)), LEASE, clock), coordinator
+    return Renewal(coordinator.renew, "b1", lease_s=30.0, clock=clock), coordinator
 
 
 async def test_a_lease_is_renewed_every_third_of_the_term_last_granted() -> None:

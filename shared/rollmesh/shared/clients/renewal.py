@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Self
 
-from rollmesh.services.learner.run_client import BatchLease, RunClient
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
 
@@ -20,9 +20,13 @@ class Renewal:
     A commit that succeeds outweighs a lost lease: it ends the lease, and a renewal may just be under way.
     """
 
-    def __init__(self, client: RunClient, lease: BatchLease, clock: Clock) -> None:
-        self._client = client
-        self._lease = lease
+    def __init__(
+        self, renew: Callable[[str], Awaitable[float]], lease_id: str, *, lease_s: float, clock: Clock
+    ) -> None:
+        """`renew` takes the lease id and returns the seconds until the lease expires then."""
+        self._renew_lease = renew
+        self._lease_id = lease_id
+        self._lease_s = lease_s
         self._clock = clock
         self._lost: MeshError | None = None
         self._task: asyncio.Task[None] | None = None
@@ -33,7 +37,7 @@ class Renewal:
             raise self._lost
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._renew(), name=f"renew {self._lease.lease_id}")
+        self._task = asyncio.create_task(self._renew(), name=f"renew {self._lease_id}")
         return self
 
     async def __aexit__(
@@ -46,11 +50,11 @@ class Renewal:
             self._task.result()
 
     async def _renew(self) -> None:
-        lease_s = self._lease.lease_s
+        lease_s = self._lease_s
         while True:
             await self._clock.sleep(lease_s * TERM_SHARE)
             try:
-                lease_s = await self._client.renew(self._lease.lease_id)
+                lease_s = await self._renew_lease(self._lease_id)
             except MeshError as err:
                 self._lost = err
                 return

@@ -1,0 +1,75 @@
+"""Weights as a safetensors file, written without any array library.
+
+Format: u64le length of a JSON header {name: {dtype, shape, data_offsets}}, then the data (https://huggingface.co/docs/safetensors).
+Equal weights make equal bytes, whatever the order of the mapping: a version that is published again must have the same digest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rollmesh.shared.codec.refusal import invalid
+
+DTYPES = {"float32": "F32", "float16": "F16", "float64": "F64", "bfloat16": "BF16", "int64": "I64", "int32": "I32"}
+_BYTES = {"F32": 4, "F16": 2, "F64": 8, "BF16": 2, "I64": 8, "I32": 4}
+
+
+class Array(Protocol):
+    """What a numpy array is, and a torch tensor after `.numpy()`; in C order and little-endian."""
+
+    @property
+    def dtype(self) -> Any:
+        """Prints as "float32" or the like."""
+        ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def tobytes(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor as bytes, for types that no array library at hand knows (bfloat16)."""
+
+    dtype: str
+    """As in `DTYPES`."""
+    shape: Sequence[int]
+    data: bytes
+    """Little-endian, in C order."""
+
+    def tobytes(self) -> bytes:
+        return self.data
+
+
+def write_safetensors(weights: Mapping[str, Array], path: Path) -> None:
+    """Writes one file, a tensor at a time. Raises `InvalidInput` naming a tensor whose type or size does not fit."""
+    names = sorted(weights)
+    header, end = {}, 0
+    for name in names:
+        begin, end = end, end + _num_bytes(name, weights[name])
+        dtype, shape = DTYPES[str(weights[name].dtype)], list(weights[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            data = weights[name].tobytes()
+            if len(data) != (expected := _num_bytes(name, weights[name])):
+                invalid(f"weights[{name}]", f"{len(data)} bytes for a shape of {expected}")
+            file.write(data)
+
+
+def _num_bytes(name: str, tensor: Array) -> int:
+    dtype = str(tensor.dtype)
+    if dtype not in DTYPES:
+        invalid(f"weights[{name}].dtype", f"{dtype}, expected one of {', '.join(DTYPES)}")
+    size = _BYTES[DTYPES[dtype]]
+    for length in tensor.shape:
+        size *= length
+    return size
