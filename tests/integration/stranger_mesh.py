@@ -78,7 +78,16 @@ def python_trainer(mesh: Mesh, *, model: Path, spec: Path, out: Path) -> list[st
 
 def node_trainer(mesh: Mesh, *, weights: Path, spec: Path, out: Path) -> list[str | Path]:
     script, token_file = ROOT / "examples" / "trainer_node" / "trainer.mjs", mesh.place.run_dir / "token"
-    where: list[str | Path] = ["--address", mesh.gateway_address, "--token-file", token_file, "--spec", spec, "--out", out]
+    where: list[str | Path] = [
+        "--address",
+        mesh.gateway_address,
+        "--token-file",
+        token_file,
+        "--spec",
+        spec,
+        "--out",
+        out,
+    ]
     return ["node", script, *where, "--weights", weights]
 
 

@@ -119,7 +119,7 @@ async def test_the_python_trainer_raises_held_out_success(tmp_path: Path) -> Non
     folder = tmp_path / "model"
     await make_in_process(made.made_model, folder, seed=0, limit_s=900.0, on_step=lambda _: None)
     config = msgspec.structs.replace(made, made_model=None, model=str(folder))
-    spec = write_spec(tmp_path / "spec.json", updates_max=40, eval_every=40, eval_tasks=240)
+    spec = ROOT / "configs" / "trainer_grpc.json"
     async with mesh_without_learner(config, tmp_path / "mesh") as mesh:
         trainer = python_trainer(mesh, model=folder, spec=spec, out=tmp_path / "trained")
         output = await finish(trainer, limit_s=2400.0)

@@ -11,6 +11,7 @@ from rollmesh.services.coordinator.core.records import DroppedSample, PayloadRef
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
 from rollmesh.services.coordinator.lease_names import from_wire, to_wire
 from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.codec.refusal import refuse_unknown
 from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec
 from rollmesh.v1 import coordinator_pb2, events_pb2, run_pb2, types_pb2
 
@@ -33,6 +34,7 @@ def run_spec(message: events_pb2.RunSpec) -> RunSpec:
     filled.export_split = message.export_split or "test"
     filled.beyond = message.beyond or events_pb2.BOUND_POLICY_DROP
     try:
+        refuse_unknown(message, "fields")
         run_streams(message.run)
         return decode(RunSpec, filled)
     except (ValueError, InvalidInput) as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
+
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from rollmesh.shared.errors import FieldViolation, InvalidInput
 
@@ -10,3 +12,10 @@ from rollmesh.shared.errors import FieldViolation, InvalidInput
 def invalid(field: str, what: str) -> NoReturn:
     """Raises `InvalidInput` that names the field: `episode.segments[3].logprobs: 12 values for 13 tokens`."""
     raise InvalidInput(f"{field}: {what}", violations=[FieldViolation(field, what)])
+
+
+def refuse_unknown(message: Any, field: str) -> None:
+    """Raises `InvalidInput` if `message` carries fields of newer protos: for messages that mean something else without them."""
+    numbers = sorted({unknown.field_number for unknown in UnknownFieldSet(message)})
+    if numbers:
+        invalid(field, f"holds field {numbers[0]}, which this version does not know; upgrade the mesh, or leave it out")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from rollmesh.shared.codec.refusal import invalid
+from rollmesh.shared.codec.refusal import invalid, refuse_unknown
 from rollmesh.shared.errors import InvalidInput, Unimplemented
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.digests import check_digest, sha256_hex
@@ -99,6 +99,7 @@ def parse_manifest(data: bytes) -> weights_pb2.WeightManifest:
 
 def check_manifest(manifest: weights_pb2.WeightManifest) -> None:
     """Raises `InvalidInput` naming the field, `Unimplemented` for adapters and deltas."""
+    refuse_unknown(manifest, "manifest")
     if manifest.kind == weights_pb2.WeightManifest.KIND_LORA or manifest.delta_base:
         raise Unimplemented("low-rank adapters and deltas are not implemented; upload the whole state dict")
     if manifest.kind != weights_pb2.WeightManifest.KIND_FULL:
