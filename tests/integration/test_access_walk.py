@@ -27,7 +27,7 @@ from rollmesh.services.mesh.security import SecurityConfig
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.rpc.auth_interceptor import bearer
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.rpc.server import MESSAGE_BYTES_MAX
+from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 from ..chaos.world import mesh_config, save_model_folder

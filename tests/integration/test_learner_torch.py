@@ -16,7 +16,8 @@ from rollmesh.services.learner.moments import Moment
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.weights.manifest import parse_manifest, probes_of
+from rollmesh.shared.weights.manifest import parse_manifest
+from rollmesh.shared.weights.probes import probes_of
 from rollmesh.trainer.forward import score
 from rollmesh.trainer.model_files import WEIGHTS_NAME, load_model, write_model_folder
 from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollmesh.services.rollout.backoff import Backoff, worth_retrying
+from rollmesh.services.rollout.backoff import worth_retrying
 from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.episode import EpisodeRunner, Report, cancelled_report
 from rollmesh.services.rollout.episode_trace import SERVICE, episode_trace
@@ -25,6 +25,7 @@ from rollmesh.services.rollout.progress import Progress
 from rollmesh.services.rollout.renewer import Renewer
 from rollmesh.services.rollout.reporter import Reporter
 from rollmesh.services.rollout.time_limit import time_limit
+from rollmesh.shared.clients.patience import Backoff
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Draining, MeshError
 from rollmesh.shared.telemetry import log_context, tracing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -38,10 +38,20 @@ def worth_retrying(err: MeshError) -> bool:
     return err.retryable or isinstance(err, (DeadlineExceeded, Cancelled))
 
 
+class Pauses(Protocol):
+    """How long to wait between tries."""
+
+    @property
+    def backoff_s(self) -> float: ...
+
+    @property
+    def backoff_s_max(self) -> float: ...
+
+
 class Backoff:
     """Pauses that double from `backoff_s` to `backoff_s_max`."""
 
-    def __init__(self, config: PatienceConfig, clock: Clock) -> None:
+    def __init__(self, config: Pauses, clock: Clock) -> None:
         self._config = config
         self._clock = clock
         self._next_s = config.backoff_s
@@ -54,14 +64,21 @@ class Backoff:
         await self._clock.sleep(pause_s)
 
 
-async def persist(ask: Callable[[], Awaitable[T]], *, limit_s: float, config: PatienceConfig, clock: Clock) -> T:
-    """Asks until it is answered or `limit_s` is over; then raises the last error. Other errors are raised at once."""
+async def persist(
+    ask: Callable[[], Awaitable[T]],
+    *,
+    limit_s: float,
+    config: Pauses,
+    clock: Clock,
+    again: Callable[[MeshError], bool] = worth_retrying,
+) -> T:
+    """Asks until it is answered or `limit_s` is over; then raises the last error. What is not worth it is raised at once."""
     backoff = Backoff(config, clock)
     end_s = clock.monotonic_s() + limit_s
     while True:
         try:
             return await ask()
         except MeshError as err:
-            if not worth_retrying(err) or clock.monotonic_s() >= end_s:
+            if not again(err) or clock.monotonic_s() >= end_s:
                 raise
         await backoff.pause()

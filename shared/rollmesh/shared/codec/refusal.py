@@ -16,6 +16,7 @@ def invalid(field: str, what: str) -> NoReturn:
 
 def refuse_unknown(message: Any, field: str) -> None:
     """Raises `InvalidInput` if `message` carries fields of newer protos: for messages that mean something else without them."""
-    numbers = sorted({unknown.field_number for unknown in UnknownFieldSet(message)})
+    unknown = UnknownFieldSet(message)
+    numbers = sorted({unknown[index].field_number for index in range(len(unknown))})
     if numbers:
         invalid(field, f"holds field {numbers[0]}, which this version does not know; upgrade the mesh, or leave it out")
