@@ -73,9 +73,9 @@ Global___DeadKind: _TypeAlias = DeadKind  # noqa: Y015
 
 @_typing.final
 class RunSpec(_message.Message):
-    """What a run is. It changes only by RunChanged. Numbers are taken as they are: an absent one is 0, not a default, and is refused where
-    0 cannot work. batch_groups, group_size, publish_every and tries_max are at least 1; episode_lease_s, batch_lease_s, group_s_max and eval_s_max
-    are above 0, also for a run that never evaluates.
+    """What a run is. It changes only by RunChanged. Numbers are taken as they are: an absent one is 0, not a default, and is refused
+    where 0 cannot work. batch_groups, group_size, publish_every and tries_max are at least 1; episode_lease_s, batch_lease_s,
+    group_s_max and eval_s_max are above 0, also for a run that never evaluates.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
