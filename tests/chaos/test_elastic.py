@@ -102,6 +102,7 @@ async def ledger(mesh: World) -> list[f.Fact]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 async def test_inference_nodes_join_and_leave_and_the_throughput_follows(tmp_path: Path, model: Path) -> None:
     async with world(tmp_path, slow_engines(model, updates_max=45), ONE_NODE) as mesh:
         await mesh.until_state("the first update", lambda s: s.policies[0].applied_step >= 1, limit_s=STEP_S)
