@@ -49,6 +49,7 @@ def small_config(model: Path) -> MeshConfig:
     )
 
 
+@pytest.mark.slow
 async def test_bare_loop_trains_on_every_episode_and_serves_what_it_trained(tmp_path: Path, model: Path) -> None:
     tokens = np.arange(10, 30, dtype=np.int32)
     async with BareLoop(small_config(model), model, tmp_path) as loop:
@@ -65,6 +66,7 @@ async def test_bare_loop_trains_on_every_episode_and_serves_what_it_trained(tmp_
     assert np.abs(after - before).max() > 1e-3
 
 
+@pytest.mark.slow
 async def test_bare_loop_takes_the_tasks_that_the_data_service_draws(tmp_path: Path, model: Path) -> None:
     config = small_config(model)
     data = msgspec.structs.replace(config.data, seed=config.run.seed)
