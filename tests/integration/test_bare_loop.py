@@ -42,6 +42,7 @@ def small_config(model: Path) -> MeshConfig:
     config = run_config(Work(mode="bare", eta=0, model=str(model), warm=0, num=1, num_profiled=0))
     return msgspec.structs.replace(
         config,
+        learner=msgspec.structs.replace(config.learner, recipe_options={}),
         run=msgspec.structs.replace(config.run, batch_groups=GROUPS, group_size=SIZE, seed=3),
         reward=msgspec.structs.replace(
             config.reward, scorers=(ScorerConfig(scorer=f"{__file__}:Parity", name="correct"),)

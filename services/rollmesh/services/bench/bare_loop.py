@@ -27,6 +27,7 @@ from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
 from rollmesh.services.rollout.progress import Progress
+from rollmesh.services.rollout.recorder import mix64
 from rollmesh.services.rollout.stages import Stages
 from rollmesh.services.rollout.testing import LocalSandbox
 from rollmesh.services.rollout.tokenizer import load_tokenizer
@@ -115,7 +116,7 @@ class BareLoop:
             purpose=types_pb2.PURPOSE_TRAIN,
             task=task,
             policy=run.policy,
-            seed=draw * run.group_size + member,
+            seed=mix64(draw * run.group_size + member) >> 1,
         )
 
     async def _swap(self) -> None:

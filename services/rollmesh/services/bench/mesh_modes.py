@@ -1,10 +1,10 @@
 """What the mesh costs: training in one process and as processes, against the same engine and trainer in a bare loop.
 
-All arms train the small demo from one warm-started model: same tasks in the same order, same agent, batch and recipe,
-every group kept, no checkpoints and evaluations. The bare loop (`bare_loop.py`) generates a batch, trains and swaps, all in
-one process; tools and scores are plain function calls. The mesh (`Mesh`, `Supervisor`) runs at eta = 0, which is the same
-schedule, and at eta = 2, where generation goes on during training. Arms take turns, each lap in fresh processes; start-up
-and the first updates do not count.
+All arms train the small demo from one warm-started model: same tasks in the same order, same agent, batch and recipe, every
+group kept, no checkpoints and evaluations, and a learning rate so low that the policy, and with it the work, stays the same.
+The bare loop (`bare_loop.py`) generates a batch, trains and swaps, all in one process; tools and scores are plain function
+calls. The mesh (`Mesh`, `Supervisor`) runs at eta = 0, which is the same schedule, and at eta = 2, where generation goes on
+during training. Arms take turns, each lap in fresh processes; start-up and the first updates do not count.
 
 How to read it:
 - `over bare` rows are ratios of laps of the same turn: above 1 is the price of the mesh. CPU is of all processes together. At

@@ -34,6 +34,7 @@ Mode = Literal["bare", "mesh", "processes"]
 Metrics = Mapping[str, float | None]
 POLL_S = 0.05
 LIMIT_S = 900.0
+LEARNING_RATE = 1e-6
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -171,12 +172,16 @@ async def open_arm(work: Work, folder: Path) -> AsyncIterator[Arm]:
 
 
 def run_config(work: Work) -> MeshConfig:
-    """The small demo, endless, without what only one side would have: evaluations, checkpoints, filtered groups."""
+    """The small demo, endless, without what only one side would have: evaluations, checkpoints, filtered groups.
+
+    Weights change in every update but the policy stays where it is: arms that learn differently would soon sample other lengths.
+    """
     values = yaml.safe_load(CONFIG.read_text())
     del values["made_model"]
     values["model"] = work.model
     values["run"] |= {"max_staleness": work.eta, "updates_max": 0, "eval_every": 0}
     values["learner"] |= {"checkpoint_every": 10_000, "tensorboard": False}
+    values["learner"]["recipe_options"] = {"optimizer": {"lr": LEARNING_RATE}}
     values["reward"] = {"finalizer": {"name": "keep_all"}}
     return config_from_dict(MeshConfig, values)
 
