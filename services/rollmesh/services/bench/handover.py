@@ -26,21 +26,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rollmesh.services.bench.cpu_profile import tree_cpu_s
+from rollmesh.services.bench.progress import until_update
 from rollmesh.services.bench.report import Report, spread
 from rollmesh.services.mesh import MeshConfig
 from rollmesh.services.mesh.place import Place, open_place
 from rollmesh.shared.config import config_from_dict, to_yaml
-from rollmesh.shared.errors import MeshError
-from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.v1 import run_pb2, run_pb2_grpc
 
 BATCH = 512
 SIZES = {4096: 16, 65536: 8, 262144: 4}
 """Bytes per sample: batches of one lap."""
 WARM = 2
 LIMIT_S = 240.0
-POLL_S = 0.02
 RAY_PYTHON = "ROLLMESH_RAY_PYTHON"
 PARTS = ("nats,coordinator,depot,reward,data,gateway", "learner")
 
@@ -116,12 +112,12 @@ async def _measure(place: Place, config_file: Path, num_bytes: int, num_batches:
     processes: list[subprocess.Popen[bytes]] = []
     try:
         processes += [_start([*host, parts], place) for parts in PARTS]
-        await _until_update(place, 0)
+        await until_update(place, 0, limit_s=LIMIT_S)
         processes.append(_start(worker, place))
-        await _until_update(place, WARM)
+        await until_update(place, WARM, limit_s=LIMIT_S)
         begin_s, begin_cpu_s = time.perf_counter(), tree_cpu_s()
-        first = await _until_update(place, WARM)
-        last = await _until_update(place, first + num_batches)
+        first = await until_update(place, WARM, limit_s=LIMIT_S)
+        last = await until_update(place, first + num_batches, limit_s=LIMIT_S)
         wall_s, cpu_s = time.perf_counter() - begin_s, tree_cpu_s() - begin_cpu_s
     finally:
         _end(processes)
@@ -142,21 +138,6 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-async def _until_update(place: Place, update: int) -> int:
-    """Waits until `update` is committed; the newest one then."""
-    async with asyncio.timeout(LIMIT_S), open_channel(place.gateway, access=place.access) as channel:
-        stub: Any = run_pb2_grpc.RunServiceStub(channel)
-        while True:
-            try:
-                with typed_errors():
-                    reply = await stub.GetRun(run_pb2.GetRunRequest(run=place.run), timeout=5.0)
-                if reply.state.policies[0].applied_step >= update:
-                    return int(reply.state.policies[0].applied_step)
-            except MeshError:
-                pass  # not there yet
-            await asyncio.sleep(POLL_S)
 
 
 def _config() -> MeshConfig:

@@ -16,18 +16,13 @@ import time
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
+from rollmesh.services.bench.progress import until_update
 from rollmesh.services.bench.report import Report, spread
 from rollmesh.services.mesh import MeshConfig
-from rollmesh.services.mesh.place import Place
 from rollmesh.services.mesh.supervisor import Supervisor
 from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.errors import MeshError
-from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
-from rollmesh.v1 import run_pb2, run_pb2_grpc
 
 NOBODY = "nobody"
 PARTS = (
@@ -38,7 +33,6 @@ WARM = 5
 NEXT = 2
 """Updates to wait for: the first may have been on its way."""
 LIMIT_S = 120.0
-POLL_S = 0.02
 
 
 def run(quick: bool) -> Report:
@@ -59,7 +53,7 @@ async def _measure(folder: Path, kills: int) -> dict[str, list[float]]:
     save_tokenizer(build_tokenizer(), model)
     waits: dict[str, list[float]] = {part: [] for part in (NOBODY, *PARTS)}
     async with Supervisor(_config(model), run_dir=folder / "run", base_dir=folder) as mesh:
-        await _until_update(mesh.place, WARM)
+        await until_update(mesh.place, WARM, limit_s=LIMIT_S)
         for _ in range(kills):
             for part in PARTS:
                 for killed in (NOBODY, part):
@@ -70,27 +64,12 @@ async def _measure(folder: Path, kills: int) -> dict[str, list[float]]:
 async def _wait_after(mesh: Supervisor, part: str) -> float:
     """Seconds from now, or from the kill of `part`, until training has gone on by `NEXT` updates."""
     # A learner that rolls back counts its updates again: what is committed by then is what must be passed.
-    update = await _until_update(mesh.place, 0)
+    update = await until_update(mesh.place, 0, limit_s=LIMIT_S)
     begin_s = time.perf_counter()
     if part != NOBODY:
         mesh.kill(part)
-    await _until_update(mesh.place, update + NEXT)
+    await until_update(mesh.place, update + NEXT, limit_s=LIMIT_S)
     return time.perf_counter() - begin_s
-
-
-async def _until_update(place: Place, update: int) -> int:
-    """Waits until `update` is committed; the newest one then."""
-    async with asyncio.timeout(LIMIT_S), open_channel(place.gateway, access=place.access) as channel:
-        stub: Any = run_pb2_grpc.RunServiceStub(channel)
-        while True:
-            try:
-                with typed_errors():
-                    reply = await stub.GetRun(run_pb2.GetRunRequest(run=place.run), timeout=2.0)
-                if reply.state.policies and reply.state.policies[0].applied_step >= update:
-                    return int(reply.state.policies[0].applied_step)
-            except MeshError:
-                pass  # whoever answers is on its way back
-            await asyncio.sleep(POLL_S)
 
 
 def _config(model: Path) -> MeshConfig:
