@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, SandboxEngine
 from rollmesh.services.sandbox.node import make_engine
@@ -49,12 +50,12 @@ async def test_calculator_refuses_two_operators(engine: SandboxEngine) -> None:
 
 async def test_run_returns_the_last_expression(engine: SandboxEngine) -> None:
     await open_session(engine)
-    assert (await engine.run("s", "6*7", 1.0)).result == "42"
+    assert (await engine.run("s", Program(code="6*7"), 1.0)).result == "42"
 
 
 async def test_failing_code_is_the_programs_error_and_keeps_the_session(engine: SandboxEngine) -> None:
     await open_session(engine)
-    result = await engine.run("s", "6*(", 1.0)
+    result = await engine.run("s", Program(code="6*("), 1.0)
     assert (result.outcome, result.error_type, result.session_alive) == (Outcome.ERROR, "SyntaxError", True)
     assert await call(engine, "6*7") == "42"
 
@@ -108,7 +109,7 @@ async def test_ended_session_is_unknown_and_its_id_free(engine: SandboxEngine) -
     await engine.end("s")
     await engine.end("s")
     with pytest.raises(UnknownSession):
-        await engine.run("s", "1", 1.0)
+        await engine.run("s", Program(code="1"), 1.0)
     await open_session(engine)
     with pytest.raises(InvalidInput, match="no such file"):
         await engine.get_files("s", ["a"], 100)
@@ -119,4 +120,4 @@ async def test_close_ends_every_session(engine: SandboxEngine) -> None:
         await open_session(engine, str(number))
     await engine.close()
     with pytest.raises(UnknownSession):
-        await engine.run("1", "1", 1.0)
+        await engine.run("1", Program(code="1"), 1.0)

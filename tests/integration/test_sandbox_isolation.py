@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.sandbox_runtime import cgroups
+from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
@@ -48,7 +49,7 @@ async def open_session(engine: JailEngine, session_id: str = "s") -> None:
 
 
 async def run(engine: JailEngine, code: str, session_id: str = "s", wall_s: float = 2.0) -> RunResult:
-    return await engine.run(session_id, textwrap.dedent(code), wall_s)
+    return await engine.run(session_id, Program(code=textwrap.dedent(code)), wall_s)
 
 
 async def attack(engine: JailEngine, code: str, wall_s: float = 2.0) -> RunResult:

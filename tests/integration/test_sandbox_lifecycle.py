@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.sandbox_runtime import cgroups
+from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
@@ -97,7 +98,7 @@ async def test_ending_a_session_leaves_no_process_and_no_mount(engine: JailEngin
     await open_session(engine, "first")
     idle = descendants(launcher_pid(tmp_path))
     await open_session(engine, "s")
-    assert (await engine.run("s", STRAYS, 5.0)).outcome is Outcome.OK
+    assert (await engine.run("s", Program(code=STRAYS), 5.0)).outcome is Outcome.OK
     assert len(descendants(launcher_pid(tmp_path)) - idle) == 3
     assert mounts() == before
     await engine.end("s")
@@ -110,7 +111,7 @@ async def test_close_leaves_no_process_group_or_record(tmp_path: Path) -> None:
     engine = make_engine(tmp_path)
     await engine.start()
     await open_session(engine, "s")
-    await engine.run("s", STRAYS, 5.0)
+    await engine.run("s", Program(code=STRAYS), 5.0)
     pids = {pid: start_ticks(pid) for pid in descendants(os.getpid())}
     assert len(pids) >= 5, "launcher, zygote, session, two strays"
     await engine.close()
@@ -125,25 +126,26 @@ async def test_killed_zygote_is_an_infra_failure_and_is_replaced(
 ) -> None:
     await open_session(engine, "busy")
     await open_session(engine, "idle")
-    await engine.run("idle", STRAYS, 5.0)
+    await engine.run("idle", Program(code=STRAYS), 5.0)
     launcher = launcher_pid(tmp_path)
     below = {pid: start_ticks(pid) for pid in descendants(launcher)}
     (zygote,) = children(launcher)
-    running = asyncio.create_task(engine.run("busy", "import time; print('on'); time.sleep(9)", 9.0))
+    running = asyncio.create_task(engine.run("busy", Program(code="import time; print('on'); time.sleep(9)"), 9.0))
     await asyncio.sleep(0)
     os.kill(launcher if victim == "launcher" else zygote, signal.SIGKILL)
     with pytest.raises(SandboxFailed):
         await running
     with pytest.raises(SandboxFailed):
-        await engine.run("idle", "1", 1.0)
+        await engine.run("idle", Program(code="1"), 1.0)
     await until(lambda: not living(below))
     await open_session(engine, "next")
-    assert (await engine.run("next", "6*7", 5.0)).result == "42"
+    assert (await engine.run("next", Program(code="6*7"), 5.0)).result == "42"
 
 
 SERVICE = """
 import asyncio, sys
 from pathlib import Path
+from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.shared.ids import RandomIds
@@ -153,9 +155,9 @@ async def main():
     await engine.start()
     for name in "ab":
         await engine.open(name, "python", engine.limits("python"))
-        await engine.run(name, sys.argv[2], 5.0)
+        await engine.run(name, Program(code=sys.argv[2]), 5.0)
     print("ready", flush=True)
-    await engine.run("a", "while True: pass", 9.0)
+    await engine.run("a", Program(code="while True: pass"), 9.0)
 
 asyncio.run(main())
 """
@@ -226,19 +228,19 @@ async def test_cancelled_run_ends_its_session(engine: JailEngine, tmp_path: Path
     await open_session(engine, "first")
     idle = descendants(launcher_pid(tmp_path))
     await open_session(engine, "s")
-    running = asyncio.create_task(engine.run("s", "while True: pass", 9.0))
+    running = asyncio.create_task(engine.run("s", Program(code="while True: pass"), 9.0))
     await asyncio.sleep(0)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     with pytest.raises(UnknownSession):
-        await engine.run("s", "1", 1.0)
+        await engine.run("s", Program(code="1"), 1.0)
     await until(lambda: descendants(launcher_pid(tmp_path)) == idle)
 
 
 async def test_session_ended_during_a_run_is_unknown_to_it(engine: JailEngine) -> None:
     await open_session(engine, "s")
-    running = asyncio.create_task(engine.run("s", "while True: pass", 9.0))
+    running = asyncio.create_task(engine.run("s", Program(code="while True: pass"), 9.0))
     await asyncio.sleep(0)
     await engine.end("s")
     with pytest.raises(UnknownSession, match="closed while it was used"):
@@ -247,14 +249,14 @@ async def test_session_ended_during_a_run_is_unknown_to_it(engine: JailEngine) -
 
 async def test_session_that_dies_between_runs_tells_its_user(engine: JailEngine) -> None:
     await open_session(engine, "s")
-    await engine.run("s", "import os, threading; threading.Timer(0.01, os._exit, (3,)).start()", 5.0)
+    await engine.run("s", Program(code="import os, threading; threading.Timer(0.01, os._exit, (3,)).start()"), 5.0)
     live = engine._live["s"]
     await asyncio.wait_for(asyncio.shield(live.ended), WAIT_S)
-    result = await engine.run("s", "1", 1.0)
+    result = await engine.run("s", Program(code="1"), 1.0)
     assert (result.outcome, result.session_alive) == (Outcome.EXITED, False)
     assert "status 3" in result.error_message
     with pytest.raises(UnknownSession):
-        await engine.run("s", "1", 1.0)
+        await engine.run("s", Program(code="1"), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -301,5 +303,5 @@ async def test_prelude_and_library_paths_reach_every_session(tmp_path: Path) -> 
     await engine.start()
     await open_session(engine, "s")
     assert (await engine.call("s", "twice", ["abc"], 1.0)).result == "18"
-    assert (await engine.run("s", f"open({str(library / 'x')!r}, 'w')", 1.0)).error_type == "OSError"
+    assert (await engine.run("s", Program(code=f"open({str(library / 'x')!r}, 'w')"), 1.0)).error_type == "OSError"
     await engine.close()

@@ -68,6 +68,50 @@ EXEC_OUTCOME_EXITED: ExecOutcome.ValueType  # 8
 """Ended the interpreter itself (sys.exit, os._exit, a signal); the session is gone."""
 Global___ExecOutcome: _TypeAlias = ExecOutcome  # noqa: Y015
 
+class _TestOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TestOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TestOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TEST_OUTCOME_UNSPECIFIED: _TestOutcome.ValueType  # 0
+    """Invalid."""
+    TEST_OUTCOME_ACCEPTED: _TestOutcome.ValueType  # 1
+    """AC: accepted."""
+    TEST_OUTCOME_WRONG_ANSWER: _TestOutcome.ValueType  # 2
+    """WA: wrong answer."""
+    TEST_OUTCOME_RUNTIME_ERROR: _TestOutcome.ValueType  # 3
+    """RE: raised, did not compile, or ended with a non-zero status."""
+    TEST_OUTCOME_TIME_LIMIT: _TestOutcome.ValueType  # 4
+    """TLE: out of wall or CPU time."""
+    TEST_OUTCOME_MEMORY_LIMIT: _TestOutcome.ValueType  # 5
+    """MLE: out of memory."""
+    TEST_OUTCOME_OUTPUT_LIMIT: _TestOutcome.ValueType  # 6
+    """OLE: printed more than the limit."""
+    TEST_OUTCOME_PRESENTATION_ERROR: _TestOutcome.ValueType  # 7
+    """PE: the right answer in the wrong format (white space only)."""
+
+class TestOutcome(_TestOutcome, metaclass=_TestOutcomeEnumTypeWrapper):
+    """What one test showed."""
+
+TEST_OUTCOME_UNSPECIFIED: TestOutcome.ValueType  # 0
+"""Invalid."""
+TEST_OUTCOME_ACCEPTED: TestOutcome.ValueType  # 1
+"""AC: accepted."""
+TEST_OUTCOME_WRONG_ANSWER: TestOutcome.ValueType  # 2
+"""WA: wrong answer."""
+TEST_OUTCOME_RUNTIME_ERROR: TestOutcome.ValueType  # 3
+"""RE: raised, did not compile, or ended with a non-zero status."""
+TEST_OUTCOME_TIME_LIMIT: TestOutcome.ValueType  # 4
+"""TLE: out of wall or CPU time."""
+TEST_OUTCOME_MEMORY_LIMIT: TestOutcome.ValueType  # 5
+"""MLE: out of memory."""
+TEST_OUTCOME_OUTPUT_LIMIT: TestOutcome.ValueType  # 6
+"""OLE: printed more than the limit."""
+TEST_OUTCOME_PRESENTATION_ERROR: TestOutcome.ValueType  # 7
+"""PE: the right answer in the wrong format (white space only)."""
+Global___TestOutcome: _TypeAlias = TestOutcome  # noqa: Y015
+
 @_typing.final
 class SandboxLimits(_message.Message):
     """Limits of a session. Absent (0) means the profile's own; a value above the profile's maximum is INVALID_ARGUMENT."""
@@ -80,6 +124,7 @@ class SandboxLimits(_message.Message):
     PROCESSES_MAX_FIELD_NUMBER: _builtins.int
     OUTPUT_BYTES_FIELD_NUMBER: _builtins.int
     DISK_BYTES_FIELD_NUMBER: _builtins.int
+    CPUS_FIELD_NUMBER: _builtins.int
     wall_s: _builtins.float
     """Wall seconds of one command."""
     cpu_s: _builtins.float
@@ -92,6 +137,8 @@ class SandboxLimits(_message.Message):
     """Bytes of stdout, and of stderr, kept per command; the rest is cut and marked."""
     disk_bytes: _builtins.int
     """Bytes of files in the private directory."""
+    cpus: _builtins.float
+    """Cores the session may use, where a cpu cgroup is writable, e.g. 0.5."""
     def __init__(
         self,
         *,
@@ -101,10 +148,11 @@ class SandboxLimits(_message.Message):
         processes_max: _builtins.int = ...,
         output_bytes: _builtins.int = ...,
         disk_bytes: _builtins.int = ...,
+        cpus: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_s", b"cpu_s", "disk_bytes", b"disk_bytes", "memory_bytes", b"memory_bytes", "output_bytes", b"output_bytes", "processes_max", b"processes_max", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_s", b"cpu_s", "cpus", b"cpus", "disk_bytes", b"disk_bytes", "memory_bytes", b"memory_bytes", "output_bytes", b"output_bytes", "processes_max", b"processes_max", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -124,6 +172,9 @@ class ExecResult(_message.Message):
     TRUNCATED_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
     SESSION_ALIVE_FIELD_NUMBER: _builtins.int
+    EXIT_STATUS_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    CPU_S_FIELD_NUMBER: _builtins.int
     outcome: Global___ExecOutcome.ValueType
     """How it ended."""
     stdout: _builtins.str
@@ -140,6 +191,14 @@ class ExecResult(_message.Message):
     """Wall seconds inside the jail."""
     session_alive: _builtins.bool
     """Whether the session is still usable."""
+    exit_status: _builtins.int
+    """Exit status of the program, or minus the signal that ended it; 0 where the language has none (python, sql)."""
+    cpu_s: _builtins.float
+    """CPU seconds of the command where they were counted."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SandboxFile]:
+        """The files asked for by RunCode.return_paths that exist afterwards, regular ones only."""
+
     def __init__(
         self,
         *,
@@ -151,10 +210,13 @@ class ExecResult(_message.Message):
         truncated: _builtins.bool = ...,
         wall_s: _builtins.float = ...,
         session_alive: _builtins.bool = ...,
+        exit_status: _builtins.int = ...,
+        files: _abc.Iterable[Global___SandboxFile] | None = ...,
+        cpu_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "outcome", b"outcome", "result", b"result", "session_alive", b"session_alive", "stderr", b"stderr", "stdout", b"stdout", "truncated", b"truncated", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_s", b"cpu_s", "error", b"error", "exit_status", b"exit_status", "files", b"files", "outcome", b"outcome", "result", b"result", "session_alive", b"session_alive", "stderr", b"stderr", "stdout", b"stdout", "truncated", b"truncated", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -202,6 +264,9 @@ class WorkRequest(_message.Message):
     CLOSE_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     FORK_FIELD_NUMBER: _builtins.int
+    RENEW_FIELD_NUMBER: _builtins.int
+    RESTORE_FIELD_NUMBER: _builtins.int
+    DROP_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique on its stream; echoed in the answer."""
@@ -235,11 +300,23 @@ class WorkRequest(_message.Message):
 
     @_builtins.property
     def snapshot(self) -> Global___SnapshotSession:
-        """Save files and state. Answered UNIMPLEMENTED."""
+        """Save files and state."""
 
     @_builtins.property
     def fork(self) -> Global___ForkSession:
-        """Open a session from a snapshot. Answered UNIMPLEMENTED."""
+        """Make the session from a snapshot of another, or of the same one closed before."""
+
+    @_builtins.property
+    def renew(self) -> Global___RenewSession:
+        """Prolong the lease without using the session."""
+
+    @_builtins.property
+    def restore(self) -> Global___RestoreSession:
+        """Put the session's files and state back to a snapshot of it."""
+
+    @_builtins.property
+    def drop(self) -> Global___DropSnapshot:
+        """Forget a snapshot before it expires."""
 
     def __init__(
         self,
@@ -254,13 +331,16 @@ class WorkRequest(_message.Message):
         close: Global___CloseSession | None = ...,
         snapshot: Global___SnapshotSession | None = ...,
         fork: Global___ForkSession | None = ...,
+        renew: Global___RenewSession | None = ...,
+        restore: Global___RestoreSession | None = ...,
+        drop: Global___DropSnapshot | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "run", b"run", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "drop", b"drop", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "renew", b"renew", "restore", b"restore", "run", b"run", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "request_id", b"request_id", "run", b"run", "session_id", b"session_id", "snapshot", b"snapshot", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "close", b"close", "command", b"command", "drop", b"drop", "fork", b"fork", "get_files", b"get_files", "open", b"open", "put_files", b"put_files", "renew", b"renew", "request_id", b"request_id", "restore", b"restore", "run", b"run", "session_id", b"session_id", "snapshot", b"snapshot", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "run", "call", "put_files", "get_files", "close", "snapshot", "fork"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "run", "call", "put_files", "get_files", "close", "snapshot", "fork", "renew", "restore", "drop"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -276,12 +356,15 @@ class OpenSession(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     profile: _builtins.str
     """Name of a profile configured on the node, e.g. "python", "calc"."""
     ttl_s: _builtins.float
     """Seconds without use after which the session is ended; 0 means the node's default."""
     owner: _builtins.str
     """Who holds it, e.g. run and episode."""
+    tenant: _builtins.str
+    """Whose quota it counts against; empty means the node's common one."""
     @_builtins.property
     def limits(self) -> Global___SandboxLimits:
         """Limits below the profile's."""
@@ -293,10 +376,11 @@ class OpenSession(_message.Message):
         limits: Global___SandboxLimits | None = ...,
         ttl_s: _builtins.float = ...,
         owner: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "owner", b"owner", "profile", b"profile", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "owner", b"owner", "profile", b"profile", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,22 +395,44 @@ class RunCode(_message.Message):
     LANGUAGE_FIELD_NUMBER: _builtins.int
     CODE_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
+    STDIN_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    RETURN_PATHS_FIELD_NUMBER: _builtins.int
+    STREAM_FIELD_NUMBER: _builtins.int
     language: _builtins.str
-    """Language; "python" is the only one in this version."""
+    """"python" (default) and "bash" keep their state between commands. "c", "cpp" and "javascript" compile and run a program of its own,
+    "sqlite" and "duckdb" query a database file of the session read-only. DescribeSandbox lists what a node has.
+    """
     code: _builtins.str
-    """Source text."""
+    """Source text, or the query."""
     wall_s: _builtins.float
-    """Wall seconds for this command; 0 means the session's limit."""
+    """Wall seconds for this command, compilation included; 0 means the session's limit."""
+    stdin: _builtins.bytes
+    """Standard input of a compiled program; refused by the stateful languages."""
+    stream: _builtins.bool
+    """Whether to send what is printed while it is printed, as OutputPiece, before the result."""
+    @_builtins.property
+    def arguments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Command-line arguments of a compiled program. For sql: the path of the database file, first; none means an empty database."""
+
+    @_builtins.property
+    def return_paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Relative paths of files to send back with the result."""
+
     def __init__(
         self,
         *,
         language: _builtins.str = ...,
         code: _builtins.str = ...,
         wall_s: _builtins.float = ...,
+        stdin: _builtins.bytes = ...,
+        arguments: _abc.Iterable[_builtins.str] | None = ...,
+        return_paths: _abc.Iterable[_builtins.str] | None = ...,
+        stream: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "language", b"language", "wall_s", b"wall_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "code", b"code", "language", b"language", "return_paths", b"return_paths", "stdin", b"stdin", "stream", b"stream", "wall_s", b"wall_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,7 +537,103 @@ Global___CloseSession: _TypeAlias = CloseSession  # noqa: Y015
 
 @_typing.final
 class SnapshotSession(_message.Message):
-    """Saves files and state."""
+    """Saves the session's files and python state on the node, for ForkSession and RestoreSession: a node's snapshots live and die with it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TTL_S_FIELD_NUMBER: _builtins.int
+    ttl_s: _builtins.float
+    """Seconds without use after which the snapshot is dropped; 0 means the node's default."""
+    def __init__(
+        self,
+        *,
+        ttl_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotSession: _TypeAlias = SnapshotSession  # noqa: Y015
+
+@_typing.final
+class ForkSession(_message.Message):
+    """Makes a session like the one of which the snapshot was taken, profile and limits included."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """From SnapshotTaken."""
+    ttl_s: _builtins.float
+    """As in OpenSession."""
+    owner: _builtins.str
+    """As in OpenSession."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        ttl_s: _builtins.float = ...,
+        owner: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "snapshot_id", b"snapshot_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForkSession: _TypeAlias = ForkSession  # noqa: Y015
+
+@_typing.final
+class RestoreSession(_message.Message):
+    """Puts the session back; what it did since is undone, its lease goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """From SnapshotTaken."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreSession: _TypeAlias = RestoreSession  # noqa: Y015
+
+@_typing.final
+class DropSnapshot(_message.Message):
+    """Forgets a snapshot; of an unknown one it succeeds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """From SnapshotTaken."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropSnapshot: _TypeAlias = DropSnapshot  # noqa: Y015
+
+@_typing.final
+class RenewSession(_message.Message):
+    """Prolongs the lease by its time to live, from now."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -444,29 +646,7 @@ class SnapshotSession(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SnapshotSession: _TypeAlias = SnapshotSession  # noqa: Y015
-
-@_typing.final
-class ForkSession(_message.Message):
-    """Opens from a snapshot."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
-    snapshot_id: _builtins.str
-    """From SnapshotSession."""
-    def __init__(
-        self,
-        *,
-        snapshot_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["snapshot_id", b"snapshot_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ForkSession: _TypeAlias = ForkSession  # noqa: Y015
+Global___RenewSession: _TypeAlias = RenewSession  # noqa: Y015
 
 @_typing.final
 class WorkResponse(_message.Message):
@@ -481,6 +661,9 @@ class WorkResponse(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Of the command."""
     session_id: _builtins.str
@@ -505,6 +688,18 @@ class WorkResponse(_message.Message):
     def failure(self) -> _types_pb2.Failure:
         """Refused, or infra failure."""
 
+    @_builtins.property
+    def snapshot(self) -> Global___SnapshotTaken:
+        """Saved."""
+
+    @_builtins.property
+    def output(self) -> Global___OutputPiece:
+        """Printed meanwhile; the only answer that is not a request's last."""
+
+    @_builtins.property
+    def done(self) -> Global___Done:
+        """Renewed, restored or dropped."""
+
     def __init__(
         self,
         *,
@@ -515,12 +710,15 @@ class WorkResponse(_message.Message):
         files: Global___FilesDone | None = ...,
         closed: Global___SessionClosed | None = ...,
         failure: _types_pb2.Failure | None = ...,
+        snapshot: Global___SnapshotTaken | None = ...,
+        output: Global___OutputPiece | None = ...,
+        done: Global___Done | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "failure", b"failure", "files", b"files", "opened", b"opened", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "done", b"done", "failure", b"failure", "files", b"files", "opened", b"opened", "output", b"output", "result", b"result", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "failure", b"failure", "files", b"files", "opened", b"opened", "request_id", b"request_id", "result", b"result", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "done", b"done", "failure", b"failure", "files", b"files", "opened", b"opened", "output", b"output", "request_id", b"request_id", "result", b"result", "session_id", b"session_id", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["opened", "result", "files", "closed", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["opened", "result", "files", "closed", "failure", "snapshot", "output", "done"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 
@@ -590,6 +788,81 @@ class SessionClosed(_message.Message):
 Global___SessionClosed: _TypeAlias = SessionClosed  # noqa: Y015
 
 @_typing.final
+class SnapshotTaken(_message.Message):
+    """A snapshot is there."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    snapshot_id: _builtins.str
+    """Names it on this node."""
+    num_bytes: _builtins.int
+    """Bytes it occupies."""
+    @_builtins.property
+    def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the python namespace that could not be saved (open files, generators, threads, ...): after a fork they are undefined."""
+
+    def __init__(
+        self,
+        *,
+        snapshot_id: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        lost: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost", "num_bytes", b"num_bytes", "snapshot_id", b"snapshot_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotTaken: _TypeAlias = SnapshotTaken  # noqa: Y015
+
+@_typing.final
+class OutputPiece(_message.Message):
+    """A piece of what a command prints."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESCRIPTOR_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    descriptor: _builtins.int
+    """1 stdout, 2 stderr."""
+    text: _builtins.str
+    """UTF-8 with replacement."""
+    def __init__(
+        self,
+        *,
+        descriptor: _builtins.int = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OutputPiece: _TypeAlias = OutputPiece  # noqa: Y015
+
+@_typing.final
+class Done(_message.Message):
+    """It was done; there is nothing to tell."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Done: _TypeAlias = Done  # noqa: Y015
+
+@_typing.final
 class ExecRequest(_message.Message):
     """Runs one piece of code in a fresh session."""
 
@@ -649,52 +922,223 @@ Global___ExecResponse: _TypeAlias = ExecResponse  # noqa: Y015
 
 @_typing.final
 class RunTestsRequest(_message.Message):
-    """Hidden tests to run."""
+    """A candidate to be judged."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ORACLE_REF_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     oracle_ref: _builtins.str
-    """Resolved inside the service; never shown to the model's sandbox."""
+    """Names hidden tests of the node's oracle store; never shown to the candidate's sandbox."""
+    owner: _builtins.str
+    """Who asks, e.g. run and episode."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SandboxFile]:
-        """The model's files."""
+        """The candidate's files; the oracle's manifest says which path is the entry."""
+
+    @_builtins.property
+    def limits(self) -> Global___SandboxLimits:
+        """Limits per test, below the manifest's."""
 
     def __init__(
         self,
         *,
         oracle_ref: _builtins.str = ...,
         files: _abc.Iterable[Global___SandboxFile] | None = ...,
+        limits: Global___SandboxLimits | None = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "oracle_ref", b"oracle_ref"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "limits", b"limits", "oracle_ref", b"oracle_ref", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunTestsRequest: _TypeAlias = RunTestsRequest  # noqa: Y015
 
 @_typing.final
+class TestVerdict(_message.Message):
+    """One hidden test's verdict."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    WALL_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Number or name in the manifest; says nothing of the expected answer."""
+    outcome: Global___TestOutcome.ValueType
+    """The verdict."""
+    message: _builtins.str
+    """One line, e.g. the exception; never the expected answer."""
+    wall_s: _builtins.float
+    """Wall seconds of the candidate."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        outcome: Global___TestOutcome.ValueType = ...,
+        message: _builtins.str = ...,
+        wall_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "name", b"name", "outcome", b"outcome", "wall_s", b"wall_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TestVerdict: _TypeAlias = TestVerdict  # noqa: Y015
+
+@_typing.final
 class RunTestsResponse(_message.Message):
-    """Verdicts."""
+    """Verdicts, one per test in the manifest's order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     VERDICTS_FIELD_NUMBER: _builtins.int
+    NUM_TESTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    num_tests: _builtins.int
+    """Tests in the manifest."""
+    num_accepted: _builtins.int
+    """Tests accepted."""
     @_builtins.property
-    def verdicts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Verdict per test: AC, WA, RE, TLE, MLE, OLE, PE."""
+    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TestVerdict]:
+        """All of them; those behind the first failure are left out where the manifest says so."""
 
     def __init__(
         self,
         *,
-        verdicts: _abc.Iterable[_builtins.str] | None = ...,
+        verdicts: _abc.Iterable[Global___TestVerdict] | None = ...,
+        num_tests: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_tests", b"num_tests", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunTestsResponse: _TypeAlias = RunTestsResponse  # noqa: Y015
+
+@_typing.final
+class DescribeSandboxRequest(_message.Message):
+    """Asks what a node offers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeSandboxRequest: _TypeAlias = DescribeSandboxRequest  # noqa: Y015
+
+@_typing.final
+class DescribeSandboxResponse(_message.Message):
+    """What a node offers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROFILES_FIELD_NUMBER: _builtins.int
+    LANGUAGES_FIELD_NUMBER: _builtins.int
+    DRIVER_FIELD_NUMBER: _builtins.int
+    WALLS_FIELD_NUMBER: _builtins.int
+    driver: _builtins.str
+    """The driver: "jail", "landlock" (weaker) or "none" (no isolation)."""
+    @_builtins.property
+    def profiles(self) -> _containers.RepeatedCompositeFieldContainer[Global___SandboxProfile]:
+        """By name."""
+
+    @_builtins.property
+    def languages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Languages of RunCode that this host has."""
+
+    @_builtins.property
+    def walls(self) -> _containers.RepeatedCompositeFieldContainer[Global___SandboxWall]:
+        """The walls, and whether each stands here."""
+
+    def __init__(
+        self,
+        *,
+        profiles: _abc.Iterable[Global___SandboxProfile] | None = ...,
+        languages: _abc.Iterable[_builtins.str] | None = ...,
+        driver: _builtins.str = ...,
+        walls: _abc.Iterable[Global___SandboxWall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["driver", b"driver", "languages", b"languages", "profiles", b"profiles", "walls", b"walls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeSandboxResponse: _TypeAlias = DescribeSandboxResponse  # noqa: Y015
+
+@_typing.final
+class SandboxProfile(_message.Message):
+    """A profile as configured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    LIMITS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name."""
+    digest: _builtins.str
+    """Hash of everything that makes its sessions' environment; equal hashes mean equal environments on the same host image."""
+    @_builtins.property
+    def limits(self) -> Global___SandboxLimits:
+        """Its limits, the most a session may ask for."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        limits: Global___SandboxLimits | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "limits", b"limits", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SandboxProfile: _TypeAlias = SandboxProfile  # noqa: Y015
+
+@_typing.final
+class SandboxWall(_message.Message):
+    """One kernel mechanism."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    STANDS_FIELD_NUMBER: _builtins.int
+    GUARANTEE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """E.g. "seccomp", "landlock", "pid namespace", "memory cgroup"."""
+    stands: _builtins.bool
+    """Whether it stands."""
+    guarantee: _builtins.str
+    """What it holds back, or what falls away without it."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        stands: _builtins.bool = ...,
+        guarantee: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["guarantee", b"guarantee", "name", b"name", "stands", b"stands"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SandboxWall: _TypeAlias = SandboxWall  # noqa: Y015

@@ -50,6 +50,11 @@ class SandboxServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_sandbox__pb2.RunTestsRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_sandbox__pb2.RunTestsResponse.FromString,
                 _registered_method=True)
+        self.DescribeSandbox = channel.unary_unary(
+                '/rollmesh.v1.SandboxService/DescribeSandbox',
+                request_serializer=rollmesh_dot_v1_dot_sandbox__pb2.DescribeSandboxRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_sandbox__pb2.DescribeSandboxResponse.FromString,
+                _registered_method=True)
 
 
 class SandboxServiceServicer(object):
@@ -65,7 +70,8 @@ class SandboxServiceServicer(object):
         OVERLOADED (RESOURCE_EXHAUSTED): all places taken; retry after retry_after_s or go to another node.
         UNKNOWN_PROFILE (NOT_FOUND): see the node's configured profiles in the message.
         SANDBOX_FAILED (UNAVAILABLE): the jail could not be made or was lost: infra failure, never the model's fault; try again.
-        UNIMPLEMENTED: the verb is not served (snapshot and fork, in this version).
+        UNKNOWN_SNAPSHOT (NOT_FOUND): never taken, dropped or expired on this node; fork where it was taken, or replay.
+        INVALID_INPUT (INVALID_ARGUMENT): names the field; an unknown language lists the ones this host has.
         Sessions of a stream that breaks live on for a while (the node's orphan_s, at most their time to live), and for their whole
         time to live again once they are used from another stream.
         """
@@ -82,7 +88,16 @@ class SandboxServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RunTests(self, request, context):
-        """Runs hidden tests in a sandbox apart from the model's. Answered UNIMPLEMENTED in this version.
+        """Judges a candidate by hidden tests: the candidate runs in a sandbox of its own and sees inputs, one at a time; expected
+        results and checkers live in another, or in the service. Nothing the candidate prints, patches or leaves behind is a verdict.
+        Errors: as the reasons of Work, as status, and UNKNOWN_ORACLE (NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DescribeSandbox(self, request, context):
+        """What this node offers: profiles, languages, and the walls that hold here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,6 +120,11 @@ def add_SandboxServiceServicer_to_server(servicer, server):
                     servicer.RunTests,
                     request_deserializer=rollmesh_dot_v1_dot_sandbox__pb2.RunTestsRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_sandbox__pb2.RunTestsResponse.SerializeToString,
+            ),
+            'DescribeSandbox': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeSandbox,
+                    request_deserializer=rollmesh_dot_v1_dot_sandbox__pb2.DescribeSandboxRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_sandbox__pb2.DescribeSandboxResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -189,6 +209,33 @@ class SandboxService(object):
             '/rollmesh.v1.SandboxService/RunTests',
             rollmesh_dot_v1_dot_sandbox__pb2.RunTestsRequest.SerializeToString,
             rollmesh_dot_v1_dot_sandbox__pb2.RunTestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeSandbox(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.SandboxService/DescribeSandbox',
+            rollmesh_dot_v1_dot_sandbox__pb2.DescribeSandboxRequest.SerializeToString,
+            rollmesh_dot_v1_dot_sandbox__pb2.DescribeSandboxResponse.FromString,
             options,
             channel_credentials,
             insecure,

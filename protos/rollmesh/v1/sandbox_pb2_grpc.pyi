@@ -42,7 +42,8 @@ class SandboxServiceStub:
       OVERLOADED (RESOURCE_EXHAUSTED): all places taken; retry after retry_after_s or go to another node.
       UNKNOWN_PROFILE (NOT_FOUND): see the node's configured profiles in the message.
       SANDBOX_FAILED (UNAVAILABLE): the jail could not be made or was lost: infra failure, never the model's fault; try again.
-      UNIMPLEMENTED: the verb is not served (snapshot and fork, in this version).
+      UNKNOWN_SNAPSHOT (NOT_FOUND): never taken, dropped or expired on this node; fork where it was taken, or replay.
+      INVALID_INPUT (INVALID_ARGUMENT): names the field; an unknown language lists the ones this host has.
     Sessions of a stream that breaks live on for a while (the node's orphan_s, at most their time to live), and for their whole
     time to live again once they are used from another stream.
     """
@@ -51,7 +52,12 @@ class SandboxServiceStub:
     Errors: as the reasons of Work, as status.
     """
     RunTests: _grpc.UnaryUnaryMultiCallable[_sandbox_pb2.RunTestsRequest, _sandbox_pb2.RunTestsResponse]
-    """Runs hidden tests in a sandbox apart from the model's. Answered UNIMPLEMENTED in this version."""
+    """Judges a candidate by hidden tests: the candidate runs in a sandbox of its own and sees inputs, one at a time; expected
+    results and checkers live in another, or in the service. Nothing the candidate prints, patches or leaves behind is a verdict.
+    Errors: as the reasons of Work, as status, and UNKNOWN_ORACLE (NOT_FOUND).
+    """
+    DescribeSandbox: _grpc.UnaryUnaryMultiCallable[_sandbox_pb2.DescribeSandboxRequest, _sandbox_pb2.DescribeSandboxResponse]
+    """What this node offers: profiles, languages, and the walls that hold here."""
 
 @_typing.type_check_only
 class SandboxServiceAsyncStub(SandboxServiceStub):
@@ -67,7 +73,8 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
       OVERLOADED (RESOURCE_EXHAUSTED): all places taken; retry after retry_after_s or go to another node.
       UNKNOWN_PROFILE (NOT_FOUND): see the node's configured profiles in the message.
       SANDBOX_FAILED (UNAVAILABLE): the jail could not be made or was lost: infra failure, never the model's fault; try again.
-      UNIMPLEMENTED: the verb is not served (snapshot and fork, in this version).
+      UNKNOWN_SNAPSHOT (NOT_FOUND): never taken, dropped or expired on this node; fork where it was taken, or replay.
+      INVALID_INPUT (INVALID_ARGUMENT): names the field; an unknown language lists the ones this host has.
     Sessions of a stream that breaks live on for a while (the node's orphan_s, at most their time to live), and for their whole
     time to live again once they are used from another stream.
     """
@@ -76,7 +83,12 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     Errors: as the reasons of Work, as status.
     """
     RunTests: _aio.UnaryUnaryMultiCallable[_sandbox_pb2.RunTestsRequest, _sandbox_pb2.RunTestsResponse]  # type: ignore[assignment]
-    """Runs hidden tests in a sandbox apart from the model's. Answered UNIMPLEMENTED in this version."""
+    """Judges a candidate by hidden tests: the candidate runs in a sandbox of its own and sees inputs, one at a time; expected
+    results and checkers live in another, or in the service. Nothing the candidate prints, patches or leaves behind is a verdict.
+    Errors: as the reasons of Work, as status, and UNKNOWN_ORACLE (NOT_FOUND).
+    """
+    DescribeSandbox: _aio.UnaryUnaryMultiCallable[_sandbox_pb2.DescribeSandboxRequest, _sandbox_pb2.DescribeSandboxResponse]  # type: ignore[assignment]
+    """What this node offers: profiles, languages, and the walls that hold here."""
 
 class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
     """A node with a pool of jails. A session is a lease with a time to live; a reaper ends what leaks."""
@@ -95,7 +107,8 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
           OVERLOADED (RESOURCE_EXHAUSTED): all places taken; retry after retry_after_s or go to another node.
           UNKNOWN_PROFILE (NOT_FOUND): see the node's configured profiles in the message.
           SANDBOX_FAILED (UNAVAILABLE): the jail could not be made or was lost: infra failure, never the model's fault; try again.
-          UNIMPLEMENTED: the verb is not served (snapshot and fork, in this version).
+          UNKNOWN_SNAPSHOT (NOT_FOUND): never taken, dropped or expired on this node; fork where it was taken, or replay.
+          INVALID_INPUT (INVALID_ARGUMENT): names the field; an unknown language lists the ones this host has.
         Sessions of a stream that breaks live on for a while (the node's orphan_s, at most their time to live), and for their whole
         time to live again once they are used from another stream.
         """
@@ -116,6 +129,17 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sandbox_pb2.RunTestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sandbox_pb2.RunTestsResponse, _abc.Awaitable[_sandbox_pb2.RunTestsResponse]]:
-        """Runs hidden tests in a sandbox apart from the model's. Answered UNIMPLEMENTED in this version."""
+        """Judges a candidate by hidden tests: the candidate runs in a sandbox of its own and sees inputs, one at a time; expected
+        results and checkers live in another, or in the service. Nothing the candidate prints, patches or leaves behind is a verdict.
+        Errors: as the reasons of Work, as status, and UNKNOWN_ORACLE (NOT_FOUND).
+        """
+
+    @_abc_1.abstractmethod
+    def DescribeSandbox(
+        self,
+        request: _sandbox_pb2.DescribeSandboxRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sandbox_pb2.DescribeSandboxResponse, _abc.Awaitable[_sandbox_pb2.DescribeSandboxResponse]]:
+        """What this node offers: profiles, languages, and the walls that hold here."""
 
 def add_SandboxServiceServicer_to_server(servicer: SandboxServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,22 +1,19 @@
 """A session's pid 1: contained first, then a loop that answers the service's frames until its socket ends.
 
 The service sends one request at a time and reads one reply to each; the first frame is sent unasked and says whether the jail
-was made. Verbs: run, call, put, get. Files are handled in here, inside the jail, so that path tricks reach no further
-than the session's own directory.
+was made. Verbs: run, call, put, get.
 """
 
 from __future__ import annotations
 
-import base64
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from rollmesh.sandbox_runtime import contain, framing
+from rollmesh.sandbox_runtime import contain, files, framing, program
 from rollmesh.sandbox_runtime.interpreter import Interpreter
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
 
 
 def serve_session(ground: contain.Ground, cell: contain.Cell, namespace: Mapping[str, Any]) -> NoReturn:
@@ -52,41 +49,30 @@ def _report_refusal(socket_fd: int, reason: str) -> None:
 
 
 def _answer(interpreter: Interpreter, request: framing.Message, limits: Limits) -> framing.Message:
-    verb = request["verb"]
     wall_s = float(request.get("wall_s") or limits.call_s)
-    if verb == "run":
-        return interpreter.run(request["code"], wall_s)
-    if verb == "call":
-        if not interpreter.has_function(request["function"]):
-            return {"refused": f"no function {request['function']!r} in this session"}
-        return interpreter.call(request["function"], request["arguments"], wall_s)
+    match request["verb"]:
+        case "run":
+            return _run(interpreter, program.from_message(request), wall_s)
+        case "call":
+            if not interpreter.has_function(request["function"]):
+                return {"refused": f"no function {request['function']!r} in this session"}
+            return interpreter.call(request["function"], request["arguments"], wall_s)
+        case "put":
+            return _refusable(lambda: files.put(request["files"]))
+        case "get":
+            return _refusable(lambda: files.get(request["paths"], request["bytes_max"]))
+        case verb:
+            return {"refused": f"unknown verb {verb!r}"}
+
+
+def _run(interpreter: Interpreter, wanted: program.Program, wall_s: float) -> framing.Message:
+    if wanted.language != program.PYTHON:
+        return {"refused": f"language {wanted.language!r} is not here; this host has: {program.PYTHON}"}
+    return interpreter.run(wanted.code, wall_s)
+
+
+def _refusable(action: Callable[[], dict[str, str]]) -> framing.Message:
     try:
-        return _put(request["files"]) if verb == "put" else _get(request["paths"], request["bytes_max"])
+        return {"files": action()}
     except (OSError, ValueError) as error:
         return {"refused": str(error)}
-
-
-def _put(files: Mapping[str, str]) -> framing.Message:
-    for path, content in files.items():
-        target = os.path.join(PRIVATE_DIR, path)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        with open(target, "wb") as file:
-            file.write(base64.b64decode(content))
-    return {"files": {}}
-
-
-def _get(paths: list[str], bytes_max: int) -> framing.Message:
-    """Read regular files; nothing is followed into a pipe or device that would never end."""
-    files: dict[str, str] = {}
-    room = bytes_max
-    for path in paths:
-        target = os.path.join(PRIVATE_DIR, path)
-        if not os.path.isfile(target):
-            raise ValueError(f"{path}: no such file")
-        with open(target, "rb") as file:
-            content = file.read(room + 1)
-        room -= len(content)
-        if room < 0:
-            raise ValueError(f"{path}: the files asked for exceed {bytes_max} bytes together")
-        files[path] = base64.b64encode(content).decode()
-    return {"files": files}

@@ -152,6 +152,12 @@ class UnknownProfile(NotFound):
     reason = "UNKNOWN_PROFILE"
 
 
+class UnknownSnapshot(NotFound):
+    """The sandbox snapshot was dropped, expired, or never taken on this node."""
+
+    reason = "UNKNOWN_SNAPSHOT"
+
+
 class UnknownSplit(NotFound):
     """The task source has no such split."""
 

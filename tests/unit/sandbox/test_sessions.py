@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.engines.fake_engine import FakeEngine
@@ -65,13 +66,13 @@ async def test_use_renews_the_lease() -> None:
     for _ in range(5):
         clock.advance(9.0)
         assert await sessions.sweep() == 0
-        await sessions.run("s", "1+1", 0)
+        await sessions.run("s", Program(code="1+1"), 0)
     clock.advance(9.999)
     assert await sessions.sweep() == 0
     clock.advance(0.001)
     assert await sessions.sweep() == 1
     with pytest.raises(UnknownSession):
-        await sessions.run("s", "1", 0)
+        await sessions.run("s", Program(code="1"), 0)
     assert sessions.counts().ended[End.REAPED] == 1
 
 
@@ -116,9 +117,9 @@ async def test_open_run_and_close_keep_their_order_without_waiting() -> None:
     sessions, _, _ = make()
     tasks = [
         asyncio.create_task(open_session(sessions)),
-        asyncio.create_task(sessions.run("s", "1+1", 0)),
+        asyncio.create_task(sessions.run("s", Program(code="1+1"), 0)),
         asyncio.create_task(sessions.close("s")),
-        asyncio.create_task(sessions.run("s", "1+1", 0)),
+        asyncio.create_task(sessions.run("s", Program(code="1+1"), 0)),
     ]
     done = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(done[1], RunResult)
@@ -128,7 +129,7 @@ async def test_open_run_and_close_keep_their_order_without_waiting() -> None:
 async def test_commands_queued_on_an_open_that_fails_are_refused() -> None:
     sessions, _, _ = make()
     opening = asyncio.create_task(open_session(sessions, "bad"))
-    running = asyncio.create_task(sessions.run("bad", "1", 0))
+    running = asyncio.create_task(sessions.run("bad", Program(code="1"), 0))
     done = await asyncio.gather(opening, running, return_exceptions=True)
     assert [type(error) for error in done] == [SandboxFailed, UnknownSession]
     assert_counts_add_up(sessions)
@@ -169,7 +170,7 @@ async def test_bad_requests_are_refused_without_a_session() -> None:
     with pytest.raises(AlreadyExists, match="by 'test'"):
         await open_session(sessions)
     with pytest.raises(InvalidInput, match="wall_s must be between 0 and the session's limit 2.0, got 3"):
-        await sessions.run("s", "1", 3)
+        await sessions.run("s", Program(code="1"), 3)
     for path in ("../x", "/etc/passwd", "a/../../b", ""):
         with pytest.raises(InvalidInput, match="must be relative"):
             await sessions.get_files("s", [path])

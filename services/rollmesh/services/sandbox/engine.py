@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Protocol
 
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.program import Program
 
 
 class Outcome(Enum):
@@ -72,8 +73,8 @@ class SandboxEngine(Protocol):
         """A fresh session. Raises SandboxFailed if the jail can't be made, Overloaded without a free place."""
         ...
 
-    async def run(self, session_id: str, code: str, wall_s: float) -> RunResult:
-        """Execute source text. Raises SandboxFailed if the jail was lost, UnknownSession."""
+    async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
+        """Execute source text. Raises SandboxFailed if the jail was lost, UnknownSession, InvalidInput for a language not here."""
         ...
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:

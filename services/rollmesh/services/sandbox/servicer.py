@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 
+from rollmesh.sandbox_runtime.program import PYTHON, Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.metrics import COMMANDS, START_SECONDS
@@ -27,7 +28,6 @@ from rollmesh.shared.telemetry.metrics import count, observe
 from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc, types_pb2
 
 _log = logging.getLogger(__name__)
-_LANGUAGES = ("", "python")
 
 _OUTCOMES = {
     Outcome.OK: sandbox_pb2.EXEC_OUTCOME_OK,
@@ -81,12 +81,11 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
     async def Exec(
         self, request: sandbox_pb2.ExecRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> sandbox_pb2.ExecResponse:
-        _require_language(request.run.language)
         session_id = self._ids.new("exec")
         limits = _limits(request.limits)
         await self._sessions.open(session_id, profile=request.profile, limits=limits, ttl_s=0, owner="Exec")
         try:
-            result = await self._sessions.run(session_id, request.run.code, request.run.wall_s)
+            result = await self._sessions.run(session_id, _program(request.run), request.run.wall_s)
         finally:
             await self._sessions.close(session_id)
         return sandbox_pb2.ExecResponse(result=_exec_result(result, session_alive=False))
@@ -95,6 +94,11 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         self, request: sandbox_pb2.RunTestsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> sandbox_pb2.RunTestsResponse:
         raise Unimplemented("RunTests is not served in this version: score with Work or Exec in a session of your own")
+
+    async def DescribeSandbox(
+        self, request: sandbox_pb2.DescribeSandboxRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> sandbox_pb2.DescribeSandboxResponse:
+        raise Unimplemented("DescribeSandbox is not served in this version")
 
     async def drain(self, timeout_s: float) -> None:
         """Wait for the commands in progress, at most so long."""
@@ -155,8 +159,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             case "open":
                 await self._open(session_id, request.open, answer, holder)
             case "run":
-                _require_language(request.run.language)
-                result = await self._sessions.run(session_id, request.run.code, request.run.wall_s)
+                result = await self._sessions.run(session_id, _program(request.run), request.run.wall_s)
                 answer.result.CopyFrom(_exec_result(result, session_alive=result.session_alive))
                 count(COMMANDS, result.outcome.name.lower())
             case "call":
@@ -178,7 +181,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             case "close":
                 await self._sessions.close(session_id)
                 answer.closed.SetInParent()
-            case "snapshot" | "fork" as verb:
+            case "snapshot" | "fork" | "renew" | "restore" | "drop" as verb:
                 raise Unimplemented(f"{verb} is not served in this version")
             case other:
                 raise InvalidInput(f"no command in the request ({other})")
@@ -203,9 +206,14 @@ def _limits(limits: sandbox_pb2.SandboxLimits) -> dict[str, float]:
     return {ours: getattr(limits, theirs) for theirs, ours in _LIMITS.items()}
 
 
-def _require_language(language: str) -> None:
-    if language not in _LANGUAGES:
-        raise InvalidInput(f"language {language!r} is not served; python is")
+def _program(run: sandbox_pb2.RunCode) -> Program:
+    return Program(
+        language=run.language or PYTHON,
+        code=run.code,
+        stdin=run.stdin,
+        arguments=tuple(run.arguments),
+        return_paths=tuple(run.return_paths),
+    )
 
 
 def _exec_result(result: RunResult, *, session_alive: bool) -> sandbox_pb2.ExecResult:

@@ -19,6 +19,7 @@ from enum import Enum
 from pathlib import PurePosixPath
 
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import RunResult, SandboxEngine
 from rollmesh.shared.clock import Clock
@@ -113,10 +114,10 @@ class Sessions:
             self._finish(session_id, lease, End.REFUSED)
             raise
 
-    async def run(self, session_id: str, code: str, wall_s: float) -> RunResult:
+    async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
         """Execute source text; `wall_s` 0 means the session's limit. Raises as the engine does."""
         async with self._using(session_id) as lease:
-            result = await self._engine.run(session_id, code, _wall(lease.limits, wall_s))
+            result = await self._engine.run(session_id, program, _wall(lease.limits, wall_s))
             return self._noted(session_id, lease, result)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:

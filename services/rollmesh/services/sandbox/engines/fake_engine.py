@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.program import Program
 from rollmesh.sandbox_runtime.tools import calc
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
@@ -40,9 +41,9 @@ class FakeEngine:
         assert session_id not in self._files
         self._files[session_id] = {}
 
-    async def run(self, session_id: str, code: str, wall_s: float) -> RunResult:
+    async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
         self._find(session_id)
-        value = calc.call(code)
+        value = calc.call(program.code)
         if value == calc.REFUSED:
             message = "the fake engine evaluates one arithmetic operation and nothing else"
             return RunResult(outcome=Outcome.ERROR, error_type="SyntaxError", error_message=message)

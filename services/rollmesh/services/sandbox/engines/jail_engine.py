@@ -24,6 +24,7 @@ import msgspec
 
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
@@ -111,9 +112,9 @@ class JailEngine:
                 raise
             await self._await_ready(session_id, live)
 
-    async def run(self, session_id: str, code: str, wall_s: float) -> RunResult:
+    async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
         live = self._find(session_id)
-        return await self._execute(session_id, live, {"verb": "run", "code": code}, wall_s)
+        return await self._execute(session_id, live, {"verb": "run", **program.as_message()}, wall_s)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         live = self._find(session_id)
