@@ -16,6 +16,8 @@ from typing import Any
 from rollmesh.services.mesh import Mesh, MeshConfig
 from rollmesh.services.mesh.parts import part_names
 
+from .up_mesh import UpMesh
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -71,24 +73,25 @@ async def finish(command: Sequence[str | Path], *, limit_s: float) -> str:
     return output
 
 
-def python_trainer(mesh: Mesh, *, model: Path, spec: Path, out: Path) -> list[str | Path]:
+def python_trainer(mesh: UpMesh, *, model: Path, spec: Path, out: Path) -> list[str | Path]:
     script = ROOT / "examples" / "trainer_grpc.py"
-    return [sys.executable, script, mesh.gateway_address, mesh.place.run_dir / "token", model, spec, out]
+    return [sys.executable, script, mesh.gateway, mesh.token_file, model, spec, out]
 
 
-def node_trainer(mesh: Mesh, *, weights: Path, spec: Path, out: Path) -> list[str | Path]:
-    script, token_file = ROOT / "examples" / "trainer_node" / "trainer.mjs", mesh.place.run_dir / "token"
+def node_trainer(mesh: UpMesh, *, weights: Path, spec: Path, out: Path) -> list[str | Path]:
+    script = ROOT / "examples" / "trainer_node" / "trainer.mjs"
     where: list[str | Path] = [
-        "--address",
-        mesh.gateway_address,
+        mesh.gateway,
         "--token-file",
-        token_file,
+        mesh.token_file,
         "--spec",
         spec,
         "--out",
         out,
+        "--weights",
+        weights,
     ]
-    return ["node", script, *where, "--weights", weights]
+    return ["node", script, "--address", *where]
 
 
 def write_spec(path: Path, **changes: Any) -> Path:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ from rollmesh.services.learner.node import LearnerNode
 from rollmesh.services.mesh.config import RunConfig
 from rollmesh.services.mesh.security import read_token
 from rollmesh.shared.clients.trainer import RunAddress
-from rollmesh.shared.config import to_yaml
 from rollmesh.shared.errors import InvalidInput, MeshBusy
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
@@ -27,38 +23,7 @@ from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
 
 from ..chaos.world import mesh_config, save_model_folder
-
-END_S = 90.0
-COMMAND = (sys.executable, "-m", "rollmesh.services.cli")
-
-
-@asynccontextmanager
-async def up(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    """The command over `folder`, and the gateway's address that it printed."""
-    config = mesh_config(save_model_folder(folder / "model"))
-    (folder / "mesh.yaml").write_text(to_yaml(config))
-    process = await asyncio.create_subprocess_exec(
-        *(*COMMAND, "up", str(folder / "mesh.yaml"), "--out", str(folder / "out")), stdout=asyncio.subprocess.PIPE
-    )
-    assert process.stdout is not None
-    try:
-        async with asyncio.timeout(END_S):
-            while not (line := (await process.stdout.readline()).decode()).startswith("gateway"):
-                assert process.returncode is None
-        yield process, line.split()[1]
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-async def rollmesh(*arguments: str) -> str:
-    """What the command prints; it succeeds."""
-    process = await asyncio.create_subprocess_exec(*COMMAND, *arguments, stdout=asyncio.subprocess.PIPE)
-    async with asyncio.timeout(END_S):
-        said, _ = await process.communicate()
-    assert process.returncode == 0
-    return said.decode()
+from .up_mesh import END_S, rollmesh, up
 
 
 async def create(gateway: str, access: Access, run: str, **fields: Any) -> bool:
@@ -73,8 +38,9 @@ async def create(gateway: str, access: Access, run: str, **fields: Any) -> bool:
 
 @pytest.mark.timeout(300)
 async def test_a_mesh_that_is_up_serves_runs_that_are_created_later_under_names_of_their_own(tmp_path: Path) -> None:
-    async with up(tmp_path) as (process, gateway):
-        access = Access(read_token(tmp_path / "out/token"))
+    config = mesh_config(save_model_folder(tmp_path / "model"))
+    async with up(config, tmp_path) as mesh:
+        gateway, access = mesh.gateway, Access(read_token(mesh.token_file))
         with pytest.raises(InvalidInput, match="inference nodes serve 'main'"):
             await create(gateway, access, "theirs", policy="another")
         for run in (
@@ -85,13 +51,13 @@ async def test_a_mesh_that_is_up_serves_runs_that_are_created_later_under_names_
             with pytest.raises(MeshBusy, match=f"run {run} is live"):
                 await create(gateway, access, "third")
             await train(tmp_path / run, gateway, access, run)
-        (first, second) = json.loads(await rollmesh("status", str(tmp_path / "out"), "--json"))["runs"]
+        (first, second) = json.loads(await rollmesh("status", str(mesh.folder), "--json"))["runs"]
         assert [first["run"], second["run"]] == ["first", "second"]
         assert all(int(run["policies"][0]["applied_step"]) == 3 for run in (first, second))
-        assert "has left" in await rollmesh("drain", "inference-1", str(tmp_path / "out"), "--wait")
-        process.send_signal(signal.SIGINT)
+        assert "has left" in await rollmesh("drain", "inference-1", str(mesh.folder), "--wait")
+        mesh.process.send_signal(signal.SIGINT)
         async with asyncio.timeout(END_S):
-            assert await process.wait() == 0
+            assert await mesh.process.wait() == 0
 
 
 async def train(folder: Path, gateway: str, access: Access, run: str) -> None:

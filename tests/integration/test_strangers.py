@@ -1,4 +1,4 @@
-"""Trainers that know protos/ alone, as processes beside a mesh without a learner."""
+"""Trainers that know protos/ alone, as processes beside a mesh that `rollmesh up` left running."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ import pytest
 
 from rollmesh.services.cli.config import load_train_config
 from rollmesh.services.cli.model_process import make_in_process
-from rollmesh.services.coordinator.audit import AuditReport, audit_run
-from rollmesh.services.mesh import Mesh, MeshConfig
-from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.services.mesh import MeshConfig
 from rollmesh.trainer.model_files import write_model_folder
 from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.trainer.tokenizer import build_tokenizer
@@ -25,7 +23,6 @@ from ..chaos.world import mesh_config
 from .stranger_mesh import (
     ROOT,
     finish,
-    mesh_without_learner,
     node_trainer,
     program,
     python_trainer,
@@ -33,6 +30,7 @@ from .stranger_mesh import (
     write_spec,
     write_weights,
 )
+from .up_mesh import audited, up
 
 NODE_TRAINER = ROOT / "examples" / "trainer_node"
 NODE_IS_HERE = shutil.which("node") is not None and shutil.which("npm") is not None
@@ -55,17 +53,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(model: Path) -> MeshConfig:
     """Fake engine and fake sandbox; the rest of the mesh is the real one."""
     return mesh_config(model)
-
-
-async def audit(mesh: Mesh, run: str) -> AuditReport:
-    assert mesh.nats is not None
-    bus = await JetStreamBus.connect(mesh.nats.url, login=mesh.place.bus_login())
-    try:
-        report = await audit_run(bus, run)
-    finally:
-        await bus.close()
-    assert report.holds, report.to_text()
-    return report
 
 
 def updates(output: str) -> list[int]:
@@ -97,12 +84,12 @@ async def test_a_python_trainer_that_was_killed_goes_back_to_its_checkpoint(
     """Update 6 is committed but in no checkpoint when the trainer dies: it is rolled back and made again."""
     changes = {"batch_groups": 2, "group_size": 4, "updates_max": 8, "eval_every": 0}
     spec = write_spec(tmp_path / "spec.json", run="python", **changes)
-    async with mesh_without_learner(config, tmp_path / "mesh") as mesh:
+    async with up(config, tmp_path) as mesh:
         trainer = python_trainer(mesh, model=model, spec=spec, out=tmp_path / "trained")
         async with program(trainer) as first:
             before = updates(await said(first, r"^update 6:", limit_s=TRAIN_S_MAX))
         after = updates(await finish(trainer, limit_s=TRAIN_S_MAX))
-        report = await audit(mesh, "python")
+    report = await audited(mesh.folder, "python")
     assert before == [1, 2, 3, 4, 5, 6]
     assert after == [6, 7, 8]
     assert report.updates == 8
@@ -120,10 +107,10 @@ async def test_the_python_trainer_raises_held_out_success(tmp_path: Path) -> Non
     await make_in_process(made.made_model, folder, seed=0, limit_s=900.0, on_step=lambda _: None)
     config = msgspec.structs.replace(made, made_model=None, model=str(folder))
     spec = ROOT / "configs" / "trainer_grpc.json"
-    async with mesh_without_learner(config, tmp_path / "mesh") as mesh:
+    async with up(config, tmp_path) as mesh:
         trainer = python_trainer(mesh, model=folder, spec=spec, out=tmp_path / "trained")
         output = await finish(trainer, limit_s=2400.0)
-        report = await audit(mesh, "trainer_grpc")
+    report = await audited(mesh.folder, "trainer_grpc")
     success = ast.literal_eval(re.findall(r"^held-out success: (.*)$", output, re.MULTILINE)[-1])
     assert success[40] >= success[0] + 0.1, output
     assert report.lag_max <= 2
@@ -146,10 +133,10 @@ async def test_a_trainer_in_node_leases_commits_and_publishes_20_updates(tmp_pat
     await install_node_packages()
     changes = {"batch_groups": 2, "group_size": 4, "updates_max": 20, "eval_every": 0}
     spec = write_spec(tmp_path / "spec.json", run="node", **changes)
-    async with mesh_without_learner(config, tmp_path / "mesh") as mesh:
+    async with up(config, tmp_path) as mesh:
         trainer = node_trainer(mesh, weights=write_weights(tmp_path / "w"), spec=spec, out=tmp_path / "trained")
         output = await finish(trainer, limit_s=TRAIN_S_MAX)
-        report = await audit(mesh, "node")
+    report = await audited(mesh.folder, "node")
     assert updates(output) == list(range(1, 21))
     assert report.updates == 20
     assert report.samples.trained == 20 * 8

@@ -1,14 +1,16 @@
 """summary.json and report from a recorded run."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from rollmesh.services.cli.closing import closing_words
 from rollmesh.services.cli.results import write_results
-from rollmesh.services.cli.series import Series
+from rollmesh.services.cli.series import Point, Series
 from rollmesh.services.cli.summary import learner_seconds, milestones, summarise
+from rollmesh.trainer.checkpoint_files import list_checkpoints
 from tests.unit.cli.recorded import recorded_eval, recorded_folder
 
 # The fields that scripts rely on.
@@ -46,8 +48,17 @@ def test_milestones_name_the_first_evaluation_at_or_above_each(tmp_path: Path) -
 
 def test_summary_of_a_run_that_never_began_says_so(tmp_path: Path) -> None:
     folder, config = recorded_folder(tmp_path / "run")
+    shutil.rmtree(folder.checkpoints)
     summary = summarise(folder, config, Series(), outcome="failed", warm_start_s=0.0)
     assert (summary.updates, summary.lag_max, summary.heldout_success_before) == (0, None, None)
+
+
+def test_summary_counts_the_updates_of_a_checkpoint_that_nobody_watched(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    assert [path.name for path in list_checkpoints(folder.checkpoints)] == ["update-00000012.0"]
+    assert summarise(folder, config, Series(), outcome="interrupted", warm_start_s=0.0).updates == 12
+    after_roll_back = Series(points=[Point(time_s=1.0, update=3, incarnation=1)])
+    assert summarise(folder, config, after_roll_back, outcome="interrupted", warm_start_s=0.0).updates == 3
 
 
 def test_learner_seconds_of_unreadable_metrics_are_left_out(tmp_path: Path) -> None:

@@ -74,8 +74,14 @@ def folder_name(position: CheckpointPosition) -> str:
 def list_checkpoints(root: Path) -> list[Path]:
     """Whole checkpoints, oldest first: by incarnation, then update (a roll-back's updates replace the older incarnation's)."""
     entries = root.iterdir() if root.is_dir() else ()
-    found = [(int(m[2]), int(m[1]), p) for p in entries if (m := _FOLDER.match(p.name)) and p.is_dir()]
-    return [path for *_, path in sorted(found)]
+    return sorted((path for path in entries if _FOLDER.match(path.name) and path.is_dir()), key=age)
+
+
+def age(folder: Path) -> tuple[int, int]:
+    """(incarnation, update) of a checkpoint's folder, by its name. ValueError if it is none."""
+    if (match := _FOLDER.match(folder.name)) is None:
+        raise ValueError(f"{folder.name} is not the name of a checkpoint")
+    return int(match[2]), int(match[1])
 
 
 def newest_whole(root: Path) -> WholeCheckpoint | None:

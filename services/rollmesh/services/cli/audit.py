@@ -18,17 +18,17 @@ from rollmesh.shared.errors import ConfigError
 
 
 def audit_folder(
-    root: Path, *, checkpoint: Path | None = None, sample: str = "", as_json: bool = False
+    root: Path, *, checkpoint: Path | None = None, sample: str = "", name: str = "", as_json: bool = False
 ) -> tuple[bool, str]:
     """(whether every claim holds, the report as text or JSON).
 
-    The trainer's own list is taken from `checkpoint`, by default from the newest one of the run.
+    `name`: which run, where a mesh that was up served several; by default the configuration's. The trainer's own list is taken from `checkpoint`, by default from the newest one of the run.
     Raises ConfigError if `root` is no run's folder, BusUnavailable if its streams cannot be read.
     """
     folder = RunFolder(root.resolve())
     folder.read_origin()
     config = load_train_config(folder.config)
-    found = asyncio.run(_audit(folder, config, _checkpoint(folder, checkpoint), sample))
+    found = asyncio.run(_audit(folder, config, name or config.run.name, _checkpoint(folder, checkpoint), sample))
     text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else found.to_text()
     return found.holds, text
 
@@ -43,6 +43,8 @@ def _checkpoint(folder: RunFolder, named: Path | None) -> Path | None:
     return named
 
 
-async def _audit(folder: RunFolder, config: TrainConfig, checkpoint: Path | None, sample: str) -> AuditReport:
+async def _audit(
+    folder: RunFolder, config: TrainConfig, name: str, checkpoint: Path | None, sample: str
+) -> AuditReport:
     async with run_bus(folder, config) as bus:
-        return await audit_run(bus, config.run.name, checkpoint=checkpoint, sample=sample)
+        return await audit_run(bus, name, checkpoint=checkpoint, sample=sample)

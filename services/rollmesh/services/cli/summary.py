@@ -9,9 +9,10 @@ import msgspec
 
 from rollmesh.services.cli.config import TrainConfig
 from rollmesh.services.cli.run_folder import RunFolder
-from rollmesh.services.cli.series import Eval, Series
+from rollmesh.services.cli.series import Eval, Point, Series
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.progress import PHASES
+from rollmesh.trainer.checkpoint_files import age
 
 Outcome = Literal["finished", "interrupted", "failed"]
 MILESTONES = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
@@ -76,7 +77,7 @@ def summarise(
         seed=config.run.seed,
         eta=config.run.max_staleness,
         lag_max=max((lag for lag, n in last.trained_by_staleness.items() if n), default=None),
-        updates=last.update,
+        updates=_num_updates(last, checkpoint),
         wall_s=round(warm_start_s + last.time_s, 3),
         warm_start_s=round(warm_start_s, 3),
         train_s=round(last.time_s, 3),
@@ -95,6 +96,12 @@ def summarise(
         checkpoint=str(checkpoint) if checkpoint else None,
         report=str(folder.report),
     )
+
+
+def _num_updates(last: Point, checkpoint: Path | None) -> int:
+    """What was watched may lack the last moments, or everything if the services were still starting; a checkpoint knows more then."""
+    watched = (last.incarnation, last.update)
+    return max(watched, age(checkpoint))[1] if checkpoint is not None else last.update
 
 
 def milestones(evals: list[Eval]) -> list[Milestone]:

@@ -261,7 +261,10 @@ async def audit_run(bus: Bus, run: str, *, checkpoint: Path | None = None, sampl
     try:
         log = await bus.open(run_streams(run).ledger.name)
     except (UnknownStream, InvalidInput) as error:
-        raise UnknownRun(f"there is no ledger of run {run!r} on this bus", run=run) from error
+        raise UnknownRun(
+            f"there is no ledger of run {run!r} on this bus; name a run that was made here (`rollmesh audit FOLDER --run-name NAME`)",
+            run=run,
+        ) from error
     audit = Audit()
     records: list[StoredRecord] = []
     try:

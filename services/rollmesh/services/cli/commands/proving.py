@@ -17,12 +17,15 @@ def audit(
         Path | None, typer.Option(help="Hold the ledger against what this checkpoint was trained on.")
     ] = None,
     sample: Annotated[str, typer.Option(help="Tell the life of this sample.")] = "",
+    name: Annotated[
+        str, typer.Option("--run-name", help="Which run of a mesh that was up; by default the configuration's.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Prove from the ledger that nothing was lost, nothing trained twice, nothing beyond the bound."""
     with told_once():
         from rollmesh.services.cli.audit import audit_folder
 
-        holds, text = audit_folder(run, checkpoint=checkpoint, sample=sample, as_json=as_json)
+        holds, text = audit_folder(run, checkpoint=checkpoint, sample=sample, name=name, as_json=as_json)
     typer.echo(text)
     raise typer.Exit(0 if holds else FAILED)
