@@ -17,6 +17,7 @@ BENCHES = (
     "admission_latency",
     "mesh_turn",
     "mesh_modes",
+    "sandbox",
     "switch_interval",
     "telemetry",
     "staleness",
