@@ -5,7 +5,7 @@ Covered, each attacked by tests/integration/test_sandbox_isolation.py:
 - Host files: the root is a tmpfs with read-only /usr (with /bin, /lib, ...), the interpreter's prefix and the declared library
   paths. /etc/shadow, homes, the repository, /proc, /sys and /run do not exist in it. Nothing in it can be written.
 - Other sessions: own pid, mount, network, ipc and uts namespaces, own tmpfs, own uid (root) or user namespace (ordinary user).
-- Privileges: a uid that is nobody's, empty capability sets, no_new_privs, a seccomp deny list.
+- Privileges: a uid that is nobody's, empty capability sets, no_new_privs, a seccomp allow list.
 - Limits: address space, processes, file size, descriptors, CPU time, disk and inodes; the session's memory and process count
   once more by cgroup where one is writable; wall time and output by the interpreter, and wall time again from outside.
 - End: killing the session's pid 1 kills all it started. A zygote is pid 1 too: its death ends all its sessions. It dies with
@@ -22,7 +22,6 @@ Not covered:
 from __future__ import annotations
 
 import os
-import platform
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -51,6 +50,7 @@ class Ground:
     proc_fd: int
     """A /proc directory for writing id maps; -1 without user namespaces. Never seen by a session's code."""
     filter: bytes
+    """For `seccomp`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +64,14 @@ class Cell:
     """Open `cgroup.procs` files."""
 
 
-def contain_zygote(*, user_namespace: bool, read_only: Sequence[str]) -> Ground:
+def contain_zygote(*, user_namespace: bool, read_only: Sequence[str], seccomp_filter: bytes) -> Ground:
     """Lock up the zygote itself: it keeps the privileges to make jails and loses sight of everything else."""
     with_proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if user_namespace else -1
     ground = Ground(
         user_namespace=user_namespace,
         pid_namespace_fd=os.open("/proc/thread-self/ns/pid", os.O_RDONLY | os.O_CLOEXEC),
         proc_fd=with_proc,
-        filter=_step("seccomp", lambda: seccomp.assemble(platform.machine())),
+        filter=seccomp_filter,
     )
     _step("root", lambda: mounts.build_root((*read_only, os.path.realpath(sys.base_prefix), sys.base_prefix)))
     _step("bounding set", privileges.drop_bounding_set)

@@ -7,6 +7,7 @@ zygote with it.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import socket
@@ -30,10 +31,13 @@ ENVIRONMENT = {
 """The whole environment of zygote and sessions."""
 
 
-def command(python: str, control_fd: int, profile: Mapping[str, Any]) -> list[str]:
+def command(python: str, control_fd: int, profile: Mapping[str, Any], seccomp_filter: bytes) -> list[str]:
     """What to execute, with `control_fd` passed on and `ENVIRONMENT` as environment. `profile`: the fields of `Profile`."""
     root = str(Path(__file__).resolve().parents[2])
-    setup = json.dumps({"control_fd": control_fd, "parent": os.getpid(), "profile": dict(profile)})
+    encoded = base64.b64encode(seccomp_filter).decode()
+    setup = json.dumps(
+        {"control_fd": control_fd, "parent": os.getpid(), "profile": dict(profile), "seccomp_filter": encoded}
+    )
     return [python, "-I", "-S", "-X", "utf8", "-c", _BOOTSTRAP, root, setup]
 
 
@@ -49,7 +53,9 @@ def main() -> None:
     namespaces.isolate_children(user=user_namespace, outer_uid=os.geteuid(), outer_gid=os.getegid())
     pid = os.fork()
     if pid == 0:
-        run_zygote(control, Profile(**setup["profile"]), user_namespace=user_namespace)
+        seccomp_filter = base64.b64decode(setup["seccomp_filter"])
+        profile = Profile(**setup["profile"])
+        run_zygote(control, profile, user_namespace=user_namespace, seccomp_filter=seccomp_filter)
         os._exit(0)
     control.close()
     _, status = os.waitpid(pid, 0)

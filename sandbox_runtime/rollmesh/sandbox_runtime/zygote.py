@@ -128,12 +128,14 @@ class Profile:
     """Source executed once; every session starts with what it defines."""
 
 
-def run_zygote(control: socket.socket, profile: Profile, *, user_namespace: bool) -> None:
+def run_zygote(control: socket.socket, profile: Profile, *, user_namespace: bool, seccomp_filter: bytes) -> None:
     """Warm up, contain, serve. A failure before serving is sent as `fatal` and ends the process."""
     privileges.die_with_parent()
     try:
         namespace = _warm_up(profile)
-        ground = contain.contain_zygote(user_namespace=user_namespace, read_only=profile.library_paths)
+        ground = contain.contain_zygote(
+            user_namespace=user_namespace, read_only=profile.library_paths, seccomp_filter=seccomp_filter
+        )
     except Exception as error:  # the one place where a failed start is recorded
         reason = f"{type(error).__name__}: {error}"
         framing.send_packet(control, {"event": "fatal", "reason": reason[:1000]})

@@ -25,6 +25,7 @@ import msgspec
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
+from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
@@ -215,7 +216,8 @@ class JailEngine:
         described = msgspec.to_builtins(self._config.profiles[profile])
         del described["limits"]
         log = self._state.path / f"zygote-{profile}.log"
-        zygote = await ZygoteProcess.start(self._config.python, described, log, self._config.start_timeout_s)
+        rules = seccomp_policy.compiled()
+        zygote = await ZygoteProcess.start(self._config.python, described, rules, log, self._config.start_timeout_s)
         self._zygotes[profile] = zygote
         self._state.record_launcher(zygote.pid)
         return zygote

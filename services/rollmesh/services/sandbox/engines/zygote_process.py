@@ -53,12 +53,14 @@ class ZygoteProcess:
         self._loop.add_reader(self._pidfd, self._on_exit)
 
     @classmethod
-    async def start(cls, python: str, profile: Mapping[str, Any], log: Path, timeout_s: float) -> ZygoteProcess:
+    async def start(
+        cls, python: str, profile: Mapping[str, Any], seccomp_filter: bytes, log: Path, timeout_s: float
+    ) -> ZygoteProcess:
         """Execute a launcher and wait until its zygote is contained. Raises SandboxFailed with its reason."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs, log.open("wb") as errors:
-            process = _execute(python, theirs.fileno(), profile, errors)
+            process = _execute(python, theirs.fileno(), profile, seccomp_filter, errors)
         zygote = cls(ours, process)
         try:
             async with asyncio.timeout(timeout_s):
@@ -166,9 +168,11 @@ class ZygoteProcess:
             self._finish(session_id, Ended(lost=True))
 
 
-def _execute(python: str, control_fd: int, profile: Mapping[str, Any], errors: BinaryIO) -> subprocess.Popen[bytes]:
+def _execute(
+    python: str, control_fd: int, profile: Mapping[str, Any], seccomp_filter: bytes, errors: BinaryIO
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        launcher.command(python or os.path.realpath(sys.executable), control_fd, profile),
+        launcher.command(python or os.path.realpath(sys.executable), control_fd, profile, seccomp_filter),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,

@@ -1,0 +1,231 @@
+"""Which system calls a session may make: an allow list, compiled to BPF by libseccomp, once per node and kind of profile.
+
+What is not listed does not exist: ENOSYS, so that a libc that is newer than this list falls back to older calls. What is known
+and dangerous is refused: EPERM. `clone3` is ENOSYS too, since its flags lie in memory where no filter can read them; libc
+then uses `clone`, whose flags are checked. Calls of a foreign architecture kill the process.
+
+Arguments of which the kernel reads 32 bits are compared in 32 bits: otherwise a set upper half would slip past the comparison.
+
+Allowed is what python, bash, gcc, g++, node, sqlite, duckdb and numpy were seen to need, with room for their kin. Out of reach stay
+other processes' memory, mounts, namespaces, kernel modules, keys, clocks, BPF, io_uring, memory that no limit counts (memfd,
+System V), and sockets: only connected pairs, and stream sockets of the Unix family for profiles that have egress.
+
+The service compiles, the jail installs (`rollmesh.sandbox_runtime.seccomp`). Not covered: a kernel bug behind an allowed call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import errno
+import functools
+import platform
+import tempfile
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from rollmesh.sandbox_runtime import namespaces
+from rollmesh.shared.errors import SandboxFailed
+
+REMEDY = "install libseccomp 2.5 or later (Debian, Ubuntu: apt install libseccomp2; Fedora: dnf install libseccomp)"
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_FILES = """
+    access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate
+    fchdir fchmod fchmodat fchmodat2 fchown fchownat fcntl fdatasync fgetxattr flistxattr flock fstat fstatfs fsync ftruncate
+    futimesat getcwd getdents getdents64 getxattr inotify_add_watch inotify_init inotify_init1 inotify_rm_watch lchown
+    lgetxattr link linkat listxattr llistxattr lseek lstat mkdir mkdirat newfstatat open openat openat2 pread64 preadv
+    preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv rename renameat renameat2 rmdir sendfile splice
+    stat statfs statx symlink symlinkat sync sync_file_range syncfs tee truncate umask unlink unlinkat utime utimensat utimes
+    write writev
+"""
+_WAITING = """
+    epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 pause pipe pipe2
+    poll ppoll pselect6 select signalfd signalfd4
+"""
+_MEMORY = """
+    brk madvise mincore mlock mlock2 mlockall mmap mprotect mremap msync munlock munlockall munmap
+"""
+_PROCESSES = """
+    arch_prctl capget execve execveat exit exit_group fork futex futex_waitv get_robust_list get_thread_area getcpu getegid
+    geteuid getgid getgroups getpgid getpgrp getpid getppid getpriority getresgid getresuid getrlimit getrusage getsid gettid
+    getuid kill membarrier pidfd_open pidfd_send_signal prlimit64 restart_syscall rseq rt_sigaction rt_sigpending rt_sigprocmask
+    rt_sigqueueinfo rt_sigreturn rt_sigsuspend rt_sigtimedwait rt_tgsigqueueinfo sched_get_priority_max
+    sched_get_priority_min sched_getaffinity sched_getattr sched_getparam sched_getscheduler sched_rr_get_interval
+    sched_setaffinity sched_setattr sched_setparam sched_setscheduler sched_yield set_robust_list set_tid_address setfsgid
+    setfsuid setgid setgroups setpgid setpriority setregid setresgid setresuid setreuid setrlimit setsid setuid sigaltstack
+    tgkill time times tkill uname sysinfo vfork wait4 waitid getrandom
+"""
+_TIME = """
+    alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer timer_create timer_delete
+    timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime
+"""
+_PAIRED_SOCKETS = """
+    getpeername getsockname getsockopt recvfrom recvmmsg recvmsg sendmmsg sendmsg sendto setsockopt shutdown
+"""
+ALLOWED = _words(f"{_FILES} {_WAITING} {_MEMORY} {_PROCESSES} {_TIME} {_PAIRED_SOCKETS}")
+"""Whatever their arguments."""
+
+REFUSED = _words("""
+    accept accept4 acct add_key adjtimex bind bpf chroot clock_adjtime clock_settime delete_module fanotify_init
+    fanotify_mark finit_module fsconfig fsmount fsopen fspick get_mempolicy init_module io_cancel io_destroy
+    io_getevents io_pgetevents io_setup io_submit io_uring_enter io_uring_register io_uring_setup ioperm iopl kcmp
+    kexec_file_load kexec_load keyctl listen lookup_dcookie mbind memfd_create memfd_secret migrate_pages modify_ldt
+    mount mount_setattr move_mount move_pages msgctl msgget msgrcv msgsnd name_to_handle_at open_by_handle_at
+    open_tree perf_event_open personality pidfd_getfd pivot_root process_madvise process_vm_readv process_vm_writev
+    ptrace quotactl quotactl_fd reboot request_key seccomp semctl semget semop semtimedop set_mempolicy
+    setdomainname sethostname setns settimeofday shmat shmctl shmdt shmget stime swapoff swapon syslog umount
+    umount2 unshare uselib userfaultfd vhangup vmsplice
+""")
+"""Known and refused: EPERM. The rest of the kernel's calls are ENOSYS."""
+
+UNSUPPORTED = ("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr")
+"""EOPNOTSUPP, as on a file system without them: they hold bytes that no limit counts, and `cp -p` then goes without."""
+
+_IOCTLS = (
+    0x5401, 0x5402, 0x5403, 0x5404,  # TCGETS, TCSETS, TCSETSW, TCSETSF
+    0x5409, 0x540A, 0x540B,  # TCSBRK, TCXONC, TCFLSH
+    0x540E, 0x5422,  # TIOCSCTTY, TIOCNOTTY
+    0x540F, 0x5410, 0x5429,  # TIOCGPGRP, TIOCSPGRP, TIOCGSID
+    0x5411, 0x541B, 0x5413, 0x5414,  # TIOCOUTQ, FIONREAD, TIOCGWINSZ, TIOCSWINSZ
+    0x5421, 0x5450, 0x5451, 0x5452,  # FIONBIO, FIONCLEX, FIOCLEX, FIOASYNC
+    0x80045430, 0x40045431, 0x5441,  # TIOCGPTN, TIOCSPTLCK, TIOCGPTPEER
+    0x802C542A, 0x402C542B, 0x402C542C, 0x402C542D,  # TCGETS2, TCSETS2, TCSETSW2, TCSETSF2
+)  # fmt: skip
+_REFUSED_IOCTLS = (0x5412, 0x541C)
+"""TIOCSTI and TIOCLINUX: typing into the terminal of somebody else."""
+_PRCTLS = (
+    1, 2, 3, 7, 15, 16,  # PDEATHSIG set and get, GET_DUMPABLE, GET_KEEPCAPS, NAME set and get
+    21, 23, 27, 29, 30, 38, 39,  # GET_SECCOMP, CAPBSET_READ, GET_SECUREBITS, TIMERSLACK set and get, NO_NEW_PRIVS set and get
+    0x53564D41,  # SET_VMA: names of anonymous memory, which malloc gives
+)  # fmt: skip
+_REFUSED_PRCTLS = (4, 8, 22, 24, 28, 35, 36, 47)
+"""SET_DUMPABLE, SET_KEEPCAPS, SET_SECCOMP, CAPBSET_DROP, SET_SECUREBITS, SET_MM, SET_CHILD_SUBREAPER, CAP_AMBIENT."""
+_NAMESPACES = (
+    namespaces.CLONE_NEWNS, namespaces.CLONE_NEWCGROUP, namespaces.CLONE_NEWUTS, namespaces.CLONE_NEWIPC,
+    namespaces.CLONE_NEWUSER, namespaces.CLONE_NEWPID, namespaces.CLONE_NEWNET,
+)  # fmt: skip
+_FILE_KIND, _FIFO, _REGULAR, _DEVICES = 0o170000, 0o010000, 0o100000, (0o020000, 0o060000)
+_INT = 0xFFFFFFFF
+_UNIX = 1
+_STREAM, _SEQPACKET, _OTHER_TYPES = 1, 5, (2, 3, 4)
+_TYPE = 0xF
+"""Without the flags for close-on-exec and non-blocking."""
+
+
+class _Version(ctypes.Structure):
+    _fields_ = (("major", ctypes.c_uint), ("minor", ctypes.c_uint), ("micro", ctypes.c_uint))
+
+
+def library_version() -> str:
+    """Of libseccomp. Raises SandboxFailed where it is missing."""
+    _binding()
+    lib = ctypes.CDLL(ctypes.util.find_library("seccomp"))
+    lib.seccomp_version.restype = ctypes.POINTER(_Version)
+    found = lib.seccomp_version().contents
+    return f"{found.major}.{found.minor}.{found.micro}"
+
+
+@functools.cache
+def compiled(*, unix_sockets: bool = False, machine: str = "") -> bytes:
+    """The filter as BPF, 8 bytes per instruction. `unix_sockets`: also `socket` and `connect` for streams of the Unix family.
+
+    `machine` as of uname, this host's by default. Raises SandboxFailed, with the remedy.
+    """
+    try:
+        return _Compiler(_binding(), machine or platform.machine()).compile(unix_sockets)
+    except (OSError, ValueError) as error:
+        raise SandboxFailed(f"cannot compile the seccomp filter: {error}; {REMEDY}") from error
+
+
+def _binding() -> ModuleType:
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        raise SandboxFailed(f"seccomp needs libseccomp, which does not load here ({error}); {REMEDY}") from error
+    return pyseccomp  # type: ignore[no-any-return]
+
+
+class _Compiler:
+    """One filter for one architecture."""
+
+    def __init__(self, binding: ModuleType, machine: str) -> None:
+        self._lib: Any = binding
+        known = {"x86_64": self._lib.Arch.X86_64, "aarch64": self._lib.Arch.AARCH64}
+        if machine not in known:
+            raise ValueError(f"no policy for {machine}; known: {', '.join(known)}")
+        self._arch = known[machine]
+        self._refuse = self._lib.ERRNO(errno.EPERM)
+        self._filter = self._lib.SyscallFilter(self._lib.ERRNO(errno.ENOSYS))
+
+    def compile(self, unix_sockets: bool) -> bytes:
+        self._prepare()
+        for name in ALLOWED:
+            self._rule(self._lib.ALLOW, name)
+        for name in REFUSED:
+            self._rule(self._refuse, name)
+        for name in UNSUPPORTED:
+            self._rule(self._lib.ERRNO(errno.EOPNOTSUPP), name)
+        self._processes()
+        self._only_values("ioctl", 1, _INT, _IOCTLS, _REFUSED_IOCTLS)
+        self._only_values("prctl", 0, _INT, _PRCTLS, _REFUSED_PRCTLS)
+        self._only_values("mknod", 1, _FILE_KIND, (0, _FIFO, _REGULAR), _DEVICES)
+        self._only_values("mknodat", 2, _FILE_KIND, (0, _FIFO, _REGULAR), _DEVICES)
+        self._sockets(unix_sockets)
+        with tempfile.TemporaryFile() as file:
+            self._filter.export_bpf(file)
+            file.seek(0)
+            return file.read()
+
+    def _prepare(self) -> None:
+        native = self._lib.system_arch()
+        if native != self._arch:
+            self._filter.add_arch(self._arch)
+            self._filter.remove_arch(native)
+        self._filter.set_attr(self._lib.Attr.ACT_BADARCH, self._lib.KILL_PROCESS)
+        self._filter.set_attr(
+            self._lib.Attr.CTL_OPTIMIZE, 2
+        )  # a binary search over the calls, not a list of comparisons
+
+    def _rule(self, action: int, name: str, *conditions: object) -> None:
+        """Skips calls that the architecture, or this libseccomp, doesn't have: they are ENOSYS then."""
+        if self._lib.resolve_syscall(self._arch, name) >= 0:
+            self._filter.add_rule(action, name, *conditions)
+
+    def _when(self, argument: int, mask: int, value: int) -> object:
+        return self._lib.Arg(argument, self._lib.MASKED_EQ, mask, value)
+
+    def _only_values(self, name: str, argument: int, mask: int, allowed: Iterable[int], refused: Iterable[int]) -> None:
+        for value in allowed:
+            self._rule(self._lib.ALLOW, name, self._when(argument, mask, value))
+        for value in refused:
+            self._rule(self._refuse, name, self._when(argument, mask, value))
+
+    def _processes(self) -> None:
+        """Forks and threads, but no namespaces."""
+        self._rule(self._lib.ALLOW, "clone", self._when(0, sum(_NAMESPACES), 0))
+        for flag in _NAMESPACES:
+            self._rule(self._refuse, "clone", self._when(0, flag, flag))
+
+    def _sockets(self, unix_sockets: bool) -> None:
+        """Connected pairs. No datagrams: a datagram pair can name any address of its network namespace."""
+        self._unix_only("socketpair", (_STREAM, _SEQPACKET))
+        if unix_sockets:
+            self._unix_only("socket", (_STREAM,))
+            self._rule(self._lib.ALLOW, "connect")
+        else:
+            self._rule(self._refuse, "socket")
+            self._rule(self._refuse, "connect")
+
+    def _unix_only(self, name: str, types: tuple[int, ...]) -> None:
+        family = self._lib.Arg(0, self._lib.EQ, _UNIX)
+        for kind in types:
+            self._rule(self._lib.ALLOW, name, family, self._when(1, _TYPE, kind))
+        for kind in {_STREAM, _SEQPACKET, *_OTHER_TYPES} - set(types):
+            self._rule(self._refuse, name, family, self._when(1, _TYPE, kind))
+        self._rule(self._refuse, name, self._lib.Arg(0, self._lib.NE, _UNIX))
