@@ -213,12 +213,13 @@ async def test_a_watcher_that_never_reads_and_large_messages_leave_the_run_alone
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of 2 MiB, or of as many as the test's parameter says."""
     place = tmp_path / "small"
     place.mkdir()
+    size = f"size={getattr(request, 'param', 2)}m"
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(place)], capture_output=True, text=True, check=False
     )
     if made.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
@@ -245,3 +246,28 @@ async def test_a_full_disk_under_the_checkpoints_stops_the_learner_with_its_caus
         report = await operator.audit()
     assert report.holds, report.to_text()
     assert report.updates == 8
+
+
+@pytest.mark.parametrize("small_disk", [96], indirect=True)
+async def test_a_disk_that_fills_under_the_streams_stops_the_run_in_time_and_loses_nothing(
+    tmp_path: Path,
+    model: Path,  # noqa: F811
+    small_disk: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    os.symlink(small_disk, run_dir / "nats")
+    made = config(model, updates_max=30)
+    async with Mesh(made, run_dir=run_dir) as mesh:
+        operator = Operator(mesh)
+        await operator.until(lambda state: policy(state).applied_step >= 2)
+        (small_disk / "ballast").write_bytes(bytes(48 * MIB))
+        with pytest.raises(DiskFull, match="disk_free_bytes_min"):
+            await operator.finished()
+    (small_disk / "ballast").unlink()
+    async with Mesh(made, run_dir=run_dir) as mesh:
+        operator = Operator(mesh)
+        await operator.finished()
+        report = await operator.audit()
+    assert report.holds, report.to_text()
+    assert report.updates == 30

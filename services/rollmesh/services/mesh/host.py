@@ -183,6 +183,8 @@ async def _ended(mesh: Mesh) -> None:
     waits = [asyncio.create_task(_server_gone(mesh.nats))] if mesh.nats is not None else []
     if mesh.running:
         waits.append(asyncio.create_task(mesh.finished()))
+    elif mesh.nats is not None:
+        waits.append(asyncio.create_task(mesh.nats.watch_disk()))
     try:
         if not waits:
             await asyncio.Event().wait()  # until cancelled by a signal

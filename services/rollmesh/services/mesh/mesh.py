@@ -169,10 +169,13 @@ class Mesh:
         A part that has drained leaves at once. One that is stopped or restarted meanwhile is watched no more.
         """
         watches = {asyncio.create_task(end, name=f"watch {name}"): name for name, end in self._ends()}
+        disk = {asyncio.create_task(self.nats.watch_disk(), name="watch the disk")} if self.nats is not None else set()
         try:
             while watches:
-                done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({*watches, *disk}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
+                    if task in disk:
+                        task.result()  # it only ends by raising
                     name = watches.pop(task)
                     if not task.cancelled():
                         task.result()
@@ -180,9 +183,9 @@ class Mesh:
                             return
                         await self.stop(name)
         finally:
-            for task in watches:
+            for task in (*watches, *disk):
                 task.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            await asyncio.gather(*watches, *disk, return_exceptions=True)
 
     def _ends(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
         """How to wait for the end of each part: all can be drained, but the coordinator, which only fails."""

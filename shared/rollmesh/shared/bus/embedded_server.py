@@ -24,11 +24,14 @@ import msgspec
 
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.login import BusLogin
+from rollmesh.shared.disk import free_bytes
+from rollmesh.shared.errors import DiskFull
 from rollmesh.shared.ports import lasting_ports, owner_of
 from rollmesh.shared.rpc.access import Tls
 from rollmesh.shared.rpc.addresses import advertised, join_host_port, require_local
 
 _POLL_S = 0.01
+_DISK_POLL_S = 0.5
 _LOG_TAIL_CHARS = 600
 
 # Runs in a fresh interpreter and becomes nats-server. Python code between fork and exec in the mesh's own process (preexec_fn) could
@@ -62,7 +65,13 @@ class EmbeddedServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unk
     stop_s: float = 10.0
     """How long an orderly stop may take before it is killed."""
 
+    disk_free_bytes_min: int = 64 * 1024 * 1024
+    """With less room on its disk the run stops with that cause: a nats-server whose disk is full acknowledges nothing more, says so only
+    in its log, and needs a restart when there is room again. Larger than what arrives within a second."""
+
     def __post_init__(self) -> None:
+        if self.disk_free_bytes_min < 0:
+            raise ValueError(f"disk_free_bytes_min must not be negative, got {self.disk_free_bytes_min}")
         for name in ("payload_bytes_max", "store_bytes_max", "start_s", "stop_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
@@ -119,6 +128,16 @@ class EmbeddedServer:
             self.kill()
             raise
         return self.url
+
+    async def watch_disk(self) -> None:
+        """For ever, or until the disk of its streams is nearly full: then raises `DiskFull`, while everything is still stored."""
+        while (free := free_bytes(self._folder)) >= self._config.disk_free_bytes_min:  # noqa: ASYNC110 (nobody tells of a disk)
+            await asyncio.sleep(_DISK_POLL_S)
+        raise DiskFull(
+            f"{self._folder}: {free >> 20} MiB are left on the disk of the streams, fewer than bus.embedded.disk_free_bytes_min "
+            f"({self._config.disk_free_bytes_min >> 20} MiB); free some, e.g. by `rollmesh clean`, then go on with the run",
+            path=self._folder,
+        )
 
     async def stop(self) -> None:
         """Stops the server in good order, or kills it after `stop_s`. Idempotent."""
