@@ -26,6 +26,7 @@ class Joined:
     kind: str
     name: str
     log: Path
+    overrides: Sequence[str] = ()
     process: asyncio.subprocess.Process = field(init=False)
 
     async def start(self) -> None:
@@ -33,7 +34,7 @@ class Joined:
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *(*COMMAND, "serve", self.kind, *at(self.world), "--name", self.name),
-                *("--dir", str(self.log.parent / self.name)),
+                *("--dir", str(self.log.parent / self.name)), *self.overrides,
                 cwd=ROOT, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
             )  # fmt: skip
 
@@ -66,7 +67,12 @@ class Joined:
 
 def at(world: World) -> Sequence[str]:
     """The one address, and the token."""
-    return ("--join", world.place.gateway, "--token-file", str(world.place.run_dir / "token"))
+    return (
+        "--join",
+        world.place.gateway,
+        "--token-file",
+        str(world.place.config.security.token_file or world.place.run_dir / "token"),
+    )
 
 
 async def command(world: World, *arguments: str) -> tuple[int | None, str]:
@@ -80,9 +86,9 @@ async def command(world: World, *arguments: str) -> tuple[int | None, str]:
 
 
 @asynccontextmanager
-async def joined(world: World, folder: Path, kind: str, name: str) -> AsyncIterator[Joined]:
+async def joined(world: World, folder: Path, kind: str, name: str, *overrides: str) -> AsyncIterator[Joined]:
     """A node called `kind-name`; killed at the end if it is still there."""
-    node = Joined(world=world, kind=kind, name=f"{kind}-{name}", log=folder / f"{kind}-{name}.log")
+    node = Joined(world=world, kind=kind, name=f"{kind}-{name}", log=folder / f"{kind}-{name}.log", overrides=overrides)
     await node.start()
     try:
         yield node

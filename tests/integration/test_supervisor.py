@@ -14,18 +14,22 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from rollmesh.services.cli.__main__ import app
+from rollmesh.services.cli.certs import make_certificates
 from rollmesh.services.mesh import MeshConfig, Supervisor
 from rollmesh.services.mesh.process_events import FILE, ProcessEvent, read_process_events
 from rollmesh.services.mesh.run_lock import RunFolderBusy
+from rollmesh.services.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import AddressTaken, ConfigError
 from rollmesh.trainer.trained_log import read_trained
-from rollmesh.v1 import run_pb2
+from rollmesh.v1 import coordinator_pb2, run_pb2
 
+from ..chaos.joined import joined
 from ..chaos.world import World, mesh_config, save_model_folder
 from .process_tree import Process, descendants
 
@@ -85,6 +89,31 @@ async def test_a_run_outlives_the_death_of_each_process_and_tells_of_it(tmp_path
     assert set(ends.values()) == {143}, "told to stop, and did"
     newest = max((tmp_path / "run/checkpoints").iterdir())
     assert len(list(read_trained(newest / "trained.jsonl"))) >= last.policies[0].applied_step
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.slow
+async def test_a_mesh_with_certificates_runs_as_processes_and_is_joined_over_tls(tmp_path: Path, model: Path) -> None:
+    files = make_certificates(tmp_path / "tls")
+    tls = {"ca": files.ca, "certificate": files.certificate, "key": files.key}
+    made = msgspec.structs.replace(
+        mesh_config(model, batch_groups=2, group_size=2, updates_max=0),
+        security=SecurityConfig(**tls, token_file=files.token_file),
+        network=NetworkConfig(host="0.0.0.0", advertise="localhost"),
+    )
+    overrides = [f"security.{name}={path}" for name, path in tls.items()]
+    async with Supervisor(made, run_dir=tmp_path / "run", hosts=HOSTS) as mesh:
+        run = looking(mesh)
+        await run.until_state("an update", partial(trained, 1), limit_s=LIMIT_S)
+        async with joined(run, tmp_path, "rollout", "b", *overrides) as node:
+            assert (await node.until(coordinator_pb2.NODE_STATE_READY)).node_id == "rollout-b"
+            mesh.kill("rollout")
+            state = await run.until_state("a state", partial(trained, 1), limit_s=LIMIT_S)
+            more = partial(trained, state.policies[0].applied_step + 2)
+            await run.until_state("updates by the one that joined", more, limit_s=LIMIT_S)
+        async with asyncio.timeout(LIMIT_S):
+            await mesh.stop_learner()
+            await mesh.finished()
 
 
 async def test_a_config_that_cannot_work_stops_everything_with_the_message_of_the_process(
