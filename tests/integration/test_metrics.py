@@ -94,10 +94,15 @@ async def test_metrics_agree_with_the_books_of_a_run(tmp_path: Path, model: Path
 def _assert_complete(series: Series, parts: list[str]) -> None:
     """Every metric of the catalogue has been seen, and every part has its own series."""
     seen = {name.removesuffix("_bucket") for name in series}
-    absent = {"rollmesh_rollout_failures_total", "rollmesh_learner_effective_sample_size_ratio"}
+    absent = {
+        "rollmesh_rollout_failures_total",
+        "rollmesh_learner_effective_sample_size_ratio",
+        "rollmesh_sandbox_egress_requests_total",
+        "rollmesh_sandbox_egress_bytes_total",
+    }
     assert {
         metric.name for metric in catalogue()
-    } - seen == absent  # none failed; the fake trainer has no importance weights
+    } - seen == absent  # none failed; the fake trainer has no importance weights; no profile has egress
     nodes = {dict(labels).get("node", "") for of_name in series.values() for labels in of_name}
     assert nodes == set(parts)
 

@@ -1,7 +1,8 @@
 """The order in which a zygote and then a session are contained. Each step is one line; the first that fails aborts the jail.
 
 Covered, each attacked by tests/integration/test_sandbox_isolation.py:
-- Network: an empty network namespace, and socket() refused. No TCP, UDP, host's or other sessions' abstract sockets.
+- Network: an empty network namespace, and socket() refused. No TCP, UDP, host's or other sessions' abstract sockets. A profile
+  with egress adds one descriptor, connected to the service's proxy: no system call, address or mount comes with it.
 - Host files: the root is a tmpfs with read-only /usr (with /bin, /lib, ...), the interpreter's prefix and the declared library
   paths. /etc/shadow, homes, the repository, /proc, /sys and /run do not exist in it. Nothing in it can be written.
 - Other sessions: own pid, mount, network, ipc and uts namespaces, own tmpfs, own uid (root) or user namespace (ordinary user).
@@ -21,6 +22,7 @@ Not covered:
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -35,6 +37,8 @@ _T = TypeVar("_T")
 NOBODY = 65534
 SOCKET_FD = 3
 """Where a session finds its socket."""
+EGRESS_FD = 4
+"""Where a session finds its egress port, if its profile has egress."""
 
 
 class ContainmentError(Exception):
@@ -62,6 +66,8 @@ class Cell:
     socket_fd: int
     cgroup_fds: Sequence[int] = ()
     """Open `cgroup.procs` files."""
+    egress_fd: int = -1
+    """The session's egress port; -1 for none."""
 
 
 def contain_zygote(*, user_namespace: bool, read_only: Sequence[str], seccomp_filter: bytes) -> Ground:
@@ -93,7 +99,7 @@ def contain_session(ground: Ground, cell: Cell) -> None:
             bytes_max=limits.disk_bytes, inodes_max=limits.inodes_max, uid=inner, gid=inner
         ),
     )
-    _step("descriptors", lambda: _arrange_descriptors(cell.socket_fd))
+    _step("descriptors", lambda: _arrange_descriptors(cell.socket_fd, cell.egress_fd))
     _step("rlimits", lambda: rlimits.apply(limits))
     if ground.user_namespace:
         _step("bounding set", privileges.drop_bounding_set)
@@ -116,11 +122,15 @@ def _join_cgroups(procs_fds: Sequence[int]) -> None:
         os.write(fd, b"0")
 
 
-def _arrange_descriptors(socket_fd: int) -> None:
-    """stdin reads nothing, stdout and stderr are nameless files in the private directory, the socket is 3, no other is open."""
+def _arrange_descriptors(socket_fd: int, egress_fd: int) -> None:
+    """stdin reads nothing, stdout and stderr are nameless files in the private directory, the socket is 3, the egress port 4 where
+    there is one, no other is open."""
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     for target in (1, 2):
         os.dup2(os.open(mounts.PRIVATE_DIR, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600), target)
-    os.dup2(socket_fd, SOCKET_FD)  # last: until here 3 may be any descriptor of the zygote
-    os.set_inheritable(SOCKET_FD, False)
-    syscalls.call("close_range", SOCKET_FD + 1, 0xFFFFFFFF, 0)
+    held = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, EGRESS_FD + 1) for fd in (socket_fd, egress_fd) if fd >= 0]
+    for target, fd in zip(
+        (SOCKET_FD, EGRESS_FD), held, strict=False
+    ):  # from here on 3 and 4 are no descriptors of the zygote
+        os.dup2(fd, target, inheritable=False)
+    syscalls.call("close_range", SOCKET_FD + len(held), 0xFFFFFFFF, 0)

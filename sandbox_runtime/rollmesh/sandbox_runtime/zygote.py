@@ -4,7 +4,7 @@ It holds no secret, no environment and no descriptor but its control socket and 
 everything. It is pid 1 of its own pid namespace, so that its death, however it comes, ends every session. It speaks packets
 with the service:
 
-  in   open {id, uid, limits} with descriptors [session socket, cgroup.procs ...]; kill {id}
+  in   open {id, uid, limits, egress} with descriptors [session socket, cgroup.procs ..., egress port if egress is 1]; kill {id}
   out  ready; fatal {reason}; opened {id}; failed {id, reason}; ended {id, status, cpu_s, rss_bytes}
 
 `ended` is sent when the kernel has reaped the whole pid namespace: nothing of the session is left by then.
@@ -65,8 +65,13 @@ class Zygote:
         return True
 
     def _open(self, packet: framing.Message, fds: Sequence[int]) -> None:
+        procs, ports = fds[1 : len(fds) - packet["egress"]], fds[len(fds) - packet["egress"] :]
         cell = contain.Cell(
-            limits=Limits(**packet["limits"]), uid=packet["uid"], socket_fd=fds[0], cgroup_fds=tuple(fds[1:])
+            limits=Limits(**packet["limits"]),
+            uid=packet["uid"],
+            socket_fd=fds[0],
+            cgroup_fds=tuple(procs),
+            egress_fd=next(iter(ports), -1),
         )
         try:
             pid = namespaces.fork_as_init(self._ground.pid_namespace_fd)

@@ -7,6 +7,7 @@ from dataclasses import fields
 import msgspec
 
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.egress.config import EgressConfig
 
 
 class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,6 +21,8 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Modules whose public functions every session can call."""
     prelude: str = ""
     """Source executed once; every session starts with what it defines."""
+    egress: str = ""
+    """Policy of `egress` for what sessions may reach outside. Empty: nothing, and no socket that could lead there."""
     limits: dict[str, int | float] = {}
     """Changes to the default limits, by field of `rollmesh.sandbox_runtime.limits.Limits`."""
 
@@ -68,6 +71,8 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`jail`, or `fake`: no isolation at all, for tests that only need the calculator."""
     profiles: dict[str, ProfileConfig] = msgspec.field(default_factory=lambda: dict(PROFILES))
     """By name."""
+    egress: dict[str, EgressConfig] = {}
+    """Egress policies by name, for profiles to name."""
     warm: tuple[str, ...] = ()
     """Profiles whose zygote starts with the service (about 0.1 s each); others start at their first session."""
     sessions_max: int = 256
@@ -120,6 +125,9 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"ttl_s must not exceed ttl_s_max {self.ttl_s_max}, got {self.ttl_s}")
         if self.engine not in ("jail", "fake"):
             raise ValueError(f"engine must be jail or fake, got {self.engine!r}")
+        for name, profile in self.profiles.items():
+            if profile.egress and profile.egress not in self.egress:
+                raise ValueError(f"profile {name!r} names egress {profile.egress!r}, which is not in egress")
         for name in self.warm:
             if name not in self.profiles:
                 raise ValueError(f"warm names {name!r}, which is not in profiles ({', '.join(self.profiles)})")

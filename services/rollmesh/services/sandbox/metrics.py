@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollmesh.services.sandbox.egress import metrics as egress
 from rollmesh.shared.telemetry.metrics import Reading, counter, gauge, histogram
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ ENDED = counter(
 )
 START_SECONDS = histogram("rollmesh_sandbox_session_start_seconds", "Time to open a session.")
 COMMANDS = counter("rollmesh_sandbox_commands_total", "Runs and calls by outcome.", "outcome")
-METRICS = (CREATED, LIVE, ENDED, START_SECONDS, COMMANDS)
+METRICS = (CREATED, LIVE, ENDED, START_SECONDS, COMMANDS, *egress.METRICS)
 
 
 async def read(node: SandboxNode) -> list[Reading]:

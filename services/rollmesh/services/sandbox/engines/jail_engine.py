@@ -27,6 +27,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.egress.ports import Ports
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
 from rollmesh.services.sandbox.engines.leftovers import StateDir
@@ -68,6 +69,7 @@ class JailEngine:
         self._starting: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in config.profiles}
         self._starts = asyncio.Semaphore(config.starts_inflight_max)
         self._live: dict[str, _Live] = {}
+        self._ports = Ports(config.egress)
 
     async def start(self) -> None:
         hierarchy = cgroups.detect_here() if self._config.cgroups else None
@@ -107,7 +109,8 @@ class JailEngine:
             place = self._places.take()
             try:
                 zygote = await self._zygote_for(profile)
-                live = self._fork(session_id, zygote, place, limits)
+                with self._ports.opening(session_id, self._config.profiles[profile].egress) as egress_fds:
+                    live = self._fork(session_id, zygote, place, limits, egress_fds)
             except BaseException:
                 self._places.give_back(place)
                 raise
@@ -149,7 +152,9 @@ class JailEngine:
 
     # Making sessions ----------------------------------------------------------------------------------------------
 
-    def _fork(self, session_id: str, zygote: ZygoteProcess, place: Place, limits: Limits) -> _Live:
+    def _fork(
+        self, session_id: str, zygote: ZygoteProcess, place: Place, limits: Limits, egress_fds: tuple[int, ...]
+    ) -> _Live:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         procs_fds: list[int] = []
@@ -157,7 +162,7 @@ class JailEngine:
             if place.group is not None:
                 place.group.limit(limits)
                 procs_fds = place.group.procs_fds()
-            ended = zygote.open(session_id, place.uid, limits, (theirs.fileno(), *procs_fds))
+            ended = zygote.open(session_id, place.uid, limits, (theirs.fileno(), *procs_fds), egress_fds)
         except OSError as error:
             ours.close()
             raise SandboxFailed(f"cannot set the session's cgroup: {error}") from error
@@ -180,6 +185,7 @@ class JailEngine:
         if (group := live.place.group) is not None:
             live.out_of_memory = group.num_oom_kills() > live.oom_kills_before
         live.session.close()
+        self._ports.close(session_id)
         self._places.give_back(live.place)
         if live.closing:
             del self._live[session_id]
@@ -214,7 +220,7 @@ class JailEngine:
 
     async def _start_zygote(self, profile: str) -> ZygoteProcess:
         described = msgspec.to_builtins(self._config.profiles[profile])
-        del described["limits"]
+        del described["limits"], described["egress"]
         log = self._state.path / f"zygote-{profile}.log"
         rules = seccomp_policy.compiled()
         zygote = await ZygoteProcess.start(self._config.python, described, rules, log, self._config.start_timeout_s)

@@ -83,11 +83,14 @@ class ZygoteProcess:
         """The launcher's."""
         return self._process.pid
 
-    def open(self, session_id: str, uid: int, limits: Limits, fds: Sequence[int]) -> asyncio.Future[Ended]:
-        """Ask for a session around `fds` = [its socket, cgroup.procs ...]; the future ends with the session."""
-        packet = {"op": "open", "id": session_id, "uid": uid, "limits": limits.as_dict()}
+    def open(
+        self, session_id: str, uid: int, limits: Limits, fds: Sequence[int], egress_fds: Sequence[int] = ()
+    ) -> asyncio.Future[Ended]:
+        """Ask for a session around `fds` = [its socket, cgroup.procs ...] and its egress port, if it has one; the future ends
+        with the session."""
+        packet = {"op": "open", "id": session_id, "uid": uid, "limits": limits.as_dict(), "egress": len(egress_fds)}
         try:
-            framing.send_packet(self._control, packet, tuple(fds))
+            framing.send_packet(self._control, packet, (*fds, *egress_fds))
         except OSError as error:
             raise SandboxFailed(f"the zygote does not take requests: {error}") from error
         ended: asyncio.Future[Ended] = self._loop.create_future()

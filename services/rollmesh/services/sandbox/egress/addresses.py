@@ -1,0 +1,71 @@
+"""Names to addresses that may be connected to. The caller connects to what is returned here, never to the name again: a name
+that leads elsewhere when asked a second time gains nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from rollmesh.services.sandbox.egress.exchange import Refused
+
+Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Addresses of a host, as text. Raises OSError."""
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+async def resolve_by_dns(host: str, port: int) -> Sequence[str]:
+    """What the system's resolver says."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+async def resolve(
+    host: str, port: int, *, fixed: Mapping[str, Sequence[str]], resolver: Resolver, allow_private: bool
+) -> Sequence[str]:
+    """The host's addresses, all of them allowed: one bad address refuses the host. Raises Refused."""
+    try:
+        found = fixed[host] if host in fixed else await resolver(host, port)
+    except OSError as error:
+        raise Refused("upstream", f"the name {host} could not be resolved: {error.strerror or error}") from error
+    if not found:
+        raise Refused("upstream", f"the name {host} has no address")
+    for text in found:
+        if not may_connect(text, allow_private=allow_private):
+            raise Refused("address", f"the name {host} leads to an address that is not public")
+    return found
+
+
+def may_connect(text: str, *, allow_private: bool) -> bool:
+    """Whether an address is public; with `allow_private` also loopback and private ones. Link-local and special ones never are."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:  # with a scope, e.g. fe80::1%eth0
+        return False
+    return all(_single_may(each, allow_private) for each in (address, *_embedded(address)))
+
+
+def _single_may(address: _Address, allow_private: bool) -> bool:
+    if address.is_link_local or address.is_multicast or address.is_unspecified:
+        return False
+    if isinstance(address, ipaddress.IPv6Address) and (address.ipv4_mapped is not None or address in _NAT64):
+        return True  # judged by what is embedded
+    site_local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
+    if address.is_loopback or site_local:
+        return allow_private
+    if address.is_reserved:
+        return False
+    return address.is_global or (allow_private and address.is_private)
+
+
+def _embedded(address: _Address) -> Sequence[_Address]:
+    """IPv4 addresses that an IPv6 one leads to."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return ()
+    found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    if address in _NAT64:
+        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return [each for each in found if each is not None]

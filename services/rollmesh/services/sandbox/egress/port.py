@@ -1,0 +1,95 @@
+"""One session's way out: the socket it was born with, over which it gets connections, each made here and passed to it.
+
+The session never makes a socket: it sends a packet and receives a connected descriptor, or a text that says why not. So a jail
+with egress has the same system calls and the same empty network namespace as one without; which session asks is known by
+whose port it is, not by what it says. A session can hold `connections_max` connections and get `requests_max` of them in
+its life; what it does with them costs it those and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from contextlib import suppress
+
+from rollmesh.services.sandbox.egress.connection import Connection
+from rollmesh.services.sandbox.egress.exchange import Refused
+from rollmesh.services.sandbox.egress.proxy import Client, Proxy
+from rollmesh.shared.telemetry.logs import apart
+
+_log = logging.getLogger(__name__)
+_PACKET_BYTES = 64
+GRANTED, DENIED = b"+", b"-"
+
+
+class Port:
+    """`theirs` is for the session; the caller closes it once it is passed on. End with `close`."""
+
+    def __init__(self, proxy: Proxy, client: Client) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.setblocking(False)
+        self._left = proxy.config.requests_max
+        self._connections: set[asyncio.Task[None]] = set()
+        self._task = asyncio.create_task(self._serve(), name="egress port", context=apart())
+        self._task.add_done_callback(lambda _: self._ours.close())
+
+    def close(self) -> None:
+        """End it and what is in progress; nobody is told."""
+        self._task.cancel()
+        for task in self._connections:
+            task.cancel()
+        self.theirs.close()
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while await loop.sock_recv(self._ours, _PACKET_BYTES):
+                if self._left <= 0:
+                    self._deny("requests", f"the session has made its {self._proxy.config.requests_max} requests")
+                    return
+                if len(self._connections) >= self._proxy.config.connections_max:
+                    self._deny("requests", f"{self._proxy.config.connections_max} requests are in progress already")
+                    self._left -= 1
+                    continue
+                self._connect()
+        except OSError as error:  # the session has ended, or does not read what it asked for
+            _log.debug("the port of %s ended: %s", self._client.session, error)
+
+    def _connect(self) -> None:
+        """Raises OSError if the session does not take it."""
+        self._left -= 1
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            try:
+                socket.send_fds(self._ours, [GRANTED], [theirs.fileno()])
+            except OSError:
+                ours.close()
+                raise
+        connection = Connection(ours, self._proxy.config)
+        task = asyncio.create_task(self._handle(connection), name="egress connection")
+        self._connections.add(task)
+        task.add_done_callback(lambda done: self._finish(done, connection))
+
+    def _finish(self, task: asyncio.Task[None], connection: Connection) -> None:
+        self._connections.discard(task)
+        connection.close()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a request of session %s broke", self._client.session, exc_info=error)
+
+    def _deny(self, rule: str, why: str) -> None:
+        reply = self._proxy.refuse(self._client, Refused(rule, why))
+        self._ours.send(DENIED + reply.body)
+
+    async def _handle(self, connection: Connection) -> None:
+        with suppress(OSError, TimeoutError):  # the session went away or does not read: its own loss
+            try:
+                request = await connection.read()
+            except Refused as error:
+                await connection.write(self._proxy.refuse(self._client, error))
+                return
+            if request is not None:
+                await connection.write(await self._proxy.answer(self._client, request))

@@ -1,0 +1,98 @@
+"""A policy at work: every request of its sessions is budgeted, answered, counted and logged here, refusals like answers.
+
+Requests for absolute URLs go outside; paths are the proxy's own services. What a reply held is logged by its digest, under the
+session's id, so that what a sample saw can be checked later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rollmesh.services.sandbox.egress.budget import Rates
+from rollmesh.services.sandbox.egress.config import EgressConfig
+from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request, refusal
+from rollmesh.services.sandbox.egress.metrics import BYTES, REQUESTS
+from rollmesh.services.sandbox.egress.upstream import Upstream
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.telemetry.metrics import count
+
+_log = logging.getLogger(__name__)
+_SHOWN_CHARS = 500
+
+Service = Callable[[Request], Awaitable[Reply]]
+"""Answers requests for a path of the proxy's own. Raises Refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Client:
+    """Who asks."""
+
+    session: str
+    tenant: str = ""
+
+
+class Proxy:
+    """One policy. `service` answers paths; without one there is nothing but the outside."""
+
+    def __init__(
+        self, name: str, config: EgressConfig, *, clock: Clock, upstream: Upstream, service: Service | None = None
+    ) -> None:
+        self.name = name
+        self.config = config
+        self._clock = clock
+        self._upstream = upstream
+        self._service = service
+        self._rates = Rates(config.rate_per_s, config.burst, clock)
+        self._places = asyncio.Semaphore(config.inflight_max)
+
+    async def answer(self, client: Client, request: Request) -> Reply:
+        """The reply, which may be a refusal. Bounded by the policy's `timeout_s`."""
+        began_s = self._clock.monotonic_s()
+        try:
+            reply = await self._answer(client, request)
+        except Refused as error:
+            reply = refusal(error, self.name)
+        self._record(client, request, reply, self._clock.monotonic_s() - began_s)
+        return reply
+
+    def refuse(self, client: Client, error: Refused) -> Reply:
+        """The reply to what never became a request."""
+        reply = refusal(error, self.name)
+        self._record(client, Request(method="", target=""), reply, 0.0)
+        return reply
+
+    async def _answer(self, client: Client, request: Request) -> Reply:
+        self._rates.spend(client.tenant)
+        try:
+            async with asyncio.timeout(self.config.timeout_s), self._places:
+                if not request.target.startswith("/"):
+                    return await self._upstream.ask(request)
+                if self._service is None:
+                    raise Refused("not_found", "this policy serves no search; ask for absolute URLs")
+                return await self._service(request)
+        except TimeoutError:
+            raise Refused("timeout", f"no answer within {self.config.timeout_s:g} s") from None
+
+    def _record(self, client: Client, request: Request, reply: Reply, wall_s: float) -> None:
+        outcome = reply.refused_by or ("cached" if reply.cached else "answered")
+        count(REQUESTS, self.name, outcome)
+        count(BYTES, self.name, amount=len(reply.body))
+        line = {
+            "policy": self.name,
+            "session": client.session,
+            "tenant": client.tenant,
+            "method": request.method[:20],
+            "url": request.target[:_SHOWN_CHARS],
+            "request_sha256": hashlib.sha256(request.body).hexdigest() if request.body else "",
+            "status": reply.status,
+            "outcome": outcome,
+            "bytes": len(reply.body),
+            "sha256": hashlib.sha256(reply.body).hexdigest(),
+            "wall_s": round(wall_s, 4),
+        }
+        _log.info("egress %s", json.dumps(line))
