@@ -128,9 +128,8 @@ def _arrange_descriptors(socket_fd: int, egress_fd: int) -> None:
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     for target in (1, 2):
         os.dup2(os.open(mounts.PRIVATE_DIR, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600), target)
+    # Out of the way first: 3 and 4 may be any descriptors of the zygote, each of these two included.
     held = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, EGRESS_FD + 1) for fd in (socket_fd, egress_fd) if fd >= 0]
-    for target, fd in zip(
-        (SOCKET_FD, EGRESS_FD), held, strict=False
-    ):  # from here on 3 and 4 are no descriptors of the zygote
+    for target, fd in zip((SOCKET_FD, EGRESS_FD), held, strict=False):
         os.dup2(fd, target, inheritable=False)
     syscalls.call("close_range", SOCKET_FD + len(held), 0xFFFFFFFF, 0)
