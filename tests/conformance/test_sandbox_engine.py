@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome, SandboxEngine
+from rollmesh.services.sandbox.engine import Outcome, SandboxEngine, SnapshotTooLarge
 from rollmesh.services.sandbox.node import make_engine
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 from rollmesh.shared.ids import SeededIds
@@ -121,3 +121,65 @@ async def test_close_ends_every_session(engine: SandboxEngine) -> None:
     await engine.close()
     with pytest.raises(UnknownSession):
         await engine.run("1", Program(code="1"), 1.0)
+
+
+class Saved:
+    """A snapshot in memory."""
+
+    def __init__(self) -> None:
+        self.data = b""
+
+    async def save(self, piece: bytes) -> None:
+        self.data += piece
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self.data), 100):
+            yield self.data[start : start + 100]
+
+
+async def test_fork_of_a_snapshot_has_its_files_and_goes_its_own_way(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    await engine.put_files("s", {"dir/a": b"1", "b": b"2"})
+    saved = Saved()
+    assert await engine.snapshot("s", 1 << 20, saved.save) == ()
+    await engine.put_files("s", {"b": b"3"})
+    await engine.open("fork", PROFILE, engine.limits(PROFILE), saved.pieces())
+    assert await engine.get_files("fork", ["dir/a", "b"], 100) == {"dir/a": b"1", "b": b"2"}
+    await engine.put_files("fork", {"b": b"4"})
+    assert await engine.get_files("s", ["b"], 100) == {"b": b"3"}
+    assert [await call(engine, "6*7", name) for name in ("s", "fork")] == ["42", "42"]
+
+
+async def test_snapshot_outlives_its_session(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    await engine.put_files("s", {"a": b"1"})
+    saved = Saved()
+    await engine.snapshot("s", 1 << 20, saved.save)
+    await engine.end("s")
+    await engine.open("s", PROFILE, engine.limits(PROFILE), saved.pieces())
+    assert await engine.get_files("s", ["a"], 100) == {"a": b"1"}
+
+
+async def test_snapshot_beyond_its_bytes_is_refused_and_the_session_goes_on(engine: SandboxEngine) -> None:
+    await open_session(engine)
+    await engine.put_files("s", {"a": bytes(5000)})
+    saved = Saved()
+    with pytest.raises(SnapshotTooLarge):
+        await engine.snapshot("s", 1000, saved.save)
+    assert len(saved.data) <= 1000
+    assert await call(engine, "6*7") == "42"
+
+
+async def test_snapshot_of_an_unknown_session_is_refused(engine: SandboxEngine) -> None:
+    with pytest.raises(UnknownSession):
+        await engine.snapshot("s", 1000, Saved().save)
+
+
+async def test_snapshot_that_does_not_load_leaves_no_session(engine: SandboxEngine) -> None:
+    saved = Saved()
+    saved.data = b"\x04\0\0\0junk\x04\0\0\0junk"
+    with pytest.raises(InvalidInput, match="does not load"):
+        await engine.open("s", PROFILE, engine.limits(PROFILE), saved.pieces())
+    with pytest.raises(UnknownSession):
+        await call(engine, "1+1")
+    await open_session(engine)

@@ -139,8 +139,9 @@ async def test_limits_become_outcomes(tmp_path: Path) -> None:
         ({"open": pb.OpenSession(profile="calc", ttl_s=1e9)}, 3, "INVALID_INPUT"),
         ({"put_files": pb.PutFiles(files=[pb.SandboxFile(path="../x")])}, 3, "INVALID_INPUT"),
         ({"get_files": pb.GetFiles(paths=["/etc/passwd"])}, 3, "INVALID_INPUT"),
-        ({"snapshot": pb.SnapshotSession()}, 12, "UNIMPLEMENTED"),
-        ({"fork": pb.ForkSession()}, 12, "UNIMPLEMENTED"),
+        ({"snapshot": pb.SnapshotSession()}, 5, "UNKNOWN_SESSION"),
+        ({"fork": pb.ForkSession(snapshot_id="x")}, 5, "UNKNOWN_SNAPSHOT"),
+        ({"restore": pb.RestoreSession(snapshot_id="x")}, 5, "UNKNOWN_SNAPSHOT"),
         ({}, 3, "INVALID_INPUT"),
     ],
 )

@@ -45,7 +45,7 @@ class Interpreter:
     def __init__(self, namespace: Mapping[str, Any], limits: Limits) -> None:
         self._namespace: dict[str, Any] = {**namespace, "__name__": "__main__", "__builtins__": __builtins__}
         self._limits = limits
-        self._num_calls = 0
+        self.num_calls = 0
         self._armed = False
         self._stdout = BoundedText(1, keep=limits.output_bytes, flood=limits.flood_bytes)
         self._stderr = BoundedText(2, keep=limits.output_bytes, flood=limits.flood_bytes)
@@ -55,14 +55,19 @@ class Interpreter:
 
     def run(self, code: str, wall_s: float) -> Reply:
         """Execute source text."""
-        self._num_calls += 1
-        name = f"<call {self._num_calls}>"
+        self.num_calls += 1
+        name = f"<call {self.num_calls}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         return self._guard(lambda: self._execute(code, name), wall_s)
 
     def call(self, function: str, arguments: Sequence[Any], wall_s: float) -> Reply:
         """Call a function of the namespace. Text is returned as it is, None as nothing, other values as JSON or else repr."""
         return self._guard(lambda: _as_text(self._namespace[function](*arguments)), wall_s)
+
+    @property
+    def namespace(self) -> dict[str, Any]:
+        """The live one: what `run` changes."""
+        return self._namespace
 
     def has_function(self, name: str) -> bool:
         """Whether `call` would find it."""

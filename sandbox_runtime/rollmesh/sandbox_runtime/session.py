@@ -1,7 +1,7 @@
 """A session's pid 1: contained first, then a loop that answers the service's frames until its socket ends.
 
 The service sends one request at a time and reads one reply to each; the first frame is sent unasked and says whether the jail
-was made. Verbs: run, call, put, get.
+was made. Verbs: run, call, put, get; snapshot and restore are `snapshot`'s.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from rollmesh.sandbox_runtime import contain, files, framing, program
+from rollmesh.sandbox_runtime import contain, files, framing, program, snapshot
 from rollmesh.sandbox_runtime.interpreter import Interpreter
 from rollmesh.sandbox_runtime.limits import Limits
 
@@ -34,7 +34,11 @@ def _contain_and_serve(ground: contain.Ground, cell: contain.Cell, namespace: Ma
     interpreter = Interpreter(namespace, cell.limits)
     connection.sendall(framing.encode({"ready": True}))
     while (request := framing.receive(connection)) is not None:
-        connection.sendall(framing.encode(_answer(interpreter, request, cell.limits)))
+        if request["verb"] in snapshot.VERBS:
+            reply = snapshot.answer(request, connection, interpreter, namespace)
+        else:
+            reply = _answer(interpreter, request, cell.limits)
+        connection.sendall(framing.encode(reply))
 
 
 def _report_refusal(socket_fd: int, reason: str) -> None:

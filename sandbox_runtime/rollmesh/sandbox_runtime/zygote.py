@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges
+from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges, state
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.session import serve_session
 
@@ -131,6 +131,8 @@ class Profile:
     """Modules whose public functions every session finds in its namespace."""
     prelude: str = ""
     """Source executed once; every session starts with what it defines."""
+    pickler: str = ""
+    """Directory of the cloudpickle package, for snapshots; without it sessions can't be saved."""
 
 
 def run_zygote(control: socket.socket, profile: Profile, *, user_namespace: bool, seccomp_filter: bytes) -> None:
@@ -155,6 +157,8 @@ def run_zygote(control: socket.socket, profile: Profile, *, user_namespace: bool
 def _warm_up(profile: Profile) -> dict[str, Any]:
     """Import and execute what the profile declares; the namespace sessions begin with."""
     sys.path.extend(profile.library_paths)
+    if profile.pickler:
+        state.prepare(profile.pickler)
     for name in (*_ALWAYS, *profile.preload):
         importlib.import_module(name)
     namespace: dict[str, Any] = {}

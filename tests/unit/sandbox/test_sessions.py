@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -28,10 +28,12 @@ class ScriptedEngine(FakeEngine):
         super().__init__(config)
         self.gate = asyncio.Event()
 
-    async def open(self, session_id: str, profile: str, limits: Limits) -> None:
+    async def open(
+        self, session_id: str, profile: str, limits: Limits, snapshot: AsyncIterator[bytes] | None = None
+    ) -> None:
         if session_id == "bad":
             raise SandboxFailed("no jail")
-        await super().open(session_id, profile, limits)
+        await super().open(session_id, profile, limits, snapshot)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         match arguments:

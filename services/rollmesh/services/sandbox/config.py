@@ -8,6 +8,7 @@ import msgspec
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.egress.config import EgressConfig
+from rollmesh.services.sandbox.snapshots_config import SnapshotsConfig
 
 
 class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,6 +99,8 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Commands of one stream in progress; then the stream is not read."""
     files_bytes_max: int = 4 << 20
     """Bytes of files in one message, each way."""
+    snapshots: SnapshotsConfig = SnapshotsConfig()
+    """Quotas of saved sessions."""
     drain_s: float = 120.0
     """After a command to drain: how long open sessions may go on, seconds; those that are left end, and their episodes are tried again
     elsewhere."""

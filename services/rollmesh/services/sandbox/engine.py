@@ -10,13 +10,20 @@ Every method runs on the event loop, must not block it, and ends within the limi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
+
+SavePiece = Callable[[bytes], Awaitable[None]]
+"""Takes the bytes of a snapshot, one piece at a time."""
+
+
+class SnapshotTooLarge(Exception):
+    """The session does not fit into the bytes allowed. `Snapshots` knows whose fault that is."""
 
 
 class Outcome(Enum):
@@ -69,8 +76,22 @@ class SandboxEngine(Protocol):
         """A profile's limits, which are also the most a session may ask for. Raises UnknownProfile."""
         ...
 
-    async def open(self, session_id: str, profile: str, limits: Limits) -> None:
-        """A fresh session. Raises SandboxFailed if the jail can't be made, Overloaded without a free place."""
+    async def open(
+        self, session_id: str, profile: str, limits: Limits, snapshot: AsyncIterator[bytes] | None = None
+    ) -> None:
+        """A fresh session, brought to the state of a snapshot of the same profile if one is given.
+
+        Raises SandboxFailed if the jail can't be made, Overloaded without a free place, InvalidInput for a snapshot that does not
+        load, and what `snapshot` raises; no session is left then.
+        """
+        ...
+
+    async def snapshot(self, session_id: str, bytes_max: int, save: SavePiece) -> tuple[str, ...]:
+        """Hand the session's files and python state to `save`, opaque bytes, at most `bytes_max`; the session goes on.
+
+        Returns what could not be saved. Raises SnapshotTooLarge, InvalidInput, UnknownSession, SandboxFailed, and what
+        `save` raises, which ends the session.
+        """
         ...
 
     async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:

@@ -15,12 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from rollmesh.services.sandbox.branches import Branches
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import SandboxEngine
 from rollmesh.services.sandbox.engines.fake_engine import FakeEngine
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.servicer import SandboxServicer
 from rollmesh.services.sandbox.sessions import Sessions
+from rollmesh.services.sandbox.snapshots import Snapshots
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.ids import IdSource, RandomIds
 from rollmesh.shared.rpc.access import Access
@@ -36,29 +38,38 @@ class SandboxCore:
         self._config = config
         self._engine = make_engine(config, state_dir=state_dir, ids=ids)
         self.sessions = Sessions(self._engine, config, clock)
-        self.servicer = SandboxServicer(self.sessions, config, clock=clock, ids=ids)
-        self._reaper: asyncio.Task[None] | None = None
+        self.snapshots = Snapshots(state_dir / "snapshots", config.snapshots, clock=clock, ids=ids)
+        self.servicer = SandboxServicer(
+            self.sessions, Branches(self._engine, self.sessions, self.snapshots), config, clock=clock, ids=ids
+        )
+        self._reapers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         try:
             await self._engine.start()
+            await self.snapshots.start()
         except BaseException:
             await self._engine.close()
             raise
-        self._reaper = asyncio.create_task(self.sessions.reap(), name="sandbox reaper")
+        self._reapers = [
+            asyncio.create_task(self.sessions.reap(), name="sandbox reaper"),
+            asyncio.create_task(self.snapshots.reap(self._config.reap_every_s), name="snapshot reaper"),
+        ]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._reaper is not None
-        self._reaper.cancel()
+        for reaper in self._reapers:
+            reaper.cancel()
         try:
             await self.servicer.drain(self._config.stop_s)
-            await asyncio.wait({self._reaper})
-            if not self._reaper.cancelled():
-                self._reaper.result()
+            await asyncio.wait(self._reapers)
+            for reaper in self._reapers:
+                if not reaper.cancelled():
+                    reaper.result()
         finally:
+            await self.snapshots.close()
             await self._engine.close()
 
 

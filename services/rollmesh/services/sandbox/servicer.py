@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from rollmesh.sandbox_runtime.program import PYTHON, Program
+from rollmesh.services.sandbox.branches import Branches
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.metrics import COMMANDS, START_SECONDS
@@ -53,8 +54,11 @@ _LIMITS = {
 class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
     """See the module's docstring and protos/rollmesh/v1/sandbox.proto."""
 
-    def __init__(self, sessions: Sessions, config: SandboxConfig, *, clock: Clock, ids: IdSource) -> None:
+    def __init__(
+        self, sessions: Sessions, branches: Branches, config: SandboxConfig, *, clock: Clock, ids: IdSource
+    ) -> None:
         self._sessions = sessions
+        self._branches = branches
         self._config = config
         self._clock = clock
         self._ids = ids
@@ -181,7 +185,17 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             case "close":
                 await self._sessions.close(session_id)
                 answer.closed.SetInParent()
-            case "snapshot" | "fork" | "renew" | "restore" | "drop" as verb:
+            case "snapshot":
+                await self._snapshot(session_id, request.snapshot, answer)
+            case "fork":
+                await self._fork(session_id, request.fork, answer, holder)
+            case "restore":
+                await self._branches.restore(session_id, request.restore.snapshot_id)
+                answer.done.SetInParent()
+            case "drop":
+                await self._branches.drop(request.drop.snapshot_id)
+                answer.done.SetInParent()
+            case "renew" as verb:
                 raise Unimplemented(f"{verb} is not served in this version")
             case other:
                 raise InvalidInput(f"no command in the request ({other})")
@@ -196,7 +210,26 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             limits=_limits(request.limits),
             ttl_s=request.ttl_s,
             owner=request.owner,
+            tenant=request.tenant,
             holder=holder,
+        )
+        answer.opened.start_s = self._clock.monotonic_s() - began_s
+        observe(START_SECONDS, answer.opened.start_s)
+
+    async def _snapshot(
+        self, session_id: str, request: sandbox_pb2.SnapshotSession, answer: sandbox_pb2.WorkResponse
+    ) -> None:
+        taken = await self._branches.snapshot(session_id, ttl_s=request.ttl_s)
+        answer.snapshot.snapshot_id = taken.snapshot_id
+        answer.snapshot.num_bytes = taken.num_bytes
+        answer.snapshot.lost.extend(taken.lost)
+
+    async def _fork(
+        self, session_id: str, request: sandbox_pb2.ForkSession, answer: sandbox_pb2.WorkResponse, holder: Holder
+    ) -> None:
+        began_s = self._clock.monotonic_s()
+        await self._branches.fork(
+            session_id, request.snapshot_id, ttl_s=request.ttl_s, owner=request.owner, holder=holder
         )
         answer.opened.start_s = self._clock.monotonic_s() - began_s
         observe(START_SECONDS, answer.opened.start_s)

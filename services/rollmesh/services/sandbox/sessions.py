@@ -55,7 +55,11 @@ class Holder:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Lease:
+class Lease:
+    """One live session."""
+
+    profile: str
+    tenant: str
     owner: str
     ttl_s: float
     expires_s: float
@@ -72,7 +76,7 @@ class Sessions:
         self._engine = engine
         self._config = config
         self._clock = clock
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, Lease] = {}
         self._draining = False
         self._created = 0
         self._ends: Counter[End] = Counter()
@@ -100,29 +104,32 @@ class Sessions:
         limits: Mapping[str, float],
         ttl_s: float,
         owner: str,
+        tenant: str = "",
         holder: Holder | None = None,
+        snapshot: AsyncIterator[bytes] | None = None,
     ) -> None:
-        """Make a session under a lease. `limits` and `ttl_s` of 0 mean the profile's and the node's.
+        """Make a session under a lease, in the state of a snapshot if one is given. `limits` and `ttl_s` of 0 mean the profile's and
+        the node's.
 
         Raises InvalidInput, AlreadyExists, UnknownProfile, Overloaded, Draining, SandboxFailed.
         """
-        lease = self._admit(session_id, profile, limits, ttl_s, owner, holder or Holder())
+        lease = self._admit(session_id, profile, limits, ttl_s, owner, tenant, holder or Holder())
         try:
-            async with self._using(session_id):
-                await self._engine.open(session_id, profile, lease.limits)
+            async with self.using(session_id):
+                await self._engine.open(session_id, profile, lease.limits, snapshot)
         except BaseException:
             self._finish(session_id, lease, End.REFUSED)
             raise
 
     async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
         """Execute source text; `wall_s` 0 means the session's limit. Raises as the engine does."""
-        async with self._using(session_id) as lease:
+        async with self.using(session_id) as lease:
             result = await self._engine.run(session_id, program, _wall(lease.limits, wall_s))
             return self._noted(session_id, lease, result)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         """Call a function of the session. Raises as the engine does."""
-        async with self._using(session_id) as lease:
+        async with self.using(session_id) as lease:
             result = await self._engine.call(session_id, function, arguments, _wall(lease.limits, wall_s))
             return self._noted(session_id, lease, result)
 
@@ -130,14 +137,14 @@ class Sessions:
         """Write files. Raises as the engine does, InvalidInput for a path that leads out."""
         for path in files:
             _require_inside(path)
-        async with self._using(session_id):
+        async with self.using(session_id):
             await self._engine.put_files(session_id, files)
 
     async def get_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
         """Read files. Raises as the engine does, InvalidInput for a path that leads out."""
         for path in paths:
             _require_inside(path)
-        async with self._using(session_id):
+        async with self.using(session_id):
             return await self._engine.get_files(session_id, paths, self._config.files_bytes_max)
 
     async def close(self, session_id: str) -> None:
@@ -145,7 +152,7 @@ class Sessions:
         if session_id not in self._leases:
             return
         with suppress(UnknownSession):
-            async with self._using(session_id) as lease:
+            async with self.using(session_id) as lease:
                 self._finish(session_id, lease, End.CLOSED)
                 await self._engine.end(session_id)
 
@@ -177,8 +184,15 @@ class Sessions:
             await self.sweep()
 
     def _admit(
-        self, session_id: str, profile: str, limits: Mapping[str, float], ttl_s: float, owner: str, holder: Holder
-    ) -> _Lease:
+        self,
+        session_id: str,
+        profile: str,
+        limits: Mapping[str, float],
+        ttl_s: float,
+        owner: str,
+        tenant: str,
+        holder: Holder,
+    ) -> Lease:
         if not session_id:
             raise InvalidInput("session_id must not be empty: use the episode's id and attempt")
         if session_id in self._leases:
@@ -194,15 +208,21 @@ class Sessions:
                 retry_after_s=self._config.retry_after_s,
             )
         ttl_s = ttl_s or self._config.ttl_s
-        lease = _Lease(
-            owner=owner, ttl_s=ttl_s, expires_s=self._clock.monotonic_s() + ttl_s, limits=narrowed, holder=holder
+        lease = Lease(
+            profile=profile,
+            tenant=tenant,
+            owner=owner,
+            ttl_s=ttl_s,
+            expires_s=self._clock.monotonic_s() + ttl_s,
+            limits=narrowed,
+            holder=holder,
         )
         self._leases[session_id] = lease
         self._created += 1
         return lease
 
     @asynccontextmanager
-    async def _using(self, session_id: str) -> AsyncIterator[_Lease]:
+    async def using(self, session_id: str) -> AsyncIterator[Lease]:
         """Hold a session for one command; whatever shows that it is no more is noted here."""
         lease = self._leases.get(session_id)
         if lease is None:
@@ -218,12 +238,21 @@ class Sessions:
             lease.in_use -= 1
             lease.expires_s = self._expiry_s(lease)
 
-    def _expiry_s(self, lease: _Lease) -> float:
+    @contextmanager
+    def replacing(self, session_id: str) -> Iterator[None]:
+        """Within `using`, around ending a session's jail and making another: if that fails, whyever, the session is lost."""
+        try:
+            yield
+        except BaseException:
+            self._finish(session_id, self._leases[session_id], End.LOST)
+            raise
+
+    def _expiry_s(self, lease: Lease) -> float:
         ttl_s = lease.ttl_s if lease.holder.alive else min(lease.ttl_s, self._config.orphan_s)
         return self._clock.monotonic_s() + ttl_s
 
     @contextmanager
-    def _noting_failures(self, session_id: str, lease: _Lease) -> Iterator[None]:
+    def _noting_failures(self, session_id: str, lease: Lease) -> Iterator[None]:
         try:
             yield
         except SandboxFailed:
@@ -236,12 +265,12 @@ class Sessions:
             self._finish(session_id, lease, End.CLOSED)  # the engine ends what was cancelled: its state is unknown
             raise
 
-    def _noted(self, session_id: str, lease: _Lease, result: RunResult) -> RunResult:
+    def _noted(self, session_id: str, lease: Lease, result: RunResult) -> RunResult:
         if not result.session_alive:
             self._finish(session_id, lease, End.DIED)
         return result
 
-    def _finish(self, session_id: str, lease: _Lease, end: End) -> None:
+    def _finish(self, session_id: str, lease: Lease, end: End) -> None:
         """The one place where a lease ends; the first end counts."""
         if self._leases.get(session_id) is lease:
             del self._leases[session_id]

@@ -6,16 +6,20 @@ expression the calculator accepts. Deterministic; limits and time play no part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import msgspec
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.sandbox_runtime.tools import calc
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import Outcome, RunResult, SavePiece, SnapshotTooLarge
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 
 PROFILE = "calc"
+
+_decoder = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class FakeEngine:
@@ -36,10 +40,25 @@ class FakeEngine:
             raise UnknownProfile(f"the fake engine has only the profile {PROFILE!r}, not {profile!r}", profile=profile)
         return self._config.profiles[PROFILE].resolved_limits()
 
-    async def open(self, session_id: str, profile: str, limits: Limits) -> None:
+    async def open(
+        self, session_id: str, profile: str, limits: Limits, snapshot: AsyncIterator[bytes] | None = None
+    ) -> None:
         self.limits(profile)
         assert session_id not in self._files
-        self._files[session_id] = {}
+        files: dict[str, bytes] = {}
+        if snapshot is not None:
+            try:
+                files = _decoder.decode(b"".join([piece async for piece in snapshot]))
+            except msgspec.DecodeError as error:
+                raise InvalidInput(f"the snapshot does not load: {error}", session=session_id) from error
+        self._files[session_id] = files
+
+    async def snapshot(self, session_id: str, bytes_max: int, save: SavePiece) -> tuple[str, ...]:
+        saved = msgspec.msgpack.encode(self._find(session_id))
+        if len(saved) > bytes_max:
+            raise SnapshotTooLarge
+        await save(saved)
+        return ()
 
     async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
         self._find(session_id)

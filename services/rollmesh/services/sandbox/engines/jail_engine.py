@@ -15,11 +15,12 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import msgspec
 
 from rollmesh.sandbox_runtime import cgroups
@@ -28,13 +29,13 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.ports import Ports
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import Outcome, RunResult, SavePiece, SnapshotTooLarge
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
 from rollmesh.services.sandbox.engines.leftovers import StateDir
 from rollmesh.services.sandbox.engines.places import Place, Places
 from rollmesh.services.sandbox.engines.uid_ranges import UidRange, claim_uids
 from rollmesh.services.sandbox.engines.zygote_process import Ended, ZygoteProcess
-from rollmesh.shared.errors import AlreadyExists, InvalidInput, SandboxFailed, UnknownProfile, UnknownSession
+from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, SandboxFailed, UnknownProfile, UnknownSession
 from rollmesh.shared.ids import IdSource
 
 _log = logging.getLogger(__name__)
@@ -100,7 +101,9 @@ class JailEngine:
             raise UnknownProfile(f"no sandbox profile {profile!r} is configured; known: {known}", profile=profile)
         return self._config.profiles[profile].resolved_limits()
 
-    async def open(self, session_id: str, profile: str, limits: Limits) -> None:
+    async def open(
+        self, session_id: str, profile: str, limits: Limits, snapshot: AsyncIterator[bytes] | None = None
+    ) -> None:
         self.limits(profile)
         assert self._places is not None, "start() comes first"
         if session_id in self._live:
@@ -115,6 +118,8 @@ class JailEngine:
                 self._places.give_back(place)
                 raise
             await self._await_ready(session_id, live)
+        if snapshot is not None:
+            await self._restore(session_id, live, snapshot)
 
     async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
         live = self._find(session_id)
@@ -136,6 +141,16 @@ class JailEngine:
         except ProtocolBroken as error:
             await self.end(session_id)
             raise InvalidInput(f"the session answered garbage and was ended: {error}") from error
+
+    async def snapshot(self, session_id: str, bytes_max: int, save: SavePiece) -> tuple[str, ...]:
+        live = self._find(session_id)
+        saving = live.session.save(bytes_max, save, live.limits.call_s + self._config.grace_s)
+        reply = await self._handled(session_id, live, saving)
+        if reply.too_large:
+            raise SnapshotTooLarge
+        if reply.refused:
+            raise InvalidInput(f"the session can't be saved: {reply.refused}", session=session_id)
+        return tuple(reply.lost)
 
     async def end(self, session_id: str) -> None:
         live = self._live.get(session_id)
@@ -221,6 +236,7 @@ class JailEngine:
     async def _start_zygote(self, profile: str) -> ZygoteProcess:
         described = msgspec.to_builtins(self._config.profiles[profile])
         del described["limits"], described["egress"]
+        described["pickler"] = str(Path(cloudpickle.__file__).parent)
         log = self._state.path / f"zygote-{profile}.log"
         rules = seccomp_policy.compiled()
         zygote = await ZygoteProcess.start(self._config.python, described, rules, log, self._config.start_timeout_s)
@@ -262,14 +278,37 @@ class JailEngine:
 
     async def _transfer(self, session_id: str, message: dict[str, Any]) -> Reply:
         live = self._find(session_id)
-        try:
-            reply = await self._exchange(session_id, live, message, live.limits.call_s + self._config.grace_s)
-        except (TimeoutError, SessionGone, ProtocolBroken) as error:
-            await self._ended_by_itself(session_id, live)
-            raise UnknownSession(f"session {session_id!r} ended while it handled files: {error}") from error
+        request = live.session.request(message, live.limits.call_s + self._config.grace_s)
+        reply = await self._handled(session_id, live, request)
         if reply.refused:
             raise InvalidInput(reply.refused, session=session_id)
         return reply
+
+    async def _restore(self, session_id: str, live: _Live, snapshot: AsyncIterator[bytes]) -> None:
+        """Not under `_starts`: foreign code runs while values load, for as long as a call may take."""
+        restoring = live.session.restore(snapshot, live.limits.call_s + self._config.grace_s)
+        try:
+            reply = await self._handled(session_id, live, restoring)
+            refused = reply.refused
+        except UnknownSession as error:
+            refused = error.message
+        except MeshError:
+            await self.end(session_id)
+            raise
+        if refused:
+            await self.end(session_id)
+            raise InvalidInput(f"the snapshot does not load: {refused}", session=session_id)
+
+    async def _handled(self, session_id: str, live: _Live, exchange: Coroutine[Any, Any, Reply]) -> Reply:
+        """The reply to what is no program; a session that fails us then, or is left in the middle, is ended."""
+        try:
+            return await exchange
+        except (TimeoutError, SessionGone, ProtocolBroken) as error:
+            await self._ended_by_itself(session_id, live)
+            raise UnknownSession(f"session {session_id!r} ended while it handled files: {error}") from error
+        except BaseException:
+            self._begin_end(session_id, live)
+            raise
 
     async def _exchange(self, session_id: str, live: _Live, message: dict[str, Any], timeout_s: float) -> Reply:
         try:

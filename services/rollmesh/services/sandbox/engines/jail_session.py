@@ -11,13 +11,15 @@ import base64
 import binascii
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
 
-from rollmesh.sandbox_runtime import framing
+from rollmesh.sandbox_runtime import framing, records
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.snapshot import NUM_SECTIONS
+from rollmesh.services.sandbox.engine import SavePiece
 
 _PIECE_BYTES = 1 << 16
 _OVERHEAD_BYTES = 1 << 16
@@ -39,6 +41,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool = False
     wall_s: float = 0.0
     files: dict[str, str] = {}
+    lost: list[str] = []
+    too_large: bool = False
 
     def decoded_files(self) -> dict[str, bytes]:
         """Their content. Raises ProtocolBroken."""
@@ -77,13 +81,25 @@ class JailSession:
 
     async def request(self, message: dict[str, Any], timeout_s: float) -> Reply:
         """Send a request, return its reply. Raises TimeoutError, SessionGone, ProtocolBroken."""
-        loop = asyncio.get_running_loop()
         with self._in_use():
             async with asyncio.timeout(timeout_s):
-                try:
-                    await loop.sock_sendall(self._socket, framing.encode(message))
-                except OSError as error:
-                    raise SessionGone(str(error)) from error
+                await self._send(framing.encode(message))
+                return await self._read()
+
+    async def save(self, bytes_max: int, save: SavePiece, timeout_s: float) -> Reply:
+        """Request a snapshot, hand its records to `save`, return the reply. Raises as `request`, and what `save` raises."""
+        with self._in_use():
+            async with asyncio.timeout(timeout_s):
+                await self._send(framing.encode({"verb": "snapshot", "bytes_max": bytes_max}))
+                return await self._read(await self._records(bytes_max, save))
+
+    async def restore(self, snapshot: AsyncIterator[bytes], timeout_s: float) -> Reply:
+        """Send a snapshot into a fresh session. Raises as `request`, and what `snapshot` raises."""
+        with self._in_use():
+            async with asyncio.timeout(timeout_s):
+                await self._send(framing.encode({"verb": "restore"}))
+                async for piece in snapshot:
+                    await self._send(piece)
                 return await self._read()
 
     def close(self) -> None:
@@ -111,8 +127,32 @@ class JailSession:
             if self._closed:
                 self._socket.close()
 
-    async def _read(self) -> Reply:
-        data = await self._piece(framing.LENGTH.size, bytearray())
+    async def _send(self, data: bytes) -> None:
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+        except OSError as error:
+            raise SessionGone(str(error)) from error
+
+    async def _records(self, bytes_max: int, save: SavePiece) -> bytearray:
+        """Pass on both sections as they come; what was read behind them is the beginning of the reply."""
+        data, room, num_ended = bytearray(), bytes_max, 0
+        while num_ended < NUM_SECTIONS:
+            data = await self._piece(records.LENGTH.size, data)
+            (size,) = records.LENGTH.unpack_from(data)
+            if size == records.ABORT:
+                return data[records.LENGTH.size :]
+            end = records.LENGTH.size + size
+            room -= end
+            if size > records.RECORD_BYTES or room < 0:
+                raise ProtocolBroken("the snapshot's records are longer than allowed")
+            data = await self._piece(end, data)
+            await save(bytes(data[:end]))
+            del data[:end]
+            num_ended += size < records.RECORD_BYTES
+        return data
+
+    async def _read(self, data: bytearray | None = None) -> Reply:
+        data = await self._piece(framing.LENGTH.size, data or bytearray())
         (size,) = framing.LENGTH.unpack_from(data)
         if size > self._frame_bytes_max:
             raise ProtocolBroken(f"a frame of {size} bytes; at most {self._frame_bytes_max} are allowed")

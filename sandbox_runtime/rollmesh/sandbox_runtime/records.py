@@ -1,0 +1,99 @@
+"""Streams of unknown length over a session's socket: sections of length-prefixed records.
+
+Every record but a section's last is exactly `RECORD_BYTES` long, so a shorter one, maybe empty, ends its section. The rule is
+for the service's sake: what comes out of a jail is hostile, and a flood of tiny records would cost it far more than their bytes.
+A writer that can't go on sends `ABORT` in place of a length. The service keeps the records of a snapshot as they came and sends
+them back the same way.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+
+from rollmesh.sandbox_runtime import framing
+
+LENGTH = framing.LENGTH
+RECORD_BYTES = 1 << 18
+ABORT = 0xFFFFFFFF
+
+
+class TooLarge(Exception):
+    """More was written than the reader takes."""
+
+
+class RecordWriter:
+    """The jail's side of sending: a file to write to, section after section, at most `bytes_max` in all."""
+
+    def __init__(self, connection: socket.socket, bytes_max: int) -> None:
+        self._connection = connection
+        self._room = bytes_max
+        self._pending = bytearray()
+        self._pid = os.getpid()
+
+    def write(self, data: bytes) -> int:
+        view = memoryview(data).cast("B")
+        start = 0
+        while start < len(view):
+            piece = view[start : start + RECORD_BYTES - len(self._pending)]
+            self._pending += piece
+            start += len(piece)
+            if len(self._pending) == RECORD_BYTES:
+                self._flush()
+        return len(view)
+
+    def end_section(self) -> None:
+        """The record that is shorter than the others."""
+        self._flush()
+
+    def abort(self) -> None:
+        """Give up; a reply that says why follows."""
+        self._connection.sendall(LENGTH.pack(ABORT))
+
+    def _flush(self) -> None:
+        if os.getpid() != self._pid:
+            os._exit(1)  # a child that foreign code forked while it was pickled
+        self._room -= LENGTH.size + len(self._pending)
+        if self._room < 0:
+            raise TooLarge
+        self._connection.sendall(LENGTH.pack(len(self._pending)) + self._pending)
+        self._pending.clear()
+
+
+class SectionReader(io.RawIOBase):
+    """The jail's side of receiving one section, from the service, which has checked the framing. EOFError if it is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._left = 0
+        self._last = False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
+        if not self._left and not self._next_record():
+            return 0
+        view = memoryview(buffer).cast("B")
+        num_bytes = self._connection.recv_into(view, min(self._left, len(view)))
+        if not num_bytes:
+            raise EOFError("the service is gone")
+        self._left -= num_bytes
+        return num_bytes
+
+    def skip(self) -> None:
+        """Read to the section's end: the next thing on the socket is then what follows it."""
+        waste = bytearray(RECORD_BYTES)
+        while self.readinto(waste):
+            pass
+
+    def _next_record(self) -> bool:
+        if self._last:
+            return False
+        header = framing.receive_exactly(self._connection, LENGTH.size)
+        if header is None:
+            raise EOFError("the service is gone")
+        (self._left,) = LENGTH.unpack(header)
+        self._last = self._left < RECORD_BYTES
+        return self._left > 0

@@ -1,0 +1,178 @@
+"""The python state of a session as a stream of pickles: written in one jail, read in a fresh one of the same profile.
+
+Saved is what the session's code made: each name of its namespace, what it deleted, the working directory, sys.path, the
+environment, the `random` module's state, and the source lines for later tracebacks. Values shared by several names stay shared.
+Functions and classes of the session are saved by value (cloudpickle); their globals are the namespace itself, before and after. What
+the profile provides is saved by name, and not at all while unchanged. Names that can't be saved are told.
+
+Everything read here is hostile, and unpickling executes it: that is allowed nowhere but inside the jail, where the
+session's code could have executed the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import io
+import linecache
+import os
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, ModuleType
+from typing import IO, Any
+
+_NAMESPACE = "namespace"
+_BASE = "base"
+_OWN_NAMES = frozenset({"__name__", "__builtins__"})
+_CODE_NAME = "<call "
+"""How the interpreter names what it compiles."""
+_PROVIDED = (FunctionType, type, ModuleType)
+_UNCHANGING = (*_PROVIDED, str, bytes, int, float, complex, bool, type(None))
+
+
+class StateError(Exception):
+    """What was saved does not load again."""
+
+
+def prepare(package: str) -> None:
+    """Import cloudpickle from its directory, before containment: the directory itself is not shown in the jail."""
+    if "cloudpickle" not in sys.modules:
+        spec = importlib.util.spec_from_file_location(
+            "cloudpickle", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+        )
+        if spec is None or spec.loader is None:
+            raise ImportError(f"no cloudpickle in {package}")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["cloudpickle"] = module
+        spec.loader.exec_module(module)
+    _pickler_class()
+
+
+def save(namespace: dict[str, Any], base: Mapping[str, Any], out: Any) -> list[str]:
+    """Write the state to `out`; the names that could not be saved. Raises what a hostile object raises only the second time."""
+    wanted = {name: value for name, value in namespace.items() if _is_wanted(name, value, base)}
+    make = functools.partial(_pickler_class(), namespace=namespace, base=base)
+    lost = _lost(wanted, make)
+    for name in lost:
+        del wanted[name]
+    pickler = make(out)
+    pickler.dump(
+        _surroundings() | {"num_values": len(wanted), "removed": [name for name in base if name not in namespace]}
+    )
+    for name, value in wanted.items():
+        pickler.dump(name)
+        pickler.dump(value)
+    return lost
+
+
+def load(namespace: dict[str, Any], base: Mapping[str, Any], source: IO[bytes]) -> int:
+    """Bring a fresh namespace to what was saved; the number of its last run. Raises StateError."""
+    unpickler = _Unpickler(source, namespace, base)
+    what = "the state"
+    try:
+        saved = unpickler.load()
+        _surround(saved)
+        for name in saved["removed"]:
+            namespace.pop(name, None)
+        for _ in range(saved["num_values"]):
+            name = unpickler.load()
+            what = f"the name {name!r}"
+            namespace[name] = unpickler.load()
+        random.setstate(saved["random"])
+        return max((int(name[len(_CODE_NAME) : -1]) for name in saved["sources"]), default=0)
+    except BaseException as error:
+        raise StateError(f"{what} does not load again: {type(error).__name__}: {error}"[:500]) from error
+
+
+def _is_wanted(name: object, value: object, base: Mapping[str, Any]) -> bool:
+    if not isinstance(name, str) or name in _OWN_NAMES:
+        return False
+    return not (name in base and base[name] is value and isinstance(value, _UNCHANGING))
+
+
+def _lost(wanted: Mapping[str, Any], make: Callable[[Any], Any]) -> list[str]:
+    """Names that can't be pickled. Nothing is written yet: a stream can't take back half a value."""
+    if _can_pickle(make, (value for value in wanted.values())):
+        return []
+    return [name for name, value in wanted.items() if not _can_pickle(make, [value])]
+
+
+def _can_pickle(make: Callable[[Any], Any], values: Iterable[Any]) -> bool:
+    pickler = make(_Nowhere())
+    try:
+        for value in values:
+            pickler.dump(value)
+    except BaseException:  # noqa: BLE001 - a foreign __reduce__ may raise anything
+        return False
+    return True
+
+
+class _Nowhere(io.RawIOBase):
+    """Takes everything and keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+def _surroundings() -> dict[str, Any]:
+    return {
+        "directory": os.getcwd(),
+        "path": [entry for entry in sys.path if isinstance(entry, str)],
+        "environment": dict(os.environ),
+        "random": random.getstate(),
+        "sources": {
+            name: entry[2]
+            for name, entry in linecache.cache.items()
+            if name.startswith(_CODE_NAME) and len(entry) > 2  # a lazy entry has no lines
+        },
+    }
+
+
+def _surround(saved: Mapping[str, Any]) -> None:
+    """Before any value is loaded: modules of the session are imported by name, by way of sys.path."""
+    sys.path[:] = saved["path"]
+    os.environ.clear()
+    os.environ.update(saved["environment"])
+    os.chdir(saved["directory"])
+    for name, lines in saved["sources"].items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+
+
+@functools.cache
+def _pickler_class() -> Any:
+    """cloudpickle's pickler, taught that the namespace and what the profile provides exist on the other side as well."""
+    cloudpickle = importlib.import_module("cloudpickle")
+
+    class StatePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
+        def __init__(self, file: Any, *, namespace: dict[str, Any], base: Mapping[str, Any]) -> None:
+            super().__init__(file)
+            self._namespace = namespace
+            self._provided = {id(value): name for name, value in base.items() if isinstance(value, _PROVIDED)}
+            self.globals_ref[id(namespace)] = namespace
+
+        def persistent_id(self, value: object) -> tuple[str, ...] | None:
+            if value is self._namespace:
+                return (_NAMESPACE,)
+            name = self._provided.get(id(value))
+            return None if name is None else (_BASE, name)
+
+        def _dynamic_function_reduce(self, func: FunctionType) -> Any:
+            reduced = super()._dynamic_function_reduce(func)
+            if func.__globals__ is self._namespace:
+                reduced[2][1]["__globals__"] = {}  # its globals come with the namespace, where each has its own name
+            return reduced
+
+    return StatePickler
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, source: IO[bytes], namespace: dict[str, Any], base: Mapping[str, Any]) -> None:
+        super().__init__(source)
+        self._namespace = namespace
+        self._base = base
+
+    def persistent_load(self, key: Any) -> Any:
+        return self._namespace if key[0] == _NAMESPACE else self._base[key[1]]
