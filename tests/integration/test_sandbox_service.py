@@ -14,7 +14,7 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.sessions import End
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import InvalidInput, Unimplemented, UnknownProfile
+from rollmesh.shared.errors import InvalidInput, UnknownProfile
 from rollmesh.shared.ids import RandomIds
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
@@ -227,12 +227,6 @@ async def test_exec_runs_once_and_leaves_nothing(tmp_path: Path) -> None:
             await stub.Exec(pb.ExecRequest(profile="cobol"))
         with pytest.raises(InvalidInput, match="language"), typed_errors():
             await stub.Exec(pb.ExecRequest(profile="python", run=pb.RunCode(language="cobol", code="1")))
-
-
-async def test_run_tests_is_not_served(tmp_path: Path) -> None:
-    async with serving(tmp_path, engine="fake") as (_, stub, _):
-        with pytest.raises(Unimplemented), typed_errors():
-            await stub.RunTests(pb.RunTestsRequest())
 
 
 async def test_stopping_the_node_ends_running_code(tmp_path: Path) -> None:

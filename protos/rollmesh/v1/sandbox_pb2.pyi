@@ -930,10 +930,15 @@ class RunTestsRequest(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     LIMITS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
     oracle_ref: _builtins.str
-    """Names hidden tests of the node's oracle store; never shown to the candidate's sandbox."""
+    """Names hidden tests of the node's oracle store; never shown to the candidate's sandbox. Either this or manifest."""
     owner: _builtins.str
     """Who asks, e.g. run and episode."""
+    manifest: _builtins.str
+    """The hidden tests themselves, as the JSON of one manifest (docs/sandbox.md): for callers that hold the answer keys. Either this
+    or oracle_ref.
+    """
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___SandboxFile]:
         """The candidate's files; the oracle's manifest says which path is the entry."""
@@ -949,10 +954,11 @@ class RunTestsRequest(_message.Message):
         files: _abc.Iterable[Global___SandboxFile] | None = ...,
         limits: Global___SandboxLimits | None = ...,
         owner: _builtins.str = ...,
+        manifest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "limits", b"limits", "oracle_ref", b"oracle_ref", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "limits", b"limits", "manifest", b"manifest", "oracle_ref", b"oracle_ref", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -975,7 +981,7 @@ class TestVerdict(_message.Message):
     message: _builtins.str
     """One line, e.g. the exception; never the expected answer."""
     wall_s: _builtins.float
-    """Wall seconds of the candidate."""
+    """Wall seconds the candidate took, by the node's clock."""
     def __init__(
         self,
         *,
@@ -1001,10 +1007,13 @@ class RunTestsResponse(_message.Message):
     VERDICTS_FIELD_NUMBER: _builtins.int
     NUM_TESTS_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    ACCEPTED_SHARE_FIELD_NUMBER: _builtins.int
     num_tests: _builtins.int
     """Tests in the manifest."""
     num_accepted: _builtins.int
     """Tests accepted."""
+    accepted_share: _builtins.float
+    """Accepted weight of all weight in the manifest, 0 to 1; 1 if and only if every test was accepted."""
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TestVerdict]:
         """All of them; those behind the first failure are left out where the manifest says so."""
@@ -1015,10 +1024,11 @@ class RunTestsResponse(_message.Message):
         verdicts: _abc.Iterable[Global___TestVerdict] | None = ...,
         num_tests: _builtins.int = ...,
         num_accepted: _builtins.int = ...,
+        accepted_share: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_tests", b"num_tests", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_share", b"accepted_share", "num_accepted", b"num_accepted", "num_tests", b"num_tests", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,7 +29,11 @@ from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges, s
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.session import serve_session
 
-_ALWAYS = ("base64", "encodings.idna", "inspect", "tempfile", "traceback")
+_ALWAYS = (
+    "base64", "encodings.idna", "inspect", "tempfile", "traceback",
+    "rollmesh.sandbox_runtime.judging.candidate", "rollmesh.sandbox_runtime.judging.checking",
+    "rollmesh.sandbox_runtime.judging.program",
+)  # fmt: skip
 """What sessions themselves need or nearly every program imports."""
 
 

@@ -47,7 +47,7 @@ from rollmesh.shared.error_base import (
 
 # fmt: off
 __all__ = [
-    "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "Cancelled", "CatchingUp", "ChangeRefused", "Code",
+    "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle", "Cancelled", "CatchingUp", "ChangeRefused", "Code",
     "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
     "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "HasLearner", "HashMismatch",
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "MeshError", "NoLearner", "NotFound",
@@ -219,6 +219,12 @@ class RunStopped(FailedPrecondition):
     """The run has ended; it can be read but no longer driven."""
 
     reason = "RUN_STOPPED"
+
+
+class BrokenOracle(FailedPrecondition):
+    """The oracle's own code does not load or run: nothing can be judged by it until it is mended."""
+
+    reason = "BROKEN_ORACLE"
 
 
 class NoLearner(FailedPrecondition):

@@ -112,13 +112,21 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     namespace instead."""
     cgroups: bool = True
     """Bound each session's memory and processes by cgroup where one is writable."""
+    oracles: str = ""
+    """Directory, or JSONL file, with the manifests of hidden tests (`oracle/store.py` has the layout). Read by the service alone: it must
+    lie outside everything that jails are shown. Empty means that callers send manifests with their candidates."""
+    judgements_inflight_max: int = 16
+    """Judgements under way; each holds at most two sessions at a time."""
+    judgements_queued_max: int = 1024
+    """Judgements that wait for one of those places; more are refused as OVERLOADED."""
     python: str = ""
     """Interpreter of the zygotes; empty means the service's own. It must be readable by the service's user."""
 
     def __post_init__(self) -> None:
         for name in (
             "sessions_max", "starts_inflight_max", "ttl_s", "orphan_s", "reap_every_s", "grace_s", "start_timeout_s",
-            "retry_after_s", "drain_s", "stop_s", "commands_inflight_max", "files_bytes_max",
+            "retry_after_s", "drain_s", "stop_s", "commands_inflight_max", "files_bytes_max", "judgements_inflight_max",
+            "judgements_queued_max",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

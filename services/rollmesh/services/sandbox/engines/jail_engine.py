@@ -202,7 +202,7 @@ class JailEngine:
         live.session.close()
         self._ports.close(session_id)
         self._places.give_back(live.place)
-        if live.closing:
+        if live.closing and self._live.get(session_id) is live:  # its user may have learned of the end before
             del self._live[session_id]
 
     async def _await_ready(self, session_id: str, live: _Live) -> None:

@@ -1,0 +1,118 @@
+"""The candidate of a judgement: its files in a jail of their own, asked one question at a time.
+
+A fresh session for each test, or one for all, as the manifest says; a session that died is replaced for the next test. A candidate
+that does not load fails every test alike, and is not loaded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from rollmesh.sandbox_runtime.program import Program
+from rollmesh.services.sandbox.engine import RunResult
+from rollmesh.services.sandbox.oracle.cell import Cell
+from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict, failure_of
+from rollmesh.shared.errors import InvalidInput
+
+OpenCell = Callable[[], AbstractAsyncContextManager[Cell]]
+
+_PRELUDE = """
+from rollmesh.sandbox_runtime.judging.candidate import ask, load
+from rollmesh.sandbox_runtime.judging.program import run_program
+"""
+
+
+class Candidate:
+    """Asked through `ask` and `run`, which raise `Failed` for whatever is the candidate's doing."""
+
+    def __init__(
+        self, open_cell: OpenCell, files: Mapping[str, bytes], *, entry: str, load: bool, isolate: bool
+    ) -> None:
+        """`load`: whether `entry` is imported as a module before the first question."""
+        self._open_cell = open_cell
+        self._files = files
+        self._entry = entry
+        self._load = load
+        self._isolate = isolate
+        self._cell: Cell | None = None
+        self._stack = AsyncExitStack()
+        self._unusable: Failed | None = None
+        self._spent_s = 0.0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    def source(self) -> str:
+        """Text of the entry. `Failed` if there is none."""
+        try:
+            return self._files[self._entry].decode()
+        except KeyError:
+            raise Failed(Verdict.RE, f"there is no file {self._entry}") from None
+        except UnicodeDecodeError:
+            raise Failed(Verdict.RE, f"{self._entry} is not UTF-8") from None
+
+    async def ask(self, function: str, *arguments: str) -> RunResult:
+        """Call a function of the jail's side. The result is what the candidate says, whatever it is."""
+        cell = await self._usable()
+        try:
+            return self._fine(await cell.call(function, *arguments))
+        except InvalidInput as error:  # it threw our side out of its session
+            raise Failed(Verdict.RE, str(error)) from None
+
+    async def run(self, program: Program) -> RunResult:
+        """Run a program of its own. InvalidInput if this host lacks its language."""
+        cell = await self._usable()
+        return self._fine(await cell.run(program))
+
+    async def end_test(self) -> float:
+        """After each test: ends the session if the next may not have it. The seconds the candidate took."""
+        spent_s, self._spent_s = self._spent_s, 0.0
+        if self._cell is not None:
+            spent_s, self._cell.spent_s = spent_s + self._cell.spent_s, 0.0
+            if self._isolate or not self._cell.alive:
+                await self._close()
+        return spent_s
+
+    async def _usable(self) -> Cell:
+        if self._unusable is not None:
+            raise self._unusable
+        if self._cell is not None and not self._cell.alive:
+            self._spent_s += self._cell.spent_s
+            await self._close()
+        if self._cell is None:
+            self._cell = await self._stack.enter_async_context(self._open_cell())
+            try:
+                await self._prepare(self._cell)
+            except Failed as failed:
+                self._unusable = failed
+                raise
+        return self._cell
+
+    async def _prepare(self, cell: Cell) -> None:
+        self.source()
+        try:
+            await cell.put(self._files)
+        except InvalidInput as error:
+            raise Failed(Verdict.RE, f"its files could not be written: {error}") from None
+        self._fine(await cell.run(Program(code=_PRELUDE)))
+        cell.spent_s = 0.0
+        if self._load:
+            self._fine(await cell.call("load", self._entry))
+
+    async def _close(self) -> None:
+        self._cell = None
+        await self._stack.aclose()
+
+    @staticmethod
+    def _fine(result: RunResult) -> RunResult:
+        if (failed := failure_of(result)) is not None:
+            raise failed
+        return result

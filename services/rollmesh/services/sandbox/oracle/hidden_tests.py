@@ -1,0 +1,86 @@
+"""RunTests: protobuf to a judgement and back."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.oracle.judge import Judge
+from rollmesh.services.sandbox.oracle.manifest import LimitsPerTest, Manifest, ManifestError, parse_manifest
+from rollmesh.services.sandbox.oracle.store import MANIFEST_BYTES_MAX, OracleStore
+from rollmesh.services.sandbox.oracle.verdict import Report
+from rollmesh.services.sandbox.sessions import Sessions
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import ConfigError, FieldViolation, InvalidInput, UnknownOracle
+from rollmesh.shared.ids import IdSource
+from rollmesh.v1 import sandbox_pb2
+
+_SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
+"""What every jail is shown, read-only, apart from its interpreter and library paths."""
+
+
+class HiddenTests:
+    """The store, if one is configured, and the judge."""
+
+    def __init__(self, sessions: Sessions, config: SandboxConfig, *, clock: Clock, ids: IdSource) -> None:
+        """ConfigError or RecordError for a store that cannot be used."""
+        self._store: OracleStore | None = None
+        if config.oracles:
+            require_hidden(config)
+            self._store = OracleStore(config.oracles)
+        self._judge = Judge(sessions, config, clock=clock, ids=ids)
+
+    async def answer(self, request: sandbox_pb2.RunTestsRequest) -> sandbox_pb2.RunTestsResponse:
+        """The verdicts. Raises MeshError, never for what the candidate did."""
+        limits = LimitsPerTest(**{name: getattr(request.limits, name) for name in LimitsPerTest.__struct_fields__})
+        files = {file.path: file.content for file in request.files}
+        report = await self._judge.judge(self._manifest(request), files, limits=limits, owner=request.owner)
+        return _encode(report)
+
+    def _manifest(self, request: sandbox_pb2.RunTestsRequest) -> Manifest:
+        if bool(request.oracle_ref) == bool(request.manifest):
+            raise _invalid("oracle_ref", "either this or `manifest` must be given")
+        if request.oracle_ref:
+            if self._store is None:
+                raise UnknownOracle(
+                    "this sandbox node has no oracle store: set `oracles`, or send the manifest",
+                    oracle_ref=request.oracle_ref[:200],
+                )
+            return self._store.manifest(request.oracle_ref)
+        if len(request.manifest) > MANIFEST_BYTES_MAX:
+            raise _invalid("manifest", f"is longer than {MANIFEST_BYTES_MAX} characters")
+        try:
+            return parse_manifest(request.manifest)
+        except ManifestError as error:
+            raise _invalid("manifest", str(error)) from None
+
+
+def require_hidden(config: SandboxConfig) -> None:
+    """ConfigError if some jail would be shown the oracle store."""
+    oracles = Path(config.oracles).resolve()
+    libraries = [path for profile in config.profiles.values() for path in profile.library_paths]
+    for shown in (*_SHOWN, sys.base_prefix, *libraries):
+        place = Path(os.path.realpath(shown))
+        if oracles.is_relative_to(place) or place.is_relative_to(oracles):
+            raise ConfigError(
+                f"oracles: {config.oracles} and {shown}, which jails are shown, lie one in the other; keep hidden tests apart",
+                path=config.oracles,
+            )
+
+
+def _encode(report: Report) -> sandbox_pb2.RunTestsResponse:
+    response = sandbox_pb2.RunTestsResponse(
+        num_tests=report.num_tests, num_accepted=report.num_accepted, accepted_share=report.accepted_share
+    )
+    for verdict in report.verdicts:
+        # The generated stubs give the enum a type of its own; the numbers are equal by definition and by test.
+        outcome: Any = verdict.verdict.value
+        response.verdicts.add(name=verdict.name, outcome=outcome, message=verdict.message, wall_s=verdict.wall_s)
+    return response
+
+
+def _invalid(field: str, what: str) -> InvalidInput:
+    return InvalidInput(f"`{field}`: {what}", violations=[FieldViolation(field, what)])

@@ -1,0 +1,162 @@
+"""Judgements: a manifest's tests put to a candidate, in the manifest's order, at most so many judgements at a time.
+
+    candidate's session   the candidate's files; each input as it is asked
+    this process          expected answers; compares plain data
+    oracle's session      checkers and hidden test code; answers as data
+
+Verdicts are made here and in the oracle's session only. A jail lost, no place free, a broken manifest: the judgement as a whole is an
+error, never a verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenCell
+from rollmesh.services.sandbox.oracle.cell import open_cell
+from rollmesh.services.sandbox.oracle.checking import CheckerCell
+from rollmesh.services.sandbox.oracle.manifest import (
+    Checker,
+    FunctionManifest,
+    LimitsPerTest,
+    Manifest,
+    StdioManifest,
+    name_of,
+)
+from rollmesh.services.sandbox.oracle.trials import try_function, try_stdio
+from rollmesh.services.sandbox.oracle.verdict import Failed, JudgedTest, Report, Verdict
+from rollmesh.services.sandbox.sessions import Sessions
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import InvalidInput, Overloaded, UnknownProfile
+from rollmesh.shared.ids import IdSource
+
+Trial = Callable[[int], Awaitable[None]]
+"""Puts the test of an index; raises `Failed`."""
+
+_LIMITS = {name: "call_s" if name == "wall_s" else name for name in LimitsPerTest.__struct_fields__}
+"""Field of LimitsPerTest -> field of the sessions' Limits."""
+_OUT_OF_TIME = "not run: too many tests before it were out of time"
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    manifest: Manifest
+    files: Mapping[str, bytes]
+    limits: Mapping[str, float]
+    owner: str
+
+
+class Judge:
+    """Judges candidates on a node's sessions."""
+
+    def __init__(self, sessions: Sessions, config: SandboxConfig, *, clock: Clock, ids: IdSource) -> None:
+        self._sessions = sessions
+        self._config = config
+        self._clock = clock
+        self._ids = ids
+        self._places = asyncio.Semaphore(config.judgements_inflight_max)
+        self._num_asked = 0
+
+    async def judge(
+        self, manifest: Manifest, files: Mapping[str, bytes], *, limits: LimitsPerTest | None = None, owner: str = ""
+    ) -> Report:
+        """Verdicts. Raises InvalidInput for limits above the manifest's, and as opening and using sessions does."""
+        request = _Request(manifest, files, _narrow(manifest.limits, limits or LimitsPerTest()), owner or "RunTests")
+        if self._num_asked >= self._config.judgements_inflight_max + self._config.judgements_queued_max:
+            raise Overloaded(
+                f"{self._num_asked} judgements wait or go on at this sandbox node; wait or go to another node",
+                retry_after_s=self._config.retry_after_s,
+            )
+        self._num_asked += 1
+        try:
+            async with self._places, self._trial(request) as (trial, candidate):
+                return await self._run(manifest, trial, candidate)
+        finally:
+            self._num_asked -= 1
+
+    async def _run(self, manifest: Manifest, trial: Trial, candidate: Candidate) -> Report:
+        verdicts: list[JudgedTest] = []
+        num_late = 0
+        for index in range(len(manifest.tests)):
+            if num_late >= manifest.time_limits_max:
+                verdicts.append(_verdict(manifest, index, Failed(Verdict.TLE, _OUT_OF_TIME)))
+                continue
+            failed = await _outcome(trial, index)
+            verdicts.append(_verdict(manifest, index, failed, await candidate.end_test()))
+            num_late += verdicts[-1].verdict is Verdict.TLE
+            if failed is not None and manifest.stop_at_first_failure:
+                break
+        weight = sum(test.weight for test in manifest.tests)
+        return Report(verdicts=verdicts, num_tests=len(manifest.tests), weight=weight)
+
+    @asynccontextmanager
+    async def _trial(self, request: _Request) -> AsyncIterator[tuple[Trial, Candidate]]:
+        manifest = request.manifest
+        candidate = Candidate(
+            self._opener(manifest.profile, request.limits, request.owner),
+            request.files,
+            entry=manifest.entry,
+            load=isinstance(manifest, FunctionManifest),
+            isolate=manifest.isolate,
+        )
+        async with candidate, self._checker(manifest.checker, request.owner) as checker:
+            match manifest:
+                case FunctionManifest():
+                    yield lambda index: try_function(manifest, manifest.tests[index], candidate, checker), candidate
+                case StdioManifest():
+                    cpu_s = request.limits["cpu_s"] or self._cpu_s(manifest.profile)
+                    yield lambda index: try_stdio(manifest, manifest.tests[index], candidate, checker, cpu_s), candidate
+
+    def _cpu_s(self, profile: str) -> float:
+        if profile not in self._config.profiles:
+            raise UnknownProfile(
+                f"no sandbox profile {profile!r} is configured here; see the manifest", profile=profile
+            )
+        return self._config.profiles[profile].resolved_limits().cpu_s
+
+    @asynccontextmanager
+    async def _checker(self, checker: Checker | None, owner: str) -> AsyncIterator[CheckerCell | None]:
+        if checker is None:
+            yield None
+            return
+        async with CheckerCell(self._opener(checker.profile, {}, owner), checker) as cell:
+            yield cell
+
+    def _opener(self, profile: str, limits: Mapping[str, float], owner: str) -> OpenCell:
+        return lambda: open_cell(
+            self._sessions, self._clock, self._ids.new("judge"), profile=profile, limits=limits, owner=owner
+        )
+
+
+async def _outcome(trial: Trial, index: int) -> Failed | None:
+    try:
+        await trial(index)
+    except Failed as failed:
+        return failed
+    return None
+
+
+def _verdict(manifest: Manifest, index: int, failed: Failed | None, wall_s: float = 0.0) -> JudgedTest:
+    test = manifest.tests[index]
+    return JudgedTest(
+        name=name_of(test, index),
+        verdict=failed.verdict if failed else Verdict.AC,
+        message=failed.message if failed else "",
+        wall_s=wall_s,
+        weight=test.weight,
+    )
+
+
+def _narrow(manifest: LimitsPerTest, asked: LimitsPerTest) -> dict[str, float]:
+    """The manifest's limits with lower ones where asked, as sessions name them."""
+    narrowed: dict[str, float] = {}
+    for name, theirs in _LIMITS.items():
+        most, wanted = getattr(manifest, name), getattr(asked, name)
+        if most and wanted > most:
+            raise InvalidInput(f"limits.{name} must be at most the manifest's {most}, got {wanted}")
+        narrowed[theirs] = wanted or most
+    return narrowed

@@ -1,0 +1,205 @@
+"""Manifests: the hidden tests of one task, as an operator writes them in JSON. docs/sandbox.md has an example of each kind.
+
+A manifest is read strictly: an unknown field, a wrong type or a key given twice is an error that names the place, since a test
+that silently isn't run is worse than one that fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from rollmesh.services.sandbox.oracle.compare import TextCompare, ValueCompare, strict_json
+
+NUM_TESTS_MAX = 10_000
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be used: the field (empty if it is the whole) and the cause."""
+
+    def __init__(self, cause: str, field: str = "") -> None:
+        super().__init__(f"{field}: {cause}" if field else cause)
+        self.cause = cause
+        self.field = field
+
+
+class LimitsPerTest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of one test; 0 means the profile's, which are also the most."""
+
+    wall_s: float = 0.0
+    """Wall seconds of one question to the candidate, and of its loading."""
+    cpu_s: float = 0.0
+    """CPU seconds of the same."""
+    memory_bytes: int = 0
+    """Bytes of memory of the candidate's session."""
+    processes_max: int = 0
+    """Processes and threads of the candidate's session."""
+    output_bytes: int = 0
+    """Bytes of an answer, and of what is printed."""
+    disk_bytes: int = 0
+    """Bytes of files, the candidate's own included."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"limits.{name} must be finite and >= 0, got {value}")
+
+
+class Checker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Decides where many answers are right. Runs in a jail of its own, which no candidate's code ever enters."""
+
+    source: str
+    """Python with a function `check(given, expected, answer)` that returns whether to accept; or `(accept, message)`."""
+    profile: str = "python"
+    """Profile of its jail."""
+    wall_s: float = 0.0
+    """Wall seconds of one check; 0 means the profile's."""
+
+
+class _Test(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    name: str = ""
+    """In the verdict; empty means its number, from 1. The caller sees it: let it say nothing of the answer."""
+    weight: float = 1.0
+    """Its part of the accepted share."""
+
+
+class StdioTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One run of the program."""
+
+    stdin: str = ""
+    """Standard input."""
+    stdout: str
+    """Expected standard output."""
+
+
+class FunctionTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call of the function."""
+
+    arguments: list[Any] | dict[str, Any]
+    """JSON values: a list by position, an object by name."""
+    expected: Any
+    """JSON value. Tuples arrive as lists, keys of dictionaries as strings."""
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
+    """What all kinds share."""
+
+    profile: str = "python"
+    """Profile of the candidate's jail: what it may import."""
+    limits: LimitsPerTest = LimitsPerTest()
+    """Of each test."""
+    isolate: bool = True
+    """A fresh session for each test, so that nothing passes from one to the next. False is quicker where loading is slow: what an
+    earlier input did to the candidate's state then shows in later tests."""
+    stop_at_first_failure: bool = False
+    """Leave out the tests behind the first that is not accepted."""
+    time_limits_max: int = 3
+    """After so many tests out of time the rest count as out of time without being run: they would only cost."""
+
+    def _check(self, tests: tuple[Any, ...]) -> None:
+        if not 1 <= len(tests) <= NUM_TESTS_MAX:
+            raise ValueError(f"tests must hold 1 to {NUM_TESTS_MAX} tests, got {len(tests)}")
+        for number, test in enumerate(tests):
+            if not (math.isfinite(test.weight) and test.weight > 0):
+                raise ValueError(f"tests[{number}].weight must be finite and > 0, got {test.weight}")
+        names = [name_of(test, number) for number, test in enumerate(tests)]
+        if twice := [name for name, times in Counter(names).items() if times > 1]:
+            raise ValueError(f"tests must have names that differ, got {twice[0]!r} twice")
+        if self.time_limits_max < 1:
+            raise ValueError(f"time_limits_max must be >= 1, got {self.time_limits_max}")
+
+
+class StdioManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stdio"):
+    """A program: standard input in, standard output compared."""
+
+    language: Literal["python", "c", "cpp", "javascript"] = "python"
+    """Of the candidate's file."""
+    entry: str = "solution.py"
+    """The candidate's file that is run."""
+    tests: tuple[StdioTest, ...]
+    """In the order in which they run."""
+    compare: TextCompare = "exact"
+    """`exact`: the same lines, white space at their ends and empty lines at the end apart; otherwise the same tokens are PE.
+    `tokens`: the same words in any white space. `numbers`: the same, numerals within `tolerance`. `checker`."""
+    tolerance: float = 1e-6
+    """Of `numbers`: relative, and absolute below 1."""
+    checker: Checker | None = None
+    """Of `checker`; it gets the texts of stdin, expected and given stdout."""
+
+    def __post_init__(self) -> None:
+        self._check(self.tests)
+        check_comparing(self.compare, self.tolerance, self.checker)
+
+
+class FunctionManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="function"):
+    """A function: JSON arguments in, its JSON result compared."""
+
+    language: Literal["python"] = "python"
+    """Of the candidate's file."""
+    entry: str = "solution.py"
+    """The candidate's file."""
+    function: str
+    """Name in it; `Class.method` is called on a fresh instance."""
+    tests: tuple[FunctionTest, ...]
+    """In the order in which they run."""
+    compare: ValueCompare = "equal"
+    """`equal`: the same JSON value, where 1 equals 1.0 and true is no number. `numbers`: the same, numbers within `tolerance`.
+    `checker`."""
+    tolerance: float = 1e-6
+    """Of `numbers`: relative, and absolute below 1."""
+    checker: Checker | None = None
+    """Of `checker`; it gets the values of arguments, expected and result."""
+
+    def __post_init__(self) -> None:
+        self._check(self.tests)
+        check_comparing(self.compare, self.tolerance, self.checker)
+        if not all(part.isidentifier() for part in self.function.split(".")):
+            raise ValueError(f"function must be a name or dotted names, got {self.function!r}")
+
+
+Manifest = StdioManifest | FunctionManifest
+
+
+class Named(Protocol):
+    """What verdicts need of a test of any kind."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def name_of(test: Named, index: int) -> str:
+    """Its name, or its number from 1."""
+    return test.name or str(index + 1)
+
+
+def check_comparing(how: str, tolerance: float, checker: Checker | None) -> None:
+    """ValueError unless the fields about comparing fit together."""
+    if (how == "checker") != (checker is not None):
+        raise ValueError("checker must be given if and only if compare is `checker`")
+    if not (math.isfinite(tolerance) and tolerance >= 0):
+        raise ValueError(f"tolerance must be finite and >= 0, got {tolerance}")
+
+
+def parse_manifest(text: str | bytes) -> Manifest:
+    """The manifest that a JSON text holds. ManifestError."""
+    try:
+        value = strict_json(text)
+    except UnicodeDecodeError as error:
+        raise ManifestError(f"is not UTF-8: {error.reason}") from None
+    except ValueError as error:
+        raise ManifestError(f"is not JSON: {error}") from None
+    return manifest_of(value)
+
+
+def manifest_of(value: object) -> Manifest:
+    """The manifest that plain values describe. ManifestError."""
+    try:
+        manifest: Manifest = msgspec.convert(value, Manifest, strict=True)
+        return manifest
+    except msgspec.ValidationError as error:
+        cause, _, field = str(error).partition(" - at `$")
+        raise ManifestError(cause, field.removesuffix("`").removeprefix(".")) from None

@@ -1,0 +1,140 @@
+"""The oracle store: manifests by `oracle_ref`, read from an operator's directory or file, on the service's side only.
+
+    DIR/calc/sum.json            one manifest                 oracle_ref "calc/sum"
+    DIR/easy.jsonl               one manifest a line, each    oracle_ref "easy:add-two"
+                                 with a field "ref"
+    FILE.jsonl                   the same without a prefix    oracle_ref "add-two"
+
+Every manifest is checked when the store is opened; then only its place is kept, since the tests of a data set may be larger than
+memory. A file changed since is refused, never read half old and half new.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollmesh.services.sandbox.oracle.compare import strict_json
+from rollmesh.services.sandbox.oracle.manifest import Manifest, ManifestError, manifest_of
+from rollmesh.shared.errors import ConfigError, UnknownOracle
+from rollmesh.shared.jsonl import LINE_BYTES_MAX, RecordError
+
+MANIFEST_BYTES_MAX = LINE_BYTES_MAX
+_REF_FIELD = "ref"
+_Stamp = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a manifest stands."""
+
+    path: Path
+    stamp: _Stamp
+    offset: int
+    size: int
+    line: int
+    """From 1; 0 for a file that is one manifest."""
+
+
+class OracleStore:
+    """Manifests by reference. Raises ConfigError or RecordError for a place or a manifest that cannot be used."""
+
+    def __init__(self, source: str | Path) -> None:
+        self._source = Path(source)
+        self._places: dict[str, _Place] = {}
+        try:
+            for ref, place in _scan(self._source):
+                if ref in self._places:
+                    raise _wrong(place, f"oracle_ref {ref!r} stands at {_where(self._places[ref])} already", _REF_FIELD)
+                self._places[ref] = place
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read oracles at {source}: {error.strerror}; give a directory or a JSONL file"
+            ) from error
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def manifest(self, oracle_ref: str) -> Manifest:
+        """The manifest of a reference. UnknownOracle."""
+        place = self._places.get(oracle_ref)
+        if place is None:
+            raise UnknownOracle(
+                f"no hidden tests `{oracle_ref[:200]}` here ({len(self)} are known); see `oracles` of the sandbox node",
+                oracle_ref=oracle_ref[:200],
+            )
+        try:
+            if _stamp(place.path) == place.stamp:
+                return _read(place)[1]
+        except OSError:
+            pass
+        raise UnknownOracle(
+            f"hidden tests `{oracle_ref}`: {place.path} has changed since the node started; restart it",
+            oracle_ref=oracle_ref,
+        )
+
+
+def _scan(source: Path) -> Iterator[tuple[str, _Place]]:
+    if not source.is_dir():
+        yield from _lines(source, "")
+        return
+    for path in sorted(source.rglob("*")):
+        ref = path.relative_to(source).with_suffix("").as_posix()
+        if path.suffix == ".jsonl":
+            yield from _lines(path, f"{ref}:")
+        elif path.suffix == ".json":
+            place = _Place(path, _stamp(path), 0, path.stat().st_size, 0)
+            _read(place)
+            yield ref, place
+
+
+def _lines(path: Path, prefix: str) -> Iterator[tuple[str, _Place]]:
+    stamp, offset, line = _stamp(path), 0, 0
+    with path.open("rb") as file:
+        while raw := file.readline(MANIFEST_BYTES_MAX + 1):
+            line += 1
+            if raw.strip():
+                place = _Place(path, stamp, offset, len(raw), line)
+                yield prefix + _decode(raw, place)[0], place
+            offset += len(raw)
+
+
+def _read(place: _Place) -> tuple[str, Manifest]:
+    with place.path.open("rb") as file:
+        file.seek(place.offset)
+        return _decode(file.read(min(place.size, MANIFEST_BYTES_MAX + 1)), place)
+
+
+def _decode(raw: bytes, place: _Place) -> tuple[str, Manifest]:
+    """The reference (of a line) and the manifest. RecordError naming file, line and field."""
+    if len(raw) > MANIFEST_BYTES_MAX:
+        raise _wrong(place, f"is longer than {MANIFEST_BYTES_MAX} bytes")
+    try:
+        value: Any = strict_json(raw)
+    except ValueError as error:
+        raise _wrong(place, f"is not JSON: {error}") from None
+    ref = ""
+    if place.line:
+        ref = value.pop(_REF_FIELD, "") if isinstance(value, dict) else ""
+        if not isinstance(ref, str) or not ref:
+            raise _wrong(place, "must be a string that names the manifest", _REF_FIELD)
+    try:
+        return ref, manifest_of(value)
+    except ManifestError as error:
+        raise _wrong(place, error.cause, error.field) from None
+
+
+def _wrong(place: _Place, cause: str, field: str = "") -> RecordError:
+    return RecordError.at(place.path, place.line or 1, cause, field=field)
+
+
+def _where(place: _Place) -> str:
+    return f"{place.path}:{place.line or 1}"
+
+
+def _stamp(path: Path) -> _Stamp:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_size

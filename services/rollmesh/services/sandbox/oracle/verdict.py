@@ -1,0 +1,99 @@
+"""Verdicts, and what a candidate's end means as one.
+
+A verdict says what the candidate did. What went wrong with a jail or with the node is a `MeshError` of the whole judgement and
+never gets here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+
+MESSAGE_CHARS_MAX = 300
+
+
+class Verdict(Enum):
+    """What one test showed. Values are the numbers of `rollmesh.v1.TestOutcome`."""
+
+    AC = 1
+    """Accepted."""
+    WA = 2
+    """Wrong answer."""
+    RE = 3
+    """Raised, did not load or compile, or ended with a status other than 0."""
+    TLE = 4
+    """Out of wall or CPU time."""
+    MLE = 5
+    """Out of memory."""
+    OLE = 6
+    """Said more than the limit."""
+    PE = 7
+    """The right answer in the wrong white space."""
+
+
+_BY_OUTCOME = {
+    Outcome.TIME: Verdict.TLE,
+    Outcome.MEMORY: Verdict.MLE,
+    Outcome.OUTPUT: Verdict.OLE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedTest:
+    """One test's verdict."""
+
+    name: str
+    verdict: Verdict
+    message: str = ""
+    """One line; never the expected answer."""
+    wall_s: float = 0.0
+    """Seconds the candidate took, by the service's clock: the jail's own is the candidate's to set."""
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The verdicts of the tests that were run, in the manifest's order."""
+
+    verdicts: Sequence[JudgedTest]
+    num_tests: int
+    weight: float
+    """Of all tests of the manifest."""
+
+    @property
+    def num_accepted(self) -> int:
+        """Tests accepted."""
+        return sum(verdict.verdict is Verdict.AC for verdict in self.verdicts)
+
+    @property
+    def accepted_share(self) -> float:
+        """Accepted weight of all weight, 0 to 1; exactly 1 if and only if every test was accepted."""
+        if self.num_accepted == self.num_tests:
+            return 1.0
+        return sum(verdict.weight for verdict in self.verdicts if verdict.verdict is Verdict.AC) / self.weight
+
+
+class Failed(Exception):
+    """The candidate failed a test; caught where the verdict is written down."""
+
+    def __init__(self, verdict: Verdict, message: str) -> None:
+        super().__init__(message)
+        self.verdict = verdict
+        self.message = one_line(message)
+
+
+def failure_of(result: RunResult) -> Failed | None:
+    """What a result that is not OK means; None for one that is."""
+    if result.outcome is Outcome.OK:
+        return None
+    message = f"{result.error_type}: {result.error_message}".strip().removesuffix(":")
+    return Failed(_BY_OUTCOME.get(result.outcome, Verdict.RE), message)
+
+
+def one_line(text: str) -> str:
+    """For people and for protobuf: a candidate's text may hold anything, lone surrogates included."""
+    printable = "".join(char if char.isprintable() else " " for char in text[: 4 * MESSAGE_CHARS_MAX])
+    return " ".join(printable.split())[:MESSAGE_CHARS_MAX]

@@ -1,0 +1,131 @@
+"""Comparing texts and values: what counts as the same, with the given side hostile."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.oracle.compare import TextCompare, compare_text, same_value, strict_json
+from rollmesh.services.sandbox.oracle.verdict import JudgedTest, Report, Verdict, failure_of, one_line
+from rollmesh.v1 import sandbox_pb2
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON)
+def test_value_is_the_same_after_a_trip_through_json(value: Any) -> None:
+    assert same_value(value, strict_json(json.dumps(value)))
+
+
+@given(JSON, JSON)
+def test_same_values_differ_from_python_equality_only_where_booleans_are_numbers(one: Any, other: Any) -> None:
+    if same_value(one, other):
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    ("expected", "given", "same"),
+    [
+        (1, True, False),
+        (0, False, False),
+        (True, True, True),
+        (1, 1.0, True),
+        ("1", 1, False),
+        ([1, 2], [1, 2, 3], False),
+        ([[1], {"a": 0}], [[1], {"a": False}], False),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        (None, 0, False),
+        (None, [], False),
+        (10**400, 1.5, False),
+        (0.3, 0.1 + 0.2, False),
+    ],
+)
+def test_values_compare_strictly(expected: Any, given: Any, same: bool) -> None:
+    assert same_value(expected, given) is same
+
+
+def test_tolerance_is_relative_and_absolute_below_one() -> None:
+    assert same_value(0.3, 0.1 + 0.2, 1e-9)
+    assert same_value(1e9, 1e9 + 1, 1e-6)
+    assert same_value([{"a": 0.0}], [{"a": 1e-7}], 1e-6)
+    assert not same_value(1.0, 1.1, 1e-6)
+    assert not same_value(1.0, 10**400, 1e-6)
+
+
+def test_deep_given_value_is_followed_only_as_far_as_expected() -> None:
+    deep: Any = 1
+    for _ in range(5000):
+        deep = [deep]
+    assert not same_value([1], deep)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected", "given", "verdict"),
+    [
+        ("exact", "a b\nc\n", "a b\nc", "AC"),
+        ("exact", "a b\nc\n", "a b \nc\n\n", "AC"),
+        ("exact", "a b\nc\n", "a  b\nc\n", "PE"),
+        ("exact", "a b\nc\n", "a b c", "PE"),
+        ("exact", "a b", "ab", "WA"),
+        ("exact", "", "\n", "AC"),
+        ("tokens", "a b\nc", "a\nb c", "AC"),
+        ("tokens", "a b", "b a", "WA"),
+        ("numbers", "1.0 x", "1 x", "AC"),
+        ("numbers", "0.333333", "0.3333331", "AC"),
+        ("numbers", "0.333333", "0.34", "WA"),
+        ("numbers", "1", "nan", "WA"),
+        ("numbers", "inf", "inf", "AC"),
+        ("numbers", "1", "inf", "WA"),
+        ("numbers", "1 2", "1", "WA"),
+    ],
+)
+def test_texts_compare_as_the_manifest_says(how: TextCompare, expected: str, given: str, verdict: str) -> None:
+    assert compare_text(expected, given, how, 1e-6).name == verdict
+
+
+@pytest.mark.parametrize("text", ["NaN", "[Infinity]", "[" * 100_000, "9" * 10_000, '{"a":1,"a":1}', "", "{}x"])
+def test_strict_json_refuses_by_value_error(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - its only promise
+        strict_json(text)
+
+
+def test_no_message_carries_what_a_terminal_or_protobuf_chokes_on() -> None:
+    shown = one_line("\x1b[2J\ud800\0" + "x\n" * 1000)
+    sandbox_pb2.TestVerdict(message=shown)
+    assert shown.isprintable()
+    assert len(shown) <= 300
+
+
+def test_every_outcome_but_ok_is_a_failure() -> None:
+    for outcome in Outcome:
+        failed = failure_of(RunResult(outcome=outcome))
+        assert (failed is None) == (outcome is Outcome.OK)
+        assert failed is None or failed.verdict is not Verdict.AC
+
+
+def test_verdicts_have_the_numbers_of_the_contract() -> None:
+    names = {"AC": "ACCEPTED", "WA": "WRONG_ANSWER", "RE": "RUNTIME_ERROR", "TLE": "TIME_LIMIT", "MLE": "MEMORY_LIMIT",
+             "OLE": "OUTPUT_LIMIT", "PE": "PRESENTATION_ERROR"}  # fmt: skip
+    assert {v.name: v.value for v in Verdict} == {
+        ours: sandbox_pb2.TestOutcome.Value(f"TEST_OUTCOME_{theirs}") for ours, theirs in names.items()
+    }
+
+
+def test_share_is_by_weight_and_one_only_if_all_were_accepted() -> None:
+    def report(*verdicts: tuple[Verdict, float], num_tests: int) -> Report:
+        judged = [JudgedTest(name=str(n), verdict=v, weight=w) for n, (v, w) in enumerate(verdicts)]
+        return Report(verdicts=judged, num_tests=num_tests, weight=4.0)
+
+    assert report((Verdict.AC, 3.0), (Verdict.WA, 1.0), num_tests=2).accepted_share == 0.75
+    assert report((Verdict.AC, 3.0), num_tests=2).accepted_share == 0.75
+    assert report((Verdict.AC, 3.0), (Verdict.AC, 1.0), num_tests=2).accepted_share == 1.0
+    assert report((Verdict.PE, 4.0), num_tests=1).accepted_share == 0.0

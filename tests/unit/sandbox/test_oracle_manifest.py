@@ -1,0 +1,130 @@
+"""Manifests and their store: what is accepted, and that errors name file, line and field."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.oracle.hidden_tests import require_hidden
+from rollmesh.services.sandbox.oracle.manifest import (
+    FunctionManifest,
+    ManifestError,
+    StdioManifest,
+    manifest_of,
+    parse_manifest,
+)
+from rollmesh.services.sandbox.oracle.store import OracleStore
+from rollmesh.shared.errors import ConfigError, UnknownOracle
+from rollmesh.shared.jsonl import RecordError
+
+FUNCTION: dict[str, Any] = {"kind": "function", "function": "f", "tests": [{"arguments": [1], "expected": 2}]}
+STDIO: dict[str, Any] = {"kind": "stdio", "tests": [{"stdin": "1", "stdout": "2"}]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "cause"),
+    [
+        ({"kind": "spoken"}, "kind", "spoken"),
+        ({"test": []}, "", "test"),
+        ({"tests": []}, "", "1 to"),
+        ({"tests": [{"arguments": "1", "expected": 2}]}, "tests[0].arguments", "array"),
+        ({"tests": [{"arguments": [1]}]}, "tests[0]", "expected"),
+        ({"tests": [{"arguments": [], "expected": 1, "weight": 0}]}, "", "tests[0].weight"),
+        ({"tests": [{"arguments": [], "expected": 1, "name": "2"}] * 2}, "", "'2' twice"),
+        ({"function": "f()"}, "", "function"),
+        ({"compare": "checker"}, "", "checker"),
+        ({"checker": {"source": "x"}}, "", "checker"),
+        ({"compare": "nearly"}, "compare", "nearly"),
+        ({"limits": {"wall_s": -1}}, "limits", "wall_s"),
+        ({"time_limits_max": 0}, "", "time_limits_max"),
+    ],
+)
+def test_manifest_error_names_the_field(changes: dict[str, Any], field: str, cause: str) -> None:
+    with pytest.raises(ManifestError) as caught:
+        manifest_of({**FUNCTION, **changes})
+    assert caught.value.field == field
+    assert cause in caught.value.cause
+
+
+@pytest.mark.parametrize("text", ["{", '{"kind": "stdio", "kind": "function"}', '{"x": NaN}', "[" * 100_000, b"\xff{}"])
+def test_text_that_is_no_json_is_refused(text: str | bytes) -> None:
+    with pytest.raises(ManifestError, match="is not"):
+        parse_manifest(text)
+
+
+def test_big_numbers_survive() -> None:
+    manifest = parse_manifest(json.dumps({**FUNCTION, "tests": [{"arguments": [10**30], "expected": 10**40}]}))
+    assert isinstance(manifest, FunctionManifest)
+    assert (manifest.tests[0].arguments, manifest.tests[0].expected) == ([10**30], 10**40)
+
+
+def test_store_finds_files_and_lines_by_reference(tmp_path: Path) -> None:
+    (tmp_path / "calc").mkdir()
+    (tmp_path / "calc" / "sum.json").write_text(json.dumps(FUNCTION))
+    (tmp_path / "easy.jsonl").write_text(
+        f"{json.dumps({'ref': 'a', **STDIO})}\n\n{json.dumps({'ref': 'b', **FUNCTION})}\n"
+    )
+    (tmp_path / "notes.md").write_text("not a manifest")
+    store = OracleStore(tmp_path)
+    assert len(store) == 3
+    assert isinstance(store.manifest("calc/sum"), FunctionManifest)
+    assert isinstance(store.manifest("easy:a"), StdioManifest)
+    assert isinstance(store.manifest("easy:b"), FunctionManifest)
+    assert isinstance(OracleStore(tmp_path / "easy.jsonl").manifest("b"), FunctionManifest)
+
+
+@pytest.mark.parametrize("ref", ["", "easy", "../secret", "/etc/passwd", "calc/../calc/sum"])
+def test_store_knows_only_its_references(tmp_path: Path, ref: str) -> None:
+    (tmp_path / "calc.json").write_text(json.dumps(FUNCTION))
+    with pytest.raises(UnknownOracle):
+        OracleStore(tmp_path).manifest(ref)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("{", ":2: is not JSON"),
+        (json.dumps(STDIO), ':2: field "ref"'),
+        (json.dumps({"ref": "a", **STDIO}), ":2: field \"ref\": oracle_ref 'a' stands at "),
+        (json.dumps({"ref": "b", **STDIO, "tests": [{"stdin": 1, "stdout": ""}]}), ':2: field "tests[0].stdin"'),
+    ],
+)
+def test_store_error_names_file_line_and_field(tmp_path: Path, line: str, error: str) -> None:
+    path = tmp_path / "tests.jsonl"
+    path.write_text(f"{json.dumps({'ref': 'a', **STDIO})}\n{line}\n")
+    with pytest.raises(RecordError) as caught:
+        OracleStore(path)
+    assert str(caught.value).startswith(f"{path}{error}")
+
+
+def test_store_refuses_a_file_that_changed(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(FUNCTION))
+    store = OracleStore(tmp_path)
+    path.write_text(json.dumps({**FUNCTION, "function": "other"}))
+    with pytest.raises(UnknownOracle, match="has changed"):
+        store.manifest("a")
+    os.unlink(path)
+    with pytest.raises(UnknownOracle, match="has changed"):
+        store.manifest("a")
+
+
+def test_missing_store_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read oracles"):
+        OracleStore(tmp_path / "none.jsonl")
+
+
+def test_store_within_what_jails_are_shown_is_refused(tmp_path: Path) -> None:
+    profiles = {"python": ProfileConfig(library_paths=(str(tmp_path),))}
+    for oracles in (tmp_path / "oracles", tmp_path, tmp_path.parent):
+        with pytest.raises(ConfigError, match="keep hidden tests apart"):
+            require_hidden(SandboxConfig(profiles=profiles, oracles=str(oracles)))
+    with pytest.raises(ConfigError, match="keep hidden tests apart"):
+        require_hidden(SandboxConfig(oracles=f"{sys.base_prefix}/oracles"))
+    require_hidden(SandboxConfig(oracles=str(tmp_path)))
