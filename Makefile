@@ -10,7 +10,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check protos verify lint-protos sim soak chaos bench clean
+.PHONY: setup demo test check protos verify lint-protos sim soak chaos attack bench clean
 
 setup: $(VENV)/.installed
 
@@ -53,6 +53,9 @@ soak: setup ## slow suites: full demo per seed, 10,000 samples under kills
 
 chaos: setup ## ROUNDS of random kills and pauses of every process of a demo run; a table of what became of them
 	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED) --parallel $(PARALLEL)
+
+attack: setup ## every attack on the sandbox, as root and as an ordinary user; the table of docs/sandbox.md
+	$(BIN)/python -m tests.attack --write docs/sandbox.md
 
 bench: setup ## figures of docs/benchmarks.md
 	$(BIN)/rollmesh bench

@@ -5,7 +5,8 @@ Covered, each attacked by tests/integration/test_sandbox_isolation.py:
   with egress adds one descriptor, connected to the service's proxy: no system call, address or mount comes with it.
 - Host files: the root is a tmpfs with read-only /usr (with /bin, /lib, ...), the interpreter's prefix and the declared library
   paths. /etc/shadow, homes, the repository, /proc, /sys and /run do not exist in it. Nothing in it can be written.
-- Other sessions: own pid, mount, network, ipc and uts namespaces, own tmpfs, own uid (root) or user namespace (ordinary user).
+- Other sessions: own pid, mount, network, ipc and uts namespaces, own process group, own tmpfs, own uid (root) or user namespace
+  (ordinary user).
 - Privileges: a uid that is nobody's, empty capability sets, no_new_privs, a seccomp allow list.
 - Limits: address space, processes, file size, descriptors, CPU time, disk and inodes; the session's memory and process count
   once more by cgroup where one is writable; wall time and output by the interpreter, and wall time again from outside.
@@ -89,6 +90,9 @@ def contain_session(ground: Ground, cell: Cell) -> None:
     """Run by a session's pid 1 before any foreign code. Raises ContainmentError; the caller must then exit."""
     inner = NOBODY if ground.user_namespace else cell.uid
     limits = cell.limits
+    _step(
+        "process group", os.setsid
+    )  # kill(0) knows no pid namespace: a group shared with the zygote is one to kill it by
     _step("cgroups", lambda: _join_cgroups(cell.cgroup_fds))
     _step(
         "namespaces", lambda: namespaces.isolate_session(user=ground.user_namespace, proc=ground.proc_fd, inner=inner)

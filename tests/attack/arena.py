@@ -1,0 +1,233 @@
+"""Where attacks are played: one engine, a neighbour that works all the time, and a fresh session for each attack.
+
+    look at host and neighbour -> open -> attack (the neighbour's calls are timed meanwhile) -> end -> look again
+
+An attack is contained if its reply is the expected one *and* nothing it could have reached has changed: the bait on the host, the
+neighbour's files, processes and signals, our own process, the zygote, and no process of the session is left after its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import textwrap
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmesh.sandbox_runtime.program import Program
+from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed
+from rollmesh.shared.ids import SeededIds
+
+from .attack import Attack, Verdict, mismatch
+from .neighbour import Neighbour
+from .processes import descendants
+from .world import World
+
+LIMITS: dict[str, int | float] = {
+    "call_s": 5.0,
+    "memory_bytes": 96 << 20,
+    "processes_max": 12,
+    "disk_bytes": 4 << 20,
+    "inodes_max": 64,
+    "file_bytes": 2 << 20,
+    "output_bytes": 4000,
+    "flood_bytes": 100_000,
+    "cpu_total_s": 20,
+}
+GRACE_S = 0.5
+_REPLY_BYTES_MAX = 6 * 4 * int(LIMITS["output_bytes"])
+INSIDE = Path(__file__).with_name("inside.py").read_text()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """What became of one attack."""
+
+    name: str
+    verdict: str
+    """What it was, in words of `Verdict`; that of the attack if it was contained."""
+    faults: Sequence[str] = ()
+    """Why it was not contained; empty if it was."""
+
+    @property
+    def contained(self) -> bool:
+        return not self.faults
+
+
+class Scene:
+    """One attacker's session, for attacks that use more verbs than `run`."""
+
+    def __init__(self, engine: JailEngine, world: World, attack: Attack) -> None:
+        self._engine = engine
+        self._world = world
+        self._attack = attack
+        self.result: RunResult | None = None
+        self.lines: list[str] = []
+        self.received: list[str] = []
+        """All that came out of the jail: no secret may be in it."""
+
+    def say(self, line: str) -> None:
+        """A line for `held`."""
+        self.lines.append(line)
+
+    async def run(self, source: str, wall_s: float | None = None) -> RunResult:
+        """Run source in the attacker's session; `result` is that of the last one."""
+        code = with_facts(source, self._world.facts())
+        self.result = await self._engine.run("attacker", Program(code=code), wall_s or self._attack.wall_s)
+        self.received.append(str(self.result))
+        return self.result
+
+    async def call(self, function: str, *arguments: str) -> RunResult:
+        self.result = await self._engine.call("attacker", function, arguments, self._attack.wall_s)
+        self.received.append(str(self.result))
+        return self.result
+
+    async def put(self, path: str, content: bytes = b"put") -> str:
+        """Write a file by the file API; "put" or how it was refused."""
+        try:
+            await self._engine.put_files("attacker", {path: content})
+        except InvalidInput as error:
+            return f"refused: {error}"
+        return "put"
+
+    async def get(self, path: str, bytes_max: int = 1 << 20) -> str:
+        """Read a file by the file API."""
+        try:
+            files = await self._engine.get_files("attacker", [path], bytes_max)
+        except InvalidInput as error:
+            return f"refused: {error}"
+        content = files[path]
+        self.received.append(content.decode(errors="replace"))
+        return f"got {content[:60]!r}"
+
+
+class Arena:
+    """Use `arena()`."""
+
+    def __init__(self, engine: JailEngine, world: World) -> None:
+        self.engine = engine
+        self.world = world
+        self.neighbour = Neighbour(engine, world.token)
+        self._crashes: list[str] = []
+        """What the service's event loop caught since the last attack."""
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self._crashes.append(_told(context)))
+
+    async def play(self, attack: Attack) -> Score:
+        """One attack."""
+        await self.engine.open("attacker", "python", self.engine.limits("python"))
+        before = await self._look()
+        scene = Scene(self.engine, self.world, attack)
+        lost: list[str] = []
+        try:
+            async with self.neighbour.timed(attack.name), asyncio.timeout(60):
+                await self._attack(scene, attack)
+            alive = await self._alive()
+        except SandboxFailed as error:
+            alive, lost = False, [f"the jail was lost: {error}"]
+        finally:
+            await self.engine.end("attacker")
+        faults = [*lost, *_faults(attack, scene, alive=alive), *self._leaks(scene), *await self._harm(before)]
+        return Score(name=attack.name, verdict=_verdict(attack, scene), faults=faults)
+
+    async def _attack(self, scene: Scene, attack: Attack) -> None:
+        if attack.drive is not None:
+            await attack.drive(scene)
+        else:
+            result = await scene.run(attack.source)
+            scene.lines += result.stdout.splitlines()
+
+    async def _alive(self) -> bool:
+        """Whether the attacker's session still answers."""
+        with contextlib.suppress(Exception):  # any refusal at all is a no
+            return (await self.engine.run("attacker", Program(code="6*7"), 2.0)).result == "42"
+        return False
+
+    async def _look(self) -> Mapping[str, object]:
+        return {
+            "host": await asyncio.to_thread(self.world.look),
+            "processes": await asyncio.to_thread(descendants, os.getpid()),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "limits": [resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)],
+            "priority": os.getpriority(os.PRIO_PROCESS, 0),
+            "neighbour": await self.neighbour.state(),
+        }
+
+    async def _harm(self, before: Mapping[str, object]) -> list[str]:
+        """What the attack changed outside its session. The session had begun at the first look and is no more at the second."""
+        try:
+            after = await self._look()
+        except MeshError as error:
+            await self.neighbour.replace()
+            return [f"the neighbour was lost: {error}"]
+        faults = before["host"].changes(after["host"])  # type: ignore[attr-defined]
+        left = after["processes"] - before["processes"]  # type: ignore[operator]
+        if left:
+            faults.append(f"{len(left)} processes were left")
+        for name in ("limits", "priority", "neighbour"):
+            if before[name] != after[name]:
+                faults.append(f"{name}: {before[name]} became {after[name]}")
+        faults += self._crashes
+        self._crashes.clear()
+        if after["descriptors"] > before["descriptors"]:  # type: ignore[operator]
+            faults.append("descriptors were left open in the service")
+        return faults  # type: ignore[no-any-return]
+
+    def _leaks(self, scene: Scene) -> list[str]:
+        everything = "".join(scene.received)
+        secrets = {"host": self.world.secret, "neighbour": self.neighbour.secret}
+        return [f"the {name}'s secret came out" for name, secret in secrets.items() if secret in everything]
+
+
+def _told(context: Mapping[str, object]) -> str:
+    return f"in the service: {context['message']}: {context.get('exception')!r}"
+
+
+def with_facts(source: str, facts: Mapping[str, object]) -> str:
+    """The whole text that an attacker runs."""
+    return f"{INSIDE}\nglobals().update({dict(facts)!r})\n{textwrap.dedent(source)}"
+
+
+def _verdict(attack: Attack, scene: Scene) -> str:
+    if scene.result is None or scene.result.outcome in attack.outcomes:
+        return attack.verdict.value
+    return scene.result.outcome.value
+
+
+def _faults(attack: Attack, scene: Scene, *, alive: bool) -> list[str]:
+    faults = []
+    result = scene.result
+    if result is not None:
+        if result.outcome not in attack.outcomes:
+            told = result.error_type, result.error_message
+            faults.append(f"outcome {result.outcome.value}, not {attack.verdict.value}: {told}")
+        if (size := sum(len(text) for text in scene.received)) > _REPLY_BYTES_MAX * max(1, len(scene.received)):
+            faults.append(f"a reply of {size} characters")
+    if attack.held and (why := mismatch("\n".join(scene.lines), attack.held)):
+        faults.append(why)
+    wanted = {Verdict.ENDED: False, Verdict.REFUSED: True}.get(attack.verdict, attack.alive)
+    if wanted is not None and alive is not wanted:
+        faults.append(f"the session was {'alive' if alive else 'dead'} afterwards")
+    return faults
+
+
+@contextlib.asynccontextmanager
+async def arena(state_dir: Path, world: World) -> AsyncIterator[Arena]:
+    """An engine of our own with its neighbour, ended afterwards."""
+    config = SandboxConfig(profiles={"python": ProfileConfig(limits=LIMITS)}, grace_s=GRACE_S, sessions_max=8)
+    engine = JailEngine(config, state_dir=state_dir, ids=SeededIds(os.getpid()))
+    await engine.start()
+    try:
+        made = Arena(engine, world)
+        await made.neighbour.open()
+        yield made
+    finally:
+        await engine.close()
+
+
+__all__ = ["LIMITS", "Arena", "Outcome", "Scene", "Score", "arena", "with_facts"]

@@ -1,0 +1,111 @@
+"""What an attack is: data. Its source, what it must say when it is held, what it says where nothing holds it, and its verdict.
+
+No attack counts as contained because it was silent. It reports each of its attempts on a line (`probe` in inside.py: the errno or
+what it got) and every line must match `held`; an attack that can't speak because it is killed is known by the outcome instead.
+`free` is what the same source says in a plain process of the host: it proves that the attempt works and the check can fail.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from rollmesh.services.sandbox.engine import Outcome
+
+if TYPE_CHECKING:
+    from .arena import Scene
+
+
+class Verdict(Enum):
+    """How an attack must end."""
+
+    REFUSED = "refused"
+    """Every attempt got an error and the code went on."""
+    HARMLESS = "harmless"
+    """It was let do as it liked, and that reached nobody else."""
+    TIME = "time"
+    MEMORY = "memory"
+    PROCESSES = "processes"
+    OUTPUT = "output"
+    ENDED = "ended"
+    """It lost its own session."""
+
+
+_OUTCOMES = {
+    Verdict.REFUSED: {Outcome.OK},
+    Verdict.HARMLESS: {Outcome.OK, Outcome.ERROR},
+    Verdict.TIME: {Outcome.TIME},
+    Verdict.MEMORY: {Outcome.MEMORY},
+    Verdict.PROCESSES: {Outcome.PROCESSES},
+    Verdict.OUTPUT: {Outcome.OUTPUT},
+    Verdict.ENDED: {Outcome.EXITED},
+}
+
+_WORDS = {
+    "{no}": "(EPERM|EACCES|ENOSYS)",
+    "{absent}": "(ENOENT|ENOTDIR|EACCES|EPERM)",
+    "{readonly}": "(EROFS|EACCES|EPERM)",
+    "{cut off}": "(EPERM|EACCES|ENOSYS|ECONNREFUSED|ENETUNREACH|ENOENT|EAFNOSUPPORT)",
+    "{nobody}": "ESRCH",
+}
+"""Families of errors, so that a wall may be replaced by a better one. Never EINVAL or EFAULT: those come from beyond the wall."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attack:
+    """One attack in one session. `name` is unique and says what is attempted."""
+
+    name: str
+    source: str
+    """Python; finds the names of inside.py and the facts of `World`."""
+    verdict: Verdict
+    held: Sequence[str] = ()
+    """A pattern per line that it prints in the jail, in order. Empty: the outcome alone tells."""
+    free: Sequence[str] = ()
+    """The same for a plain process of root on this host. Empty: too dangerous there, or there is nothing to compare."""
+    drive: Callable[[Scene], Awaitable[None]] | None = None
+    """Instead of running `source` once: uses the session's other verbs, and says what came of it by `scene.say`."""
+    wall_s: float = 2.0
+    """Time given to it."""
+    alive: bool | None = None
+    """Whether the session must be usable, or ended, afterwards; None where either will do."""
+    quick: bool = False
+    """Whether it is one of those that the fast tests run."""
+
+    def __post_init__(self) -> None:
+        if not self.held and self.verdict in (Verdict.REFUSED, Verdict.HARMLESS):
+            raise ValueError(f"{self.name}: an attack that ends by itself must say what came of it")
+
+    @property
+    def outcomes(self) -> set[Outcome]:
+        """What the reply may be."""
+        return _OUTCOMES[self.verdict]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Attacks on one thing."""
+
+    name: str
+    attacks: Sequence[Attack]
+
+
+def mismatch(said: str, patterns: Sequence[str]) -> str:
+    """Why the lines are not those of `patterns`; empty if they are."""
+    lines = said.splitlines()
+    for line, pattern in zip(lines, patterns, strict=False):
+        if re.fullmatch(expand(pattern), line) is None:
+            return f"said {line!r}, not {pattern!r}"
+    if len(lines) != len(patterns):
+        return f"said {len(lines)} lines, not {len(patterns)}: {said[-300:]!r}"
+    return ""
+
+
+def expand(pattern: str) -> str:
+    """The regular expression of a pattern."""
+    for word, expression in _WORDS.items():
+        pattern = pattern.replace(word, expression)
+    return pattern

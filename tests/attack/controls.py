@@ -1,0 +1,85 @@
+"""The same attacks without walls: a plain process of root on this host, bounded from outside, shows that they work there.
+
+Bounded by a cgroup of its own (memory and processes), by time, and by a pid and a mount namespace, so that `kill(-1)` finds nobody
+and what it mounts is gone with it. Files, network, uid and capabilities are the host's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollmesh.sandbox_runtime import cgroups
+from rollmesh.sandbox_runtime.limits import Limits
+
+from .arena import with_facts
+from .attack import Attack, mismatch
+from .world import World
+
+TIME_S = 4.0
+"""After which a control is killed."""
+STILL_RUNNING = "and runs on"
+_LIMITS = Limits(memory_bytes=448 << 20, disk_bytes=64 << 20, processes_max=64)
+
+
+def possible() -> bool:
+    """Controls need root, since most walls are against what root may do."""
+    return os.geteuid() == 0 and shutil.which("unshare") is not None
+
+
+class Controls:
+    """Runs controls one after another. Close it."""
+
+    def __init__(self, world: World, time_s: float = TIME_S) -> None:
+        self._world = world
+        self._time_s = time_s
+        hierarchy = cgroups.detect_here()
+        self._group = hierarchy.make(f"control-{os.getpid()}") if hierarchy is not None else None
+        if self._group is not None:
+            self._group.limit(_LIMITS)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.remove()
+
+    def play(self, attack: Attack) -> str:
+        """Why the attack did not do in the open what `free` says; empty if it did."""
+        if not attack.free:
+            return ""
+        with tempfile.TemporaryDirectory(prefix="rollmesh-control-") as folder:
+            script = Path(folder) / "attack.py"
+            script.write_text(with_facts(attack.source, self._world.facts()))
+            return mismatch(self._said(script, folder), attack.free)
+
+    def _said(self, script: Path, folder: str) -> str:
+        fds = self._group.procs_fds() if self._group is not None else []
+        try:
+            return _run(script, folder, fds, self._time_s)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+
+def _run(script: Path, folder: str, procs_fds: Sequence[int], time_s: float) -> str:
+    join = 'for fd in $0; do echo 0 > /proc/self/fd/$fd; done; exec "$@"'
+    bounded = ["sh", "-c", join, " ".join(map(str, procs_fds)), "unshare", "--pid", "--mount", "--fork", "--kill-child"]
+    with Path(folder, "said").open("w+b") as said:
+        process = subprocess.Popen(
+            [*bounded, sys.executable, "-I", "-S", str(script)], stdin=subprocess.DEVNULL, stdout=said,
+            stderr=subprocess.STDOUT, cwd=folder, pass_fds=procs_fds, start_new_session=True,
+        )  # fmt: skip
+        ending = ""
+        try:
+            process.wait(time_s)
+        except subprocess.TimeoutExpired:
+            ending = STILL_RUNNING + "\n"
+        finally:
+            process.kill()
+            process.wait()
+        said.seek(0)
+        return said.read(100_000).decode(errors="replace") + ending

@@ -1,0 +1,132 @@
+"""The neighbour: a session of somebody else on the same node, which holds a secret, processes and a name, and works all the time.
+
+Its calls are timed one after another, in two kinds: while an attack runs, and quiet ones in between. Both come from the same run,
+so that the machine's own pace cancels out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from rollmesh.sandbox_runtime.program import Program
+from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.shared.errors import MeshError, SandboxFailed
+
+_PAUSE_S = 0.004
+"""Between two timed calls: a model calls again when it has read the answer."""
+_STATE = """
+import os, signal, socket, time
+open("secret", "w").write({secret!r})
+os.chmod("secret", 0o666)
+os.chmod("/session", 0o777)
+signals = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGIO):
+    signal.signal(number, lambda number, frame: signals.append(number))
+child = os.fork()
+if child == 0:
+    for number in range(1, 32):
+        if number not in (9, 19):
+            signal.signal(number, signal.SIG_DFL)
+    time.sleep(3600)
+    os._exit(0)
+mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+mine.bind("\\0neighbour-{token}")
+mine.setblocking(False)
+
+def state():
+    try:
+        heard = mine.recv(100)
+    except BlockingIOError:
+        heard = b""
+    return str([open("secret").read(), sorted(os.listdir("/session")), os.waitpid(child, os.WNOHANG), signals, heard,
+                os.getpriority(os.PRIO_PROCESS, 0), os.getpriority(os.PRIO_PROCESS, child), os.uname().nodename])
+
+def tick():
+    return "tock"
+"""
+
+
+@dataclass(slots=True)
+class Latencies:
+    """Seconds of the neighbour's calls."""
+
+    quiet_s: list[float] = field(default_factory=list)
+    attacked_s: list[float] = field(default_factory=list)
+    worst: dict[str, float] = field(default_factory=dict)
+    """Median while one attack ran, by its name, where it ran long enough for five calls."""
+
+
+class Neighbour:
+    """The session "neighbour" of an engine."""
+
+    def __init__(self, engine: JailEngine, token: str) -> None:
+        self._engine = engine
+        self._token = token
+        self.secret = f"neighbour-{secrets.token_hex(16)}"
+        self.latencies = Latencies()
+
+    async def open(self) -> None:
+        await self._engine.open("neighbour", "python", self._engine.limits("python"))
+        code = _STATE.format(secret=self.secret, token=self._token)
+        result = await self._engine.run("neighbour", Program(code=code), 5.0)
+        assert result.error_message == "", result.traceback
+
+    async def replace(self) -> None:
+        """Another one, after the first was lost to an attack."""
+        await self._engine.end("neighbour")
+        await self.open()
+
+    async def state(self) -> str:
+        """All of it that an attack could change."""
+        return (await self._engine.call("neighbour", "state", [], 5.0)).result
+
+    async def quiet(self, num_calls: int) -> None:
+        """Time calls while nothing else runs."""
+        for _ in range(num_calls):
+            self.latencies.quiet_s.append(await self._tick())
+            await asyncio.sleep(_PAUSE_S)
+
+    @contextlib.asynccontextmanager
+    async def timed(self, name: str) -> AsyncIterator[None]:
+        """Time calls for as long as the block runs."""
+        samples: list[float] = []
+        sampling = asyncio.create_task(self._sample(samples))
+        try:
+            yield
+        finally:
+            sampling.cancel()
+            with contextlib.suppress(asyncio.CancelledError, MeshError):
+                await sampling  # a neighbour that was lost is found by the look afterwards
+            self.latencies.attacked_s += samples
+            if len(samples) >= 5:
+                self.latencies.worst[name] = statistics.median(samples)
+
+    async def _sample(self, samples: list[float]) -> None:
+        """A cancelled call would end the session, so each one is finished."""
+        while True:
+            await asyncio.sleep(_PAUSE_S)
+            call = asyncio.create_task(self._tick())
+            try:
+                samples.append(await asyncio.shield(call))
+            except asyncio.CancelledError:
+                samples.append(await call)
+                raise
+
+    async def _tick(self) -> float:
+        began_s = time.perf_counter()
+        result = await self._engine.call("neighbour", "tick", [], 5.0)
+        if result.result != "tock":
+            raise SandboxFailed(f"the neighbour answered {result}")
+        return time.perf_counter() - began_s
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which that share lies."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,132 @@
+"""A run of the suite: attacks in turn, controls, the neighbour's pace; and the same once more as an ordinary user."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from .arena import Arena, arena
+from .attack import Attack
+from .catalogue import FAMILIES, playable
+from .controls import Controls, possible
+from .neighbour import Latencies, percentile
+from .table import Pace, Report, Row
+from .world import ROOT, World, world
+
+UID = 12345
+"""An ordinary user that no account needs to exist for."""
+_PORTIONS = ("protos", "shared", "services", "trainer", "sandbox_runtime")
+_QUIET_CALLS = 12
+"""Timed before each attack."""
+_USER_RUN_S = 900.0
+
+
+def chosen(words: Sequence[str]) -> list[Attack]:
+    """Attacks whose family or name contains one of the words; all without words."""
+    return [
+        attack
+        for family in FAMILIES
+        for attack in family.attacks
+        if playable(attack) and (not words or any(word in f"{family.name}: {attack.name}" for word in words))
+    ]
+
+
+async def play(attacks: Sequence[Attack], *, controls: bool, told: Callable[[str], None]) -> Report:
+    """All of them in one engine, and their controls after it."""
+    with tempfile.TemporaryDirectory(prefix="rollmesh-arena-") as folder, world() as around:
+        async with arena(Path(folder), around) as ground:
+            rows = [await _play_one(ground, attack, told) for attack in attacks]
+        shown = _play_controls(around, attacks, told) if controls and possible() else {}
+    return Report(
+        user="root" if os.geteuid() == 0 else "an ordinary user",
+        rows=rows,
+        pace=_pace(ground.neighbour.latencies),
+        controls=shown,
+    )
+
+
+async def _play_one(ground: Arena, attack: Attack, told: Callable[[str], None]) -> Row:
+    await ground.neighbour.quiet(_QUIET_CALLS)
+    score = await ground.play(attack)
+    for fault in score.faults:
+        told(f"NOT CONTAINED {score.name}: {fault}")
+    return Row(name=score.name, verdict=score.verdict, faults=list(score.faults))
+
+
+def _play_controls(around: World, attacks: Sequence[Attack], told: Callable[[str], None]) -> dict[str, str]:
+    shown = {}
+    controls = Controls(around)
+    try:
+        for attack in attacks:
+            if attack.free:
+                shown[attack.name] = why = controls.play(attack)
+                if why:
+                    told(f"control of {attack.name}: {why}")
+    finally:
+        controls.close()
+    return shown
+
+
+def _pace(measured: Latencies) -> Pace:
+    worst = max(measured.worst, key=lambda name: measured.worst[name], default="")
+    quiet, attacked = measured.quiet_s, measured.attacked_s
+    return Pace(
+        quiet_calls=len(quiet),
+        quiet_p50_ms=percentile(quiet, 0.5) * 1e3,
+        quiet_p99_ms=percentile(quiet, 0.99) * 1e3,
+        attacked_calls=len(attacked),
+        attacked_p50_ms=percentile(attacked, 0.5) * 1e3 if attacked else 0.0,
+        attacked_p99_ms=percentile(attacked, 0.99) * 1e3 if attacked else 0.0,
+        worst=worst,
+        worst_p50_ms=measured.worst.get(worst, 0.0) * 1e3,
+    )
+
+
+def save(report: Report, path: Path) -> None:
+    """For another process to read."""
+    path.write_bytes(msgspec.json.encode(report))
+
+
+def can_step_down() -> bool:
+    """Whether a second run as an ordinary user is possible from here."""
+    return os.geteuid() == 0 and shutil.which("setpriv") is not None and readable_python() is not None
+
+
+def readable_python() -> str | None:
+    """An interpreter of our minor version that any user can execute; root's own may lie in a closed home."""
+    name = f"python3.{sys.version_info.minor}"
+    for candidate in (f"/usr/bin/{name}", f"/usr/local/bin/{name}", sys.executable):
+        path = Path(candidate).resolve()
+        if path.exists() and all(folder.stat().st_mode & 0o001 for folder in path.parents):
+            return candidate
+    return None
+
+
+def play_as_ordinary_user(words: Sequence[str]) -> Report:
+    """The same suite in a process of `UID`: the jail then stands on user namespaces instead of on root."""
+    python = readable_python()
+    assert python is not None
+    folder = Path(tempfile.mkdtemp(prefix="rollmesh-attack-user-"))
+    os.chown(folder, UID, UID)
+    report = folder / "report.json"
+    only = ["--only", *words] if words else []
+    paths = [str(ROOT / portion) for portion in _PORTIONS] + site.getsitepackages()
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
+    step_down = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
+    command = [*step_down, python, "-m", "tests.attack", "--json", str(report), *only]
+    try:
+        subprocess.run(command, env=environment, cwd=ROOT, timeout=_USER_RUN_S, check=True)
+        return msgspec.json.decode(report.read_bytes(), type=Report)
+    finally:
+        shutil.rmtree(folder)
+
+
+__all__ = ["can_step_down", "chosen", "play", "play_as_ordinary_user", "save"]

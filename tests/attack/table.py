@@ -1,0 +1,128 @@
+"""The score table: results as rows of Markdown, written between two markers of docs/sandbox.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from .catalogue import FAMILIES
+from .world import ROOT
+
+DOCS = ROOT / "docs" / "sandbox.md"
+BEGIN, END = "<!-- attacks: written by `make attack` -->", "<!-- end of attacks -->"
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one attack in one run."""
+
+    name: str
+    verdict: str
+    faults: list[str]
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """The neighbour's calls, milliseconds."""
+
+    quiet_calls: int
+    quiet_p50_ms: float
+    quiet_p99_ms: float
+    attacked_calls: int
+    attacked_p50_ms: float
+    attacked_p99_ms: float
+    worst: str
+    """The attack with the highest median, and that median."""
+    worst_p50_ms: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of the suite as one kind of user."""
+
+    user: str
+    rows: list[Row]
+    pace: Pace
+    controls: dict[str, str]
+    """By attack: why its control did not show that it works in the open; empty if it did. Only those that have one."""
+
+    @property
+    def num_contained(self) -> int:
+        return sum(not row.faults for row in self.rows)
+
+
+def to_markdown(reports: Sequence[Report]) -> str:
+    """The paragraph, the pace table and the attack table."""
+    return "\n".join([_summary(reports), "", _pace(reports), "", _attacks(reports)])
+
+
+def _summary(reports: Sequence[Report]) -> str:
+    lines = [f"As {report.user}: {len(report.rows)} attacks, {report.num_contained} contained." for report in reports]
+    shown = [why for report in reports for why in report.controls.values()]
+    if shown:
+        lines.append(f"{shown.count('')} of {len(shown)} controls did in a plain process what the jail refused.")
+    return " ".join(lines)
+
+
+def _pace(reports: Sequence[Report]) -> str:
+    lines = [
+        "| neighbour's calls | quiet p50, p99 (ms) | under attack p50, p99 (ms) | p50 ratio | highest p50 of one attack (ms) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for report in reports:
+        pace = report.pace
+        lines.append(
+            f"| {report.user} | {pace.quiet_p50_ms:.2f}, {pace.quiet_p99_ms:.2f} ({pace.quiet_calls} calls) "
+            f"| {pace.attacked_p50_ms:.2f}, {pace.attacked_p99_ms:.2f} ({pace.attacked_calls} calls) "
+            f"| {pace.attacked_p50_ms / pace.quiet_p50_ms:.2f} | {pace.worst_p50_ms:.2f}: {pace.worst} |"
+        )
+    return "\n".join(lines)
+
+
+def _attacks(reports: Sequence[Report]) -> str:
+    by_user = [{row.name: row for row in report.rows} for report in reports]
+    controls = {name: why for report in reports for name, why in report.controls.items()}
+    users = " | ".join(f"as {report.user}" for report in reports)
+    lines = [
+        f"| family | attack | expected | {users} | without walls |",
+        f"| --- | --- | --- |{' --- |' * len(reports)} --- |",
+    ]
+    for family in FAMILIES:
+        for attack in family.attacks:
+            cells = " | ".join(_cell(rows.get(attack.name)) for rows in by_user)
+            lines.append(
+                f"| {family.name} | {attack.name} | {attack.verdict.value} | {cells} | {_control(controls, attack.name)} |"
+            )
+    return "\n".join(lines)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "not played"
+    return f"{row.verdict}" if not row.faults else f"**NOT CONTAINED**: {'; '.join(row.faults)}"
+
+
+def _control(controls: Mapping[str, str], name: str) -> str:
+    if name not in controls:
+        return ""
+    return "succeeds" if not controls[name] else "not shown"
+
+
+def replace_between_markers(text: str, table: str) -> str:
+    """The document with its table replaced. Raises ValueError if the markers are gone."""
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{DOCS} lacks the markers {BEGIN} and {END}")
+    head, rest = text.split(BEGIN, 1)
+    return f"{head}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
+
+
+def write(reports: Sequence[Report], path: Path) -> None:
+    """Put the table into the document at `path`."""
+    path.write_text(replace_between_markers(path.read_text(), to_markdown(reports)))
+
+
+def names_in(text: str) -> list[str]:
+    """The attacks that a document's table names, in order."""
+    table = text.split(BEGIN, 1)[1].split(END, 1)[0]
+    families = {family.name for family in FAMILIES}
+    cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    return [row[2] for row in cells if len(row) > 3 and row[1] in families]
