@@ -113,7 +113,7 @@ class Arena:
     def __init__(self, engine: JailEngine, world: World) -> None:
         self.engine = engine
         self.world = world
-        self.neighbour = Neighbour(engine, world.token)
+        self.neighbour = Neighbour(engine)
         self._crashes: list[str] = []
         """What the service's event loop caught since the last attack."""
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self._crashes.append(_told(context)))

@@ -1,4 +1,4 @@
-"""The neighbour: a session of somebody else on the same node, which holds a secret, processes and a name, and works all the time.
+"""The neighbour: a session of somebody else on the same node, which holds a secret and processes, and works all the time.
 
 Its calls are timed one after another, in two kinds: while an attack runs, and quiet ones in between. Both come from the same run,
 so that the machine's own pace cancels out.
@@ -21,7 +21,7 @@ from rollmesh.shared.errors import MeshError, SandboxFailed
 _PAUSE_S = 0.004
 """Between two timed calls: a model calls again when it has read the answer."""
 _STATE = """
-import os, signal, socket, time
+import os, signal, time
 open("secret", "w").write({secret!r})
 os.chmod("secret", 0o666)
 os.chmod("/session", 0o777)
@@ -35,16 +35,9 @@ if child == 0:
             signal.signal(number, signal.SIG_DFL)
     time.sleep(3600)
     os._exit(0)
-mine, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-mine.bind("\\0neighbour-{token}")
-mine.setblocking(False)
 
 def state():
-    try:
-        heard = mine.recv(100)
-    except BlockingIOError:
-        heard = b""
-    return str([open("secret").read(), sorted(os.listdir("/session")), os.waitpid(child, os.WNOHANG), signals, heard,
+    return str([open("secret").read(), sorted(os.listdir("/session")), os.waitpid(child, os.WNOHANG), signals,
                 os.getpriority(os.PRIO_PROCESS, 0), os.getpriority(os.PRIO_PROCESS, child), os.uname().nodename])
 
 def tick():
@@ -65,15 +58,14 @@ class Latencies:
 class Neighbour:
     """The session "neighbour" of an engine."""
 
-    def __init__(self, engine: JailEngine, token: str) -> None:
+    def __init__(self, engine: JailEngine) -> None:
         self._engine = engine
-        self._token = token
         self.secret = f"neighbour-{secrets.token_hex(16)}"
         self.latencies = Latencies()
 
     async def open(self) -> None:
         await self._engine.open("neighbour", "python", self._engine.limits("python"))
-        code = _STATE.format(secret=self.secret, token=self._token)
+        code = _STATE.format(secret=self.secret)
         result = await self._engine.run("neighbour", Program(code=code), 5.0)
         assert result.error_message == "", result.traceback
 

@@ -31,17 +31,17 @@ ATTACKS = (
     _socket("a Unix socket at a path", "socket.AF_UNIX", "1", "s.connect(UNIX_PATH)", "got None"),
     _socket("an abstract Unix socket", "socket.AF_UNIX", "1", "s.connect(ABSTRACT_STREAM)", "got None"),
     Attack(
-        name="abstract addresses from an allowed socketpair", verdict=REFUSED, quick=True,
-        source="a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
-        "probe('send', lambda: a.sendto(b'out', ABSTRACT_DATAGRAM))",
+        name="abstract addresses from a datagram socketpair", verdict=REFUSED, quick=True,
+        source="def send():\n    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
+        "    return a.sendto(b'out', ABSTRACT_DATAGRAM)\nprobe('send', send)",
         held=["send {cut off}"], free=["send got 3"],
     ),
     Attack(
-        name="a neighbour's abstract address", verdict=REFUSED, quick=True,
-        source="a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\n"
-        "probe('send', lambda: a.sendto(b'out', '\\0neighbour-' + TOKEN))\n"
-        "probe('take', lambda: a.bind('\\0neighbour-' + TOKEN))",
-        held=["send {cut off}", "take got None"],
+        name="the session's own socket sends to an abstract address", verdict=REFUSED, quick=True,
+        source="mine = socket.socket(fileno=os.dup(3))\n"
+        "probe('send', lambda: mine.sendto(b'out', ABSTRACT_DATAGRAM))\n"
+        "probe('pair', lambda: socket.socketpair()[0].sendto(b'out', ABSTRACT_DATAGRAM))",
+        held=["send (EISCONN|{cut off})", "pair (EISCONN|{cut off})"],
     ),
     Attack(
         name="the session's own socket turned elsewhere", verdict=REFUSED,
