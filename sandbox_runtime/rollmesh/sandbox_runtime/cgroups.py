@@ -17,6 +17,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 PREFIX = "rollmesh-sandbox-"
 """Names of our groups begin so: what leftovers are known by."""
 
+_EVENTS_BYTES = 4096
 _MEMORY, _PIDS = "memory", "pids"
 _FILES = {
     1: {_MEMORY: ("memory.limit_in_bytes",), _PIDS: ("pids.max",)},
@@ -35,7 +36,7 @@ class Group:
     def procs_fds(self) -> list[int]:
         """Open `cgroup.procs` files to pass to a session; the caller closes them. In version 2 all controllers share one."""
         distinct = dict.fromkeys(self.directories.values())
-        return [os.open(path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for path in distinct]
+        return [os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for path in distinct]
 
     def limit(self, limits: Limits) -> None:
         """Write the limits, unless they stand already."""
@@ -52,8 +53,14 @@ class Group:
         path = self.directories.get(_MEMORY)
         if path is None:
             return 0
-        text = (path / ("memory.oom_control" if self.version == 1 else "memory.events")).read_text()
-        return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
+        fd = os.open(
+            f"{path}/{'memory.oom_control' if self.version == 1 else 'memory.events'}", os.O_RDONLY | os.O_CLOEXEC
+        )
+        try:
+            text = os.read(fd, _EVENTS_BYTES)
+        finally:
+            os.close(fd)
+        return int(text.partition(b"oom_kill ")[2].partition(b"\n")[0] or 0)
 
     def remove(self) -> None:
         """Delete the directories; a group that still holds processes stays, for the reaper of the next start."""

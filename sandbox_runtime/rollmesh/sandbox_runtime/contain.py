@@ -53,7 +53,7 @@ class Ground:
     user_namespace: bool
     pid_namespace_fd: int
     proc_fd: int
-    """A /proc directory for writing id maps; -1 without user namespaces. Never seen by a session's code."""
+    """A /proc directory, for id maps and handles of namespaces: the jail's root has none. Never seen by a session's code."""
     filter: bytes
     """For `seccomp`."""
 
@@ -73,11 +73,10 @@ class Cell:
 
 def contain_zygote(*, user_namespace: bool, read_only: Sequence[str], seccomp_filter: bytes) -> Ground:
     """Lock up the zygote itself: it keeps the privileges to make jails and loses sight of everything else."""
-    with_proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if user_namespace else -1
     ground = Ground(
         user_namespace=user_namespace,
         pid_namespace_fd=os.open("/proc/thread-self/ns/pid", os.O_RDONLY | os.O_CLOEXEC),
-        proc_fd=with_proc,
+        proc_fd=os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC),
         filter=seccomp_filter,
     )
     _step("root", lambda: mounts.build_root((*read_only, os.path.realpath(sys.base_prefix), sys.base_prefix)))

@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 """The whole environment of zygote and sessions."""
+AT_START = {"LD_BIND_NOW": "1"}
+"""Besides, for the launcher alone: shared libraries are linked at once, not by every session again on first use."""
 
 
 def command(python: str, control_fd: int, profile: Mapping[str, Any], seccomp_filter: bytes) -> list[str]:
@@ -48,6 +50,8 @@ def main() -> None:
     if os.getppid() != setup["parent"]:
         raise SystemExit("the service ended before its launcher began")
     del sys.argv[1:]
+    for name in AT_START:
+        os.environ.pop(name, None)
     control = socket.socket(fileno=setup["control_fd"])
     user_namespace = os.geteuid() != 0
     namespaces.isolate_children(user=user_namespace, outer_uid=os.geteuid(), outer_gid=os.getegid())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,4 +42,4 @@ class Limits:
 
     def as_dict(self) -> dict[str, float]:
         """Plain numbers, for a JSON frame."""
-        return asdict(self)
+        return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -1,7 +1,7 @@
 """Namespaces: which ones a zygote and a session get, and how a session becomes pid 1 of its own.
 
-Network isolation is the empty network namespace: not even loopback is up, and abstract Unix sockets of the host or of
-another session are not reachable. The pid namespace is also the kill switch: when its pid 1 dies the kernel kills
+Network isolation is an empty network namespace for each live session: not even loopback is up, and abstract Unix sockets of the
+host or of another session are not reachable. The pid namespace is also the kill switch: when its pid 1 dies the kernel kills
 every process in it, setsid'ed ones and nested namespaces too.
 """
 
@@ -21,6 +21,8 @@ CLONE_NEWNET = 0x40000000
 
 APART = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
 """What every session has for itself beside its pid namespace."""
+_MADE_BY_SESSION = APART & ~CLONE_NEWNET
+"""The network namespace it begins in is its own already, see `Networks`."""
 
 
 def isolate_children(*, user: bool, outer_uid: int, outer_gid: int) -> None:
@@ -49,6 +51,30 @@ def fork_as_init(own_pid_namespace: int) -> int:
     return pid
 
 
+class Networks:
+    """An empty network namespace per place, entered before the fork of a session and used again by the next session of that place.
+
+    Making and clearing away one costs more than all other namespaces together. Nothing is handed on: sessions of a place never
+    overlap, sockets end with their processes, and a session has no privilege over the namespace, whose owner is the zygote.
+    """
+
+    def __init__(self, proc: int) -> None:
+        self._proc = proc
+        self._by_place: dict[int, int] = {}
+        self._present = -1
+
+    def enter(self, place: int) -> None:
+        """This process, and so what it forks next, is in the place's namespace. Raises OSError."""
+        if place == self._present:
+            return
+        if (fd := self._by_place.get(place)) is not None:
+            syscalls.setns(fd, CLONE_NEWNET)
+        else:
+            syscalls.unshare(CLONE_NEWNET)
+            self._by_place[place] = os.open("thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
+        self._present = place
+
+
 def _return_to(own_pid_namespace: int) -> None:
     """Without this every later fork would land in the wrong namespace: a zygote that can't must end, with all sessions."""
     try:
@@ -62,7 +88,7 @@ def isolate_session(*, user: bool, proc: int, inner: int) -> None:
 
     `proc` is a descriptor of a /proc directory: the jail's root has none, and the maps are written through it.
     """
-    syscalls.unshare(APART | (CLONE_NEWUSER if user else 0))
+    syscalls.unshare(_MADE_BY_SESSION | (CLONE_NEWUSER if user else 0))
     if user:
         write_id_maps(proc, inner=inner, outer_uid=0, outer_gid=0)
 

@@ -20,6 +20,10 @@ class _Data(ctypes.Structure):
     _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
 
 
+_Sets = _Data * 2
+"""Made once: a new ctypes type in every session would cost more than the call."""
+
+
 def die_with_parent() -> None:
     """SIGKILL for this process when its parent's thread ends. Cleared by a change of uid: call it after one."""
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
@@ -47,7 +51,7 @@ def drop_capabilities() -> None:
     """Empty the ambient, effective, permitted and inheritable sets."""
     syscalls.prctl(syscalls.PR_CAP_AMBIENT, syscalls.PR_CAP_AMBIENT_CLEAR_ALL, "clear ambient capabilities")
     header = _Header(version=_CAPABILITY_VERSION_3, pid=0)
-    syscalls.call("capset", ctypes.byref(header), ctypes.byref((_Data * 2)()))
+    syscalls.call("capset", ctypes.byref(header), ctypes.byref(_Sets()))
 
 
 def no_new_privileges() -> None:

@@ -4,8 +4,8 @@ It holds no secret, no environment and no descriptor but its control socket and 
 everything. It is pid 1 of its own pid namespace, so that its death, however it comes, ends every session. It speaks packets
 with the service:
 
-  in   open {id, uid, limits, egress} with descriptors [session socket, cgroup.procs ..., egress port if egress is 1]; kill {id}
-  out  ready; fatal {reason}; opened {id}; failed {id, reason}; ended {id, status, cpu_s, rss_bytes}
+  in   open {id, place, uid, limits, egress} with descriptors [session socket, cgroup.procs ..., egress port if egress is 1]; kill {id}
+  out  ready; fatal {reason}; failed {id, reason}; ended {id, status, cpu_s, rss_bytes}
 
 `ended` is sent when the kernel has reaped the whole pid namespace: nothing of the session is left by then.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges, state
+from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges, rehearsal, state
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.session import serve_session
 
@@ -44,6 +44,7 @@ class Zygote:
         self._control = control
         self._ground = ground
         self._namespace = namespace
+        self._networks = namespaces.Networks(ground.proc_fd)
         self._poll = select.poll()
         self._pids: dict[str, int] = {}
         self._by_pidfd: dict[int, str] = {}
@@ -78,10 +79,11 @@ class Zygote:
             egress_fd=next(iter(ports), -1),
         )
         try:
+            self._networks.enter(packet["place"])
             pid = namespaces.fork_as_init(self._ground.pid_namespace_fd)
         except OSError as error:
             _close_all(fds)
-            self._send({"event": "failed", "id": packet["id"], "reason": f"fork: {error}"})
+            self._send({"event": "failed", "id": packet["id"], "reason": f"network or fork: {error}"})
             return
         if pid == 0:
             self._control.detach()  # its number is reused in the session; a late finaliser must not close that
@@ -94,7 +96,6 @@ class Zygote:
         self._pids[session_id] = pid
         self._by_pidfd[pidfd] = session_id
         self._poll.register(pidfd, select.POLLIN)
-        self._send({"event": "opened", "id": session_id})
 
     def _reap(self, pidfd: int) -> None:
         session_id = self._by_pidfd.pop(pidfd)
@@ -172,6 +173,7 @@ def _warm_up(profile: Profile) -> dict[str, Any]:
         exec(compile(profile.prelude, "<prelude>", "exec"), namespace)  # noqa: S102 - the operator's own code
     if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"the preloaded modules started {num_threads - 1} threads; a fork would lose them")
+    rehearsal.rehearse(namespace)
     return namespace
 
 

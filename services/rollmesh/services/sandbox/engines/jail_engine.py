@@ -177,7 +177,7 @@ class JailEngine:
             if place.group is not None:
                 place.group.limit(limits)
                 procs_fds = place.group.procs_fds()
-            ended = zygote.open(session_id, place.uid, limits, (theirs.fileno(), *procs_fds), egress_fds)
+            ended = zygote.open(session_id, place, limits, (theirs.fileno(), *procs_fds), egress_fds)
         except OSError as error:
             ours.close()
             raise SandboxFailed(f"cannot set the session's cgroup: {error}") from error

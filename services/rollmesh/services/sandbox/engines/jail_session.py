@@ -20,8 +20,8 @@ from rollmesh.sandbox_runtime import framing, records
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.snapshot import NUM_SECTIONS
 from rollmesh.services.sandbox.engine import SavePiece
+from rollmesh.services.sandbox.engines.wire import Wire
 
-_PIECE_BYTES = 1 << 16
 _OVERHEAD_BYTES = 1 << 16
 
 
@@ -61,13 +61,20 @@ class ProtocolBroken(Exception):
 
 
 _decoder = msgspec.json.Decoder(Reply)
+_encoder = msgspec.json.Encoder()
+
+
+def _frame(message: dict[str, Any]) -> bytes:
+    """As `framing.encode`, faster."""
+    body = _encoder.encode(message)
+    return framing.LENGTH.pack(len(body)) + body
 
 
 class JailSession:
     """The service's end of one session's socket. One request at a time."""
 
     def __init__(self, connection: socket.socket, limits: Limits, files_bytes_max: int) -> None:
-        self._socket = connection
+        self._wire = Wire(connection)
         self._busy = False
         self._closed = False
         # JSON escapes a character in at most 12 bytes; there are six texts of at most output_bytes characters each.
@@ -83,21 +90,21 @@ class JailSession:
         """Send a request, return its reply. Raises TimeoutError, SessionGone, ProtocolBroken."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
-                await self._send(framing.encode(message))
+                await self._send(_frame(message))
                 return await self._read()
 
     async def save(self, bytes_max: int, save: SavePiece, timeout_s: float) -> Reply:
         """Request a snapshot, hand its records to `save`, return the reply. Raises as `request`, and what `save` raises."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
-                await self._send(framing.encode({"verb": "snapshot", "bytes_max": bytes_max}))
+                await self._send(_frame({"verb": "snapshot", "bytes_max": bytes_max}))
                 return await self._read(await self._records(bytes_max, save))
 
     async def restore(self, snapshot: AsyncIterator[bytes], timeout_s: float) -> Reply:
         """Send a snapshot into a fresh session. Raises as `request`, and what `snapshot` raises."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
-                await self._send(framing.encode({"verb": "restore"}))
+                await self._send(_frame({"verb": "restore"}))
                 async for piece in snapshot:
                     await self._send(piece)
                 return await self._read()
@@ -110,9 +117,9 @@ class JailSession:
         """
         self._closed = True
         if self._busy:
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._wire.shutdown()
         else:
-            self._socket.close()
+            self._wire.close()
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -125,11 +132,11 @@ class JailSession:
         finally:
             self._busy = False
             if self._closed:
-                self._socket.close()
+                self._wire.close()
 
     async def _send(self, data: bytes) -> None:
         try:
-            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+            await self._wire.send(data)
         except OSError as error:
             raise SessionGone(str(error)) from error
 
@@ -166,10 +173,9 @@ class JailSession:
 
     async def _piece(self, num_bytes: int, data: bytearray) -> bytearray:
         """Read on until `data` has that many bytes. Nothing follows a reply, so more than asked for is never lost silently."""
-        loop = asyncio.get_running_loop()
         while len(data) < num_bytes:
             try:
-                piece = await loop.sock_recv(self._socket, _PIECE_BYTES)
+                piece = await self._wire.receive()
             except OSError as error:
                 raise SessionGone(str(error)) from error
             if not piece:

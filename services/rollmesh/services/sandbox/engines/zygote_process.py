@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from rollmesh.sandbox_runtime import framing, launcher
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.engines.places import Place
 from rollmesh.shared.errors import SandboxFailed
 
 _END_S = 5.0
@@ -84,11 +85,14 @@ class ZygoteProcess:
         return self._process.pid
 
     def open(
-        self, session_id: str, uid: int, limits: Limits, fds: Sequence[int], egress_fds: Sequence[int] = ()
+        self, session_id: str, place: Place, limits: Limits, fds: Sequence[int], egress_fds: Sequence[int] = ()
     ) -> asyncio.Future[Ended]:
         """Ask for a session around `fds` = [its socket, cgroup.procs ...] and its egress port, if it has one; the future ends
         with the session."""
-        packet = {"op": "open", "id": session_id, "uid": uid, "limits": limits.as_dict(), "egress": len(egress_fds)}
+        packet = {
+            "op": "open", "id": session_id, "place": place.index, "uid": place.uid, "limits": limits.as_dict(),
+            "egress": len(egress_fds),
+        }  # fmt: skip
         try:
             framing.send_packet(self._control, packet, (*fds, *egress_fds))
         except OSError as error:
@@ -179,7 +183,7 @@ def _execute(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,
-        env=launcher.ENVIRONMENT,
+        env=launcher.ENVIRONMENT | launcher.AT_START,
         pass_fds=[control_fd],
         cwd="/",
         start_new_session=True,  # a Ctrl-C at the terminal is the service's to handle
