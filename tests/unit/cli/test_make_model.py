@@ -11,7 +11,8 @@ import torch
 from rollmesh.services.cli.config import MadeModelConfig
 from rollmesh.services.cli.make_model import _Demonstrator, make_model
 from rollmesh.services.cli.model_process import ModelNotMade, WarmStep, make_in_process
-from rollmesh.services.data.calc_source import CalcConfig, calc_pool
+from rollmesh.services.data.calc_source import CalcConfig
+from rollmesh.services.data.generated import generated_pool
 from rollmesh.services.data.task import Split, split_of
 from rollmesh.trainer.model_files import load_model, load_tokenizer
 from rollmesh.trainer.tokenizer import END, build_tokenizer
@@ -49,7 +50,7 @@ def test_demonstrations_come_from_the_train_range_and_validation_from_its_own() 
         question = text.split("<|user|>")[1].split("<|end|>")[0]
         assert split_of(question, **shares) is Split.TRAIN
     held_out = [tokenizer.decode(demo.token_ids) for demo in maker.validation()]
-    pool = calc_pool(TASKS, Split.VALIDATION)
+    pool = generated_pool(TASKS, Split.VALIDATION)
     assert [f"<|user|>{pool.task(n).messages[0].content}<|end|>" in text for n, text in enumerate(held_out)] == [
         True
     ] * 8

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from rollmesh.services.cli.__main__ import app
 from rollmesh.services.cli.score import ScoreReport, score_file
-from rollmesh.services.data.calc_source import CalcConfig, calc_pool
+from rollmesh.services.data.calc_source import CalcConfig
+from rollmesh.services.data.generated import generated_pool
 from rollmesh.services.data.task import Split
 from rollmesh.services.reward.oracles import CalcOracle
 from rollmesh.shared.jsonl import RecordError
@@ -59,7 +60,7 @@ SAMPLE = {
 
 
 def test_answers_are_scored_against_the_configurations_tasks_and_blank_lines_keep_their_numbers(config: Path) -> None:
-    task = calc_pool(CalcConfig(num_train=4, num_test=4, num_validation=2), Split.TEST).task(0)
+    task = generated_pool(CalcConfig(num_train=4, num_test=4, num_validation=2), Split.TEST).task(0)
     right = CalcOracle().resolve(task.messages[0].content).answers[0]
     answers = (
         {"task": task.task_id, "response": f"<answer>{right}</answer>"},

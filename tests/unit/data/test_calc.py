@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.services.data.calc import demonstration, make_expression
-from rollmesh.services.data.calc_source import CalcConfig, calc_pool
+from rollmesh.services.data.calc_source import CalcConfig
+from rollmesh.services.data.generated import generated_pool
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.task import Split, split_of
 from rollmesh.shared.errors import ConfigError
@@ -46,23 +47,23 @@ def test_demonstration_refuses_what_is_not_an_expression_of_this_task(text: str)
 
 
 def test_pool_is_the_same_in_every_process_and_longer_pools_extend_it() -> None:
-    pool = calc_pool(SMALL, Split.TRAIN)
-    assert pool.digest == calc_pool(SMALL, Split.TRAIN).digest
+    pool = generated_pool(SMALL, Split.TRAIN)
+    assert pool.digest == generated_pool(SMALL, Split.TRAIN).digest
     longer = CalcConfig(num_train=400, num_validation=60, num_test=60)
-    assert prompts(calc_pool(longer, Split.TRAIN))[:300] == prompts(pool)
+    assert prompts(generated_pool(longer, Split.TRAIN))[:300] == prompts(pool)
     assert prompts(pool)[:3] == ["39-33", "54-62-60", "76*32-71-53"]
 
 
 def test_another_seed_gives_other_tasks() -> None:
     other = CalcConfig(seed=1, num_train=300, num_validation=60, num_test=60)
-    assert calc_pool(SMALL, Split.TRAIN).digest != calc_pool(other, Split.TRAIN).digest
+    assert generated_pool(SMALL, Split.TRAIN).digest != generated_pool(other, Split.TRAIN).digest
 
 
 def test_splits_are_disjoint_whatever_the_seeds() -> None:
     found: dict[Split, set[str]] = {split: set() for split in Split}
     for seed in range(3):
         for split in Split:
-            found[split] |= set(prompts(calc_pool(CalcConfig(seed=seed, num_train=400), split)))
+            found[split] |= set(prompts(generated_pool(CalcConfig(seed=seed, num_train=400), split)))
     assert not found[Split.TRAIN] & found[Split.TEST]
     assert not found[Split.TRAIN] & found[Split.VALIDATION]
     assert not found[Split.VALIDATION] & found[Split.TEST]
@@ -76,7 +77,7 @@ def test_split_ranges_have_the_configured_shares() -> None:
 
 
 def test_tasks_of_a_split_are_distinct_and_have_their_level() -> None:
-    pool = calc_pool(SMALL, Split.TRAIN)
+    pool = generated_pool(SMALL, Split.TRAIN)
     texts = prompts(pool)
     assert len(set(texts)) == len(texts) == 300
     for position, text in enumerate(texts):
@@ -88,14 +89,14 @@ def test_tasks_of_a_split_are_distinct_and_have_their_level() -> None:
 
 def test_levels_come_in_the_configured_shares() -> None:
     config = CalcConfig(level_max=3, level_weights=(0.5, 0.25, 0.25), num_train=100, num_validation=0, num_test=0)
-    pool = calc_pool(config, Split.TRAIN)
+    pool = generated_pool(config, Split.TRAIN)
     assert Counter(pool.label(i, "level") for i in range(100)) == {"1": 50, "2": 25, "3": 25}
 
 
 def test_a_level_with_too_few_expressions_is_refused_with_the_remedy() -> None:
     config = CalcConfig(level_max=1, num_train=100_000)
-    with pytest.raises(ConfigError, match="level 1 has no further expression.*lower num_train"):
-        calc_pool(config, Split.TRAIN)
+    with pytest.raises(ConfigError, match="level 1 has no further task.*lower num_train"):
+        generated_pool(config, Split.TRAIN)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_a_users_own_selector_is_loaded_from_its_file(tmp_path: Path) -> None:
         ({"selector": {"name": "thomson"}}, "no selector `thomson`; known: uniform, thompson"),
         ({"selector": {"name": "thompson", "options": {"taget": 1}}}, "taget.*did you mean `target`"),
         ({"selector": {"name": "uniform", "options": {"x": 1}}}, "options of selector `uniform`.*x"),
-        ({"source": {"kind": "sql"}}, "source"),
+        ({"source": {"kind": "riddles"}}, "source"),
         ({"source": {"kind": "jsonl"}}, "path.*required"),
         ({"source": {"kind": "calc", "level_max": 99}}, "level_min and level_max"),
         ({"epochs_max": -1}, "epochs_max.*-1"),

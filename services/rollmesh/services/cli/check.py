@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.services.cli.config import TrainConfig
-from rollmesh.services.data.calc_source import CalcConfig
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.services.inference.config import InferenceConfig
@@ -149,9 +148,10 @@ def _check_made_model(config: TrainConfig) -> None:
     assert config.made_model is not None
     resolve(config.made_model)
     mine, theirs = config.made_model.tasks, config.data.source
-    if isinstance(theirs, CalcConfig) and (mine.validation_share, mine.test_share) != (
-        theirs.validation_share,
-        theirs.test_share,
+    if (
+        mine is not None
+        and isinstance(theirs, type(mine))
+        and (mine.validation_share, mine.test_share) != (theirs.validation_share, theirs.test_share)
     ):
         raise ConfigError(
             "`made_model.tasks`: validation_share and test_share must equal those of data.source, or the warm start sees "

@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.services.data.calc_source import CalcConfig
+from rollmesh.services.data.config import GeneratedSource
+from rollmesh.services.data.generated import GeneratedConfig
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.shared.config import load_config
 
@@ -20,7 +21,7 @@ DEMO_CONFIG = Path(__file__).parent / "demo.yaml"
 
 
 class MadeModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tiny model made in the run folder and warm-started on demonstrations of the calculator task.
+    """A tiny model made in the run folder and warm-started on demonstrations of a generated source.
 
     It learns from the train range and stops by the validation range; the test range stays unseen.
     """
@@ -29,8 +30,9 @@ class MadeModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Changes to the model's shape, see `rollmesh.trainer.tiny_model.TinyModelConfig`."""
     warm_start: dict[str, Any] = {}
     """Changes to the supervised training, see `rollmesh.trainer.sft.WarmStartConfig`."""
-    tasks: CalcConfig = CalcConfig()
-    """Levels by which success is measured, and the hash ranges. The shares must be those of the run's own tasks."""
+    tasks: GeneratedSource | None = None
+    """What is demonstrated, the levels by which success is measured, and the hash ranges; unset takes `data.source`. Where both are of
+    one kind, the shares must be the same."""
     seed: int = 0
     """Key of the weights and of the demonstrations; 0 takes the run's seed."""
 
@@ -49,6 +51,18 @@ class TrainConfig(MeshConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
         super().__post_init__()
         if self.made_model is not None and self.model:
             raise ValueError(f"model must be empty where `made_model` makes it, got {self.model!r}")
+        if self.made_model is not None and not isinstance(self._demonstrated(), GeneratedConfig):
+            raise ValueError(
+                "made_model.tasks must name a generated source where data.source is none, e.g. {kind: calc}"
+            )
+
+    def model_plan(self) -> MadeModelConfig | None:
+        """How the model is made, with its tasks filled in."""
+        plan = self.made_model
+        return None if plan is None else msgspec.structs.replace(plan, tasks=self._demonstrated())
+
+    def _demonstrated(self) -> object:
+        return (self.made_model and self.made_model.tasks) or self.data.source
 
 
 def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""Making the demo's model: a tiny Qwen3, warm-started on demonstrations of the calculator task.
+"""Making a run's model: a tiny Qwen3, warm-started on demonstrations of a generated source.
 
 Run as a process of its own, it writes one JSON object per step to standard output, so that its caller stays responsive:
 
@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 from rollmesh.services.cli.config import MadeModelConfig
-from rollmesh.services.data.calc import demonstration, make_expression
-from rollmesh.services.data.calc_source import CalcConfig, calc_pool
-from rollmesh.services.data.task import Split, split_of
+from rollmesh.services.data.generated import GeneratedConfig, generated_keys
+from rollmesh.services.data.task import Split
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.chat import Demonstration, render_demonstration
@@ -57,6 +56,8 @@ def make_model(
     Raises ConfigError, or WarmStartFailed if the target is out of reach.
     """
     shape, sft = resolve(config)
+    if config.tasks is None:
+        raise ConfigError("`made_model.tasks`: name the source to demonstrate", key="made_model.tasks")
     maker = _Demonstrator(config.tasks)
     model = build_tiny_model(shape, seed=seed)
     held_out = maker.validation()
@@ -74,7 +75,7 @@ def make_model(
 class _Demonstrator:
     """Demonstrations as the agent's conversations look, from one split each."""
 
-    def __init__(self, tasks: CalcConfig) -> None:
+    def __init__(self, tasks: GeneratedConfig) -> None:
         self._tasks = tasks
         self._tokenizer = build_tokenizer()
 
@@ -82,20 +83,20 @@ class _Demonstrator:
         """A demonstration of a task from the train range."""
         draws = random.Random(int(rng.integers(2**63)))
         while True:
-            text = make_expression(draws, level)
-            shares = {"validation_share": self._tasks.validation_share, "test_share": self._tasks.test_share}
-            if split_of(text, **shares) is Split.TRAIN:
-                return self._render(text)
+            key = self._tasks.family.make(draws, level)
+            if self._tasks.split(key) is Split.TRAIN:
+                return self._render(key)
 
     def validation(self) -> list[Demonstration]:
         """The ideal episodes of the validation range."""
-        pool = calc_pool(self._tasks, Split.VALIDATION)
-        return [self._render(pool.task(n).messages[0].content) for n in range(len(pool))]
+        return [self._render(key) for _, key in generated_keys(self._tasks, Split.VALIDATION)]
 
-    def _render(self, expression: str) -> Demonstration:
-        shown = demonstration(expression)
-        calls = [(call.expression, call.result) for call in shown.calls]
-        return render_demonstration(self._tokenizer, expression, calls, shown.answer, tools=self._tasks.tools)
+    def _render(self, key: str) -> Demonstration:
+        family = self._tasks.family
+        shown = family.demonstration(key)
+        return render_demonstration(
+            self._tokenizer, family.prompt(key), shown.calls, shown.answer, tools=self._tasks.tools
+        )
 
 
 def _options(type_: type[T], values: dict[str, Any], key: str) -> T:

@@ -66,7 +66,7 @@ class Session:
         self.view.phase("stopping: finishing the update, writing a checkpoint (Ctrl-C again leaves at once)")
 
     async def _make_model(self) -> None:
-        plan, folder = self.config.made_model, self.folder
+        plan, folder = self.config.model_plan(), self.folder
         if plan is None or (folder.model / "config.json").is_file():
             return
         self.view.phase("making the model: supervised warm start on generated demonstrations")

@@ -7,8 +7,10 @@ from typing import Any, cast
 
 import msgspec
 
-from rollmesh.services.data.calc_source import CalcConfig, calc_pool
+from rollmesh.services.data.calc_source import CalcConfig
+from rollmesh.services.data.code_source import CodeConfig
 from rollmesh.services.data.engine import DataEngine
+from rollmesh.services.data.generated import GeneratedConfig, generated_pool
 from rollmesh.services.data.jsonl_source import JsonlConfig, jsonl_pools
 from rollmesh.services.data.selector import Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
@@ -17,6 +19,9 @@ from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Registry
+
+GeneratedSource = CalcConfig | CodeConfig
+"""Every source that makes its tasks, by `kind`; a further one is added here."""
 
 SELECTORS = Registry(
     "selector",
@@ -39,8 +44,8 @@ class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the data service."""
 
-    source: CalcConfig | JsonlConfig = msgspec.field(default_factory=CalcConfig)
-    """Where tasks come from; `kind` is `calc` or `jsonl`."""
+    source: GeneratedSource | JsonlConfig = msgspec.field(default_factory=CalcConfig)
+    """Where tasks come from; `kind` is `calc`, `code` or `jsonl`."""
     selector: SelectorConfig = msgspec.field(default_factory=SelectorConfig)
     """Which training task comes next."""
     seed: int = 0
@@ -73,8 +78,8 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def build_pools(config: DataConfig, base_dir: str | Path | None = None) -> dict[Split, TaskPool]:
     """The pools of all splits; a relative file is looked up in `base_dir`. ConfigError or RecordError if the source is unusable or has nothing to train on."""
     pools: dict[Split, TaskPool]
-    if isinstance(config.source, CalcConfig):
-        pools = {split: calc_pool(config.source, split) for split in Split}
+    if isinstance(config.source, GeneratedConfig):
+        pools = {split: generated_pool(config.source, split) for split in Split}
     else:
         pools = dict(jsonl_pools(config.source, base_dir))
     if not len(pools[Split.TRAIN]):
