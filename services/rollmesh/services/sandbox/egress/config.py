@@ -6,6 +6,8 @@ import re
 
 import msgspec
 
+from rollmesh.services.sandbox.egress.retrieval.config import RetrievalConfig
+
 _HOST = re.compile(r"\.?(?!-)[a-z0-9-]+(\.[a-z0-9-]+)*")
 _METHOD = re.compile(r"[A-Z]+")
 SECRET_HEADER = re.compile(r"[A-Za-z0-9-]+")
@@ -52,6 +54,8 @@ class EgressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     rules: tuple[EgressRule, ...] = ()
     """What may be reached. None: nothing outside."""
+    retrieval: RetrievalConfig | None = None
+    """What the session's tools `search`, `browse` and `retrieve` work on; None: they are refused."""
     addresses: dict[str, tuple[str, ...]] = {}
     """Addresses by host, instead of asking DNS: for hosts of one's own, and where runs must not depend on DNS. Checked like all others."""
     ca_file: str = ""

@@ -1,34 +1,58 @@
 """The ports of a node's sessions, by session; what an engine needs to know of egress.
 
-with ports.opening(session_id, policy) as fd:      # None without a policy
-    ... pass fd to the session ...
+await ports.start()
+with ports.opening(session_id, policy) as fds:      # one descriptor, or none without a policy
+    ... pass it to the session ...
 ports.close(session_id)
+ports.stop()
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from rollmesh.services.sandbox.egress.addresses import Resolver, resolve_by_dns
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.egress.port import Port
 from rollmesh.services.sandbox.egress.proxy import Client, Proxy
+from rollmesh.services.sandbox.egress.retrieval.corpus import Corpus
+from rollmesh.services.sandbox.egress.retrieval.service import Retrieval
 from rollmesh.services.sandbox.egress.upstream import Upstream
 from rollmesh.shared.clock import Clock, SystemClock
 
 
 class Ports:
-    """Policies by name, made when first used."""
+    """All policies of a node. `folder` is for their indexes; made when needed, kept over restarts."""
 
     def __init__(
-        self, configs: Mapping[str, EgressConfig], *, clock: Clock | None = None, resolver: Resolver = resolve_by_dns
+        self,
+        configs: Mapping[str, EgressConfig],
+        folder: Path,
+        *,
+        clock: Clock | None = None,
+        resolver: Resolver = resolve_by_dns,
     ) -> None:
         self._configs = configs
+        self._folder = folder
         self._clock = clock or SystemClock()
         self._resolver = resolver
         self._proxies: dict[str, Proxy] = {}
         self._ports: dict[str, Port] = {}
+
+    async def start(self) -> None:
+        """Make the policies ready; a corpus that is not indexed yet is indexed now. Raises ConfigError."""
+        for name, config in self._configs.items():
+            self._proxies[name] = await asyncio.to_thread(self._proxy, name, config)
+
+    def stop(self) -> None:
+        """End what is left."""
+        for session_id in list(self._ports):
+            self.close(session_id)
+        for proxy in self._proxies.values():
+            proxy.close()
 
     @contextmanager
     def opening(self, session_id: str, policy: str, tenant: str = "") -> Iterator[tuple[int, ...]]:
@@ -36,7 +60,7 @@ class Ports:
         if not policy:
             yield ()
             return
-        port = self._ports[session_id] = Port(self._proxy(policy), Client(session=session_id, tenant=tenant))
+        port = self._ports[session_id] = Port(self._proxies[policy], Client(session=session_id, tenant=tenant))
         try:
             with port.theirs:
                 yield (port.theirs.fileno(),)
@@ -50,9 +74,10 @@ class Ports:
         if port is not None:
             port.close()
 
-    def _proxy(self, name: str) -> Proxy:
-        if name not in self._proxies:
-            config = self._configs[name]
-            upstream = Upstream(config, self._resolver)
-            self._proxies[name] = Proxy(name, config, clock=self._clock, upstream=upstream)
-        return self._proxies[name]
+    def _proxy(self, name: str, config: EgressConfig) -> Proxy:
+        upstream = Upstream(config, self._resolver)
+        retrieval = None
+        if config.retrieval is not None:
+            corpus = Corpus.opened(config.retrieval, self._folder)
+            retrieval = Retrieval(config.retrieval, corpus, config.response_bytes_max)
+        return Proxy(name, config, clock=self._clock, upstream=upstream, retrieval=retrieval)

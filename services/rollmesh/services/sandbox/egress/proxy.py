@@ -10,22 +10,19 @@ import asyncio
 import hashlib
 import json
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rollmesh.services.sandbox.egress.budget import Rates
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request, refusal
 from rollmesh.services.sandbox.egress.metrics import BYTES, REQUESTS
+from rollmesh.services.sandbox.egress.retrieval.service import Retrieval
 from rollmesh.services.sandbox.egress.upstream import Upstream
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.telemetry.metrics import count
 
 _log = logging.getLogger(__name__)
 _SHOWN_CHARS = 500
-
-Service = Callable[[Request], Awaitable[Reply]]
-"""Answers requests for a path of the proxy's own. Raises Refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +34,23 @@ class Client:
 
 
 class Proxy:
-    """One policy. `service` answers paths; without one there is nothing but the outside."""
+    """One policy. `retrieval` answers paths; without it there is nothing but the outside."""
 
     def __init__(
-        self, name: str, config: EgressConfig, *, clock: Clock, upstream: Upstream, service: Service | None = None
+        self, name: str, config: EgressConfig, *, clock: Clock, upstream: Upstream, retrieval: Retrieval | None = None
     ) -> None:
         self.name = name
         self.config = config
         self._clock = clock
         self._upstream = upstream
-        self._service = service
+        self._retrieval = retrieval
         self._rates = Rates(config.rate_per_s, config.burst, clock)
         self._places = asyncio.Semaphore(config.inflight_max)
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        if self._retrieval is not None:
+            self._retrieval.close()
 
     async def answer(self, client: Client, request: Request) -> Reply:
         """The reply, which may be a refusal. Bounded by the policy's `timeout_s`."""
@@ -72,9 +74,9 @@ class Proxy:
             async with asyncio.timeout(self.config.timeout_s), self._places:
                 if not request.target.startswith("/"):
                     return await self._upstream.ask(request)
-                if self._service is None:
+                if self._retrieval is None:
                     raise Refused("not_found", "this policy serves no search; ask for absolute URLs")
-                return await self._service(request)
+                return await self._retrieval.answer(request)
         except TimeoutError:
             raise Refused("timeout", f"no answer within {self.config.timeout_s:g} s") from None
 

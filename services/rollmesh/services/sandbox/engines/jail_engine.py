@@ -70,7 +70,7 @@ class JailEngine:
         self._starting: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in config.profiles}
         self._starts = asyncio.Semaphore(config.starts_inflight_max)
         self._live: dict[str, _Live] = {}
-        self._ports = Ports(config.egress)
+        self._ports = Ports(config.egress, state_dir / "egress")
 
     async def start(self) -> None:
         hierarchy = cgroups.detect_here() if self._config.cgroups else None
@@ -79,6 +79,7 @@ class JailEngine:
         if cleared.num_processes or cleared.num_groups:
             _log.warning("ended what an earlier life left: %s", cleared)
         self._state.record_groups(self._name)
+        await self._ports.start()
         config = self._config
         if not config.uid_base and os.geteuid() == 0:
             self._uids = await asyncio.to_thread(claim_uids, config.sessions_max)
@@ -92,6 +93,7 @@ class JailEngine:
         if self._places is not None:
             self._places.remove_groups()
             self._state.forget_groups(self._name)
+        self._ports.stop()
         self._uids.release()
         self._state.release()
 

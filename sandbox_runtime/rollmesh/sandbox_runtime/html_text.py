@@ -1,0 +1,48 @@
+"""The text of a page of HTML. Runs inside the jail: what it parses comes from outside."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+_SKIPPED = ("script", "style", "noscript", "template", "svg")
+_BLOCKS = (
+    "p", "div", "br", "li", "tr", "table", "section", "article", "header", "h1", "h2", "h3", "h4", "h5", "h6", "pre",
+)  # fmt: skip
+_BLANK = re.compile(r"[ \t\r\f\v]+")
+
+
+def to_text(html: str) -> tuple[str, str]:
+    """Title and text of a page, without markup."""
+    reader = _Reader()
+    reader.feed(html)
+    reader.close()
+    lines = (_BLANK.sub(" ", line).strip() for line in "".join(reader.pieces).splitlines())
+    return " ".join(reader.title.split()), "\n".join(line for line in lines if line)
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.title = ""
+        self.pieces: list[str] = []
+        self._skipped = 0
+        self._in_title = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._skipped += tag in _SKIPPED
+        self._in_title = tag == "title"
+        if tag in _BLOCKS:
+            self.pieces.append("\n")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._skipped -= tag in _SKIPPED and self._skipped > 0
+        self._in_title = False
+        if tag in _BLOCKS:
+            self.pieces.append("\n")
+
+    def handle_data(self, data: str) -> None:
+        if self._in_title and not self._skipped:
+            self.title += data
+        elif not self._skipped:
+            self.pieces.append(data)
