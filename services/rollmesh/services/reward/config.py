@@ -11,8 +11,9 @@ import msgspec
 
 from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
-from rollmesh.services.reward.oracles import AnswerFileConfig, CalcOracle, JsonlOracle, Oracles
-from rollmesh.services.reward.scorer import SCORERS, Scorer
+from rollmesh.services.reward.oracles import AnswerFileConfig, CalcOracle, JsonlOracle, Oracles, StoredTestsOracle
+from rollmesh.services.reward.scorer import SCORERS, Sandbox, Scorer, UsesSandbox
+from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.errors import ConfigError
 
 
@@ -20,7 +21,7 @@ class ScorerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One scorer."""
 
     scorer: str
-    """`exact`, `math`, `format`, `length`, or your own as `file.py:Name`."""
+    """`exact`, `math`, `format`, `length`, `tests`, or your own as `file.py:Name`."""
     name: str = ""
     """Name of its reward within the run; empty = the scorer's short name, or `Name`."""
     timeout_s: float = 30.0
@@ -60,6 +61,10 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What becomes of a group when its members have ended."""
     answer_files: dict[str, AnswerFileConfig] = {}
     """Answer keys of `jsonl` sources by the source's `name`."""
+    sandboxes: tuple[str, ...] = ()
+    """Addresses (host:port) of sandbox nodes for scorers that run code, used beside those of the mesh."""
+    sandbox: SandboxClientConfig = SandboxClientConfig()
+    """Limits of the way to sandbox nodes."""
     concurrency_max: int = 64
     """Samples scored at the same time."""
     queue_samples_max: int = 4096
@@ -76,17 +81,27 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
 
 
-def build_engine(config: RewardConfig, base_dir: str | Path | None = None) -> RewardEngine:
+def build_engine(
+    config: RewardConfig, base_dir: str | Path | None = None, sandbox: Sandbox | None = None
+) -> RewardEngine:
     """Everything the service runs on. A user's relative files are looked up in `base_dir`.
+
+    Without a `sandbox`, scorers that run code fail: their samples count as infra failures.
 
     Raises ConfigError, or RecordError for a malformed answer file.
     """
     scorers = [_build_scorer(scorer, base_dir) for scorer in config.scorers]
     _check_weights(config.finalizer, scorers)
+    if sandbox is not None:
+        for configured in scorers:
+            if isinstance(configured.scorer, UsesSandbox):
+                configured.scorer.use_sandbox(sandbox)
     return RewardEngine(
         scorers=scorers,
         finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer.name, config.finalizer.options, base_dir)),
-        oracles=Oracles({"calc": CalcOracle(), "jsonl": JsonlOracle(config.answer_files, base_dir)}),
+        oracles=Oracles(
+            {"calc": CalcOracle(), "jsonl": JsonlOracle(config.answer_files, base_dir), "tests": StoredTestsOracle()}
+        ),
         concurrency_max=config.concurrency_max,
         queue_samples_max=config.queue_samples_max,
     )

@@ -31,10 +31,12 @@ class TaskView:
 class AnswerKey:
     """The private part of the task. Never leaves the reward service: no scorer may quote it in its evidence."""
 
-    answers: tuple[str, ...]
-    """Accepted answers, at least one."""
+    answers: tuple[str, ...] = ()
+    """Accepted answers; none for a task that only hidden tests judge."""
     record: Mapping[str, object] = field(default_factory=dict)
     """The whole line of a JSONL file, for scorers that need more than an answer."""
+    tests: str | Mapping[str, object] = ""
+    """Hidden tests: their reference in the sandbox nodes' oracle store, or a manifest that is sent along; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

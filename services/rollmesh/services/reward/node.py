@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -9,8 +10,10 @@ from typing import Self
 
 from rollmesh.services.reward.config import RewardConfig, build_engine
 from rollmesh.services.reward.servicer import RewardServicer
-from rollmesh.shared.clock import Clock
+from rollmesh.shared.clients.sandbox import SandboxClient
+from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.serving import JoinedServer
 from rollmesh.v1 import coordinator_pb2, reward_pb2_grpc
@@ -31,7 +34,14 @@ class RewardNode:
         server: ServerConfig | None = None,
     ) -> None:
         """Relative files in the config are looked up in `base_dir`. Raises ConfigError or RecordError."""
-        self.engine = build_engine(config, base_dir)
+        self._addresses = config.sandboxes
+        self._sandbox = SandboxClient(
+            self._sandboxes,
+            lambda address: open_channel(address, access=access),
+            clock or SystemClock(),
+            config.sandbox,
+        )
+        self.engine = build_engine(config, base_dir, self._sandbox)
         self._servicer = RewardServicer(self.engine, finalizer_name=config.finalizer.name)
         self._joined = JoinedServer(
             kind=coordinator_pb2.NODE_KIND_REWARD,
@@ -53,8 +63,17 @@ class RewardNode:
         """Until the node was drained: it only has to leave."""
         await self._joined.wait()
 
+    def _sandboxes(self) -> Sequence[str]:
+        membership = self._joined.membership
+        if membership is None:
+            return self._addresses
+        nodes = membership.fleet.nodes(coordinator_pb2.NODE_KIND_SANDBOX)
+        ready = [node.address for node in nodes if node.state == coordinator_pb2.NODE_STATE_READY]
+        return (*self._addresses, *ready)
+
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._sandbox.close)
             stack.push_async_callback(self.engine.close)
             await stack.enter_async_context(self._joined)
             self._joined.add(reward_pb2_grpc.add_RewardServiceServicer_to_server, self._servicer)

@@ -3,6 +3,7 @@
 References are `scheme:rest`:
     calc:EXPRESSION             the value of an arithmetic expression, worked out here
     jsonl:NAME@DIGEST#LINE      a line of the JSONL file configured under NAME; DIGEST is the head of its SHA-256
+    tests:REF                   the hidden tests REF of the sandbox nodes' oracle store
 
 This service alone resolves them. The key goes to scorers in this process and into no message, log line or error.
 """
@@ -44,7 +45,9 @@ class AnswerFileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     path: str
     """The file, one JSON object per line, UTF-8; relative to the configuration's folder."""
     answer: str = "answer"
-    """Field with the reference answer, or with a list of accepted ones."""
+    """Field with the reference answer, or with a list of accepted ones; may be empty if `tests` is set."""
+    tests: str = ""
+    """Field with the manifest of hidden tests, or with its reference in the sandbox nodes' oracle store; empty if there are none."""
     answer_pattern: str = ""
     """Regular expression that finds the answer in its field: the last match, group 1 if it has one."""
     num_lines_max: int = NUM_LINES_MAX
@@ -57,7 +60,7 @@ class AnswerFileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             raise ValueError(
                 f"answer_pattern is not a regular expression: {error}, got {self.answer_pattern!r}"
             ) from None
-        if not self.answer:
+        if not self.answer and not self.tests:
             raise ValueError("answer must name a field, got ''")
         if not 1 <= self.num_lines_max <= NUM_LINES_MAX:
             raise ValueError(f"num_lines_max must be in [1, {NUM_LINES_MAX}], got {self.num_lines_max}")
@@ -93,6 +96,15 @@ class CalcOracle:
         return AnswerKey(answers=(str(_value(ast.parse(text, mode="eval").body)),))
 
 
+class StoredTestsOracle:
+    """Hidden tests that the sandbox nodes hold; whether they know the reference is seen when it is used."""
+
+    def resolve(self, rest: str) -> AnswerKey:
+        if not rest:
+            raise UnknownOracle("oracle `tests:`: no reference", oracle_ref="tests:")
+        return AnswerKey(tests=rest)
+
+
 class JsonlOracle:
     """Answers from JSONL files, by name. Files are read when the service starts."""
 
@@ -125,11 +137,21 @@ class JsonlOracle:
 def _read(config: AnswerFileConfig, path: Path) -> tuple[dict[int, AnswerKey], str]:
     file = read_jsonl(path, num_lines_max=config.num_lines_max)
     pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
-    return {record.line: _key(record, config.answer, pattern) for record in file.records}, file.digest
+    return {record.line: _key(record, config, pattern) for record in file.records}, file.digest
 
 
-def _key(record: Record, field: str, pattern: re.Pattern[str] | None) -> AnswerKey:
-    return AnswerKey(answers=record.extract_all(field, pattern), record=record.fields)
+def _key(record: Record, config: AnswerFileConfig, pattern: re.Pattern[str] | None) -> AnswerKey:
+    answers = record.extract_all(config.answer, pattern) if config.answer else ()
+    return AnswerKey(answers=answers, record=record.fields, tests=_tests(record, config.tests))
+
+
+def _tests(record: Record, field: str) -> str | Mapping[str, object]:
+    if not field:
+        return ""
+    value = record.value(field)
+    if not isinstance(value, (str, dict)) or not value:
+        raise record.error("must be a manifest of hidden tests, or its reference", field)
+    return value
 
 
 def _value(node: ast.expr) -> int:

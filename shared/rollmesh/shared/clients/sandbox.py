@@ -12,18 +12,23 @@ wrong is a `MeshError`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeVar
 
 import msgspec
 
+from rollmesh.shared.clients.hidden_tests import TestReport, read_report, tests_request
 from rollmesh.shared.clients.sandbox_link import Connect, WorkLink
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, NotReady
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.v1 import sandbox_pb2
+
+_T = TypeVar("_T")
 
 
 class SandboxClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,13 +44,15 @@ class SandboxClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """First pause after every node has refused, seconds; doubles up to `backoff_s_max`."""
     backoff_s_max: float = 2.0
     """Longest pause, seconds."""
+    judgement_s_max: float = 600.0
+    """Longest judgement by hidden tests, its wait for a place at the node included, seconds."""
     close_s_max: float = 2.0
     """How long the client waits at its end for nodes to confirm ended sessions, seconds; then their time to live ends them."""
 
     def __post_init__(self) -> None:
         if self.inflight_max < 1:
             raise ValueError(f"inflight_max must be >= 1, got {self.inflight_max}")
-        for name in ("command_s_max", "open_s_max", "backoff_s", "backoff_s_max", "close_s_max"):
+        for name in ("command_s_max", "open_s_max", "backoff_s", "backoff_s_max", "judgement_s_max", "close_s_max"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
@@ -151,17 +158,54 @@ class SandboxClient:
             link.num_sessions -= 1
             link.post_close(opened_id)
 
+    async def run_tests(
+        self,
+        files: Mapping[str, bytes],
+        *,
+        oracle_ref: str = "",
+        manifest: str = "",
+        limits: Mapping[str, float] | None = None,
+        owner: str = "",
+    ) -> TestReport:
+        """Judges a candidate's files by the hidden tests of a node's store, or by those of a manifest (JSON).
+
+        A judgement that failed with its node or jail is begun anew, elsewhere if there is another, within `open_s_max`. Raises
+        `UnknownOracle`, `BrokenOracle`, `InvalidInput` or another `MeshError`, never for what the candidate did.
+        """
+        request = tests_request(files, oracle_ref=oracle_ref, manifest=manifest, limits=limits, owner=owner)
+
+        async def judge_on(link: WorkLink) -> TestReport:
+            link.num_sessions += 1
+            try:
+                return read_report(await link.run_tests(request, limit_s=self._config.judgement_s_max))
+            finally:
+                link.num_sessions -= 1
+
+        return await self._on_some_node(judge_on)
+
     async def close(self) -> None:
         """Ends the streams; posted ends of sessions get `close_s_max` to arrive."""
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close(limit_s=self._config.close_s_max) for link in links), *self._retiring)
 
     async def _open(self, session_id: str, opening: sandbox_pb2.OpenSession) -> tuple[WorkLink, str]:
+        numbers = itertools.count()
+
+        async def open_on(link: WorkLink) -> tuple[WorkLink, str]:
+            # A try whose answer was lost may have opened a session under its id, so every try has its own.
+            number = next(numbers)
+            opened_id = f"{session_id}.{number}" if number else session_id
+            await self._open_on(link, opened_id, opening)
+            return link, opened_id
+
+        return await self._on_some_node(open_on)
+
+    async def _on_some_node(self, attempt: Callable[[WorkLink], Awaitable[_T]]) -> _T:
+        """Tries node after node while their refusals are for the moment, for `open_s_max`; then raises the last one."""
         end_s = self._clock.monotonic_s() + self._config.open_s_max
         pause_s = self._config.backoff_s
         refusal: MeshError = NotReady("no sandbox node is known; start one, or wait until it has joined")
         refused: set[str] = set()
-        num_tries = 0
         while True:
             link = self._least_used(refused)
             if link is None:
@@ -171,12 +215,8 @@ class SandboxClient:
                 pause_s = min(2 * pause_s, self._config.backoff_s_max)
                 refused.clear()
                 continue
-            # A try whose answer was lost may have opened a session under its id, so every try has its own.
-            opened_id = f"{session_id}.{num_tries}" if num_tries else session_id
-            num_tries += 1
             try:
-                await self._open_on(link, opened_id, opening)
-                return link, opened_id
+                return await attempt(link)
             except MeshError as err:
                 if not err.retryable:
                     raise

@@ -15,7 +15,7 @@ import grpc
 
 from rollmesh.shared.codec.failure import decode_failure
 from rollmesh.shared.errors import DeadlineExceeded, MeshError, SandboxFailed
-from rollmesh.shared.rpc.status import from_rpc_error
+from rollmesh.shared.rpc.status import from_rpc_error, typed_errors
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.telemetry.tracing import traceparent
 from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc
@@ -63,6 +63,14 @@ class WorkLink:
         if answer.WhichOneof("answer") == "failure":
             raise decode_failure(answer.failure)
         return answer
+
+    async def run_tests(self, request: sandbox_pb2.RunTestsRequest, *, limit_s: float) -> sandbox_pb2.RunTestsResponse:
+        """One judgement, beside the stream. Raises `MeshError`."""
+        if self._channel is None:
+            self._channel = self._connect(self.address)
+        stub: sandbox_pb2_grpc.SandboxServiceAsyncStub = sandbox_pb2_grpc.SandboxServiceStub(self._channel)
+        with typed_errors():
+            return await stub.RunTests(request, timeout=limit_s)
 
     def post_close(self, session_id: str) -> None:
         """Ends a session without waiting for it."""

@@ -35,7 +35,7 @@ class ExactScorer:
         self._ignore_case = options.ignore_case
 
     async def score(self, item: ScoreItem) -> Reward:
-        if item.answer_key is None:
+        if item.answer_key is None or not item.answer_key.answers:
             return not_applicable("the task has no answer key")
         found = self._extractor.find(item)
         accepted = {self._normal(answer) for answer in item.answer_key.answers}

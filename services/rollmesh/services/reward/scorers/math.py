@@ -61,7 +61,7 @@ class MathScorer:
         )
 
     async def score(self, item: ScoreItem) -> Reward:
-        if item.answer_key is None:
+        if item.answer_key is None or not item.answer_key.answers:
             return not_applicable("the task has no answer key")
         found = self._extractor.find(item)
         if not found or found in item.answer_key.answers:

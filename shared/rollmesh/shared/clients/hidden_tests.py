@@ -1,0 +1,81 @@
+"""What a judgement by hidden tests said, as clients see it. See `SandboxService.RunTests`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from rollmesh.v1 import sandbox_pb2
+
+
+class TestOutcome(IntEnum):
+    """What one test showed. Numbers equal `rollmesh.v1.TestOutcome`."""
+
+    AC = 1
+    WA = 2
+    RE = 3
+    TLE = 4
+    MLE = 5
+    OLE = 6
+    PE = 7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedTest:
+    """One test; the fields are those of `rollmesh.v1.TestVerdict`."""
+
+    name: str
+    outcome: TestOutcome
+    message: str = ""
+    wall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestReport:
+    """A judgement; the fields are those of `rollmesh.v1.RunTestsResponse`."""
+
+    verdicts: tuple[JudgedTest, ...]
+    num_tests: int
+    num_accepted: int
+    accepted_share: float
+
+    @property
+    def accepted(self) -> bool:
+        """Whether every test was."""
+        return self.num_accepted == self.num_tests > 0
+
+
+def tests_request(
+    files: Mapping[str, bytes], *, oracle_ref: str, manifest: str, limits: Mapping[str, float] | None, owner: str
+) -> sandbox_pb2.RunTestsRequest:
+    """The request; `limits` by the names of `rollmesh.v1.SandboxLimits`."""
+    request = sandbox_pb2.RunTestsRequest(oracle_ref=oracle_ref, manifest=manifest, owner=owner)
+    for name, value in (limits or {}).items():
+        setattr(request.limits, name, value)
+    for path, content in files.items():
+        request.files.add(path=path, content=content)
+    return request
+
+
+def read_report(response: sandbox_pb2.RunTestsResponse) -> TestReport:
+    """The report in an answer. A verdict that this client does not know counts as a runtime error: it is not acceptance."""
+    verdicts = tuple(
+        JudgedTest(
+            name=verdict.name,
+            outcome=_outcome(verdict.outcome),
+            message=verdict.message,
+            wall_s=verdict.wall_s,
+        )
+        for verdict in response.verdicts
+    )
+    return TestReport(
+        verdicts=verdicts,
+        num_tests=response.num_tests,
+        num_accepted=response.num_accepted,
+        accepted_share=response.accepted_share,
+    )
+
+
+def _outcome(number: int) -> TestOutcome:
+    return TestOutcome(number) if number in set(TestOutcome) else TestOutcome.RE
