@@ -1,4 +1,4 @@
-"""Which system calls a session may make: an allow list, compiled to BPF by libseccomp, once per node and kind of profile.
+"""Which system calls a session may make: an allow list, compiled to BPF by libseccomp, once per node.
 
 What is not listed does not exist: ENOSYS, so that a libc that is newer than this list falls back to older calls. What is known
 and dangerous is refused: EPERM. `clone3` is ENOSYS too, since its flags lie in memory where no filter can read them; libc
@@ -8,7 +8,7 @@ Arguments of which the kernel reads 32 bits are compared in 32 bits: otherwise a
 
 Allowed is what python, bash, gcc, g++, node, sqlite, duckdb and numpy were seen to need, with room for their kin. Out of reach stay
 other processes' memory, mounts, namespaces, kernel modules, keys, clocks, BPF, io_uring, memory that no limit counts (memfd,
-System V), and sockets: only connected pairs, and stream sockets of the Unix family for profiles that have egress.
+System V), and sockets, but for connected pairs; what a session may reach outside comes to it as a connected descriptor.
 
 The service compiles, the jail installs (`rollmesh.sandbox_runtime.seccomp`). Not covered: a kernel bug behind an allowed call.
 """
@@ -72,14 +72,14 @@ ALLOWED = _words(f"{_FILES} {_WAITING} {_MEMORY} {_PROCESSES} {_TIME} {_PAIRED_S
 """Whatever their arguments."""
 
 REFUSED = _words("""
-    accept accept4 acct add_key adjtimex bind bpf chroot clock_adjtime clock_settime delete_module fanotify_init
+    accept accept4 acct add_key adjtimex bind bpf chroot clock_adjtime clock_settime connect delete_module fanotify_init
     fanotify_mark finit_module fsconfig fsmount fsopen fspick get_mempolicy init_module io_cancel io_destroy
     io_getevents io_pgetevents io_setup io_submit io_uring_enter io_uring_register io_uring_setup ioperm iopl kcmp
     kexec_file_load kexec_load keyctl listen lookup_dcookie mbind memfd_create memfd_secret migrate_pages modify_ldt
     mount mount_setattr move_mount move_pages msgctl msgget msgrcv msgsnd name_to_handle_at open_by_handle_at
     open_tree perf_event_open personality pidfd_getfd pivot_root process_madvise process_vm_readv process_vm_writev
     ptrace quotactl quotactl_fd reboot request_key seccomp semctl semget semop semtimedop set_mempolicy
-    setdomainname sethostname setns settimeofday shmat shmctl shmdt shmget stime swapoff swapon syslog umount
+    setdomainname sethostname setns settimeofday shmat shmctl shmdt shmget socket stime swapoff swapon syslog umount
     umount2 unshare uselib userfaultfd vhangup vmsplice
 """)
 """Known and refused: EPERM. The rest of the kernel's calls are ENOSYS."""
@@ -113,7 +113,8 @@ _NAMESPACES = (
 _FILE_KIND, _FIFO, _REGULAR, _DEVICES = 0o170000, 0o010000, 0o100000, (0o020000, 0o060000)
 _INT = 0xFFFFFFFF
 _UNIX = 1
-_STREAM, _SEQPACKET, _OTHER_TYPES = 1, 5, (2, 3, 4)
+_PAIR_TYPES, _OTHER_TYPES = (1, 5), (2, 3, 4)
+"""Stream and sequenced packets; datagrams, raw and reliable datagrams."""
 _TYPE = 0xF
 """Without the flags for close-on-exec and non-blocking."""
 
@@ -132,13 +133,10 @@ def library_version() -> str:
 
 
 @functools.cache
-def compiled(*, unix_sockets: bool = False, machine: str = "") -> bytes:
-    """The filter as BPF, 8 bytes per instruction. `unix_sockets`: also `socket` and `connect` for streams of the Unix family.
-
-    `machine` as of uname, this host's by default. Raises SandboxFailed, with the remedy.
-    """
+def compiled(machine: str = "") -> bytes:
+    """The filter as BPF, 8 bytes per instruction; `machine` as of uname, this host's by default. Raises SandboxFailed, with the remedy."""
     try:
-        return _Compiler(_binding(), machine or platform.machine()).compile(unix_sockets)
+        return _Compiler(_binding(), machine or platform.machine()).compile()
     except (OSError, ValueError) as error:
         raise SandboxFailed(f"cannot compile the seccomp filter: {error}; {REMEDY}") from error
 
@@ -163,7 +161,7 @@ class _Compiler:
         self._refuse = self._lib.ERRNO(errno.EPERM)
         self._filter = self._lib.SyscallFilter(self._lib.ERRNO(errno.ENOSYS))
 
-    def compile(self, unix_sockets: bool) -> bytes:
+    def compile(self) -> bytes:
         self._prepare()
         for name in ALLOWED:
             self._rule(self._lib.ALLOW, name)
@@ -176,7 +174,7 @@ class _Compiler:
         self._only_values("prctl", 0, _INT, _PRCTLS, _REFUSED_PRCTLS)
         self._only_values("mknod", 1, _FILE_KIND, (0, _FIFO, _REGULAR), _DEVICES)
         self._only_values("mknodat", 2, _FILE_KIND, (0, _FIFO, _REGULAR), _DEVICES)
-        self._sockets(unix_sockets)
+        self._socket_pairs()
         with tempfile.TemporaryFile() as file:
             self._filter.export_bpf(file)
             file.seek(0)
@@ -212,20 +210,11 @@ class _Compiler:
         for flag in _NAMESPACES:
             self._rule(self._refuse, "clone", self._when(0, flag, flag))
 
-    def _sockets(self, unix_sockets: bool) -> None:
-        """Connected pairs. No datagrams: a datagram pair can name any address of its network namespace."""
-        self._unix_only("socketpair", (_STREAM, _SEQPACKET))
-        if unix_sockets:
-            self._unix_only("socket", (_STREAM,))
-            self._rule(self._lib.ALLOW, "connect")
-        else:
-            self._rule(self._refuse, "socket")
-            self._rule(self._refuse, "connect")
-
-    def _unix_only(self, name: str, types: tuple[int, ...]) -> None:
+    def _socket_pairs(self) -> None:
+        """Connected ones of the Unix family. No datagrams: such a pair can name any address of its network namespace."""
         family = self._lib.Arg(0, self._lib.EQ, _UNIX)
-        for kind in types:
-            self._rule(self._lib.ALLOW, name, family, self._when(1, _TYPE, kind))
-        for kind in {_STREAM, _SEQPACKET, *_OTHER_TYPES} - set(types):
-            self._rule(self._refuse, name, family, self._when(1, _TYPE, kind))
-        self._rule(self._refuse, name, self._lib.Arg(0, self._lib.NE, _UNIX))
+        for kind in _PAIR_TYPES:
+            self._rule(self._lib.ALLOW, "socketpair", family, self._when(1, _TYPE, kind))
+        for kind in _OTHER_TYPES:
+            self._rule(self._refuse, "socketpair", family, self._when(1, _TYPE, kind))
+        self._rule(self._refuse, "socketpair", self._lib.Arg(0, self._lib.NE, _UNIX))
