@@ -1,28 +1,32 @@
-"""Control groups, version 1 or 2 as found: the session's memory and process count as a whole, where they are writable.
+"""Control groups, version 1 or 2 as found: a session's memory, swap, process count and cores as a whole, where they are writable.
 
 Runs on the host's side. One group per place in the pool, made once and used by one session after another, so that a session
 costs one write per controller: the service passes the open `cgroup.procs` descriptors, the session's pid 1 writes itself in.
-Absent controllers are no error here: what then falls away is said in `contain`.
+Absent controllers are no error here: what then falls away is said in `walls`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollmesh.sandbox_runtime import walls
 from rollmesh.sandbox_runtime.limits import Limits
 
 PREFIX = "rollmesh-sandbox-"
 """Names of our groups begin so: what leftovers are known by."""
 
 _EVENTS_BYTES = 4096
-_MEMORY, _PIDS = "memory", "pids"
-_FILES = {
-    1: {_MEMORY: ("memory.limit_in_bytes",), _PIDS: ("pids.max",)},
-    2: {_MEMORY: ("memory.max",), _PIDS: ("pids.max",)},
-}
+_MEMORY, _PIDS, _CPU = "memory", "pids", "cpu"
+_CONTROLLERS = (_MEMORY, _PIDS, _CPU)
+_PERIOD_US = 100_000
+_MEMORY_AND_SWAP = "memory.memsw.limit_in_bytes"
+_KILL_S = 5.0
 
 
 @dataclass(slots=True)
@@ -42,10 +46,13 @@ class Group:
         """Write the limits, unless they stand already."""
         if limits == self._limits:
             return
-        values = {_MEMORY: limits.memory_bytes + limits.disk_bytes, _PIDS: limits.processes_max}
+        if (memory := self.directories.get(_MEMORY)) is not None:
+            _lift_swap(self.version, memory)
         for controller, path in self.directories.items():
-            for name in _FILES[self.version][controller]:
-                (path / name).write_text(str(values[controller]))
+            for name, value in _settings(self.version, controller, limits):
+                (path / name).write_text(value)
+        if memory is not None:
+            _bound_swap(self.version, memory, limits)
         self._limits = limits
 
     def num_oom_kills(self) -> int:
@@ -62,6 +69,11 @@ class Group:
             os.close(fd)
         return int(text.partition(b"oom_kill ")[2].partition(b"\n")[0] or 0)
 
+    def kill(self) -> None:
+        """SIGKILL for all in it; returns when it is empty, or OSError after a while."""
+        for path in dict.fromkeys(self.directories.values()):
+            kill_all(path)
+
     def remove(self) -> None:
         """Delete the directories; a group that still holds processes stays, for the reaper of the next start."""
         for path in dict.fromkeys(self.directories.values()):
@@ -74,6 +86,15 @@ class Hierarchy:
 
     version: int
     parents: Mapping[str, Path]
+
+    def bounds(self) -> frozenset[str]:
+        """The walls that groups made here are."""
+        names = {_MEMORY: walls.MEMORY_CGROUP, _PIDS: walls.PIDS_CGROUP, _CPU: walls.CPU_CGROUP}
+        found = {names[controller] for controller in self.parents}
+        counted = self.version == 2 or (self.parents.get(_MEMORY, Path()) / _MEMORY_AND_SWAP).exists()
+        if _MEMORY in self.parents and counted and Path("/proc/swaps").exists():
+            found.add(walls.SWAP)
+        return frozenset(found)
 
     def make(self, name: str) -> Group:
         """A new group `PREFIX + name`. Raises OSError."""
@@ -88,6 +109,34 @@ class Hierarchy:
             yield from parent.glob(f"{PREFIX}{name_prefix}*")
 
 
+def _settings(version: int, controller: str, limits: Limits) -> list[tuple[str, str]]:
+    """Files and what to write into them, in order."""
+    memory_bytes = str(limits.memory_bytes + limits.disk_bytes)
+    quota_us = round(limits.cpus * _PERIOD_US)
+    if controller == _PIDS:
+        return [("pids.max", str(limits.processes_max))]
+    if version == 2:
+        return [("cpu.max", f"{quota_us} {_PERIOD_US}")] if controller == _CPU else [("memory.max", memory_bytes)]
+    if controller == _CPU:
+        return [("cpu.cfs_period_us", str(_PERIOD_US)), ("cpu.cfs_quota_us", str(quota_us))]
+    return [("memory.limit_in_bytes", memory_bytes)]
+
+
+def _lift_swap(version: int, path: Path) -> None:
+    """Version 1 bounds memory and swap together, and refuses a bound on memory above that one."""
+    if version == 1 and (path / _MEMORY_AND_SWAP).exists():
+        (path / _MEMORY_AND_SWAP).write_text("-1")
+
+
+def _bound_swap(version: int, path: Path, limits: Limits) -> None:
+    """None at all."""
+    if version == 2:
+        if (path / "memory.swap.max").exists():
+            (path / "memory.swap.max").write_text("0")
+    elif (path / _MEMORY_AND_SWAP).exists():
+        (path / _MEMORY_AND_SWAP).write_text(str(limits.memory_bytes + limits.disk_bytes))
+
+
 def detect_here() -> Hierarchy | None:
     """`detect` for this process."""
     return detect(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
@@ -96,7 +145,7 @@ def detect_here() -> Hierarchy | None:
 def detect(mounts: str, memberships: str) -> Hierarchy | None:
     """What can be used here, from the texts of /proc/self/mounts and /proc/self/cgroup; None if nothing is writable.
 
-    Version 2 wins only where its memory and pids controllers are delegated to children of our own group.
+    Version 2 wins only where controllers of it are delegated to children of our own group.
     """
     own = {}
     for line in memberships.splitlines():
@@ -110,7 +159,7 @@ def _detect_v2(mounts: str, path: str | None) -> Hierarchy | None:
     for place in _mounted(mounts, "cgroup2", None):
         group = _below(place, path)
         enabled = _read(group / "cgroup.subtree_control").split()
-        usable = {name: group for name in (_MEMORY, _PIDS) if name in enabled}
+        usable = {name: group for name in _CONTROLLERS if name in enabled}
         if usable and os.access(group, os.W_OK):
             return Hierarchy(version=2, parents=usable)
     return None
@@ -118,7 +167,7 @@ def _detect_v2(mounts: str, path: str | None) -> Hierarchy | None:
 
 def _detect_v1(mounts: str, own: Mapping[str, str]) -> Hierarchy | None:
     parents = {}
-    for controller in (_MEMORY, _PIDS):
+    for controller in _CONTROLLERS:
         for place in _mounted(mounts, "cgroup", controller):
             group = _below(place, own.get(controller))
             if os.access(group, os.W_OK):
@@ -144,6 +193,21 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def kill_all(path: Path) -> None:
+    """SIGKILL for all in a group; returns when it is empty. Raises OSError if it does not become so."""
+    until = time.monotonic() + _KILL_S
+    while members := (path / "cgroup.procs").read_text().split():
+        if (path / "cgroup.kill").exists():
+            (path / "cgroup.kill").write_text("1")
+        else:
+            for pid in members:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        if time.monotonic() > until:
+            raise OSError(f"{path} still holds processes {' '.join(members)}")
+        time.sleep(0.002)  # the kernel empties a killed group within milliseconds; version 1 has nothing to wait on
 
 
 def remove_all(paths: Iterable[Path]) -> int:

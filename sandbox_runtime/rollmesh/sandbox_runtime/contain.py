@@ -5,11 +5,12 @@ Covered, each attacked by tests/integration/test_sandbox_isolation.py:
   with egress adds one descriptor, connected to the service's proxy: no system call, address or mount comes with it.
 - Host files: the root is a tmpfs with read-only /usr (with /bin, /lib, ...), the interpreter's prefix and the declared library
   paths. /etc/shadow, homes, the repository, /proc, /sys and /run do not exist in it. Nothing in it can be written.
-- Other sessions: own pid, mount, network, ipc and uts namespaces, own process group, own tmpfs, own uid (root) or user namespace
-  (ordinary user).
+- Other sessions: own pid, mount, network, ipc, uts and cgroup namespaces, own process group, own tmpfs, own uid (root) or user
+  namespace (ordinary user).
 - Privileges: a uid that is nobody's, empty capability sets, no_new_privs, a seccomp allow list.
-- Limits: address space, processes, file size, descriptors, CPU time, disk and inodes; the session's memory and process count
-  once more by cgroup where one is writable; wall time and output by the interpreter, and wall time again from outside.
+- Once more, by Landlock where the kernel has it: files outside /session can't be written, no TCP, no signals to the outside.
+- Limits: address space, processes, file size, descriptors, CPU time, disk and inodes; the session's memory, swap, process count
+  and cores as a whole by cgroup where one is writable; wall time and output by the interpreter, and wall time again from outside.
 - End: killing the session's pid 1 kills all it started. A zygote is pid 1 too: its death ends all its sessions. It dies with
   the launcher, and that with the service; both also end when their control socket closes.
 
@@ -30,8 +31,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rollmesh.sandbox_runtime import mounts, namespaces, privileges, rlimits, seccomp, syscalls
+from rollmesh.sandbox_runtime import landlock, mounts, namespaces, privileges, rlimits, seccomp, syscalls, walls
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.walls import Blueprint
 
 _T = TypeVar("_T")
 
@@ -42,6 +44,10 @@ EGRESS_FD = 4
 """Where a session finds its egress port, if its profile has egress."""
 
 
+_PATHS = landlock.Paths(read_only=["/"], devices=["/dev"], own=[mounts.PRIVATE_DIR])
+"""Of a root that is read-only by its mount already."""
+
+
 class ContainmentError(Exception):
     """A step refused: the jail was not made and nothing ran. Names the step."""
 
@@ -50,12 +56,14 @@ class ContainmentError(Exception):
 class Ground:
     """What a contained zygote holds for making sessions."""
 
-    user_namespace: bool
+    blueprint: Blueprint
     pid_namespace_fd: int
     proc_fd: int
     """A /proc directory, for id maps and handles of namespaces: the jail's root has none. Never seen by a session's code."""
-    filter: bytes
-    """For `seccomp`."""
+
+    def has(self, wall: str) -> bool:
+        """Whether a wall is to be raised."""
+        return wall in self.blueprint.walls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,31 +79,26 @@ class Cell:
     """The session's egress port; -1 for none."""
 
 
-def contain_zygote(*, user_namespace: bool, read_only: Sequence[str], seccomp_filter: bytes) -> Ground:
+def contain_zygote(blueprint: Blueprint, *, read_only: Sequence[str]) -> Ground:
     """Lock up the zygote itself: it keeps the privileges to make jails and loses sight of everything else."""
-    ground = Ground(
-        user_namespace=user_namespace,
-        pid_namespace_fd=os.open("/proc/thread-self/ns/pid", os.O_RDONLY | os.O_CLOEXEC),
-        proc_fd=os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC),
-        filter=seccomp_filter,
-    )
+    proc_fd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    pid_namespace_fd = os.open("/proc/thread-self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     _step("root", lambda: mounts.build_root((*read_only, os.path.realpath(sys.base_prefix), sys.base_prefix)))
     _step("bounding set", privileges.drop_bounding_set)
     _step("no new privileges", privileges.no_new_privileges)
-    return ground
+    return Ground(blueprint=blueprint, pid_namespace_fd=pid_namespace_fd, proc_fd=proc_fd)
 
 
 def contain_session(ground: Ground, cell: Cell) -> None:
     """Run by a session's pid 1 before any foreign code. Raises ContainmentError; the caller must then exit."""
-    inner = NOBODY if ground.user_namespace else cell.uid
+    user_namespace = ground.has(walls.USER_NAMESPACE)
+    inner = NOBODY if user_namespace else cell.uid
     limits = cell.limits
-    _step(
-        "process group", os.setsid
-    )  # kill(0) knows no pid namespace: a group shared with the zygote is one to kill it by
+    flags = namespaces.flags_of(ground.blueprint.walls)
+    # kill(0) knows no pid namespace: a group shared with the zygote is one to kill it by
+    _step("process group", os.setsid)
     _step("cgroups", lambda: _join_cgroups(cell.cgroup_fds))
-    _step(
-        "namespaces", lambda: namespaces.isolate_session(user=ground.user_namespace, proc=ground.proc_fd, inner=inner)
-    )
+    _step("namespaces", lambda: namespaces.isolate_session(flags, proc=ground.proc_fd, inner=inner))
     _step(
         "private directory",
         lambda: mounts.mount_private_dir(
@@ -104,13 +107,16 @@ def contain_session(ground: Ground, cell: Cell) -> None:
     )
     _step("descriptors", lambda: _arrange_descriptors(cell.socket_fd, cell.egress_fd))
     _step("rlimits", lambda: rlimits.apply(limits))
-    if ground.user_namespace:
+    if user_namespace:
         _step("bounding set", privileges.drop_bounding_set)
     else:
         _step("uid", lambda: privileges.become(inner, inner))
     _step("capabilities", privileges.drop_capabilities)
     _step("no new privileges", privileges.no_new_privileges)
-    _step("seccomp", lambda: seccomp.install(ground.filter))
+    if ground.has(walls.LANDLOCK):
+        _step("landlock", lambda: landlock.restrict(_PATHS))
+    if ground.has(walls.SECCOMP):
+        _step("seccomp", lambda: seccomp.install(ground.blueprint.seccomp_filter))
 
 
 def _step(name: str, action: Callable[[], _T]) -> _T:

@@ -7,7 +7,6 @@ zygote with it.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.sandbox_runtime import mounts, namespaces, privileges
+from rollmesh.sandbox_runtime.walls import Blueprint, blueprint_from_message
 from rollmesh.sandbox_runtime.zygote import Profile, run_zygote
 
 _BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from rollmesh.sandbox_runtime.launcher import main; main()"
@@ -33,12 +33,16 @@ AT_START = {"LD_BIND_NOW": "1"}
 """Besides, for the launcher alone: shared libraries are linked at once, not by every session again on first use."""
 
 
-def command(python: str, control_fd: int, profile: Mapping[str, Any], seccomp_filter: bytes) -> list[str]:
+def command(python: str, control_fd: int, profile: Mapping[str, Any], blueprint: Blueprint) -> list[str]:
     """What to execute, with `control_fd` passed on and `ENVIRONMENT` as environment. `profile`: the fields of `Profile`."""
     root = str(Path(__file__).resolve().parents[2])
-    encoded = base64.b64encode(seccomp_filter).decode()
     setup = json.dumps(
-        {"control_fd": control_fd, "parent": os.getpid(), "profile": dict(profile), "seccomp_filter": encoded}
+        {
+            "control_fd": control_fd,
+            "parent": os.getpid(),
+            "profile": dict(profile),
+            "blueprint": blueprint.as_message(),
+        }
     )
     return [python, "-I", "-S", "-X", "utf8", "-c", _BOOTSTRAP, root, setup]
 
@@ -53,13 +57,12 @@ def main() -> None:
     for name in AT_START:
         os.environ.pop(name, None)
     control = socket.socket(fileno=setup["control_fd"])
-    user_namespace = os.geteuid() != 0
-    namespaces.isolate_children(user=user_namespace, outer_uid=os.geteuid(), outer_gid=os.getegid())
+    blueprint = blueprint_from_message(setup["blueprint"])
+    flags = namespaces.flags_of(blueprint.walls)
+    namespaces.isolate_children(flags, outer_uid=os.geteuid(), outer_gid=os.getegid())
     pid = os.fork()
     if pid == 0:
-        seccomp_filter = base64.b64decode(setup["seccomp_filter"])
-        profile = Profile(**setup["profile"])
-        run_zygote(control, profile, user_namespace=user_namespace, seccomp_filter=seccomp_filter)
+        run_zygote(control, Profile(**setup["profile"]), blueprint)
         os._exit(0)
     control.close()
     _, status = os.waitpid(pid, 0)

@@ -19,6 +19,8 @@ class Limits:
     """Address space of any one process; the whole session's memory where a memory cgroup is writable."""
     processes_max: int = 32
     """Processes and threads of the session together, its interpreter included."""
+    cpus: float = 1.0
+    """Cores of the session together, where a cpu cgroup is writable: what all its processes and threads may use at a time."""
     disk_bytes: int = 64 << 20
     """Size of the private directory, which lives in memory."""
     inodes_max: int = 4096

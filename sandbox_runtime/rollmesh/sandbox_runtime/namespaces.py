@@ -8,8 +8,9 @@ every process in it, setsid'ed ones and nested namespaces too.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
-from rollmesh.sandbox_runtime import syscalls
+from rollmesh.sandbox_runtime import syscalls, walls
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -19,20 +20,32 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
-APART = CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-"""What every session has for itself beside its pid namespace."""
-_MADE_BY_SESSION = APART & ~CLONE_NEWNET
-"""The network namespace it begins in is its own already, see `Networks`."""
+FLAGS = {
+    walls.USER_NAMESPACE: CLONE_NEWUSER,
+    walls.PID_NAMESPACE: CLONE_NEWPID,
+    walls.MOUNT_NAMESPACE: CLONE_NEWNS,
+    walls.NETWORK_NAMESPACE: CLONE_NEWNET,
+    walls.IPC_NAMESPACE: CLONE_NEWIPC,
+    walls.UTS_NAMESPACE: CLONE_NEWUTS,
+    walls.CGROUP_NAMESPACE: CLONE_NEWCGROUP,
+}
+"""The network namespace that a session begins in is its own already, see `Networks`; its pid namespace, too."""
 
 
-def isolate_children(*, user: bool, outer_uid: int, outer_gid: int) -> None:
-    """Give this process namespaces of its own and its next child a new pid namespace, as root of a user namespace if asked."""
-    syscalls.unshare(APART | CLONE_NEWPID | (CLONE_NEWUSER if user else 0))
-    if user:
+def flags_of(names: Iterable[str]) -> int:
+    """The namespaces among these walls."""
+    return sum(FLAGS.get(name, 0) for name in set(names))
+
+
+def isolate_children(flags: int, *, outer_uid: int, outer_gid: int) -> None:
+    """Give this process namespaces of its own, and its next child a new pid namespace; in a new user namespace it is root."""
+    syscalls.unshare(flags)
+    if flags & CLONE_NEWUSER:
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         write_id_maps(proc, inner=0, outer_uid=outer_uid, outer_gid=outer_gid)
         os.close(proc)
-    syscalls.sethostname("sandbox")  # once: a session's namespace begins as a copy of this one
+    if flags & CLONE_NEWUTS:
+        syscalls.sethostname("sandbox")  # once: a session's namespace begins as a copy of this one
 
 
 def fork_as_init(own_pid_namespace: int) -> int:
@@ -83,13 +96,15 @@ def _return_to(own_pid_namespace: int) -> None:
         raise SystemExit(f"cannot return to the zygote's pid namespace: {error}") from error
 
 
-def isolate_session(*, user: bool, proc: int, inner: int) -> None:
+def isolate_session(flags: int, *, proc: int, inner: int) -> None:
     """Enter the session's own namespaces; in a user namespace become `inner` there, which is nobody outside.
+
+    Its pid and network namespaces are there already: the session was forked into them.
 
     `proc` is a descriptor of a /proc directory: the jail's root has none, and the maps are written through it.
     """
-    syscalls.unshare(_MADE_BY_SESSION | (CLONE_NEWUSER if user else 0))
-    if user:
+    syscalls.unshare(flags & ~(CLONE_NEWPID | CLONE_NEWNET))
+    if flags & CLONE_NEWUSER:
         write_id_maps(proc, inner=inner, outer_uid=0, outer_gid=0)
 
 

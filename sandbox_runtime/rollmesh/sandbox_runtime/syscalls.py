@@ -19,9 +19,13 @@ PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
+_SAME = {
+    "close_range": 436, "mount_setattr": 442,
+    "landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446,
+}  # fmt: skip
 _NUMBERS = {
-    "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317, "close_range": 436, "mount_setattr": 442},
-    "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277, "close_range": 436, "mount_setattr": 442},
+    "x86_64": {"pivot_root": 155, "capset": 126, "seccomp": 317} | _SAME,
+    "aarch64": {"pivot_root": 41, "capset": 91, "seccomp": 277} | _SAME,
 }
 
 

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges, rehearsal, state
+from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges, rehearsal, state, walls
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.session import serve_session
+from rollmesh.sandbox_runtime.walls import Blueprint
 
 _ALWAYS = (
     "base64", "encodings.idna", "inspect", "tempfile", "traceback",
@@ -79,7 +80,8 @@ class Zygote:
             egress_fd=next(iter(ports), -1),
         )
         try:
-            self._networks.enter(packet["place"])
+            if self._ground.has(walls.NETWORK_NAMESPACE):
+                self._networks.enter(packet["place"])
             pid = namespaces.fork_as_init(self._ground.pid_namespace_fd)
         except OSError as error:
             _close_all(fds)
@@ -140,14 +142,12 @@ class Profile:
     """Directory of the cloudpickle package, for snapshots; without it sessions can't be saved."""
 
 
-def run_zygote(control: socket.socket, profile: Profile, *, user_namespace: bool, seccomp_filter: bytes) -> None:
+def run_zygote(control: socket.socket, profile: Profile, blueprint: Blueprint) -> None:
     """Warm up, contain, serve. A failure before serving is sent as `fatal` and ends the process."""
     privileges.die_with_parent()
     try:
         namespace = _warm_up(profile)
-        ground = contain.contain_zygote(
-            user_namespace=user_namespace, read_only=profile.library_paths, seccomp_filter=seccomp_filter
-        )
+        ground = contain.contain_zygote(blueprint, read_only=profile.library_paths)
     except Exception as error:  # the one place where a failed start is recorded
         reason = f"{type(error).__name__}: {error}"
         framing.send_packet(control, {"event": "fatal", "reason": reason[:1000]})

@@ -32,7 +32,7 @@ def test_version_2_wins_where_controllers_are_delegated(tmp_path: Path) -> None:
     (own / "cgroup.subtree_control").write_text("cpu memory pids\n")
     found = cgroups.detect(f"cgroup2 {tmp_path} cgroup2 rw 0 0\n", "0::/user\n")
     assert found is not None
-    assert (found.version, found.parents) == (2, {"memory": own, "pids": own})
+    assert (found.version, found.parents) == (2, {"memory": own, "pids": own, "cpu": own})
 
 
 def test_nothing_is_found_where_nothing_is_mounted() -> None:

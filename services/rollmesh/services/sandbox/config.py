@@ -7,6 +7,7 @@ from dataclasses import fields
 import msgspec
 
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.walls import WALLS
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.snapshots_config import SnapshotsConfig
 
@@ -70,6 +71,9 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     engine: str = "jail"
     """`jail`, or `fake`: no isolation at all, for tests that only need the calculator."""
+    without: tuple[str, ...] = ()
+    """Walls given up, by the names that `rollmesh doctor` shows: the service starts without them, and says so at each start. By default
+    it refuses to start where one that the engine requires does not stand."""
     profiles: dict[str, ProfileConfig] = msgspec.field(default_factory=lambda: dict(PROFILES))
     """By name."""
     egress: dict[str, EgressConfig] = {}
@@ -139,6 +143,16 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name, profile in self.profiles.items():
             if profile.egress and profile.egress not in self.egress:
                 raise ValueError(f"profile {name!r} names egress {profile.egress!r}, which is not in egress")
+        _check_given_up(self.without)
         for name in self.warm:
             if name not in self.profiles:
                 raise ValueError(f"warm names {name!r}, which is not in profiles ({', '.join(self.profiles)})")
+
+
+def _check_given_up(names: tuple[str, ...]) -> None:
+    free = [wall.name for wall in WALLS.values() if not wall.core]
+    for name in names:
+        if name in WALLS and WALLS[name].core:
+            raise ValueError(f"without: {name!r} can't be given up, others rest on it; choose another engine instead")
+        if name not in WALLS:
+            raise ValueError(f"without: unknown wall {name!r}; those that can be given up: {', '.join(free)}")

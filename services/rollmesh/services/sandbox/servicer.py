@@ -48,6 +48,7 @@ _LIMITS = {
     "processes_max": "processes_max",
     "output_bytes": "output_bytes",
     "disk_bytes": "disk_bytes",
+    "cpus": "cpus",
 }
 """Field of SandboxLimits -> field of Limits."""
 

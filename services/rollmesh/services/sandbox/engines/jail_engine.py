@@ -26,7 +26,8 @@ import msgspec
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox import seccomp_policy
+from rollmesh.sandbox_runtime.walls import Blueprint
+from rollmesh.services.sandbox import survey
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.ports import Ports
 from rollmesh.services.sandbox.engine import Outcome, RunResult, SavePiece, SnapshotTooLarge
@@ -64,6 +65,7 @@ class JailEngine:
         self._config = config
         self._state = StateDir(state_dir)
         self._name = ids.new()
+        self._blueprint: Blueprint | None = None
         self._places: Places | None = None
         self._uids = UidRange(config.uid_base, [])
         self._zygotes: dict[str, ZygoteProcess] = {}
@@ -73,6 +75,7 @@ class JailEngine:
         self._ports = Ports(config.egress, state_dir / "egress")
 
     async def start(self) -> None:
+        self._blueprint = await asyncio.to_thread(survey.plan, self._config)
         hierarchy = cgroups.detect_here() if self._config.cgroups else None
         await asyncio.to_thread(self._state.acquire)
         cleared = await asyncio.to_thread(self._state.clear_leftovers, hierarchy)
@@ -240,8 +243,10 @@ class JailEngine:
         del described["limits"], described["egress"]
         described["pickler"] = str(Path(cloudpickle.__file__).parent)
         log = self._state.path / f"zygote-{profile}.log"
-        rules = seccomp_policy.compiled()
-        zygote = await ZygoteProcess.start(self._config.python, described, rules, log, self._config.start_timeout_s)
+        assert self._blueprint is not None, "start() comes first"
+        zygote = await ZygoteProcess.start(
+            self._config.python, described, self._blueprint, log, self._config.start_timeout_s
+        )
         self._zygotes[profile] = zygote
         self._state.record_launcher(zygote.pid)
         return zygote

@@ -13,7 +13,6 @@ import json
 import os
 import select
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,14 +114,6 @@ def _end_recorded(record: dict[str, int]) -> bool:
 def _end_groups(hierarchy: Hierarchy, name: str) -> int:
     groups = list(hierarchy.leftovers(f"{name}-"))
     for group in groups:
-        for pid in (group / "cgroup.procs").read_text().split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-    until = time.monotonic() + _END_S
-    removed = cgroups.remove_all(groups)
-    while removed < len(groups) and time.monotonic() < until:
-        time.sleep(
-            0.01
-        )  # the kernel empties a killed group within milliseconds; there is nothing to wait on in version 1
-        removed += cgroups.remove_all(group for group in groups if group.exists())
-    return removed
+        with contextlib.suppress(OSError):  # what can't be ended stays, and is tried again at the next start
+            cgroups.kill_all(group)
+    return cgroups.remove_all(groups)

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from rollmesh.sandbox_runtime import framing, launcher
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.walls import Blueprint
 from rollmesh.services.sandbox.engines.places import Place
 from rollmesh.shared.errors import SandboxFailed
 
@@ -55,13 +56,13 @@ class ZygoteProcess:
 
     @classmethod
     async def start(
-        cls, python: str, profile: Mapping[str, Any], seccomp_filter: bytes, log: Path, timeout_s: float
+        cls, python: str, profile: Mapping[str, Any], blueprint: Blueprint, log: Path, timeout_s: float
     ) -> ZygoteProcess:
         """Execute a launcher and wait until its zygote is contained. Raises SandboxFailed with its reason."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs, log.open("wb") as errors:
-            process = _execute(python, theirs.fileno(), profile, seccomp_filter, errors)
+            process = _execute(python, theirs.fileno(), profile, blueprint, errors)
         zygote = cls(ours, process)
         try:
             async with asyncio.timeout(timeout_s):
@@ -176,10 +177,10 @@ class ZygoteProcess:
 
 
 def _execute(
-    python: str, control_fd: int, profile: Mapping[str, Any], seccomp_filter: bytes, errors: BinaryIO
+    python: str, control_fd: int, profile: Mapping[str, Any], blueprint: Blueprint, errors: BinaryIO
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        launcher.command(python or os.path.realpath(sys.executable), control_fd, profile, seccomp_filter),
+        launcher.command(python or os.path.realpath(sys.executable), control_fd, profile, blueprint),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,

@@ -1,0 +1,141 @@
+"""The program that tries each wall on this host, each in a process of its own, the way a session would raise it.
+
+Executed fresh by the service as the user that the service is (`python -I -S`), with a `Blueprint` on standard input; answers
+on standard output with a JSON object: for each wall that rests on the kernel alone, why it does not stand, or an empty text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rollmesh.sandbox_runtime import landlock, mounts, namespaces, privileges, rlimits, seccomp, syscalls, walls
+from rollmesh.sandbox_runtime.limits import Limits
+
+_BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from rollmesh.sandbox_runtime.probe import main; main()"
+_NOBODY = 65534
+
+
+def command(python: str) -> list[str]:
+    """What to execute."""
+    return [python, "-I", "-S", "-X", "utf8", "-c", _BOOTSTRAP, str(Path(__file__).resolve().parents[2])]
+
+
+def main() -> None:
+    """Entry of the executed program."""
+    blueprint = walls.blueprint_from_message(json.load(sys.stdin))
+    tries: dict[str, Callable[[], None]] = {
+        walls.USER_NAMESPACE: lambda: _unshare(0),
+        walls.PID_NAMESPACE: _pid_namespace,
+        walls.MOUNT_NAMESPACE: _mount_namespace,
+        walls.OWN_UID: _own_uid,
+        walls.CAPABILITIES: _capabilities,
+        walls.NO_NEW_PRIVILEGES: privileges.no_new_privileges,
+        walls.SECCOMP: lambda: _seccomp(blueprint.seccomp_filter),
+        walls.LANDLOCK: _landlock,
+        walls.RLIMITS: lambda: rlimits.apply(Limits()),
+    }
+    for name, flag in namespaces.FLAGS.items():
+        tries.setdefault(name, lambda flag=flag: _unshare(flag))  # type: ignore[misc]
+    print(json.dumps({name: _attempt(action) for name, action in tries.items()}))
+
+
+def _attempt(action: Callable[[], None]) -> str:
+    """Run it in a child, which it may change beyond recovery; why it failed, or an empty text."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        reason = "the probe broke off"
+        try:
+            reason = _tried(action)
+        finally:
+            os.write(writing, reason.encode())
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        reason = pipe.read().decode()
+    _, status = os.waitpid(pid, 0)
+    return reason or (f"the probe ended with status {status}" if status else "")
+
+
+def _tried(action: Callable[[], None]) -> str:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - whatever went wrong, the wall does not stand; here is where that is recorded
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _unshare(flag: int) -> None:
+    """As a launcher does it: an ordinary user makes a user namespace along with the other."""
+    user = os.geteuid() != 0
+    outer_uid, outer_gid = os.geteuid(), os.getegid()
+    syscalls.unshare(flag | (namespaces.CLONE_NEWUSER if user else 0))
+    if user:
+        proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        namespaces.write_id_maps(proc, inner=0, outer_uid=outer_uid, outer_gid=outer_gid)
+
+
+def _pid_namespace() -> None:
+    _unshare(namespaces.CLONE_NEWPID)
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if os.getpid() == 1 else 1)
+    _expect(os.waitpid(pid, 0)[1] == 0, "the child is not process 1")
+
+
+def _mount_namespace() -> None:
+    _unshare(namespaces.CLONE_NEWNS)
+    mounts.build_root((os.path.realpath(sys.base_prefix), sys.base_prefix))
+    mounts.mount_private_dir(bytes_max=1 << 20, inodes_max=16, uid=0, gid=0)
+    _expect(not os.path.exists("/etc/shadow"), "the host's files are in sight")
+    try:
+        os.close(os.open("/usr/rollmesh-probe", os.O_CREAT | os.O_WRONLY))
+    except OSError:
+        return
+    raise OSError("the root can be written")
+
+
+def _own_uid() -> None:
+    if os.geteuid() == 0:
+        privileges.become(_NOBODY, _NOBODY)
+        _expect(os.getresuid() == (_NOBODY,) * 3 and not os.getgroups(), "the uid did not change")
+
+
+def _capabilities() -> None:
+    if os.geteuid() == 0:
+        privileges.drop_bounding_set()
+    privileges.drop_capabilities()
+    found = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+    _expect(int(found["CapEff"], 16) == int(found["CapPrm"], 16) == 0, "capabilities are left")
+
+
+def _seccomp(rules: bytes) -> None:
+    if not rules:
+        raise OSError("no filter could be compiled")
+    privileges.no_new_privileges()
+    seccomp.install(rules)
+    try:
+        syscalls.unshare(0)
+    except PermissionError:
+        return
+    raise OSError("the filter has no effect")
+
+
+def _landlock() -> None:
+    privileges.no_new_privileges()
+    landlock.restrict(landlock.Paths(read_only=["/usr"], devices=[], own=[]))
+    try:
+        os.listdir("/")
+    except PermissionError:
+        return
+    raise OSError("the rules have no effect")
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise OSError(otherwise)

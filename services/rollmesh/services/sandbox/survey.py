@@ -1,0 +1,136 @@
+"""Which walls stand on this host, which of them a configuration raises, and the refusal to start without a required one.
+
+Kernel walls are tried by a program of their own (`sandbox_runtime.probe`), once per process and interpreter; control groups are
+looked for here. Blocking: call from a thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollmesh.sandbox_runtime import cgroups, landlock, launcher, probe, walls
+from rollmesh.sandbox_runtime.walls import Blueprint, Wall
+from rollmesh.services.sandbox import seccomp_policy
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.shared.errors import SandboxFailed
+
+_log = logging.getLogger(__name__)
+
+_PROBE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """One wall here and now."""
+
+    wall: Wall
+    stands: bool
+    detail: str = ""
+    """Why not; or of what strength it is."""
+    required: bool = False
+    raised: bool = False
+    """Whether sessions get it: it stands, its driver wants it, and nobody gave it up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class User:
+    """Somebody other than ourselves to try the walls as; needs root."""
+
+    uid: int
+    gid: int
+
+
+def survey(config: SandboxConfig, user: User | None = None) -> tuple[Standing, ...]:
+    """Every wall that matters to whoever runs it, in the order of `walls.WALLS`."""
+    found = {**_tried(config.python or os.path.realpath(sys.executable), user), **_groups(config, user)}
+    is_root = (user.uid if user else os.geteuid()) == 0
+    moot = walls.USER_NAMESPACE if is_root else walls.OWN_UID
+    driver = walls.DRIVERS.get(config.engine, walls.DRIVERS["none"])
+    standings = []
+    for name, wall in walls.WALLS.items():
+        if name == moot:
+            continue
+        required, wanted = name in driver.required, name in driver.required | driver.optional
+        stands = not found[name]
+        raised = stands and wanted and name not in config.without
+        detail = found[name] or _strength(name)
+        standings.append(Standing(wall=wall, stands=stands, detail=detail, required=required, raised=raised))
+    return tuple(standings)
+
+
+def plan(config: SandboxConfig) -> Blueprint:
+    """What to raise here. Logs what the operator gave up. Raises SandboxFailed if a required wall does not stand and is not given up."""
+    standings = survey(config)
+    for standing in standings:
+        _require(standing, config)
+    for name in config.without:
+        _log.warning("sandbox.without gives up %s: %s", name, walls.WALLS[name].without)
+    raised = frozenset(standing.wall.name for standing in standings if standing.raised)
+    rules = seccomp_policy.compiled() if walls.SECCOMP in raised else b""
+    return Blueprint(walls=raised, seccomp_filter=rules)
+
+
+def _require(standing: Standing, config: SandboxConfig) -> None:
+    wall = standing.wall
+    if not standing.required or standing.raised or wall.name in config.without:
+        return
+    way_out = "" if wall.core else f"; or give it up by name: sandbox.without=[{wall.name}]"
+    raise SandboxFailed(
+        f"the wall {wall.name!r} of sandbox.engine={config.engine} does not stand on this host ({standing.detail})."
+        f" Without it {wall.without}. Remedy: {wall.remedy}{way_out}"
+    )
+
+
+@functools.cache
+def _tried(python: str, user: User | None) -> Mapping[str, str]:
+    """Why each kernel wall does not stand; empty where it does."""
+    reason, rules = "", b""
+    try:
+        rules = seccomp_policy.compiled()
+    except SandboxFailed as error:
+        reason = error.message
+    question = json.dumps(Blueprint(walls=frozenset(), seccomp_filter=rules).as_message())
+    try:
+        done = subprocess.run(
+            probe.command(python), input=question, env=launcher.ENVIRONMENT, cwd="/", capture_output=True, text=True,
+            timeout=_PROBE_S, check=True, user=user.uid if user else None, group=user.gid if user else None,
+            extra_groups=[] if user else None,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", "") or ""
+        raise SandboxFailed(
+            f"cannot try the walls of this host with {python}: {error} {said[-500:]}".strip()
+        ) from error
+    found: dict[str, str] = json.loads(done.stdout)
+    if reason:
+        found[walls.SECCOMP] = reason
+    return found
+
+
+def _groups(config: SandboxConfig, user: User | None) -> Mapping[str, str]:
+    if user is not None:
+        return dict.fromkeys(walls.CGROUPS, "not looked for as another user")
+    if not config.cgroups:
+        return dict.fromkeys(walls.CGROUPS, "sandbox.cgroups is off")
+    hierarchy = cgroups.detect_here()
+    here = hierarchy.bounds() if hierarchy else frozenset()
+    return {name: "" if name in here else "no writable control group for it" for name in walls.CGROUPS}
+
+
+def _strength(name: str) -> str:
+    if name == walls.LANDLOCK:
+        missing = landlock.lacks(landlock.abi())
+        return f"version {landlock.abi()}" + (f", without {missing}" if missing else "")
+    if name == walls.SECCOMP:
+        return f"libseccomp {seccomp_policy.library_version()}"
+    if name in walls.CGROUPS:
+        hierarchy = cgroups.detect_here()
+        return f"version {hierarchy.version}" if hierarchy else ""
+    return ""
