@@ -20,7 +20,8 @@ from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
 from rollmesh.services.sandbox.engine import Outcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.shared.ids import SeededIds
-from tests.integration.outside import Outside, outside
+
+from .outside import Outside, outside
 
 HOST = "allowed.test"
 PRELUDE = """

@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from rollmesh.services.sandbox.egress.retrieval.config import RetrievalConfig
+from rollmesh.services.sandbox.egress.retrieval.config import CacheConfig, RetrievalConfig
 
 _HOST = re.compile(r"\.?(?!-)[a-z0-9-]+(\.[a-z0-9-]+)*")
 _METHOD = re.compile(r"[A-Z]+")
@@ -56,6 +56,8 @@ class EgressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What may be reached. None: nothing outside."""
     retrieval: RetrievalConfig | None = None
     """What the session's tools `search`, `browse` and `retrieve` work on; None: they are refused."""
+    cache: CacheConfig = CacheConfig()
+    """Whether answers to GET are kept, and replayed."""
     addresses: dict[str, tuple[str, ...]] = {}
     """Addresses by host, instead of asking DNS: for hosts of one's own, and where runs must not depend on DNS. Checked like all others."""
     ca_file: str = ""

@@ -13,12 +13,17 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
 from rollmesh.services.sandbox.egress.addresses import Resolver, resolve_by_dns
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.egress.port import Port
 from rollmesh.services.sandbox.egress.proxy import Client, Proxy
+from rollmesh.services.sandbox.egress.retrieval.backend import Backend
+from rollmesh.services.sandbox.egress.retrieval.cache import Cache
+from rollmesh.services.sandbox.egress.retrieval.config import RetrievalConfig
 from rollmesh.services.sandbox.egress.retrieval.corpus import Corpus
+from rollmesh.services.sandbox.egress.retrieval.endpoint import Endpoint
 from rollmesh.services.sandbox.egress.retrieval.service import Retrieval
 from rollmesh.services.sandbox.egress.upstream import Upstream
 from rollmesh.shared.clock import Clock, SystemClock
@@ -45,7 +50,9 @@ class Ports:
     async def start(self) -> None:
         """Make the policies ready; a corpus that is not indexed yet is indexed now. Raises ConfigError."""
         for name, config in self._configs.items():
-            self._proxies[name] = await asyncio.to_thread(self._proxy, name, config)
+            self._proxies[name] = await asyncio.to_thread(
+                make_proxy, name, config, self._folder, clock=self._clock, resolver=self._resolver
+            )
 
     def stop(self) -> None:
         """End what is left."""
@@ -74,10 +81,19 @@ class Ports:
         if port is not None:
             port.close()
 
-    def _proxy(self, name: str, config: EgressConfig) -> Proxy:
-        upstream = Upstream(config, self._resolver)
-        retrieval = None
-        if config.retrieval is not None:
-            corpus = Corpus.opened(config.retrieval, self._folder)
-            retrieval = Retrieval(config.retrieval, corpus, config.response_bytes_max)
-        return Proxy(name, config, clock=self._clock, upstream=upstream, retrieval=retrieval)
+
+def make_proxy(name: str, config: EgressConfig, folder: Path, *, clock: Clock, resolver: Resolver) -> Proxy:
+    """A policy with all it needs, open. Blocks; raises ConfigError."""
+    upstream = Upstream(config, resolver)
+    retrieval = None
+    if config.retrieval is not None:
+        backend = _backend(config.retrieval, folder, upstream)
+        retrieval = Retrieval(config.retrieval, backend, config.response_bytes_max)
+    cache = None
+    if config.cache.mode != "off":
+        cache = Cache.opened(config.cache, folder / f"{quote(name, safe='')}.records")
+    return Proxy(name, config, clock=clock, upstream=upstream, retrieval=retrieval, cache=cache)
+
+
+def _backend(config: RetrievalConfig, folder: Path, upstream: Upstream) -> Backend:
+    return Corpus.opened(config, folder) if config.engine == "corpus" else Endpoint(config, upstream)

@@ -16,6 +16,7 @@ from rollmesh.services.sandbox.egress.budget import Rates
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request, refusal
 from rollmesh.services.sandbox.egress.metrics import BYTES, REQUESTS
+from rollmesh.services.sandbox.egress.retrieval.cache import Cache
 from rollmesh.services.sandbox.egress.retrieval.service import Retrieval
 from rollmesh.services.sandbox.egress.upstream import Upstream
 from rollmesh.shared.clock import Clock
@@ -37,13 +38,22 @@ class Proxy:
     """One policy. `retrieval` answers paths; without it there is nothing but the outside."""
 
     def __init__(
-        self, name: str, config: EgressConfig, *, clock: Clock, upstream: Upstream, retrieval: Retrieval | None = None
+        self,
+        name: str,
+        config: EgressConfig,
+        *,
+        clock: Clock,
+        upstream: Upstream,
+        retrieval: Retrieval | None = None,
+        cache: Cache | None = None,
     ) -> None:
         self.name = name
         self.config = config
         self._clock = clock
         self._upstream = upstream
         self._retrieval = retrieval
+        self._cache = cache
+        self._digest = upstream.digest + (retrieval.digest if retrieval is not None else "")
         self._rates = Rates(config.rate_per_s, config.burst, clock)
         self._places = asyncio.Semaphore(config.inflight_max)
 
@@ -51,6 +61,8 @@ class Proxy:
         """Nothing is asked any more."""
         if self._retrieval is not None:
             self._retrieval.close()
+        if self._cache is not None:
+            self._cache.close()
 
     async def answer(self, client: Client, request: Request) -> Reply:
         """The reply, which may be a refusal. Bounded by the policy's `timeout_s`."""
@@ -72,13 +84,27 @@ class Proxy:
         self._rates.spend(client.tenant)
         try:
             async with asyncio.timeout(self.config.timeout_s), self._places:
-                if not request.target.startswith("/"):
-                    return await self._upstream.ask(request)
-                if self._retrieval is None:
-                    raise Refused("not_found", "this policy serves no search; ask for absolute URLs")
-                return await self._retrieval.answer(request)
+                if self._cache is None:
+                    return await self._fresh(request)
+                return await self._cache.answer(self._digest, request, lambda: self._recordable(request))
         except TimeoutError:
             raise Refused("timeout", f"no answer within {self.config.timeout_s:g} s") from None
+
+    async def _fresh(self, request: Request) -> Reply:
+        if not request.target.startswith("/"):
+            return await self._upstream.ask(request)
+        if self._retrieval is None:
+            raise Refused("not_found", "this policy serves no search; ask for absolute URLs")
+        return await self._retrieval.answer(request)
+
+    async def _recordable(self, request: Request) -> Reply:
+        """That there is nothing is an answer too: it must be the same when it is asked again."""
+        try:
+            return await self._fresh(request)
+        except Refused as error:
+            if error.rule != "not_found":
+                raise
+            return refusal(error, self.name)
 
     def _record(self, client: Client, request: Request, reply: Reply, wall_s: float) -> None:
         outcome = reply.refused_by or ("cached" if reply.cached else "answered")

@@ -7,6 +7,7 @@ while it is unpacked, so that neither the service nor a session meets a decompre
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ssl
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urldefrag, urljoin
 
 import h11
+import msgspec
 
 from rollmesh.services.sandbox.egress import addresses, policy
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
@@ -37,6 +39,11 @@ class Upstream:
         self._config = config
         self._resolver = resolver
         self._tls: ssl.SSLContext | None = None
+
+    @property
+    def digest(self) -> str:
+        """What is allowed, and from where: answers of another policy are no answers of this one."""
+        return hashlib.sha256(msgspec.json.encode((self._config.rules, self._config.response_bytes_max))).hexdigest()
 
     async def ask(self, request: Request) -> Reply:
         """The answer to one request, redirects as they are. Raises Refused; bounded by the caller's deadline."""

@@ -12,6 +12,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     url: str
     """Template, e.g. `https://search.internal/v1?q={query}&n={count}`; both are filled in percent-encoded."""
+    document: str = ""
+    """Template with {id} for documents by id, where `id_field` is set; empty: they are not served, pages are browsed by URL."""
     results: str = "results"
     """Where the list of results lies in the answer: keys by dots, e.g. `web.results`; empty if the answer is the list."""
     id_field: str = ""
@@ -26,6 +28,8 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.url.count("{query}") != 1 or self.url.replace("{query}", "").replace("{count}", "").count("{"):
             raise ValueError(f"url must hold {{query}} once, and no other field but {{count}}: {self.url!r}")
+        if self.document and self.document.count("{id}") != 1:
+            raise ValueError(f"document must hold {{id}} once: {self.document!r}")
 
 
 class RetrievalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,7 +66,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mode: Literal["off", "on", "only"] = "off"
     """`on` records and replays; answers do not expire. `only` replays: what was not recorded is refused, nothing is asked outside."""
     path: str = ""
-    """File of the records; empty means one in the node's state directory. Copy it to replay elsewhere; one node writes it at a time."""
+    """File of the records; empty means one per policy in the node's state directory. Nodes of one host may share it. Records count for
+    the configuration that made them: rules, endpoint, corpus and sizes."""
     bytes_max: int = 1 << 30
     """Bodies kept; beyond it those unused for longest go."""
 

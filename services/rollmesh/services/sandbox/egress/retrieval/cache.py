@@ -1,0 +1,138 @@
+"""Answers on disk, by what was asked: recorded once, replayed for good. The first record of a question stands.
+
+SQLite in a thread of its own; processes of one host may share a file. Bounded in bytes: what was unused for longest goes. Disk
+trouble costs the cache and not the answer, except where only records may be replayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import sqlite3
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request
+from rollmesh.services.sandbox.egress.retrieval.config import CacheConfig
+from rollmesh.shared.errors import ConfigError
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+_BUSY_S = 5.0
+_SCHEMA = """
+PRAGMA journal_mode = WAL;
+PRAGMA synchronous = NORMAL;
+CREATE TABLE IF NOT EXISTS records (
+  key TEXT PRIMARY KEY, url TEXT, status INTEGER, headers TEXT, body BLOB, bytes INTEGER, sha256 TEXT, used INTEGER);
+CREATE INDEX IF NOT EXISTS by_use ON records (used);
+CREATE INDEX IF NOT EXISTS by_digest ON records (sha256);
+CREATE TABLE IF NOT EXISTS totals (one INTEGER PRIMARY KEY CHECK (one = 1), bytes INTEGER, uses INTEGER);
+INSERT OR IGNORE INTO totals VALUES (1, 0, 0);
+"""
+_RECORD_BYTES = 512
+"""What a record costs beside its body, roughly."""
+_RECORDED = (200, 404)
+"""Statuses that say something of what was asked; others say how things stood at the moment."""
+
+
+class Cache:
+    """A file of records, open. Make it with `opened`."""
+
+    def __init__(self, config: CacheConfig, store: sqlite3.Connection) -> None:
+        self._config = config
+        self._store = store
+        self._thread = ThreadPoolExecutor(1, "egress cache")
+
+    @classmethod
+    def opened(cls, config: CacheConfig, path: Path) -> Cache:
+        """Open or make the file; to be replayed only, it must be there. Blocks; raises ConfigError."""
+        path = Path(config.path or path)
+        try:
+            if config.mode == "only":
+                store = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+                store.execute("SELECT count(*) FROM totals")
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                store = sqlite3.connect(path, timeout=_BUSY_S, check_same_thread=False)
+                store.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"egress: the cache {path} cannot be opened: {error}") from error
+        return cls(config, store)
+
+    def close(self) -> None:
+        """What was recorded is on disk."""
+        self._thread.submit(self._store.close)
+        self._thread.shutdown(wait=False)
+
+    async def answer(self, digest: str, request: Request, ask: Callable[[], Awaitable[Reply]]) -> Reply:
+        """The record of a question, made by `ask` if there is none. `digest` names what answers depend on beside it."""
+        replayed_only = self._config.mode == "only"
+        if request.method != "GET" or request.body:
+            if replayed_only:
+                raise Refused("not_recorded", "only recorded answers are replayed, and those are GET without a body")
+            return await ask()
+        key = _key(digest, request)
+        if (kept := await self._do(lambda: self._find(key))) is not None:
+            return kept
+        if replayed_only:
+            raise Refused("not_recorded", "only recorded answers are replayed, and this was never asked")
+        reply = await ask()
+        if reply.status not in _RECORDED:
+            return reply
+        return await self._do(lambda: self._keep(key, request.target, reply)) or reply
+
+    async def _do(self, action: Callable[[], _T | None]) -> _T | None:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, action)
+        except sqlite3.Error as error:
+            if self._config.mode == "only":
+                raise Refused("upstream", "the records cannot be read on the service's side") from error
+            _log.warning("the egress cache failed; answers are not kept: %s", error)
+            return None
+
+    def _find(self, key: str) -> Reply | None:
+        row = self._store.execute("SELECT status, headers, body FROM records WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            return None
+        if self._config.mode != "only":
+            with self._store:
+                self._store.execute("UPDATE totals SET uses = uses + 1")
+                self._store.execute("UPDATE records SET used = (SELECT uses FROM totals) WHERE key = ?", (key,))
+        headers = json.loads(row[1])
+        refused_by = headers.get("x-refused-by", "")
+        return Reply(status=row[0], headers=headers, body=row[2], cached=not refused_by, refused_by=refused_by)
+
+    def _keep(self, key: str, url: str, reply: Reply) -> Reply | None:
+        """The record as it stands afterwards: of two who asked at once both get the first one's."""
+        size = len(reply.body) + _RECORD_BYTES
+        if size > self._config.bytes_max:
+            return None
+        digest = hashlib.sha256(reply.body).hexdigest()
+        with self._store:
+            self._store.execute("UPDATE totals SET uses = uses + 1")
+            done = self._store.execute(
+                "INSERT OR IGNORE INTO records SELECT ?, ?, ?, ?, ?, ?, ?, uses FROM totals",
+                (key, url, reply.status, json.dumps(dict(reply.headers)), reply.body, size, digest),
+            )
+            if done.rowcount:
+                self._store.execute("UPDATE totals SET bytes = bytes + ?", (size,))
+                self._shrink()
+                return reply
+        return self._find(key)
+
+    def _shrink(self) -> None:
+        (total,) = self._store.execute("SELECT bytes FROM totals").fetchone()
+        while total > self._config.bytes_max:
+            key, size = self._store.execute("SELECT key, bytes FROM records ORDER BY used LIMIT 1").fetchone()
+            self._store.execute("DELETE FROM records WHERE key = ?", (key,))
+            self._store.execute("UPDATE totals SET bytes = bytes - ?", (size,))
+            total -= size
+
+
+def _key(digest: str, request: Request) -> str:
+    accepted = [request.headers.get(name, "") for name in ("accept", "accept-language")]
+    return hashlib.sha256(json.dumps([digest, request.target, *accepted]).encode()).hexdigest()

@@ -1,0 +1,108 @@
+"""Retrieval from outside: a search endpoint that answers JSON, and pages as they are. Everything goes through the allow-list."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from urllib.parse import quote
+
+import msgspec
+
+from rollmesh.services.sandbox.egress.exchange import Refused, Reply
+from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
+from rollmesh.services.sandbox.egress.retrieval.config import EndpointConfig, RetrievalConfig
+from rollmesh.services.sandbox.egress.upstream import Upstream
+
+_CHARSET = re.compile(r"charset=\"?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
+_TEXTS = ("text/", "application/json", "application/xhtml+xml", "application/xml")
+_FIELD_CHARS_MAX = 1000
+_ACCEPT_PAGE = {"accept": "text/html, text/plain;q=0.9, */*;q=0.1"}
+
+
+class Endpoint:
+    """Implements `Backend`."""
+
+    def __init__(self, config: RetrievalConfig, upstream: Upstream) -> None:
+        assert config.endpoint is not None
+        self._endpoint: EndpointConfig = config.endpoint
+        self._config = config
+        self._upstream = upstream
+
+    @property
+    def digest(self) -> str:
+        described = msgspec.json.encode(self._endpoint) + self._upstream.digest.encode()
+        return hashlib.sha256(described).hexdigest()
+
+    async def search(self, query: str) -> Sequence[Hit]:
+        target = _filled(self._endpoint.url, query=query, count=str(self._config.results_max))
+        reply = await self._upstream.follow(target, {"accept": "application/json"})
+        if reply.status != 200:
+            raise Refused("upstream", f"the search endpoint answered {reply.status}")
+        results = _results(reply.body, self._endpoint.results)
+        return [hit for result in results if (hit := self._hit(result))][: self._config.results_max]
+
+    async def page(self, url: str) -> Document:
+        reply = await self._upstream.follow(url, _ACCEPT_PAGE)
+        if reply.status in (404, 410):
+            raise Refused("not_found", f"there is no page at {url}: status {reply.status}")
+        if reply.status != 200:
+            raise Refused("upstream", f"{url} answered {reply.status}")
+        content_type = reply.headers.get("content-type", "text/plain").lower()
+        if not content_type.startswith(_TEXTS):
+            raise Refused("content", f"{url} is no text but {content_type[:100]}")
+        return Document(
+            id=url, url=url, content_type=content_type.partition(";")[0].strip(), text=_text(reply, content_type)
+        )
+
+    async def document(self, doc_id: str) -> Document:
+        if self._endpoint.id_field and not self._endpoint.document:
+            raise Refused("not_found", "this search has no documents by id: browse a result's URL")
+        if not self._endpoint.id_field:
+            return await self.page(doc_id)
+        return await self.page(_filled(self._endpoint.document, id=doc_id))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _hit(self, result: object) -> Hit | None:
+        """A result as far as it can be understood: what an endpoint says is foreign."""
+        if not isinstance(result, Mapping):
+            return None
+        names = self._endpoint
+        url, title, text = (_field(result, name) for name in (names.url_field, names.title_field, names.text_field))
+        doc_id = _field(result, names.id_field) if names.id_field else url
+        if not doc_id:
+            return None
+        return Hit(id=doc_id, url=url, title=title, snippet=text[: self._config.snippet_chars_max])
+
+
+def _filled(template: str, **values: str) -> str:
+    for name, value in values.items():
+        template = template.replace("{" + name + "}", quote(value, safe="", errors="replace"))
+    return template
+
+
+def _results(body: bytes, path: str) -> Sequence[object]:
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise Refused("upstream", f"the search endpoint answered no JSON: {error}") from error
+    for key in path.split(".") if path else ():
+        found = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(found, list):
+        raise Refused("upstream", f"the search endpoint's answer has no list at {path!r}")
+    return found
+
+
+def _field(result: Mapping[object, object], name: str) -> str:
+    value = result.get(name)
+    return str(value)[:_FIELD_CHARS_MAX] if isinstance(value, str | int | float) else ""
+
+
+def _text(reply: Reply, content_type: str) -> str:
+    named = _CHARSET.search(content_type)
+    try:
+        return reply.body.decode(named[1] if named else "utf-8", errors="replace")
+    except LookupError:
+        return reply.body.decode(errors="replace")
