@@ -403,3 +403,13 @@ async def test_whatever_is_raised_is_an_error_and_keeps_the_session(engine: Jail
 async def test_odd_text_passes(engine: JailEngine) -> None:
     result = await attack(engine, "print('\\ud800 \\x00 é 😀')\n'\\udcff'")
     assert (result.stdout, result.result) == ("? \x00 é 😀\n", "'\\udcff'")
+
+
+async def test_signal_to_its_process_group_stays_in_the_session(engine: JailEngine) -> None:
+    await open_session(engine, "other")
+    await attack(
+        engine, "import os, signal\nif os.fork() == 0:\n    os.kill(0, signal.SIGKILL)\nos.kill(0, signal.SIGKILL)"
+    )
+    assert (await run(engine, "1", session_id="other")).result == "1"
+    await open_session(engine, "third")
+    assert (await run(engine, "3", session_id="third")).result == "3"

@@ -14,7 +14,7 @@ import pytest
 UID = 12345
 CLAIMS = (
     "sockets or abstract or host_paths or written or remounted or each_other or inherits or privileges"
-    " or memory_bomb or fork_bomb or endless or disk or told_apart"
+    " or memory_bomb or fork_bomb or endless or disk or told_apart or process_group"
 )
 SUITE = Path(__file__).with_name("test_sandbox_isolation.py")
 ROOTS = ("protos", "shared", "services", "trainer", "sandbox_runtime")

@@ -105,6 +105,7 @@ def contain_session(ground: Ground, cell: Cell) -> None:
             bytes_max=limits.disk_bytes, inodes_max=limits.inodes_max, uid=inner, gid=inner
         ),
     )
+    mounts.mount_terminals()
     _step("descriptors", lambda: _arrange_descriptors(cell.socket_fd, cell.egress_fd))
     _step("rlimits", lambda: rlimits.apply(limits))
     if user_namespace:

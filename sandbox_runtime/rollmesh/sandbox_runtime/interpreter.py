@@ -12,6 +12,7 @@ import errno
 import json
 import linecache
 import os
+import resource
 import signal
 import sys
 import time
@@ -83,7 +84,7 @@ class Interpreter:
 
     def _guard(self, block: _Block, wall_s: float) -> Reply:
         """Run a block under the soft limits. The only place where anything raised becomes a record."""
-        pid, started = os.getpid(), time.monotonic()
+        pid, started, cpu_before_s = os.getpid(), time.monotonic(), cpu_s()
         outcome, result, error = OK, None, None
         try:
             try:
@@ -95,7 +96,8 @@ class Interpreter:
             outcome, error = _classify(raised), raised
         if os.getpid() != pid:
             os._exit(1)  # a child that the code forked and let return: it must not answer for the session
-        return self._reply(outcome, result, error, time.monotonic() - started)
+        reply = self._reply(outcome, result, error)
+        return reply | {"wall_s": time.monotonic() - started, "cpu_s": cpu_s() - cpu_before_s}
 
     def _arm(self, wall_s: float) -> None:
         self._armed = True
@@ -112,13 +114,13 @@ class Interpreter:
             kind = "wall" if number == signal.SIGALRM else "CPU"
             raise TimeLimitError(f"{kind} time limit reached")
 
-    def _reply(self, outcome: str, result: str | None, error: BaseException | None, wall_s: float) -> Reply:
+    def _reply(self, outcome: str, result: str | None, error: BaseException | None) -> Reply:
         keep = self._limits.output_bytes
         stdout, cut_stdout = self._stdout.take()
         stderr, cut_stderr = self._stderr.take()
         text, cut_result = clip(result or "", keep)
         reply: Reply = {
-            "outcome": outcome, "stdout": stdout, "stderr": stderr, "result": text, "wall_s": wall_s,
+            "outcome": outcome, "stdout": stdout, "stderr": stderr, "result": text,
             "truncated": cut_stdout or cut_stderr or cut_result,
         }  # fmt: skip
         if error is not None:
@@ -126,6 +128,12 @@ class Interpreter:
             reply |= {"error_type": clip(type(error).__name__, _NAME_BYTES_MAX)[0], "error_message": message}
             reply["traceback"], _ = clip(_traceback(error), keep)
         return reply
+
+
+def cpu_s() -> float:
+    """CPU time of this process and of the children it has reaped."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _compile(code: str, name: str) -> tuple[CodeType, CodeType | None]:

@@ -17,6 +17,9 @@ class Limits:
     """CPU time of any one process over the session's life; then the kernel kills it."""
     memory_bytes: int = 512 << 20
     """Address space of any one process; the whole session's memory where a memory cgroup is writable."""
+    address_space_bytes: int = 0
+    """Address space that a process may take for itself, where it is more than memory_bytes: node and duckdb reserve far more than
+    they use. The session's memory is then bounded by the memory cgroup alone. 0 means memory_bytes."""
     processes_max: int = 32
     """Processes and threads of the session together, its interpreter included."""
     cpus: float = 1.0
@@ -37,8 +40,12 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value > 0:
+            if not value > 0 and field.name != "address_space_bytes":
                 raise ValueError(f"limits.{field.name} must be positive, is {value}")
+        if self.address_space_bytes and self.address_space_bytes < self.memory_bytes:
+            raise ValueError(
+                f"limits.address_space_bytes {self.address_space_bytes} is below limits.memory_bytes {self.memory_bytes}"
+            )
         if self.flood_bytes < self.output_bytes:
             raise ValueError(f"limits.flood_bytes {self.flood_bytes} is below limits.output_bytes {self.output_bytes}")
 

@@ -8,6 +8,7 @@ A session's copy of the mount tree then costs only these few mounts, instead of 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from rollmesh.sandbox_runtime import syscalls
 
 MS_NOSUID = 0x2
 MS_NODEV = 0x4
+MS_NOEXEC = 0x8
 MS_BIND = 0x1000
 MS_REC = 0x4000
 MS_PRIVATE = 0x40000
@@ -28,10 +30,14 @@ _ATTR_NOSUID = 0x2
 PRIVATE_DIR = "/session"
 """The session's working, home and temporary directory."""
 
+PTMX = "/dev/pts/ptmx"
+"""Opens a terminal of the session's own; absent where the host lets none be mounted."""
+
 _BASE = "/tmp"
 _OLD_ROOT = "/.host"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
+_TERMINALS_MAX = 8
 _PASSWD = "nobody:x:65534:65534:nobody:/session:/bin/sh\n"
 
 
@@ -72,6 +78,8 @@ def _fill(read_only: Iterable[str]) -> None:
         with open(f"/etc/{name}", "w", encoding="ascii") as file:
             file.write(text)
     os.mkdir(PRIVATE_DIR)
+    os.mkdir(os.path.dirname(PTMX))
+    os.symlink("pts/ptmx", "/dev/ptmx")
     for name in ("/tmp", "/dev/shm"):
         if not os.path.lexists(name):  # a library path below /tmp makes that a plain read-only directory
             os.symlink(PRIVATE_DIR, name)
@@ -104,3 +112,12 @@ def mount_private_dir(*, bytes_max: int, inodes_max: int, uid: int, gid: int) ->
     data = f"size={bytes_max},nr_inodes={inodes_max},mode=0700,uid={uid},gid={gid}"
     syscalls.mount("tmpfs", PRIVATE_DIR, "tmpfs", MS_NOSUID | MS_NODEV, data)
     os.chdir(PRIVATE_DIR)
+
+
+def mount_terminals() -> None:
+    """Pseudo-terminals of the session's own, for shells. A convenience and no wall: a host that refuses them leaves the session none."""
+    with contextlib.suppress(OSError):
+        folder = os.path.dirname(PTMX)
+        syscalls.mount(
+            "devpts", folder, "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,max={_TERMINALS_MAX}"
+        )

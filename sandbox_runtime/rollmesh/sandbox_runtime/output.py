@@ -1,9 +1,16 @@
-"""What a call prints: a bounded text stream for Python's own writes, and bounded files for writes to descriptors 1 and 2."""
+"""What a command prints, within bounds: a text stream for Python's own writes, files for writes to descriptors 1 and 2, captures
+of what children print. All of them keep the first bytes, count the rest, and may hand on what they keep while it is printed.
+"""
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
+from collections.abc import Callable
+
+Emit = Callable[[int, str], None]
+"""Sends a piece of what a command prints, of descriptor 1 or 2, ahead of its reply."""
 
 
 class OutputLimitError(BaseException):
@@ -50,6 +57,44 @@ class BoundedText(io.TextIOBase):
         raw, total = _take_file(self._fd, self._keep)
         text, cut = clip(text + raw.decode("utf-8", "replace"), self._keep)
         return text, cut or seen > self._keep or total > len(raw)
+
+
+class Capture:
+    """Bytes of one descriptor: the first `keep` of them as text, and whether more than `flood` came."""
+
+    def __init__(self, fd: int, *, keep: int, flood: int, emit: Emit | None = None) -> None:
+        self._fd = fd
+        self._room = keep
+        self._flood = flood
+        self._emit = emit
+        self._seen = 0
+        self._cut = False
+        self._parts: list[str] = []
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def flooded(self) -> bool:
+        return self._seen > self._flood
+
+    def feed(self, data: bytes) -> None:
+        """Take a piece; one that ends within a character keeps that back until the rest comes."""
+        self._seen += len(data)
+        piece = data[: self._room]
+        self._cut = self._cut or len(piece) < len(data)
+        self._room -= len(piece)
+        self._add(self._decoder.decode(piece))
+
+    def take(self) -> tuple[str, bool]:
+        """All that was kept, and whether anything was cut."""
+        if not self._cut:
+            self._add(self._decoder.decode(b"", final=True))
+        return "".join(self._parts), self._cut
+
+    def _add(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+            if self._emit is not None:
+                self._emit(self._fd, text)
 
 
 def _take_file(fd: int, keep: int) -> tuple[bytes, int]:

@@ -1,4 +1,5 @@
-"""Resource limits of every process in a session, hard and soft alike: what the jailed process can't raise again.
+"""Resource limits of every process in a session, hard and soft alike: what the jailed process can't raise again. Only a profile
+that asks for more address space than memory has room between the two.
 
 RLIMIT_NPROC counts per uid and user namespace, so it bounds a session only because each has a uid or a user namespace of
 its own. RLIMIT_AS is per process: the whole session's memory is bounded by a cgroup where one is writable.
@@ -13,8 +14,8 @@ from rollmesh.sandbox_runtime.limits import Limits
 
 def apply(limits: Limits) -> None:
     """Set them all; raises OSError or ValueError if one is refused."""
+    resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.address_space_bytes or limits.memory_bytes))
     for kind, value in (
-        (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_CPU, limits.cpu_total_s),
         (resource.RLIMIT_NPROC, limits.processes_max),
         (resource.RLIMIT_FSIZE, limits.file_bytes),

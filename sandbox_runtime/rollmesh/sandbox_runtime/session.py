@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from rollmesh.sandbox_runtime import contain, files, framing, program, snapshot
 from rollmesh.sandbox_runtime.interpreter import Interpreter
+from rollmesh.sandbox_runtime.languages.port import Refused
+from rollmesh.sandbox_runtime.languages.registry import Languages
 from rollmesh.sandbox_runtime.limits import Limits
 
 
@@ -32,12 +34,13 @@ def _contain_and_serve(ground: contain.Ground, cell: contain.Cell, namespace: Ma
         return
     connection = socket.socket(fileno=contain.SOCKET_FD)
     interpreter = Interpreter(namespace, cell.limits)
+    languages = Languages(interpreter, cell.limits)
     connection.sendall(framing.encode({"ready": True}))
     while (request := framing.receive(connection)) is not None:
         if request["verb"] in snapshot.VERBS:
             reply = snapshot.answer(request, connection, interpreter, namespace)
         else:
-            reply = _answer(interpreter, request, cell.limits)
+            reply = _answer(interpreter, languages, request, cell.limits)
         connection.sendall(framing.encode(reply))
 
 
@@ -52,11 +55,13 @@ def _report_refusal(socket_fd: int, reason: str) -> None:
             continue
 
 
-def _answer(interpreter: Interpreter, request: framing.Message, limits: Limits) -> framing.Message:
+def _answer(
+    interpreter: Interpreter, languages: Languages, request: framing.Message, limits: Limits
+) -> framing.Message:
     wall_s = float(request.get("wall_s") or limits.call_s)
     match request["verb"]:
         case "run":
-            return _run(interpreter, program.from_message(request), wall_s)
+            return _run(languages, program.from_message(request), wall_s, request["files_bytes_max"])
         case "call":
             if not interpreter.has_function(request["function"]):
                 return {"refused": f"no function {request['function']!r} in this session"}
@@ -69,10 +74,15 @@ def _answer(interpreter: Interpreter, request: framing.Message, limits: Limits) 
             return {"refused": f"unknown verb {verb!r}"}
 
 
-def _run(interpreter: Interpreter, wanted: program.Program, wall_s: float) -> framing.Message:
-    if wanted.language != program.PYTHON:
-        return {"refused": f"language {wanted.language!r} is not here; this host has: {program.PYTHON}"}
-    return interpreter.run(wanted.code, wall_s)
+def _run(languages: Languages, wanted: program.Program, wall_s: float, files_bytes_max: int) -> framing.Message:
+    try:
+        reply = languages.run(wanted, wall_s, None)
+    except Refused as error:
+        return {"refused": str(error)}
+    if wanted.return_paths:
+        reply["files"], cut = files.collect(wanted.return_paths, files_bytes_max)
+        reply["truncated"] = reply.get("truncated", False) or cut
+    return reply
 
 
 def _refusable(action: Callable[[], dict[str, str]]) -> framing.Message:

@@ -62,8 +62,23 @@ PROFILES = {
         tools=("rollmesh.sandbox_runtime.tools.calc",),
         limits={"call_s": 2.0, "cpu_s": 2.0, "memory_bytes": 128 << 20, "processes_max": 4, "disk_bytes": 1 << 20},
     ),
+    "shell": ProfileConfig(
+        limits={
+            "call_s": 60.0,
+            "cpu_s": 60.0,
+            "cpu_total_s": 1800,
+            "memory_bytes": 1 << 30,
+            "address_space_bytes": 4 << 30,
+            "processes_max": 64,
+            "disk_bytes": 256 << 20,
+            "inodes_max": 16384,
+            "file_bytes": 128 << 20,
+            "open_files_max": 256,
+        }
+    ),
 }
-"""The profiles every node has unless its configuration names others: plain Python, and the demo's calculator."""
+"""The profiles every node has unless its configuration names others: plain Python, the demo's calculator, and a shell with the
+host's compilers."""
 
 
 class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ Every method runs on the event loop, must not block it, and ends within the limi
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -58,6 +58,12 @@ class RunResult:
     truncated: bool = False
     wall_s: float = 0.0
     """Seconds inside the jail."""
+    cpu_s: float = 0.0
+    """CPU seconds of the interpreter or the program, and of those of its children that it has waited for."""
+    exit_status: int = 0
+    """Of the program, or minus the signal that ended it; 0 where the language has none."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Those of `Program.return_paths` that exist as regular files, cut at the node's limit; `truncated` then says so."""
     session_alive: bool = True
 
 

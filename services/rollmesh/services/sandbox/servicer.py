@@ -265,6 +265,9 @@ def _exec_result(result: RunResult, *, session_alive: bool) -> sandbox_pb2.ExecR
         truncated=result.truncated,
         wall_s=result.wall_s,
         session_alive=session_alive,
+        exit_status=result.exit_status,
+        files=[sandbox_pb2.SandboxFile(path=path, content=data) for path, data in result.files.items()],
+        cpu_s=result.cpu_s,
     )
 
 

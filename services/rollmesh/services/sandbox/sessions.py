@@ -122,7 +122,9 @@ class Sessions:
             raise
 
     async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
-        """Execute source text; `wall_s` 0 means the session's limit. Raises as the engine does."""
+        """Execute source text; `wall_s` 0 means the session's limit. Raises as the engine does, InvalidInput for a path that leads out."""
+        for path in program.return_paths:
+            _require_inside(path)
         async with self.using(session_id) as lease:
             result = await self._engine.run(session_id, program, _wall(lease.limits, wall_s))
             return self._noted(session_id, lease, result)

@@ -14,6 +14,7 @@ import base64
 import contextlib
 import logging
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,6 +57,12 @@ class _Live:
     """Whether the kernel killed for memory in it; known when it has ended."""
     closing: bool = False
     """Whether we have begun to end it. A session that ended unasked stays listed, so that its user learns why."""
+
+    def killed_for_memory(self) -> bool:
+        """Whether the kernel has killed for memory in it since this was asked last."""
+        group, before = self.place.group, self.oom_kills_before
+        self.oom_kills_before = group.num_oom_kills() if group is not None else 0
+        return self.oom_kills_before > before
 
 
 class JailEngine:
@@ -128,7 +135,7 @@ class JailEngine:
 
     async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
         live = self._find(session_id)
-        return await self._execute(session_id, live, {"verb": "run", **program.as_message()}, wall_s)
+        return await self._execute(session_id, live, _running(program, self._config.files_bytes_max), wall_s)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         live = self._find(session_id)
@@ -202,8 +209,7 @@ class JailEngine:
     def _release(self, session_id: str, live: _Live) -> None:
         """Nothing of the session is left: the one place where a place is given back."""
         assert self._places is not None
-        if (group := live.place.group) is not None:
-            live.out_of_memory = group.num_oom_kills() > live.oom_kills_before
+        live.out_of_memory = live.killed_for_memory()
         live.session.close()
         self._ports.close(session_id)
         self._places.give_back(live.place)
@@ -278,7 +284,7 @@ class JailEngine:
             return _exited(f"the session's protocol was broken: {error}")
         if reply.refused:
             raise InvalidInput(reply.refused, session=session_id)
-        result = _to_result(reply)
+        result = _to_result(reply, live)
         if not result.session_alive:
             await self.end(session_id)
         return result
@@ -345,11 +351,17 @@ class JailEngine:
         return await live.ended
 
 
-def _to_result(reply: Reply) -> RunResult:
+def _running(program: Program, files_bytes_max: int) -> dict[str, Any]:
+    return {"verb": "run", "files_bytes_max": files_bytes_max, **program.as_message()}
+
+
+def _to_result(reply: Reply, live: _Live) -> RunResult:
     try:
-        outcome = Outcome(reply.outcome)
-    except ValueError:
-        return _exited("the session's protocol was broken: unknown outcome")
+        outcome, files = Outcome(reply.outcome), reply.decoded_files()
+    except (ValueError, ProtocolBroken):
+        return _exited("the session's protocol was broken: unknown outcome or bad files")
+    if reply.exit_status == -signal.SIGKILL and live.killed_for_memory():
+        outcome = Outcome.MEMORY
     return RunResult(
         outcome=outcome,
         stdout=reply.stdout,
@@ -360,6 +372,9 @@ def _to_result(reply: Reply) -> RunResult:
         traceback=reply.traceback,
         truncated=reply.truncated,
         wall_s=reply.wall_s,
+        cpu_s=reply.cpu_s,
+        exit_status=reply.exit_status,
+        files=files,
         # Out of processes means that strays are left which would compete with every later call.
         session_alive=outcome is not Outcome.PROCESSES,
     )

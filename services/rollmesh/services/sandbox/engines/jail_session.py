@@ -40,6 +40,8 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     traceback: str = ""
     truncated: bool = False
     wall_s: float = 0.0
+    cpu_s: float = 0.0
+    exit_status: int = 0
     files: dict[str, str] = {}
     lost: list[str] = []
     too_large: bool = False
@@ -78,7 +80,7 @@ class JailSession:
         self._busy = False
         self._closed = False
         # JSON escapes a character in at most 12 bytes; there are six texts of at most output_bytes characters each.
-        self._frame_bytes_max = max(6 * 12 * limits.output_bytes, 2 * files_bytes_max) + _OVERHEAD_BYTES
+        self._frame_bytes_max = 6 * 12 * limits.output_bytes + 2 * files_bytes_max + _OVERHEAD_BYTES
 
     async def receive(self, timeout_s: float) -> Reply:
         """The next reply. Raises TimeoutError, SessionGone, ProtocolBroken."""

@@ -1,0 +1,172 @@
+"""A child process of a session: fed its input, its output captured within bounds, ended at its deadline with its whole group.
+
+The child's end is its own: grandchildren that hold its pipes open are not waited for. They are killed with the child's process
+group; one that has left the group lives on until the session ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollmesh.sandbox_runtime.languages import port
+from rollmesh.sandbox_runtime.output import Capture
+
+_PIECE_BYTES = 1 << 16
+_TAIL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a child ended. `stopped`: the limit for which it was killed (port.TIME, port.OUTPUT), or empty."""
+
+    status: int
+    """Exit status, or minus the signal."""
+    stopped: str
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Streams:
+    """Where a child's output goes. One capture for both merges them."""
+
+    stdout: Capture
+    stderr: Capture
+
+    @property
+    def flooded(self) -> bool:
+        """Whether more was printed than is tolerated."""
+        return self.stdout.flooded or self.stderr.flooded
+
+
+def run_child(
+    argv: Sequence[str],
+    streams: Streams,
+    *,
+    cwd: str,
+    wall_s: float,
+    stdin: bytes = b"",
+    prepare: Callable[[], None] | None = None,
+) -> Ended:
+    """Execute and wait, at most `wall_s`. `prepare` runs in the child before the program. Raises OSError if it can't start."""
+    process = subprocess.Popen(
+        argv,
+        cwd=cwd,
+        stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=prepare,  # noqa: PLW1509 - the session is single-threaded unless its own code made it otherwise
+    )
+    pipes = _Pipes(process, streams, stdin)
+    try:
+        stopped = pipes.serve(time.monotonic() + wall_s)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        pipes.drain()
+        pipes.close()
+    return Ended(status=process.returncode, stopped=stopped, cpu_s=usage.ru_utime + usage.ru_stime)
+
+
+def cpu_bound(cpu_s: float, address_space: bool = False) -> Callable[[], None]:
+    """For `prepare`: a CPU limit of this process alone, and the full address space if asked."""
+
+    def prepare() -> None:
+        _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        seconds = max(1, round(cpu_s))
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds if hard < 0 else min(seconds, hard), hard))
+        if address_space:
+            full_address_space()
+
+    return prepare
+
+
+def full_address_space() -> None:
+    """All that the profile gives, which may be more than the session's memory."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+class _Pipes:
+    """The three pipes of a child, never waited on one by one."""
+
+    def __init__(self, process: subprocess.Popen[bytes], streams: Streams, stdin: bytes) -> None:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._files = [file for file in (process.stdin, process.stdout, process.stderr) if file is not None]
+        self._captures = {process.stdout.fileno(): streams.stdout, process.stderr.fileno(): streams.stderr}
+        self._streams = streams
+        self._stdin_fd = process.stdin.fileno() if process.stdin is not None else -1
+        self._unsent = memoryview(stdin)
+        self._pidfd = os.pidfd_open(process.pid)
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
+        for fd in self._captures:
+            os.set_blocking(fd, False)
+            self._poll.register(fd, select.POLLIN)
+        if self._stdin_fd >= 0:
+            os.set_blocking(self._stdin_fd, False)
+            self._poll.register(self._stdin_fd, select.POLLOUT)
+
+    def serve(self, deadline_s: float) -> str:
+        """Until the child has ended; the limit that was reached before, or empty."""
+        while True:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return port.TIME
+            for fd, _ in self._poll.poll(left_s * 1000 + 1):
+                if fd == self._pidfd:
+                    return ""
+                self._handle(fd)
+            if self._streams.flooded:
+                return port.OUTPUT
+
+    def drain(self) -> None:
+        """What is left in the pipes, without waiting for whoever may still hold them."""
+        until_s = time.monotonic() + _TAIL_S
+        for fd in self._captures:
+            while time.monotonic() < until_s and self._read(fd):
+                pass
+
+    def close(self) -> None:
+        os.close(self._pidfd)
+        for file in self._files:
+            with contextlib.suppress(OSError):  # its reader went away
+                file.close()
+
+    def _handle(self, fd: int) -> None:
+        if fd == self._stdin_fd:
+            self._feed()
+        elif not self._read(fd):
+            self._poll.unregister(fd)
+
+    def _read(self, fd: int) -> bool:
+        """Take one piece; False when there is none."""
+        try:
+            data = os.read(fd, _PIECE_BYTES)
+        except BlockingIOError:
+            return False
+        self._captures[fd].feed(data)
+        return bool(data)
+
+    def _feed(self) -> None:
+        try:
+            self._unsent = self._unsent[os.write(self._stdin_fd, self._unsent[:_PIECE_BYTES]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._unsent = self._unsent[:0]
+        if not self._unsent:
+            self._poll.unregister(self._stdin_fd)
+            file = self._files.pop(0)
+            self._stdin_fd = -1
+            file.close()

@@ -1,0 +1,154 @@
+"""Languages whose programs are files: C and C++, compiled by the host's compilers, and JavaScript by its node.
+
+The compiler runs inside the jail under the same limits; what it refuses is the program's ERROR with the compiler's text. The
+program starts in the session's directory. Nothing of it stays but the files it wrote there.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollmesh.sandbox_runtime.languages import children, port
+from rollmesh.sandbox_runtime.languages.build_folder import build_folder
+from rollmesh.sandbox_runtime.languages.port import Reply
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
+from rollmesh.sandbox_runtime.output import Capture, Emit
+from rollmesh.sandbox_runtime.program import Program
+
+_BINARY = "program"
+_NODE_ADDRESS_SPACE_BYTES = 1 << 30
+"""What node's compilers reserve before the first line runs; with less it interprets, about ten times slower, and runs."""
+_OUT_OF_MEMORY = ("std::bad_alloc", "JavaScript heap out of memory", "out of memory allocating")
+_MESSAGE_CHARS_MAX = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiler:
+    """How a language becomes a program."""
+
+    source: str
+    argv: tuple[str, ...]
+    libraries: tuple[str, ...] = ()
+
+
+COMPILERS = {
+    "c": Compiler(source="main.c", argv=("gcc", "-O2", "-std=gnu17"), libraries=("-lm",)),
+    "cpp": Compiler(source="main.cpp", argv=("g++", "-O2", "-std=gnu++17")),
+}
+
+
+class Compiled:
+    """C or C++."""
+
+    def __init__(self, compiler: Compiler, limits: Limits, emit: Emit | None) -> None:
+        self._compiler = compiler
+        self._limits = limits
+        self._emit = emit
+
+    def run(self, program: Program, wall_s: float) -> Reply:
+        began_s = time.monotonic()
+        with build_folder(self._compiler.source, program.code) as folder:
+            built, reply = self._compile(folder, wall_s)
+            if reply["outcome"] == port.OK:
+                left_s = began_s + wall_s - time.monotonic()
+                reply = _run([os.path.join(folder, _BINARY)], program, self._limits, self._emit, left_s)
+                reply["cpu_s"] += built.cpu_s
+        return reply | {"wall_s": time.monotonic() - began_s}
+
+    def _compile(self, folder: str, wall_s: float) -> tuple[children.Ended, Reply]:
+        compiler, streams = self._compiler, _streams(self._limits, None)
+        argv = [*compiler.argv, "-o", _BINARY, compiler.source, *compiler.libraries]
+        ended = children.run_child(
+            argv, streams, cwd=folder, wall_s=wall_s, prepare=children.cpu_bound(self._limits.cpu_s)
+        )
+        reply = _reply(ended, streams)
+        if reply["outcome"] == port.ERROR:
+            first = next((line for line in reply["stderr"].splitlines() if "error" in line), "no program was made")
+            reply |= port.failed("CompileError", first[:_MESSAGE_CHARS_MAX])
+        return ended, reply
+
+
+class JavaScript:
+    """node, one process per program."""
+
+    def __init__(self, limits: Limits, emit: Emit | None) -> None:
+        self._limits = limits
+        self._emit = emit
+
+    def run(self, program: Program, wall_s: float) -> Reply:
+        began_s = time.monotonic()
+        with build_folder("main.js", program.code) as folder:
+            argv = ["node", *_node_flags(self._limits), os.path.join(folder, "main.js")]
+            reply = _run(argv, program, self._limits, self._emit, wall_s, address_space=True)
+        return reply | {"wall_s": time.monotonic() - began_s}
+
+
+def _node_flags(limits: Limits) -> list[str]:
+    """The heap stays below the session's memory; a small address space leaves no room for compiled code."""
+    flags = [f"--max-old-space-size={max(16, limits.memory_bytes * 3 // 4 >> 20)}", "--v8-pool-size=1"]
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    return [*flags, "--jitless"] if 0 <= most < _NODE_ADDRESS_SPACE_BYTES else flags
+
+
+def _run(
+    argv: Sequence[str],
+    program: Program,
+    limits: Limits,
+    emit: Emit | None,
+    wall_s: float,
+    *,
+    address_space: bool = False,
+) -> Reply:
+    streams = _streams(limits, emit)
+    ended = children.run_child(
+        [*argv, *program.arguments],
+        streams,
+        cwd=PRIVATE_DIR,
+        wall_s=wall_s,
+        stdin=program.stdin,
+        prepare=children.cpu_bound(limits.cpu_s, address_space),
+    )
+    return _reply(ended, streams)
+
+
+def _streams(limits: Limits, emit: Emit | None) -> children.Streams:
+    keep, flood = limits.output_bytes, limits.flood_bytes
+    return children.Streams(
+        stdout=Capture(1, keep=keep, flood=flood, emit=emit), stderr=Capture(2, keep=keep, flood=flood, emit=emit)
+    )
+
+
+def _reply(ended: children.Ended, streams: children.Streams) -> Reply:
+    stdout, cut_stdout = streams.stdout.take()
+    stderr, cut_stderr = streams.stderr.take()
+    reply: Reply = {"stdout": stdout, "stderr": stderr, "truncated": cut_stdout or cut_stderr}
+    reply |= {"exit_status": ended.status, "cpu_s": ended.cpu_s}
+    return reply | _how(ended, stderr)
+
+
+def _how(ended: children.Ended, stderr: str) -> Reply:
+    """The outcome behind a status: a limit of ours, a limit of the kernel's, or the program's own end."""
+    if ended.stopped == port.TIME:
+        return port.failed("TimeLimitError", "wall time limit reached", port.TIME)
+    if ended.stopped == port.OUTPUT:
+        return port.failed("OutputLimitError", "printed more than the limit", port.OUTPUT)
+    if ended.status == -signal.SIGXCPU:
+        return port.failed("TimeLimitError", "CPU time limit reached", port.TIME)
+    if ended.status and any(mark in stderr for mark in _OUT_OF_MEMORY):
+        return port.failed("MemoryError", "memory limit reached", port.MEMORY)
+    if ended.status < 0:
+        return port.failed("Signal", f"ended by {_signal_name(-ended.status)}")
+    return port.failed("ExitStatus", str(ended.status)) if ended.status else {"outcome": port.OK}
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

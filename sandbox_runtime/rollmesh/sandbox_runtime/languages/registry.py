@@ -1,0 +1,59 @@
+"""The languages of a host by name, and those of one session, made when they are first used."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+
+from rollmesh.sandbox_runtime.interpreter import Interpreter
+from rollmesh.sandbox_runtime.languages import port
+from rollmesh.sandbox_runtime.languages.bash import Bash
+from rollmesh.sandbox_runtime.languages.port import Refused, Reply
+from rollmesh.sandbox_runtime.languages.programs import COMPILERS, Compiled, JavaScript
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.output import Emit
+from rollmesh.sandbox_runtime.program import PYTHON, Program
+
+_TOOLS = {"bash": "/bin/bash", "c": "gcc", "cpp": "g++", "javascript": "node"}
+"""Language -> the program of the host that it needs."""
+
+
+def present(path: str | None = None) -> tuple[str, ...]:
+    """The languages that the programs on this host (or in this jail) allow. `path` is searched instead of PATH."""
+    return (PYTHON, *(name for name, tool in _TOOLS.items() if shutil.which(tool, path=path)))
+
+
+class Languages:
+    """Those of one session."""
+
+    def __init__(self, interpreter: Interpreter, limits: Limits) -> None:
+        self._interpreter = interpreter
+        self._limits = limits
+        self._bash = Bash(limits)
+
+    def run(self, program: Program, wall_s: float, emit: Emit | None) -> Reply:
+        """Run in whatever language the program names. Raises Refused."""
+        try:
+            return self._run(program, wall_s, emit)
+        except MemoryError:
+            return port.failed("MemoryError", "out of memory", port.MEMORY)
+        except OSError as error:
+            return _out_of(error)
+
+    def _run(self, program: Program, wall_s: float, emit: Emit | None) -> Reply:
+        if program.language == PYTHON:
+            port.refuse_input(program)
+            return self._interpreter.run(program.code, wall_s)
+        if program.language not in present():
+            raise Refused(f"language {program.language!r} is not here; this host has: {', '.join(present())}")
+        if program.language == "bash":
+            return self._bash.run(program, wall_s, emit)
+        if program.language == "javascript":
+            return JavaScript(self._limits, emit).run(program, wall_s)
+        return Compiled(COMPILERS[program.language], self._limits, emit).run(program, wall_s)
+
+
+def _out_of(error: OSError) -> Reply:
+    """What a session that can't start a program or write its source has run out of."""
+    outcome = {errno.EAGAIN: port.PROCESSES, errno.ENOMEM: port.MEMORY}.get(error.errno or 0, port.ERROR)
+    return port.failed(type(error).__name__, str(error), outcome)

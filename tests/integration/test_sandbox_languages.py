@@ -1,0 +1,277 @@
+"""Languages of a session in real jails: bash on its terminal, compiled programs, what each limit looks like, files that come back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from rollmesh.sandbox_runtime.program import Program
+from rollmesh.services.sandbox.config import PROFILES, SandboxConfig
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.ids import SeededIds
+
+UID_BASE = 60900
+WALL_S = 40.0
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[JailEngine]:
+    config = SandboxConfig(uid_base=UID_BASE, warm=("shell",))
+    made = JailEngine(config, state_dir=tmp_path_factory.mktemp("state"), ids=SeededIds(os.getpid()))
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(node: JailEngine) -> AsyncIterator[JailEngine]:
+    """The node with one fresh session, `s`."""
+    await node.open("s", "shell", PROFILES["shell"].resolved_limits())
+    yield node
+    await node.end("s")
+
+
+async def shrink(engine: JailEngine, **limits: Any) -> None:
+    """Put a session with lower limits in the place of the one that is there."""
+    await engine.end("s")
+    await engine.open("s", "shell", replace(PROFILES["shell"].resolved_limits(), **limits))
+
+
+async def run(engine: JailEngine, language: str, code: str, wall_s: float = WALL_S, **fields: Any) -> RunResult:
+    return await engine.run("s", Program(language=language, code=code, **fields), wall_s)
+
+
+async def bash(engine: JailEngine, code: str, wall_s: float = WALL_S) -> RunResult:
+    return await run(engine, "bash", code, wall_s)
+
+
+# bash ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_bash_keeps_folder_variables_and_functions(engine: JailEngine) -> None:
+    first = await bash(engine, "mkdir -p a/b && cd a/b; x='one two'; greet() { echo \"hello $1\"; }")
+    assert (first.outcome, first.stdout, first.exit_status) == (Outcome.OK, "", 0), first
+    second = await bash(engine, 'pwd; echo "$x"; greet you')
+    assert (second.stdout, second.result) == ("/session/a/b\none two\nhello you\n", "")
+
+
+async def test_bash_returns_the_exit_status_and_keeps_it_for_the_next_command(engine: JailEngine) -> None:
+    result = await bash(engine, "echo said; (exit 7)")
+    assert (result.outcome, result.exit_status, result.stdout) == (Outcome.ERROR, 7, "said\n")
+    assert (result.error_type, result.error_message, result.session_alive) == ("ExitStatus", "7", True)
+    assert (await bash(engine, "echo $?")).stdout == "7\n"
+
+
+async def test_bash_has_a_terminal_that_neither_echoes_nor_decorates(engine: JailEngine) -> None:
+    result = await bash(engine, "test -t 0 && test -t 1 && tty && stty size; printf '\\033[31mred\\033[0m\\tx\\n'")
+    assert result.stdout == "/dev/pts/0\n40 120\nred\tx\n"
+    await bash(engine, "stty sane; stty echo")
+    assert (await bash(engine, "echo é")).stdout == "é\n"
+
+
+async def test_bash_takes_quotes_newlines_and_long_code(engine: JailEngine) -> None:
+    odd = "cat <<'END'\n'single' \"double\" $x `y` \\ \t !! é\nEND\n"
+    assert (await bash(engine, odd)).stdout == "'single' \"double\" $x `y` \\ \t !! é\n"
+    long = "echo " + " ".join(f"w{number}" for number in range(4000))
+    assert (await bash(engine, long + " | wc -w")).stdout.strip() == "4000"
+
+
+async def test_bash_syntax_error_is_the_programs_error(engine: JailEngine) -> None:
+    result = await bash(engine, "if then")
+    assert (result.outcome, result.session_alive) == (Outcome.ERROR, True)
+    assert "syntax error" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "stubborn", ["sleep 100; echo never", "while true; do :; done", "sh -c 'trap \"\" INT; while :; do :; done'"]
+)
+async def test_bash_command_out_of_time_is_interrupted_and_the_shell_lives(engine: JailEngine, stubborn: str) -> None:
+    await bash(engine, "x=kept")
+    result = await bash(engine, stubborn, wall_s=0.3)
+    assert (result.outcome, result.session_alive) == (Outcome.TIME, True), result
+    assert "never" not in result.stdout
+    after = await bash(engine, "echo $x")
+    assert (after.stdout, after.stderr) == ("kept\n", "")
+
+
+async def test_bash_that_resists_everything_is_replaced(engine: JailEngine) -> None:
+    result = await bash(engine, "trap '' INT; while :; do :; done", wall_s=0.3)
+    assert (result.outcome, result.session_alive) == (Outcome.TIME, True), result
+    after = await bash(engine, "echo here")
+    assert (after.stdout, after.stderr) == (
+        "here\n",
+        "[the shell was killed with a command out of bounds; this is a fresh one]\n",
+    )
+
+
+async def test_bash_exit_ends_the_shell_and_the_next_command_says_so(engine: JailEngine) -> None:
+    result = await bash(engine, "x=1; echo bye; exit 3")
+    assert (result.outcome, result.exit_status, result.stdout) == (Outcome.ERROR, 3, "bye\nexit\n")
+    assert result.session_alive
+    after = await bash(engine, "echo [$x]")
+    assert (after.stdout, after.stderr) == ("[]\n", "[the shell had ended with status 3; this is a fresh one]\n")
+    assert (await bash(engine, "echo quiet")).stderr == ""
+
+
+async def test_bash_output_is_cut_and_a_flood_is_stopped(engine: JailEngine) -> None:
+    limits = PROFILES["shell"].resolved_limits()
+    cut = await bash(engine, f"head -c {limits.output_bytes + 10} /dev/zero | tr '\\0' x")
+    assert (len(cut.stdout), cut.truncated, cut.outcome) == (limits.output_bytes, True, Outcome.OK)
+    flood = await bash(engine, "yes")
+    assert (flood.outcome, flood.session_alive) == (Outcome.OUTPUT, True)
+    assert (await bash(engine, "echo fine")).stdout == "fine\n"
+
+
+async def test_bash_background_job_prints_later_and_does_not_hold_up(engine: JailEngine) -> None:
+    await bash(engine, "mkfifo gate; (read line < gate; echo from behind; touch done) & true")
+    result = await bash(engine, "echo go > gate; until [ -e done ]; do sleep 0.01; done; echo front")
+    assert "from behind\n" in result.stdout
+    assert "front\n" in result.stdout
+
+
+async def test_bash_counts_cpu_time_of_its_children(engine: JailEngine) -> None:
+    busy = await bash(
+        engine, "i=0; while [ $i -lt 30000 ]; do i=$((i+1)); done; (i=0; while [ $i -lt 30000 ]; do i=$((i+1)); done)"
+    )
+    assert 0.02 < busy.cpu_s < WALL_S
+    assert (await bash(engine, "true")).cpu_s < busy.cpu_s
+
+
+async def test_stateful_languages_refuse_input(engine: JailEngine) -> None:
+    for language in ("bash", "python"):
+        with pytest.raises(InvalidInput, match="takes no stdin"):
+            await run(engine, language, "1", stdin=b"x")
+    with pytest.raises(InvalidInput, match="NUL"):
+        await bash(engine, "echo \0")
+
+
+# Programs --------------------------------------------------------------------------------------------------------------
+
+SUM_C = r"""
+#include <stdio.h>
+#include <stdlib.h>
+int main(int argc, char **argv) {
+    long total = atol(argv[1]), x;
+    while (scanf("%ld", &x) == 1) total += x;
+    printf("%ld\n", total);
+    fprintf(stderr, "done\n");
+    return total == 66 ? 0 : 5;
+}
+"""
+SUM_CPP = r"""
+#include <iostream>
+#include <string>
+int main(int argc, char **argv) {
+    long total = std::stol(argv[1]), x;
+    while (std::cin >> x) total += x;
+    std::cout << total << "\n"; std::cerr << "done\n";
+    return total == 66 ? 0 : 5;
+}
+"""
+SUM_JS = r"""
+const numbers = require("fs").readFileSync(0, "utf8").split(/\s+/).filter(Boolean).map(Number);
+const total = numbers.reduce((a, b) => a + b, Number(process.argv[2]));
+console.log(String(total)); console.error("done");
+process.exit(total == 66 ? 0 : 5);
+"""
+SUMS = {"c": SUM_C, "cpp": SUM_CPP, "javascript": SUM_JS}
+TOOLS = {"c": "gcc", "cpp": "g++", "javascript": "node"}
+
+
+def require_tool(language: str) -> None:
+    if shutil.which(TOOLS[language]) is None:
+        pytest.skip(f"this host has no {TOOLS[language]}")
+
+
+@pytest.mark.parametrize("language", SUMS)
+async def test_program_reads_stdin_and_arguments_and_returns_its_status(engine: JailEngine, language: str) -> None:
+    require_tool(language)
+    result = await run(engine, language, SUMS[language], stdin=b"22 33\n", arguments=("11",))
+    assert (result.outcome, result.stdout, result.stderr, result.exit_status) == (Outcome.OK, "66\n", "done\n", 0), (
+        result
+    )
+    result = await run(engine, language, SUMS[language], arguments=("1",))
+    assert (result.outcome, result.stdout, result.exit_status) == (Outcome.ERROR, "1\n", 5)
+    assert (result.error_type, result.error_message) == ("ExitStatus", "5")
+    assert 0 < result.cpu_s < WALL_S
+    assert (await bash(engine, "ls -A")).stdout == "", "nothing of the program is left"
+
+
+@pytest.mark.parametrize(("language", "code"), [("c", "int main( {}"), ("cpp", "int main() { return x; }")])
+async def test_compile_error_is_the_programs_error_with_the_compilers_text(
+    engine: JailEngine, language: str, code: str
+) -> None:
+    require_tool(language)
+    result = await run(engine, language, code)
+    assert (result.outcome, result.error_type, result.session_alive) == (Outcome.ERROR, "CompileError", True)
+    assert result.error_message.startswith("main.c")
+    assert "error:" in result.stderr
+
+
+async def test_limits_of_a_program_are_told_apart(engine: JailEngine) -> None:
+    require_tool("cpp")
+    loop = await run(engine, "c", "int main() { for (;;) ; }", wall_s=2.0)
+    assert (loop.outcome, loop.session_alive) == (Outcome.TIME, True)
+    crash = await run(engine, "c", "int main() { *(volatile int *)0 = 1; }")
+    assert (crash.outcome, crash.exit_status, crash.error_message) == (Outcome.ERROR, -11, "ended by SIGSEGV")
+    flood = await run(engine, "c", '#include <stdio.h>\nint main() { for (;;) puts("xxxxxxxxxxxxxxxxxxxxxxxx"); }')
+    assert (flood.outcome, flood.truncated) == (Outcome.OUTPUT, True)
+    memory = await run(engine, "cpp", "volatile char *p; int main() { for (;;) p = new char[1 << 24]; }")
+    assert (memory.outcome, memory.session_alive) == (Outcome.MEMORY, True)
+
+
+async def test_javascript_out_of_heap_is_the_memory_limit(engine: JailEngine) -> None:
+    require_tool("javascript")
+    await shrink(engine, memory_bytes=64 << 20)
+    result = await run(engine, "javascript", "const a = []; for (;;) a.push(new Array(1000).fill(a.length));")
+    assert (result.outcome, result.session_alive) == (Outcome.MEMORY, True), result
+
+
+async def test_children_of_a_program_end_with_it(engine: JailEngine) -> None:
+    require_tool("c")
+    code = '#include <unistd.h>\n#include <stdio.h>\nint main() { if (!fork()) { for (;;) pause(); } puts("parent"); }'
+    result = await run(engine, "c", code, wall_s=30.0)
+    assert (result.outcome, result.stdout) == (Outcome.OK, "parent\n"), "the child was waited for"
+
+
+async def test_unknown_language_lists_those_of_the_host(engine: JailEngine) -> None:
+    with pytest.raises(InvalidInput, match="language 'cobol' is not here; this host has: python, bash"):
+        await run(engine, "cobol", "DISPLAY 'x'.")
+
+
+# Files -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("language", "code"),
+    [
+        ("python", "import os; os.makedirs('out'); open('out/a', 'w').write('1'); os.symlink('/etc/passwd', 'l')"),
+        ("bash", "mkdir out; printf 1 > out/a; ln -s /etc/passwd l; mkfifo pipe"),
+    ],
+)
+async def test_files_asked_for_come_back_with_the_result(engine: JailEngine, language: str, code: str) -> None:
+    paths = ("out/a", "missing", "l", "pipe", "out")
+    result = await run(engine, language, code, return_paths=paths)
+    assert (result.outcome, result.files, result.truncated) == (Outcome.OK, {"out/a": b"1"}, False), result
+
+
+async def test_a_file_too_large_comes_back_cut_and_marked(engine: JailEngine) -> None:
+    result = await run(engine, "bash", "head -c 5000000 /dev/zero > big", return_paths=("big",))
+    assert (len(result.files["big"]), result.truncated) == (4 << 20, True)
+
+
+async def test_python_reports_cpu_time(engine: JailEngine) -> None:
+    result = await run(engine, "python", "x = sum(range(2_000_000))")
+    assert 0.005 < result.cpu_s < WALL_S
+    assert result.exit_status == 0
