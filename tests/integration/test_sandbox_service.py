@@ -185,7 +185,7 @@ async def test_links_to_elsewhere_read_nothing_of_the_host(tmp_path: Path) -> No
         await client.run("import os; os.symlink('/etc/shadow', 'a'); os.symlink('/dev/zero', 'b'); os.mkfifo('c')")
         for name in "abc":
             failure = (await client.ask("s", get_files=pb.GetFiles(paths=[name]))).failure
-            assert "no such file" in failure.message
+            assert "no such file" in failure.message or "not a regular file" in failure.message
 
 
 async def test_session_outlives_its_broken_stream(tmp_path: Path) -> None:

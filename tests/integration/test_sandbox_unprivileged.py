@@ -16,7 +16,9 @@ CLAIMS = (
     "sockets or abstract or host_paths or written or remounted or each_other or inherits or privileges"
     " or memory_bomb or fork_bomb or endless or disk or told_apart or process_group"
 )
-SUITE = Path(__file__).with_name("test_sandbox_isolation.py")
+LANGUAGES = "bash_keeps or has_a_terminal or out_of_time or exit_ends or reads_stdin or told_apart or asked_for"
+SUITES = {"test_sandbox_isolation.py": CLAIMS, "test_sandbox_languages.py": LANGUAGES}
+HERE = Path(__file__).parent
 ROOTS = ("protos", "shared", "services", "trainer", "sandbox_runtime")
 
 
@@ -33,20 +35,21 @@ def readable_python() -> str | None:
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("setpriv") is None, reason="already an ordinary user, or no setpriv"
 )
-def test_isolation_holds_for_an_ordinary_user(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suite", SUITES)
+def test_isolation_holds_for_an_ordinary_user(suite: str) -> None:
     python = readable_python()
     if python is None:
         pytest.skip("no interpreter that another user may execute")
     folder = Path("/tmp") / f"rollmesh-unprivileged-{os.getpid()}"
     folder.mkdir()
     os.chown(folder, UID, UID)
-    paths = [str(SUITE.parents[2] / root) for root in ROOTS] + site.getsitepackages()
+    paths = [str(HERE.parents[1] / root) for root in ROOTS] + site.getsitepackages()
     try:
         done = subprocess.run(
-            ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", python, "-m", "pytest", "-q", str(SUITE),
-             "-p", "no:cacheprovider", f"--basetemp={folder / 'base'}", "-k", CLAIMS],
+            ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", python, "-m", "pytest", "-q", str(HERE / suite),
+             "-p", "no:cacheprovider", f"--basetemp={folder / 'base'}", "-k", SUITES[suite]],
             env={"PYTHONPATH": os.pathsep.join(paths), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
-            cwd=SUITE.parents[2], capture_output=True, text=True, timeout=100, check=False,
+            cwd=HERE.parents[1], capture_output=True, text=True, timeout=100, check=False,
         )  # fmt: skip
     finally:
         shutil.rmtree(folder)

@@ -12,10 +12,16 @@ from rollmesh.shared.config import config_from_dict, to_yaml
 from rollmesh.shared.errors import ConfigError
 
 
-@pytest.mark.parametrize("field", list(Limits().as_dict()))
+@pytest.mark.parametrize("field", [field for field in Limits().as_dict() if field != "address_space_bytes"])
 def test_limits_must_be_positive(field: str) -> None:
     with pytest.raises(ValueError, match=rf"limits\.{field} must be positive, is 0"):
         Limits(**{field: 0})
+
+
+def test_address_space_is_not_below_memory() -> None:
+    assert Limits(memory_bytes=100, address_space_bytes=0)
+    with pytest.raises(ValueError, match=r"limits\.address_space_bytes 99 is below limits\.memory_bytes 100"):
+        Limits(memory_bytes=100, address_space_bytes=99)
 
 
 def test_flood_limit_is_not_below_what_is_kept() -> None:
