@@ -49,7 +49,7 @@ def test_isolation_holds_for_an_ordinary_user(suite: str) -> None:
             ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", python, "-m", "pytest", "-q", str(HERE / suite),
              "-p", "no:cacheprovider", f"--basetemp={folder / 'base'}", "-k", SUITES[suite]],
             env={"PYTHONPATH": os.pathsep.join(paths), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
-            cwd=HERE.parents[1], capture_output=True, text=True, timeout=100, check=False,
+            cwd=HERE.parents[1], capture_output=True, text=True, timeout=110, check=False,
         )  # fmt: skip
     finally:
         shutil.rmtree(folder)
