@@ -802,7 +802,9 @@ class SnapshotTaken(_message.Message):
     """Bytes it occupies."""
     @_builtins.property
     def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the python namespace that could not be saved (open files, generators, threads, ...): after a fork they are undefined."""
+        """Names of the python namespace that could not be saved (open files, generators, threads, ...): after a fork they are undefined.
+        What is no name stands in angle brackets: `<file path>` for a pipe or unreadable file, `<bash>` for a shell's state.
+        """
 
     def __init__(
         self,

@@ -316,7 +316,7 @@ async def test_forks_share_their_past_and_draw_apart_whatever_finishes_first() -
         async def run(self, task: Task, env: Environment) -> None:
             await env.generate()
             env.observe("again")
-            lines = [env.fork(), env.fork()]
+            lines = [await env.fork(), await env.fork()]
             await asyncio.gather(*(self.go_on(line) for line in lines[:: self.order]))
 
         async def go_on(self, line: Environment) -> None:

@@ -1,7 +1,8 @@
 """What an agent acts on: it generates, calls tools and observes; every token of that lands in the recorder.
 
 An `Environment` is one line of the conversation, with an end that grows; `fork` gives a second line with the same past, `context`
-begins a new one with other messages. All lines of an episode share its recorder, tools, limits and fate.
+begins a new one with other messages. All lines of an episode share its recorder, limits and fate; a fork has tool sessions of its own,
+in the state that its past left.
 
 Failures stick: an agent that catches the error of a broken node and goes on does not turn it into a finished episode. The same
 holds for limits. Prefixes are concatenated from recorded ids, never encoded again from text.
@@ -105,8 +106,9 @@ class EpisodeState:
 class Environment:
     """One line of an episode's conversation."""
 
-    def __init__(self, state: EpisodeState) -> None:
+    def __init__(self, state: EpisodeState, tools: ToolBox | None = None) -> None:
         self._state = state
+        self._tools = tools or state.tools
         self._head = ROOT
         self._tokens: list[IntArray] = []
         self._num_tokens = 0
@@ -139,7 +141,7 @@ class Environment:
         state = self._state
         state.check()
         with state.timed("tool"), state.crossing("sandbox"), tracing.span("tool", SERVICE) as traced:
-            result = await state.tools.call(name, text)
+            result = await self._tools.call(name, text)
             if traced is not None:
                 traced.set_attributes({"tool": name, "ok": result.ok})
         count(TOOL_CALLS, "ok" if result.ok else "error")
@@ -166,9 +168,15 @@ class Environment:
         """Adds tokens [n] as they are: a hint, the beginning of an answer."""
         self._give(role, source, np.asarray(token_ids, dtype=np.int32), [])
 
-    def fork(self) -> Environment:
-        """A second line with the same past."""
-        twin = Environment(self._state)
+    async def fork(self) -> Environment:
+        """A second line with the same past, files and variables of its tools included; `lost_state` names what could not come along.
+
+        An open tool session that can't be forked is an infra failure of the episode.
+        """
+        state = self._state
+        state.check()
+        with state.timed("tool"), state.crossing("sandbox"), tracing.span("fork", SERVICE):
+            twin = Environment(state, await self._tools.fork())
         twin._head, twin._tokens, twin._num_tokens = self._head, list(self._tokens), self._num_tokens
         return twin
 
@@ -192,6 +200,11 @@ class Environment:
     @property
     def format(self) -> FormatConfig:
         return self._state.format
+
+    @property
+    def lost_state(self) -> tuple[str, ...]:
+        """What the tools of this line lost when it was forked, as `profile: name`, e.g. an open file."""
+        return self._tools.lost
 
     @property
     def messages(self) -> tuple[Message, ...]:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from rollmesh.shared.clients.generated import Span, Target
-from rollmesh.shared.clients.sandbox import ExecResult
+from rollmesh.shared.clients.sandbox import ExecResult, Snapshot
 from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, Reward, SamplingParams
 from rollmesh.v1 import coordinator_pb2, reward_pb2
 
@@ -56,6 +56,8 @@ class SandboxSession(Protocol):
 
     async def run(self, code: str, *, wall_s: float = 0.0) -> ExecResult: ...
 
+    async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot: ...
+
 
 class Sandbox(Protocol):
     """The pool of sandbox nodes."""
@@ -64,6 +66,16 @@ class Sandbox(Protocol):
         self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0
     ) -> AbstractAsyncContextManager[SandboxSession]:
         """Opens on entering; ends on leaving, however that comes."""
+        ...
+
+    def fork(
+        self, snapshot: Snapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+    ) -> AbstractAsyncContextManager[SandboxSession]:
+        """As `session`, in the state of a snapshot."""
+        ...
+
+    async def drop(self, snapshot: Snapshot) -> None:
+        """Forgets a snapshot."""
         ...
 
 

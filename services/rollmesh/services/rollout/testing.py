@@ -31,7 +31,7 @@ from rollmesh.services.rollout.recorder import mix64
 from rollmesh.services.rollout.stages import Stages
 from rollmesh.services.rollout.worker import RolloutWorker
 from rollmesh.shared.clients.generated import Span, Target
-from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
+from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult, Snapshot
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.trajectory import episode_from_bytes
 from rollmesh.shared.errors import MeshError
@@ -212,6 +212,17 @@ class LocalSandbox:
         finally:
             self.num_sessions -= 1
 
+    @asynccontextmanager
+    async def fork(
+        self, snapshot: Snapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+    ) -> AsyncIterator[SandboxSession]:
+        """Its functions keep no state, so a fork is another session."""
+        async with self.session("", session_id=session_id) as session:
+            yield session
+
+    async def drop(self, snapshot: Snapshot) -> None:
+        """There is nothing to forget."""
+
     async def call(self, function: str, text: str) -> ExecResult:
         await self.calling.enter()
         result = self._functions[function](text)
@@ -227,6 +238,9 @@ class _LocalSession:
 
     async def run(self, code: str, *, wall_s: float = 0.0) -> ExecResult:
         return await self._sandbox.call("run", code)
+
+    async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot:
+        return Snapshot(snapshot_id="", address="", num_bytes=0, lost=())
 
 
 class FixedScorer:

@@ -14,7 +14,7 @@ from zlib import crc32
 from rollmesh.services.rollout.config import ToolLatencyConfig
 from rollmesh.services.rollout.ports import Sandbox, SandboxSession
 from rollmesh.services.rollout.recorder import mix64
-from rollmesh.shared.clients.sandbox import ExecResult
+from rollmesh.shared.clients.sandbox import ExecResult, Snapshot
 from rollmesh.shared.clock import Clock
 
 
@@ -33,6 +33,16 @@ class SlowSandbox:
         async with self._inner.session(profile, session_id=session_id, owner=owner, ttl_s=ttl_s) as session:
             yield _SlowSession(session, session_id, self._config, self._clock)
 
+    @asynccontextmanager
+    async def fork(
+        self, snapshot: Snapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+    ) -> AsyncIterator[SandboxSession]:
+        async with self._inner.fork(snapshot, session_id=session_id, owner=owner, ttl_s=ttl_s) as session:
+            yield _SlowSession(session, session_id, self._config, self._clock)
+
+    async def drop(self, snapshot: Snapshot) -> None:
+        await self._inner.drop(snapshot)
+
 
 class _SlowSession:
     def __init__(self, inner: SandboxSession, session_id: str, config: ToolLatencyConfig, clock: Clock) -> None:
@@ -49,6 +59,9 @@ class _SlowSession:
     async def run(self, code: str, *, wall_s: float = 0.0) -> ExecResult:
         await self._wait()
         return await self._inner.run(code, wall_s=wall_s)
+
+    async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot:
+        return await self._inner.snapshot(ttl_s=ttl_s)
 
     async def _wait(self) -> None:
         self._num_calls += 1

@@ -1,11 +1,14 @@
 """The tools of one episode: named by its task, run in sandbox sessions that live as long as the episode.
 
-One session per profile, opened in INIT and again after a call that used it up (a limit inside the jail is the model's doing).
+One session per profile, opened in INIT and again after a call that used it up (a limit inside the jail is the model's doing). A fork has
+sessions of its own, in the state that this one's are in: lines of a tree must not change each other's files and variables.
 Collaborators: the sandbox port; `environment` (calls), `episode` (opens and closes).
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -36,7 +39,9 @@ class ToolBox:
         self._ttl_s = ttl_s
         self._stack = AsyncExitStack()
         self._sessions: dict[str, SandboxSession] = {}
-        self._num_opened = 0
+        self._numbers = itertools.count(1)
+        self.lost: tuple[str, ...] = ()
+        """What the sessions of a fork lack, as `profile: name`: values that could not be saved."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,18 +67,32 @@ class ToolBox:
             raise SandboxFailed(f"{tool.profile}: {result.error or 'the jail was lost'}; retried elsewhere")
         return ToolResult(text=result_text(result), ok=result.outcome is ExecOutcome.OK)
 
+    async def fork(self) -> ToolBox:
+        """The same tools on sessions of their own, which end with this one's. Raises `MeshError` where a session can't be forked."""
+        twin = copy.copy(self)
+        twin._sessions = {}
+        for profile, session in list(self._sessions.items()):
+            snapshot = await session.snapshot()
+            try:
+                forking = self._sandbox.fork(snapshot, session_id=self._new_id(), owner=self._owner, ttl_s=self._ttl_s)
+                twin._sessions[profile] = await self._stack.enter_async_context(forking)
+            finally:
+                await self._sandbox.drop(snapshot)
+            twin.lost += tuple(f"{profile}: {name}" for name in snapshot.lost)
+        return twin
+
     async def _session(self, profile: str) -> SandboxSession:
         if profile not in self._sessions:
-            self._num_opened += 1
-            key = self._key
-            opening = self._sandbox.session(
-                profile,
-                session_id=f"{key.run}.{key.episode}.{key.attempt}.{self._num_opened}",
-                owner=f"{key.run}/{key.episode}",
-                ttl_s=self._ttl_s,
-            )
+            opening = self._sandbox.session(profile, session_id=self._new_id(), owner=self._owner, ttl_s=self._ttl_s)
             self._sessions[profile] = await self._stack.enter_async_context(opening)
         return self._sessions[profile]
+
+    @property
+    def _owner(self) -> str:
+        return f"{self._key.run}/{self._key.episode}"
+
+    def _new_id(self) -> str:
+        return f"{self._key.run}.{self._key.episode}.{self._key.attempt}.{next(self._numbers)}"
 
     async def __aenter__(self) -> Self:
         await self._stack.__aenter__()

@@ -84,6 +84,17 @@ class ExecResult:
     session_alive: bool = True
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A saved session, on the node at `address` and only there."""
+
+    snapshot_id: str
+    address: str
+    num_bytes: int
+    lost: tuple[str, ...]
+    """Names that could not be saved: undefined after a fork or restore."""
+
+
 class Session:
     """An open session. Commands run in the order of the calls. Not to be used after its block."""
 
@@ -101,6 +112,26 @@ class Session:
         """Runs Python source; definitions survive until the next run. Raises `MeshError`."""
         command = sandbox_pb2.RunCode(language="python", code=code, wall_s=wall_s)
         return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, run=command), wall_s)
+
+    async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot:
+        """Saves files and python state; `ttl_s` without use and it is dropped, 0 means the node's default. Raises `MeshError`."""
+        command = sandbox_pb2.SnapshotSession(ttl_s=ttl_s)
+        answer = await self._ask(sandbox_pb2.WorkRequest(session_id=self._session_id, snapshot=command))
+        taken = answer.snapshot
+        return Snapshot(
+            snapshot_id=taken.snapshot_id,
+            address=self._link.address,
+            num_bytes=taken.num_bytes,
+            lost=tuple(taken.lost),
+        )
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Undoes what the session did since. If it fails for another reason than the snapshot's, the session is gone."""
+        command = sandbox_pb2.RestoreSession(snapshot_id=snapshot.snapshot_id)
+        await self._ask(sandbox_pb2.WorkRequest(session_id=self._session_id, restore=command))
+
+    async def _ask(self, command: sandbox_pb2.WorkRequest) -> sandbox_pb2.WorkResponse:
+        return await self._link.request(command, limit_s=self._config.command_s_max)
 
     async def _execute(self, command: sandbox_pb2.WorkRequest, wall_s: float) -> ExecResult:
         answer = await self._link.request(command, limit_s=wall_s + self._config.command_s_max)
@@ -151,7 +182,31 @@ class SandboxClient:
         `MeshError` if no node gives one within `open_s_max`.
         """
         opening = sandbox_pb2.OpenSession(profile=profile, ttl_s=ttl_s, owner=owner)
-        link, opened_id = await self._open(session_id, opening)
+        async with self._opened(session_id, sandbox_pb2.WorkRequest(open=opening)) as session:
+            yield session
+
+    @asynccontextmanager
+    async def fork(
+        self, snapshot: Snapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+    ) -> AsyncIterator[Session]:
+        """An open session in the state of `snapshot`, on its node: waits for that one as long as `session` waits for any.
+
+        Raises `UnknownSnapshot` when it was dropped, expired, or its node began anew; then as `session`.
+        """
+        forking = sandbox_pb2.ForkSession(snapshot_id=snapshot.snapshot_id, ttl_s=ttl_s, owner=owner)
+        async with self._opened(session_id, sandbox_pb2.WorkRequest(fork=forking), only=snapshot.address) as session:
+            yield session
+
+    async def drop(self, snapshot: Snapshot) -> None:
+        """Forgets a snapshot before it expires; of an unknown one it succeeds. Raises `MeshError`."""
+        command = sandbox_pb2.WorkRequest(drop=sandbox_pb2.DropSnapshot(snapshot_id=snapshot.snapshot_id))
+        await self._link(snapshot.address).request(command, limit_s=self._config.command_s_max)
+
+    @asynccontextmanager
+    async def _opened(
+        self, session_id: str, opening: sandbox_pb2.WorkRequest, only: str = ""
+    ) -> AsyncIterator[Session]:
+        link, opened_id = await self._open(session_id, opening, only)
         try:
             yield Session(link, opened_id, self._config)
         finally:
@@ -188,7 +243,7 @@ class SandboxClient:
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close(limit_s=self._config.close_s_max) for link in links), *self._retiring)
 
-    async def _open(self, session_id: str, opening: sandbox_pb2.OpenSession) -> tuple[WorkLink, str]:
+    async def _open(self, session_id: str, opening: sandbox_pb2.WorkRequest, only: str) -> tuple[WorkLink, str]:
         numbers = itertools.count()
 
         async def open_on(link: WorkLink) -> tuple[WorkLink, str]:
@@ -198,16 +253,16 @@ class SandboxClient:
             await self._open_on(link, opened_id, opening)
             return link, opened_id
 
-        return await self._on_some_node(open_on)
+        return await self._on_some_node(open_on, only)
 
-    async def _on_some_node(self, attempt: Callable[[WorkLink], Awaitable[_T]]) -> _T:
-        """Tries node after node while their refusals are for the moment, for `open_s_max`; then raises the last one."""
+    async def _on_some_node(self, attempt: Callable[[WorkLink], Awaitable[_T]], only: str = "") -> _T:
+        """Tries node after node, or the `only` one, while their refusals are for the moment, for `open_s_max`; then raises the last."""
         end_s = self._clock.monotonic_s() + self._config.open_s_max
         pause_s = self._config.backoff_s
         refusal: MeshError = NotReady("no sandbox node is known; start one, or wait until it has joined")
         refused: set[str] = set()
         while True:
-            link = self._least_used(refused)
+            link = self._least_used(refused, only)
             if link is None:
                 if self._clock.monotonic_s() + pause_s > end_s:
                     raise refusal
@@ -231,10 +286,11 @@ class SandboxClient:
         finally:
             self._num_waiting -= 1
 
-    async def _open_on(self, link: WorkLink, session_id: str, opening: sandbox_pb2.OpenSession) -> None:
+    async def _open_on(self, link: WorkLink, session_id: str, opening: sandbox_pb2.WorkRequest) -> None:
         link.num_sessions += 1
         try:
-            command = sandbox_pb2.WorkRequest(session_id=session_id, open=opening)
+            command = sandbox_pb2.WorkRequest(session_id=session_id)
+            command.MergeFrom(opening)
             await link.request(command, limit_s=self._config.command_s_max)
         except BaseException as err:
             link.num_sessions -= 1
@@ -242,11 +298,11 @@ class SandboxClient:
                 link.post_close(session_id)  # cancelled, or the answer was lost: it may be open there
             raise
 
-    def _least_used(self, refused: set[str]) -> WorkLink | None:
+    def _least_used(self, refused: set[str], only: str) -> WorkLink | None:
         addresses = list(dict.fromkeys(self._addresses()))
         for gone in [a for a, link in self._links.items() if a not in addresses and not link.num_sessions]:
             self._retire(self._links.pop(gone))
-        candidates = [self._link(address) for address in addresses if address not in refused]
+        candidates = [self._link(address) for address in ([only] if only else addresses) if address not in refused]
         return min(candidates, key=lambda link: link.num_sessions, default=None)
 
     def _retire(self, link: WorkLink) -> None:
