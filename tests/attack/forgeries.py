@@ -132,6 +132,41 @@ FUNCTIONS = (
     Forgery("many processes", "import os, time\ndef mix(text, number):\n    for _ in range(64):\n        if os.fork() == 0:\n            time.sleep(1)\n            os._exit(0)\n    return True", "RE WA"),
 )  # fmt: skip
 
+_REMOTE = """
+import json, types
+import rollmesh.sandbox_runtime.judging.remote as ours
+def reply(text): ours.json = types.SimpleNamespace(loads=json.loads, dumps=lambda *a, **k: text)
+def mix(text, number): return 1
+"""
+"""Puts a text of its own in the place of the reply to hidden unit tests."""
+
+UNITS = (
+    *FUNCTIONS[:2],
+    Forgery("skips", "import unittest\ndef mix(text, number): raise unittest.SkipTest('AC')", "RE"),
+    Forgery("patched unittest", "import unittest\nunittest.TestCase.assertEqual = lambda *a: None\ndef mix(text, number): return 1"),
+    Forgery("equal to everything", "class Yes:\n    def __eq__(self, other): return True\n    def __bool__(self): return True\ndef mix(text, number): return Yes()"),
+    Forgery("str equal to everything", "class Yes(str):\n    def __eq__(self, other): return True\n    __hash__ = str.__hash__\ndef mix(text, number): return Yes()"),
+    Forgery("raises an assertion", "def mix(text, number): raise AssertionError", "RE"),
+    Forgery("raises what ends generators", "def mix(text, number): raise StopIteration", "RE"),
+    Forgery("raises what ends interpreters", "def mix(text, number): raise SystemExit(0)", "RE"),
+    Forgery("raises a class of its own", "class AC(Exception): __said__ = None\ndef mix(text, number): raise AC", "RE"),
+    Forgery("an end of the test", _REMOTE + """reply('{"end": ["AC", ""]}')""", "RE"),
+    Forgery("a callable for a result", _REMOTE + """reply('{"callable": true}')""", "RE"),
+    Forgery("an object that is not there", _REMOTE + """reply('{"value": {"object": 99}}')"""),
+    Forgery("an object without a number", _REMOTE + """reply('{"value": {"object": "x"}}')""", "RE"),
+    Forgery("unknown tags", _REMOTE + """reply('{"value": {"eval": "exit(0)"}}')""", "RE"),
+    Forgery("two tags", _REMOTE + """reply('{"value": {"set": [], "list": []}}')""", "RE"),
+    Forgery("a set of lists", _REMOTE + """reply('{"value": {"set": [[]]}}')""", "RE"),
+    Forgery("strange exception", _REMOTE + """reply('{"error": [["__import__", "eval", "SystemExit"], "x"]}')""", "RE"),
+    Forgery("exception that needs more", _REMOTE + """reply('{"error": [["UnicodeDecodeError"], "x"]}')""", "RE"),
+    Forgery("exception without a name", _REMOTE + """reply('{"error": 1}')""", "RE"),
+    Forgery("deep value", _REMOTE + """reply('{"value": ' + '[' * 900 + ']' * 900 + '}')""", "WA RE"),
+    Forgery("deeper value", _REMOTE + """reply('{"value": ' + '[' * 30000 + ']' * 30000 + '}')"""),
+    Forgery("no JSON", _REMOTE + "reply('AC')"),
+    Forgery("no reply", _REMOTE + "reply('null')", "RE"),
+)  # fmt: skip
+"""Judged by hidden unit tests, which call it from another jail."""
+
 PROGRAMS = (
     Forgery("exits with 0", "import sys\nsys.exit(0)"),
     Forgery("os._exit(0)", "import os\nos._exit(0)"),

@@ -202,3 +202,96 @@ async def test_cancelled_judgement_leaves_no_session(tmp_path: Path) -> None:
         task.cancel()
         await until_live(core, 0)
         await asyncio.gather(task, return_exceptions=True)
+
+
+UNIT = """
+import math
+import unittest
+
+import solution
+from solution import LIMIT, Stack, halve, missing, root
+
+
+def test_values():
+    assert root(4) == 2 and math.isclose(root(2), 2 ** 0.5)
+    assert solution.pair(1, b=2) == (1, {2: {3}})
+    assert LIMIT == 10
+
+
+def test_missing():
+    missing()
+
+
+class TestStack(unittest.TestCase):
+    def setUp(self):
+        self.stack = Stack()
+
+    def test_push_and_pop(self):
+        for n in range(3):
+            self.stack.push(n)
+        self.assertEqual((len(self.stack), self.stack.pop(), list(self.stack), self.stack.name), (3, 2, [0, 1], "s"))
+        self.assertIn(0, self.stack)
+
+    def test_empty(self):
+        with self.assertRaises(IndexError):
+            self.stack.pop()
+
+
+class TestHalve:
+    def setup_method(self):
+        self.even = 4
+
+    def test_even(self):
+        assert halve(self.even) == 2
+
+    def test_odd(self):
+        try:
+            halve(3)
+        except ValueError:
+            return
+        raise AssertionError("expected ValueError, the answer is 42")
+"""
+
+UNIT_SOLUTION = """
+class OddError(ValueError): pass
+LIMIT = 10
+def root(x): return x ** 0.5
+def pair(a, b): return (a, {b: {3}})
+def halve(x):
+    if x % 2: raise OddError(x)
+    return x // 2
+class Stack:
+    def __init__(self): self.items, self.name = [], "s"
+    def push(self, item): self.items.append(item)
+    def pop(self): return self.items.pop()
+    def __len__(self): return len(self.items)
+    def __iter__(self): return iter(self.items)
+    def __contains__(self, item): return item in self.items
+"""
+
+
+async def test_hidden_unit_tests_call_the_candidate_from_their_own_jail(tmp_path: Path) -> None:
+    manifest = {"kind": "unit", "source": UNIT}
+    names = ["test_values", "test_missing", "TestStack.test_push_and_pop", "TestStack.test_empty", "TestHalve.test_even",
+             "TestHalve.test_odd"]  # fmt: skip
+    async with serving(tmp_path) as (core, stub, _):
+        for isolate in (True, False):
+            response = await judged(stub, {**manifest, "isolate": isolate}, UNIT_SOLUTION)
+            assert [verdict.name for verdict in response.verdicts] == names
+            assert [o for o in outcomes(response) if o != "ACCEPTED"] == ["RUNTIME_ERROR"], response
+            assert response.verdicts[1].message.startswith("AttributeError")
+        wrong = await judged(
+            stub,
+            {**manifest, "tests": [{"name": "TestHalve.test_odd"}]},
+            "def halve(x): return x / 2\nroot = Stack = LIMIT = None",
+        )
+        assert outcomes(wrong) == ["WRONG_ANSWER"]
+        assert "42" not in str(wrong)
+        assert core.sessions.counts().live == 0
+
+
+async def test_hidden_unit_tests_that_do_not_load_are_no_verdict(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, stub, _):
+        for source in ("def test_x(:", "import no_such_module\ndef test_x(): pass"):
+            with pytest.raises((BrokenOracle, InvalidInput), match="SyntaxError|no Python|no_such_module"):
+                await judged(stub, {"kind": "unit", "source": source}, GOOD)

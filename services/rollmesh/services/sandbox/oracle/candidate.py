@@ -22,6 +22,7 @@ OpenCell = Callable[[], AbstractAsyncContextManager[Cell]]
 _PRELUDE = """
 from rollmesh.sandbox_runtime.judging.candidate import ask, load
 from rollmesh.sandbox_runtime.judging.program import run_program
+from rollmesh.sandbox_runtime.judging.remote import invoke, look_up
 """
 
 

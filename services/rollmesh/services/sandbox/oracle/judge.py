@@ -25,9 +25,11 @@ from rollmesh.services.sandbox.oracle.manifest import (
     LimitsPerTest,
     Manifest,
     StdioManifest,
+    UnitManifest,
     name_of,
 )
 from rollmesh.services.sandbox.oracle.trials import try_function, try_stdio
+from rollmesh.services.sandbox.oracle.unit import try_unit
 from rollmesh.services.sandbox.oracle.verdict import Failed, JudgedTest, Report, Verdict
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
@@ -100,16 +102,23 @@ class Judge:
             self._opener(manifest.profile, request.limits, request.owner),
             request.files,
             entry=manifest.entry,
-            load=isinstance(manifest, FunctionManifest),
+            load=not isinstance(manifest, StdioManifest),
             isolate=manifest.isolate,
         )
-        async with candidate, self._checker(manifest.checker, request.owner) as checker:
-            match manifest:
-                case FunctionManifest():
-                    yield lambda index: try_function(manifest, manifest.tests[index], candidate, checker), candidate
-                case StdioManifest():
-                    cpu_s = request.limits["cpu_s"] or self._cpu_s(manifest.profile)
-                    yield lambda index: try_stdio(manifest, manifest.tests[index], candidate, checker, cpu_s), candidate
+        checker = None if isinstance(manifest, UnitManifest) else manifest.checker
+        async with candidate, self._checker(checker, request.owner) as cell:
+            yield self._put_to(candidate, request, cell), candidate
+
+    def _put_to(self, candidate: Candidate, request: _Request, checker: CheckerCell | None) -> Trial:
+        match request.manifest:
+            case FunctionManifest() as function:
+                return lambda index: try_function(function, function.tests[index], candidate, checker)
+            case StdioManifest() as stdio:
+                cpu_s = request.limits["cpu_s"] or self._cpu_s(stdio.profile)
+                return lambda index: try_stdio(stdio, stdio.tests[index], candidate, checker, cpu_s)
+            case UnitManifest() as unit:
+                oracle = self._opener(unit.oracle_profile, {}, request.owner)
+                return lambda index: try_unit(unit, unit.tests[index], candidate, oracle)
 
     def _cpu_s(self, profile: str) -> float:
         if profile not in self._config.profiles:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from rollmesh.services.sandbox.oracle.compare import TextCompare, ValueCompare, strict_json
+from rollmesh.services.sandbox.oracle.unit_tests import test_names
 
 NUM_TESTS_MAX = 10_000
 
@@ -161,7 +162,44 @@ class FunctionManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"function must be a name or dotted names, got {self.function!r}")
 
 
-Manifest = StdioManifest | FunctionManifest
+class UnitTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One test of the source; its name is `test_x` or `TestX.test_y`."""
+
+
+class UnitManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="unit"):
+    """Test functions and unittest cases that import the candidate's module. They run in a jail of their own, where the module is a
+    proxy: arguments and results pass as values, exceptions by the name of their builtin type."""
+
+    entry: str = "solution.py"
+    """The candidate's file."""
+    module: str = "solution"
+    """Name under which the tests import it."""
+    source: str
+    """The tests: functions `test_x`, classes `TestX` and unittest cases with methods `test_x`."""
+    oracle_profile: str = "python"
+    """Profile of the tests' jail: what they may import."""
+    tests: tuple[UnitTest, ...] = ()
+    """Those to run; empty means all in the source."""
+    questions_max: int = 1000
+    """Uses of the candidate by one test."""
+
+    def __post_init__(self) -> None:
+        try:
+            known = test_names(self.source)
+        except SyntaxError as error:
+            raise ValueError(f"source is no Python: {error.msg}, line {error.lineno}") from None
+        if not self.tests:
+            msgspec.structs.force_setattr(self, "tests", tuple(UnitTest(name=name) for name in known))
+        self._check(self.tests)
+        if unknown := [test.name for test in self.tests if test.name not in known]:
+            raise ValueError(f"tests names {unknown[0]!r}, which the source has not; it has {', '.join(known)}")
+        if not self.module.isidentifier():
+            raise ValueError(f"module must be a name, got {self.module!r}")
+        if self.questions_max < 1:
+            raise ValueError(f"questions_max must be >= 1, got {self.questions_max}")
+
+
+Manifest = StdioManifest | FunctionManifest | UnitManifest
 
 
 class Named(Protocol):

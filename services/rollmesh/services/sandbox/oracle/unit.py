@@ -1,0 +1,68 @@
+"""Hidden tests that call the candidate: the oracle's session asks, the candidate's answers, and this stands between them.
+
+Both sessions end with the test. The test's source and its verdict never leave the oracle's session and this process; what passes to
+the candidate are its own arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollmesh.sandbox_runtime.program import Program
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenCell
+from rollmesh.services.sandbox.oracle.cell import Cell
+from rollmesh.services.sandbox.oracle.compare import strict_json
+from rollmesh.services.sandbox.oracle.manifest import UnitManifest, UnitTest
+from rollmesh.services.sandbox.oracle.trials import read_answer
+from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict
+from rollmesh.shared.errors import BrokenOracle
+
+_PRELUDE = "from rollmesh.sandbox_runtime.judging.unit import resume, start"
+_VERBS = ("look_up", "invoke")
+
+
+async def try_unit(manifest: UnitManifest, test: UnitTest, candidate: Candidate, open_oracle: OpenCell) -> None:
+    """Run one test to its end."""
+    async with open_oracle() as cell:
+        _loaded(await cell.run(Program(code=_PRELUDE)))
+        said = await _said(cell, "start", manifest.source, test.name, manifest.module)
+        for _ in range(manifest.questions_max):
+            if "ask" not in said:
+                _conclude(said)
+                return
+            reply = await _answer(candidate, *said["ask"])
+            said = await _said(cell, "resume", reply)
+        raise Failed(Verdict.RE, f"the test used the candidate more than {manifest.questions_max} times")
+
+
+async def _answer(candidate: Candidate, verb: str, question: str) -> str:
+    assert verb in _VERBS, verb
+    result = await candidate.ask(verb, question)
+    read_answer(result)
+    return result.result
+
+
+async def _said(cell: Cell, function: str, *arguments: str) -> dict[str, Any]:
+    """What the tests' session says. It holds no code of the candidate, but what the candidate answered may be too much for it."""
+    result = await cell.call(function, *arguments)
+    if result.outcome is not Outcome.OK:
+        raise Failed(Verdict.WA, f"the hidden test could not go on ({result.error_type})")
+    try:
+        said: dict[str, Any] = strict_json(result.result)
+    except ValueError:
+        raise Failed(Verdict.WA, "the hidden test asked for more than a question may hold") from None
+    return said
+
+
+def _conclude(said: dict[str, Any]) -> None:
+    if "broken" in said:
+        raise BrokenOracle(f"the hidden tests do not load: {said['broken']}; mend the manifest")
+    verdict, message = said["end"]
+    if Verdict[verdict] is not Verdict.AC:
+        raise Failed(Verdict[verdict], message)
+
+
+def _loaded(result: RunResult) -> None:
+    if result.outcome is not Outcome.OK:
+        raise BrokenOracle(f"the tests' session is not usable: {result.error_type}: {result.error_message}")
