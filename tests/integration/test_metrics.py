@@ -99,10 +99,11 @@ def _assert_complete(series: Series, parts: list[str]) -> None:
         "rollmesh_learner_effective_sample_size_ratio",
         "rollmesh_sandbox_egress_requests_total",
         "rollmesh_sandbox_egress_bytes_total",
+        "rollmesh_sandbox_start_wait_seconds",
     }
-    assert {
-        metric.name for metric in catalogue()
-    } - seen == absent  # none failed; the fake trainer has no importance weights; no profile has egress
+    assert (
+        {metric.name for metric in catalogue()} - seen == absent
+    )  # none failed; the fake trainer has no importance weights; no profile has egress; the fake sandbox starts nothing
     nodes = {dict(labels).get("node", "") for of_name in series.values() for labels in of_name}
     assert nodes == set(parts)
 

@@ -13,8 +13,9 @@ import pytest
 
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
+from rollmesh.services.sandbox.tenants_config import TenantQuota, TenantsConfig
 from rollmesh.shared.clients.reward import RewardClient, RewardClientConfig
-from rollmesh.shared.clients.sandbox import ExecOutcome, SandboxClient, SandboxClientConfig
+from rollmesh.shared.clients.sandbox import ExecOutcome, SandboxClient, SandboxClientConfig, Session
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import MeshError, NotReady, Overloaded, Unavailable, UnknownOracle, UnknownProfile
 from rollmesh.shared.rpc.access import Access
@@ -43,7 +44,11 @@ async def until(condition: Callable[[], object]) -> None:
 def sandbox_node(folder: Path, name: str, **changes: Any) -> SandboxNode:
     server = ServerConfig(stop_s=0.0)
     return SandboxNode(
-        SandboxConfig(engine="fake", **changes), node_id=name, access=ACCESS, state_dir=folder / name, server=server
+        SandboxConfig(**{"engine": "fake", **changes}),
+        node_id=name,
+        access=ACCESS,
+        state_dir=folder / name,
+        server=server,
     )
 
 
@@ -59,6 +64,23 @@ async def sandbox_client(*nodes: SandboxNode | str, **changes: Any) -> AsyncIter
 
 def live(node: SandboxNode) -> int:
     return node.core.sessions.counts().live
+
+
+async def test_a_command_refused_for_the_tenants_quota_is_sent_again(tmp_path: Path) -> None:
+    tenants = TenantsConfig(by_name={"run": TenantQuota(commands_inflight_max=1)})
+    async with (
+        sandbox_node(tmp_path, "a", engine="jail", tenants=tenants, retry_after_s=0.02) as node,
+        sandbox_client(node) as client,
+        client.session("python", session_id="s", tenant="run") as slow,
+        client.session("python", session_id="t", tenant="run") as quick,
+    ):
+        order: list[str] = []
+
+        async def run(session: Session, code: str) -> None:
+            order.append((await session.run(code)).result)
+
+        await asyncio.gather(run(slow, "import time; time.sleep(0.3); 1"), run(quick, "2"))
+        assert order == ["1", "2"]
 
 
 async def test_commands_of_many_sessions_share_one_stream(tmp_path: Path) -> None:

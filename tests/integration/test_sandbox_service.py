@@ -13,6 +13,7 @@ import pytest
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.sessions import End
+from rollmesh.services.sandbox.tenants_config import TenantQuota, TenantsConfig
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, UnknownProfile
 from rollmesh.shared.ids import RandomIds
@@ -215,6 +216,30 @@ async def test_reaper_ends_what_is_not_used(tmp_path: Path) -> None:
         assert node.sessions.counts().ended[End.REAPED] == 1
         failure = (await client.ask("short", run=pb.RunCode(code="1"))).failure
         assert failure.reason == "UNKNOWN_SESSION"
+
+
+async def test_a_lease_is_renewed_without_a_command(tmp_path: Path) -> None:
+    async with serving(tmp_path, engine="fake") as (node, stub, clock):
+        client = Client(stub)
+        await client.open("kept", profile="calc", ttl_s=10.0)
+        await client.open("left", profile="calc", ttl_s=10.0)
+        await clock.run_for(8.0)
+        assert (await client.ask("kept", renew=pb.RenewSession())).WhichOneof("answer") == "done"
+        await clock.run_for(8.0)
+        assert list(node.sessions.owners()) == ["kept"]
+        failure = (await client.ask("left", renew=pb.RenewSession())).failure
+        assert failure.reason == "UNKNOWN_SESSION"
+
+
+async def test_a_tenant_beyond_its_quota_is_told_when_to_come_back(tmp_path: Path) -> None:
+    tenants = TenantsConfig(by_name={"small": TenantQuota(sessions_max=1)})
+    async with serving(tmp_path, engine="fake", tenants=tenants) as (_, stub, _):
+        client = Client(stub)
+        await client.open("a", profile="calc", tenant="small")
+        failure = (await client.ask("b", open=pb.OpenSession(profile="calc", tenant="small"))).failure
+        assert (failure.code, failure.reason, failure.retry_after_s) == (8, "OVERLOADED", 0.5)
+        assert failure.metadata["tenant"] == "small"
+        await client.open("b", profile="calc", tenant="large")
 
 
 async def test_exec_runs_once_and_leaves_nothing(tmp_path: Path) -> None:

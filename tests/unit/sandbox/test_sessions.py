@@ -29,11 +29,17 @@ class ScriptedEngine(FakeEngine):
         self.gate = asyncio.Event()
 
     async def open(
-        self, session_id: str, profile: str, limits: Limits, snapshot: AsyncIterator[bytes] | None = None
+        self,
+        session_id: str,
+        profile: str,
+        limits: Limits,
+        snapshot: AsyncIterator[bytes] | None = None,
+        *,
+        tenant: str = "",
     ) -> None:
         if session_id == "bad":
             raise SandboxFailed("no jail")
-        await super().open(session_id, profile, limits, snapshot)
+        await super().open(session_id, profile, limits, snapshot, tenant=tenant)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         match arguments:

@@ -63,9 +63,9 @@ class Sandbox(Protocol):
     """The pool of sandbox nodes."""
 
     def session(
-        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0, tenant: str = ""
     ) -> AbstractAsyncContextManager[SandboxSession]:
-        """Opens on entering; ends on leaving, however that comes."""
+        """Opens on entering; ends on leaving, however that comes. Counts against the quota of `tenant`."""
         ...
 
     def fork(

@@ -201,7 +201,7 @@ class LocalSandbox:
 
     @asynccontextmanager
     async def session(
-        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0, tenant: str = ""
     ) -> AsyncIterator[SandboxSession]:
         await self.opening.enter()
         self.num_sessions += 1

@@ -28,9 +28,10 @@ class SlowSandbox:
 
     @asynccontextmanager
     async def session(
-        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0, tenant: str = ""
     ) -> AsyncIterator[SandboxSession]:
-        async with self._inner.session(profile, session_id=session_id, owner=owner, ttl_s=ttl_s) as session:
+        opening = self._inner.session(profile, session_id=session_id, owner=owner, ttl_s=ttl_s, tenant=tenant)
+        async with opening as session:
             yield _SlowSession(session, session_id, self._config, self._clock)
 
     @asynccontextmanager

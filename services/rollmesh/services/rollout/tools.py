@@ -83,7 +83,9 @@ class ToolBox:
 
     async def _session(self, profile: str) -> SandboxSession:
         if profile not in self._sessions:
-            opening = self._sandbox.session(profile, session_id=self._new_id(), owner=self._owner, ttl_s=self._ttl_s)
+            opening = self._sandbox.session(
+                profile, session_id=self._new_id(), owner=self._owner, ttl_s=self._ttl_s, tenant=self._key.run
+            )
             self._sessions[profile] = await self._stack.enter_async_context(opening)
         return self._sessions[profile]
 

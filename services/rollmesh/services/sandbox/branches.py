@@ -62,7 +62,7 @@ class Branches:
                 with self._sessions.replacing(session_id):
                     await self._engine.end(session_id)
                     async with aclosing(snapshot.pieces()) as pieces:
-                        await self._engine.open(session_id, lease.profile, lease.limits, pieces)
+                        await self._engine.open(session_id, lease.profile, lease.limits, pieces, tenant=lease.tenant)
 
     async def drop(self, snapshot_id: str) -> None:
         """Forget a snapshot."""

@@ -10,6 +10,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.walls import WALLS
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.snapshots_config import SnapshotsConfig
+from rollmesh.services.sandbox.tenants_config import TenantsConfig
 
 
 class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,6 +100,10 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Live sessions; more are refused as OVERLOADED. Each costs about 3 MB and a uid."""
     starts_inflight_max: int = 4
     """Sessions being made at a time: a storm of starts must not starve the calls of live sessions."""
+    starts_queued_max: int = 256
+    """Sessions that wait to be made; more are refused as OVERLOADED. Tenants are served in turn."""
+    tenants: TenantsConfig = TenantsConfig()
+    """Quotas of tenants."""
     ttl_s: float = 120.0
     """Seconds without use after which a session is ended, where its opener names none."""
     ttl_s_max: float = 3600.0
@@ -143,7 +148,7 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         for name in (
-            "sessions_max", "starts_inflight_max", "ttl_s", "orphan_s", "reap_every_s", "grace_s", "start_timeout_s",
+            "sessions_max", "starts_inflight_max", "starts_queued_max", "ttl_s", "orphan_s", "reap_every_s", "grace_s", "start_timeout_s",
             "retry_after_s", "drain_s", "stop_s", "commands_inflight_max", "files_bytes_max", "judgements_inflight_max",
             "judgements_queued_max",
         ):  # fmt: skip

@@ -78,14 +78,26 @@ class SandboxEngine(Protocol):
         """End every session; nothing of them is left when this returns."""
         ...
 
+    @property
+    def num_queued(self) -> int:
+        """Sessions that wait for their turn to be made."""
+        ...
+
     def limits(self, profile: str) -> Limits:
         """A profile's limits, which are also the most a session may ask for. Raises UnknownProfile."""
         ...
 
     async def open(
-        self, session_id: str, profile: str, limits: Limits, snapshot: AsyncIterator[bytes] | None = None
+        self,
+        session_id: str,
+        profile: str,
+        limits: Limits,
+        snapshot: AsyncIterator[bytes] | None = None,
+        *,
+        tenant: str = "",
     ) -> None:
-        """A fresh session, brought to the state of a snapshot of the same profile if one is given.
+        """A fresh session, brought to the state of a snapshot of the same profile if one is given. Where starts must wait for
+        each other, tenants take turns.
 
         Raises SandboxFailed if the jail can't be made, Overloaded without a free place, InvalidInput for a snapshot that does not
         load, and what `snapshot` raises; no session is left then.

@@ -18,8 +18,10 @@ ENDED = counter(
     "end",
 )
 START_SECONDS = histogram("rollmesh_sandbox_session_start_seconds", "Time to open a session.")
+QUEUED = gauge("rollmesh_sandbox_starts_queued", "Sessions that wait for their turn to be started.")
+START_WAIT_SECONDS = histogram("rollmesh_sandbox_start_wait_seconds", "Wait of a session for its turn to be started.")
 COMMANDS = counter("rollmesh_sandbox_commands_total", "Runs and calls by outcome.", "outcome")
-METRICS = (CREATED, LIVE, ENDED, START_SECONDS, COMMANDS, *egress.METRICS)
+METRICS = (CREATED, LIVE, ENDED, START_SECONDS, QUEUED, START_WAIT_SECONDS, COMMANDS, *egress.METRICS)
 
 
 async def read(node: SandboxNode) -> list[Reading]:
@@ -28,5 +30,6 @@ async def read(node: SandboxNode) -> list[Reading]:
     return [
         Reading(CREATED, counts.created),
         Reading(LIVE, counts.live),
+        Reading(QUEUED, node.core.num_queued),
         *(Reading(ENDED, num, (end.value,)) for end, num in counts.ended.items()),
     ]

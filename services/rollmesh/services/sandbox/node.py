@@ -36,13 +36,18 @@ class SandboxCore:
 
     def __init__(self, config: SandboxConfig, *, state_dir: Path, clock: Clock, ids: IdSource) -> None:
         self._config = config
-        self._engine = make_engine(config, state_dir=state_dir, ids=ids)
+        self._engine = make_engine(config, state_dir=state_dir, ids=ids, clock=clock)
         self.sessions = Sessions(self._engine, config, clock)
         self.snapshots = Snapshots(state_dir / "snapshots", config.snapshots, clock=clock, ids=ids)
         self.servicer = SandboxServicer(
             self.sessions, Branches(self._engine, self.sessions, self.snapshots), config, clock=clock, ids=ids
         )
         self._reapers: list[asyncio.Task[None]] = []
+
+    @property
+    def num_queued(self) -> int:
+        """Sessions that wait for their turn to be made."""
+        return self._engine.num_queued
 
     async def __aenter__(self) -> Self:
         try:
@@ -129,8 +134,8 @@ class SandboxNode:
         await self._stack.aclose()
 
 
-def make_engine(config: SandboxConfig, *, state_dir: Path, ids: IdSource) -> SandboxEngine:
+def make_engine(config: SandboxConfig, *, state_dir: Path, ids: IdSource, clock: Clock | None = None) -> SandboxEngine:
     """The engine that `config.engine` names."""
     if config.engine == "fake":
         return FakeEngine(config)
-    return JailEngine(config, state_dir=state_dir, ids=ids)
+    return JailEngine(config, state_dir=state_dir, ids=ids, clock=clock)

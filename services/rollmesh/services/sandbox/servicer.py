@@ -198,8 +198,9 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             case "drop":
                 await self._branches.drop(request.drop.snapshot_id)
                 answer.done.SetInParent()
-            case "renew" as verb:
-                raise Unimplemented(f"{verb} is not served in this version")
+            case "renew":
+                self._sessions.renew(session_id)
+                answer.done.SetInParent()
             case other:
                 raise InvalidInput(f"no command in the request ({other})")
 

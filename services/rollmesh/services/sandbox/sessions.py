@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import PurePosixPath
@@ -22,6 +22,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import RunResult, SandboxEngine
+from rollmesh.services.sandbox.tenants import Tenants
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import AlreadyExists, Draining, InvalidInput, Overloaded, SandboxFailed, UnknownSession
 
@@ -77,6 +78,7 @@ class Sessions:
         self._config = config
         self._clock = clock
         self._leases: dict[str, Lease] = {}
+        self._tenants = Tenants(config.tenants, config.retry_after_s)
         self._draining = False
         self._created = 0
         self._ends: Counter[End] = Counter()
@@ -115,8 +117,9 @@ class Sessions:
         """
         lease = self._admit(session_id, profile, limits, ttl_s, owner, tenant, holder or Holder())
         try:
-            async with self.using(session_id):
-                await self._engine.open(session_id, profile, lease.limits, snapshot)
+            with self._tenants.starting(tenant):
+                async with self.using(session_id):
+                    await self._engine.open(session_id, profile, lease.limits, snapshot, tenant=tenant)
         except BaseException:
             self._finish(session_id, lease, End.REFUSED)
             raise
@@ -125,13 +128,13 @@ class Sessions:
         """Execute source text; `wall_s` 0 means the session's limit. Raises as the engine does, InvalidInput for a path that leads out."""
         for path in program.return_paths:
             _require_inside(path)
-        async with self.using(session_id) as lease:
+        async with self._commanding(session_id) as lease:
             result = await self._engine.run(session_id, program, _wall(lease.limits, wall_s))
             return self._noted(session_id, lease, result)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         """Call a function of the session. Raises as the engine does."""
-        async with self.using(session_id) as lease:
+        async with self._commanding(session_id) as lease:
             result = await self._engine.call(session_id, function, arguments, _wall(lease.limits, wall_s))
             return self._noted(session_id, lease, result)
 
@@ -139,14 +142,14 @@ class Sessions:
         """Write files. Raises as the engine does, InvalidInput for a path that leads out."""
         for path in files:
             _require_inside(path)
-        async with self.using(session_id):
+        async with self._commanding(session_id):
             await self._engine.put_files(session_id, files)
 
     async def get_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
         """Read files. Raises as the engine does, InvalidInput for a path that leads out."""
         for path in paths:
             _require_inside(path)
-        async with self.using(session_id):
+        async with self._commanding(session_id):
             return await self._engine.get_files(session_id, paths, self._config.files_bytes_max)
 
     async def close(self, session_id: str) -> None:
@@ -157,6 +160,13 @@ class Sessions:
             async with self.using(session_id) as lease:
                 self._finish(session_id, lease, End.CLOSED)
                 await self._engine.end(session_id)
+
+    def renew(self, session_id: str) -> None:
+        """Prolong the lease by its whole time to live, from now. Raises UnknownSession."""
+        lease = self._leases.get(session_id)
+        if lease is None:
+            raise _unknown(session_id)
+        lease.expires_s = self._expiry_s(lease)
 
     def hold(self, session_id: str, holder: Holder) -> None:
         """Who uses the session now, if there is one."""
@@ -209,6 +219,7 @@ class Sessions:
                 f"all {self._config.sessions_max} places of this sandbox node are taken; wait or go to another node",
                 retry_after_s=self._config.retry_after_s,
             )
+        self._tenants.begin_session(tenant)
         ttl_s = ttl_s or self._config.ttl_s
         lease = Lease(
             profile=profile,
@@ -222,6 +233,14 @@ class Sessions:
         self._leases[session_id] = lease
         self._created += 1
         return lease
+
+    @asynccontextmanager
+    async def _commanding(self, session_id: str) -> AsyncIterator[Lease]:
+        """`using`, counted against the quota of the session's tenant."""
+        lease = self._leases.get(session_id)
+        with self._tenants.commanding(lease.tenant) if lease is not None else nullcontext():
+            async with self.using(session_id) as used:
+                yield used
 
     @asynccontextmanager
     async def using(self, session_id: str) -> AsyncIterator[Lease]:
@@ -276,6 +295,7 @@ class Sessions:
         """The one place where a lease ends; the first end counts."""
         if self._leases.get(session_id) is lease:
             del self._leases[session_id]
+            self._tenants.end_session(lease.tenant)
             self._ends[end] += 1
 
 

@@ -24,7 +24,7 @@ import msgspec
 from rollmesh.shared.clients.hidden_tests import TestReport, read_report, tests_request
 from rollmesh.shared.clients.sandbox_link import Connect, WorkLink
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import MeshError, NotReady
+from rollmesh.shared.errors import MeshError, NotReady, Overloaded
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.v1 import sandbox_pb2
 
@@ -98,10 +98,11 @@ class Snapshot:
 class Session:
     """An open session. Commands run in the order of the calls. Not to be used after its block."""
 
-    def __init__(self, link: WorkLink, session_id: str, config: SandboxClientConfig) -> None:
+    def __init__(self, link: WorkLink, session_id: str, config: SandboxClientConfig, clock: Clock) -> None:
         self._link = link
         self._session_id = session_id
         self._config = config
+        self._clock = clock
 
     async def call(self, function: str, *arguments: str, wall_s: float = 0.0) -> ExecResult:
         """Calls a function of the profile; `wall_s` 0 means the session's own limit. Raises `MeshError`."""
@@ -134,8 +135,17 @@ class Session:
         return await self._link.request(command, limit_s=self._config.command_s_max)
 
     async def _execute(self, command: sandbox_pb2.WorkRequest, wall_s: float) -> ExecResult:
-        answer = await self._link.request(command, limit_s=wall_s + self._config.command_s_max)
-        return _exec_result(answer.result)
+        """A command refused for the tenant's quota was not begun, and is sent again until `open_s_max` is over."""
+        end_s = self._clock.monotonic_s() + self._config.open_s_max
+        while True:
+            try:
+                answer = await self._link.request(command, limit_s=wall_s + self._config.command_s_max)
+                return _exec_result(answer.result)
+            except Overloaded as err:
+                pause_s = err.retry_after_s or self._config.backoff_s_max
+                if self._clock.monotonic_s() + pause_s > end_s:
+                    raise
+                await self._clock.sleep(pause_s)
 
 
 class SandboxClient:
@@ -174,14 +184,15 @@ class SandboxClient:
 
     @asynccontextmanager
     async def session(
-        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+        self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0, tenant: str = ""
     ) -> AsyncIterator[Session]:
         """An open session of `profile`; `session_id` is unique among the mesh's live sessions.
 
-        `ttl_s`: idle seconds after which the node ends it by itself; 0 means the node's default. Raises `Overloaded` or another
+        `ttl_s`: idle seconds after which the node ends it by itself; 0 means the node's default. `tenant`: whose quota on the node it
+        counts against. Raises `Overloaded` or another
         `MeshError` if no node gives one within `open_s_max`.
         """
-        opening = sandbox_pb2.OpenSession(profile=profile, ttl_s=ttl_s, owner=owner)
+        opening = sandbox_pb2.OpenSession(profile=profile, ttl_s=ttl_s, owner=owner, tenant=tenant)
         async with self._opened(session_id, sandbox_pb2.WorkRequest(open=opening)) as session:
             yield session
 
@@ -208,7 +219,7 @@ class SandboxClient:
     ) -> AsyncIterator[Session]:
         link, opened_id = await self._open(session_id, opening, only)
         try:
-            yield Session(link, opened_id, self._config)
+            yield Session(link, opened_id, self._config, self._clock)
         finally:
             link.num_sessions -= 1
             link.post_close(opened_id)

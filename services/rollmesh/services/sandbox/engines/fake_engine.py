@@ -35,13 +35,23 @@ class FakeEngine:
     async def close(self) -> None:
         self._files.clear()
 
+    @property
+    def num_queued(self) -> int:
+        return 0
+
     def limits(self, profile: str) -> Limits:
         if profile != PROFILE:
             raise UnknownProfile(f"the fake engine has only the profile {PROFILE!r}, not {profile!r}", profile=profile)
         return self._config.profiles[PROFILE].resolved_limits()
 
     async def open(
-        self, session_id: str, profile: str, limits: Limits, snapshot: AsyncIterator[bytes] | None = None
+        self,
+        session_id: str,
+        profile: str,
+        limits: Limits,
+        snapshot: AsyncIterator[bytes] | None = None,
+        *,
+        tenant: str = "",
     ) -> None:
         self.limits(profile)
         assert session_id not in self._files

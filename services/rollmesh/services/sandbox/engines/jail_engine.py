@@ -37,6 +37,8 @@ from rollmesh.services.sandbox.engines.leftovers import StateDir
 from rollmesh.services.sandbox.engines.places import Place, Places
 from rollmesh.services.sandbox.engines.uid_ranges import UidRange, claim_uids
 from rollmesh.services.sandbox.engines.zygote_process import Ended, ZygoteProcess
+from rollmesh.services.sandbox.starts import Starts
+from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, SandboxFailed, UnknownProfile, UnknownSession
 from rollmesh.shared.ids import IdSource
 
@@ -68,7 +70,7 @@ class _Live:
 class JailEngine:
     """The default engine; implements `SandboxEngine`. `state_dir` is its own, kept over restarts."""
 
-    def __init__(self, config: SandboxConfig, *, state_dir: Path, ids: IdSource) -> None:
+    def __init__(self, config: SandboxConfig, *, state_dir: Path, ids: IdSource, clock: Clock | None = None) -> None:
         self._config = config
         self._state = StateDir(state_dir)
         self._name = ids.new()
@@ -77,7 +79,12 @@ class JailEngine:
         self._uids = UidRange(config.uid_base, [])
         self._zygotes: dict[str, ZygoteProcess] = {}
         self._starting: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in config.profiles}
-        self._starts = asyncio.Semaphore(config.starts_inflight_max)
+        self._starts = Starts(
+            inflight_max=config.starts_inflight_max,
+            queued_max=config.starts_queued_max,
+            retry_after_s=config.retry_after_s,
+            clock=clock or SystemClock(),
+        )
         self._live: dict[str, _Live] = {}
         self._ports = Ports(config.egress, state_dir / "egress")
 
@@ -107,6 +114,10 @@ class JailEngine:
         self._uids.release()
         self._state.release()
 
+    @property
+    def num_queued(self) -> int:
+        return self._starts.num_queued
+
     def limits(self, profile: str) -> Limits:
         if profile not in self._config.profiles:
             known = ", ".join(self._config.profiles)
@@ -114,13 +125,19 @@ class JailEngine:
         return self._config.profiles[profile].resolved_limits()
 
     async def open(
-        self, session_id: str, profile: str, limits: Limits, snapshot: AsyncIterator[bytes] | None = None
+        self,
+        session_id: str,
+        profile: str,
+        limits: Limits,
+        snapshot: AsyncIterator[bytes] | None = None,
+        *,
+        tenant: str = "",
     ) -> None:
         self.limits(profile)
         assert self._places is not None, "start() comes first"
         if session_id in self._live:
             raise AlreadyExists(f"session {session_id!r} is live or still ending; choose a new id", session=session_id)
-        async with self._starts:
+        async with self._starts.turn(tenant):
             place = self._places.take()
             try:
                 zygote = await self._zygote_for(profile)
