@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.config import PROFILES, SandboxConfig
+from rollmesh.services.sandbox.config import PROFILES, ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.shared.errors import InvalidInput
@@ -275,3 +278,114 @@ async def test_python_reports_cpu_time(engine: JailEngine) -> None:
     result = await run(engine, "python", "x = sum(range(2_000_000))")
     assert 0.005 < result.cpu_s < WALL_S
     assert result.exit_status == 0
+
+
+# SQL -------------------------------------------------------------------------------------------------------------------
+
+MAKE_DB = """
+import sqlite3
+db = sqlite3.connect('shop.db')
+db.executescript('''
+create table item(name text, price real, n int, raw blob);
+insert into item values ('pear', 1.5, 2, null), ('é', 2.0, null, x'00ff');
+''')
+db.close()
+"""
+
+
+async def sql(engine: JailEngine, language: str, query: str, *arguments: str, wall_s: float = WALL_S) -> RunResult:
+    return await run(engine, language, query, wall_s, arguments=arguments)
+
+
+async def test_sqlite_answers_with_a_table(engine: JailEngine) -> None:
+    await run(engine, "python", MAKE_DB)
+    result = await sql(engine, "sqlite", "select * from item order by price", "shop.db")
+    assert result.outcome is Outcome.OK, result
+    assert json.loads(result.result) == {
+        "columns": ["name", "price", "n", "raw"],
+        "rows": [["pear", 1.5, 2, None], ["é", 2.0, None, {"hex": "00ff"}]],
+    }
+    names = await sql(engine, "sqlite", "pragma table_info(item)", "shop.db")
+    assert [row[1] for row in json.loads(names.result)["rows"]] == ["name", "price", "n", "raw"]
+    assert json.loads((await sql(engine, "sqlite", "select 1 + 1 as x")).result) == {"columns": ["x"], "rows": [[2]]}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "insert into item(name) values ('x')",
+        "delete from item",
+        "drop table item",
+        "create temp table t as select 1",
+        "attach 'other.db' as other",
+        "pragma journal_mode=delete",
+        "pragma writable_schema=1",
+        "vacuum into 'copy.db'",
+        "select load_extension('x')",
+        "begin immediate",
+        "with x as (select 1) update item set n = 0",
+    ],
+)
+async def test_sqlite_refuses_everything_but_reading(engine: JailEngine, query: str) -> None:
+    await run(engine, "python", MAKE_DB)
+    result = await sql(engine, "sqlite", query, "shop.db")
+    assert (result.outcome, result.session_alive) == (Outcome.ERROR, True), result
+    assert any(text in result.error_message for text in ("only reading is allowed here, not", "no such function"))
+    count = await sql(engine, "sqlite", "select count(*), sum(n) from item", "shop.db")
+    assert json.loads(count.result)["rows"] == [[2, 2]]
+    assert (await bash(engine, "ls")).stdout == "shop.db\n"
+
+
+async def test_sqlite_tells_the_error_and_the_limits(engine: JailEngine) -> None:
+    await run(engine, "python", MAKE_DB)
+    wrong = await sql(engine, "sqlite", "select nonsense from item", "shop.db")
+    assert (wrong.outcome, wrong.error_type) == (Outcome.ERROR, "OperationalError")
+    assert wrong.error_message == "no such column: nonsense"
+    assert (await sql(engine, "sqlite", "select 1", "missing.db")).outcome is Outcome.ERROR
+    endless = "with recursive n(i) as (select 1 union all select i + 1 from n) select {} from n"
+    late = await sql(engine, "sqlite", endless.format("count(*)"), wall_s=0.5)
+    assert (late.outcome, late.session_alive) == (Outcome.TIME, True)
+    many = await sql(engine, "sqlite", endless.format("i"))
+    assert (many.outcome, many.truncated) == (Outcome.OK, True)
+    rows = json.loads(many.result)["rows"]
+    assert rows == [[number] for number in range(1, len(rows) + 1)]
+    assert 1000 < len(rows) <= 10_000
+    for path in ("../etc/x", "/etc/passwd"):
+        with pytest.raises(InvalidInput, match="relative"):
+            await sql(engine, "sqlite", "select 1", path)
+
+
+async def test_duckdb_reads_its_file_and_nothing_else(tmp_path: Path) -> None:
+    duckdb = pytest.importorskip("duckdb")
+    profile = replace_profile("sql", library_paths=(str(Path(duckdb.__file__).parents[1]),), preload=("duckdb",))
+    engine = JailEngine(
+        SandboxConfig(uid_base=UID_BASE, profiles={"sql": profile}), state_dir=tmp_path, ids=SeededIds(os.getpid() + 1)
+    )
+    await engine.start()
+    try:
+        await engine.open("s", "sql", profile.resolved_limits())
+        make = "import duckdb\nc = duckdb.connect('d.db')\nc.execute(\"create table t as select i, i / 2 h, 'x' s from range(3) r(i)\")\nc.close()"
+        made = await run(engine, "python", make)
+        assert made.outcome is Outcome.OK, made
+        result = await sql(engine, "duckdb", "select i, h, s, sum(i) over () total from t order by i", "d.db")
+        assert result.outcome is Outcome.OK, result
+        assert json.loads(result.result)["rows"] == [[0, 0.0, "x", 3], [1, 0.5, "x", 3], [2, 1.0, "x", 3]]
+        for query in ("insert into t values (1, 1, 'y')", "attach 'e.db'", "install httpfs", "load httpfs", "copy t to 'out.csv'",
+                      "create table u(i int)", "set threads=4", "pragma enable_profiling", "select 1; select 2"):  # fmt: skip
+            refused = await sql(engine, "duckdb", query, "d.db")
+            assert (refused.outcome, refused.session_alive) == (Outcome.ERROR, True), (query, refused)
+        await run(engine, "python", "open('x.csv', 'w').write('a\\n1\\n')")
+        for query in ("select * from read_csv('x.csv')", "select * from 'x.csv'", "select * from glob('*')"):
+            assert (await sql(engine, "duckdb", query)).outcome is Outcome.ERROR, query
+        assert "nonsense" in (await sql(engine, "duckdb", "select nonsense from t", "d.db")).error_message
+    finally:
+        await engine.close()
+
+
+async def test_language_without_its_library_says_what_the_profile_lacks(engine: JailEngine) -> None:
+    with pytest.raises(InvalidInput, match="its profile lacks the library duckdb"):
+        await sql(engine, "duckdb", "select 1")
+
+
+def replace_profile(name: str, **changes: Any) -> ProfileConfig:
+    return msgspec.structs.replace(PROFILES[name], **changes)

@@ -98,6 +98,11 @@ def _enter(at: int, folder: str, *, make: bool) -> int:
     return inner
 
 
+def require_plain(path: str) -> None:
+    """Raises ValueError for a path that `get` and `put` would not take."""
+    _components(path)
+
+
 def _components(path: str) -> list[str]:
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if not parts or path.startswith("/") or ".." in parts or "\0" in path:

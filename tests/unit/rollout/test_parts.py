@@ -16,6 +16,7 @@ from rollmesh.services.rollout.config import (
     RolloutConfig,
     SamplingConfig,
     StagesConfig,
+    ToolConfig,
     ToolLatencyConfig,
     WorkerConfig,
 )
@@ -164,6 +165,19 @@ def test_result_text_shows_output_and_value_or_the_error() -> None:
     failed = ExecResult(outcome=ExecOutcome.ERROR, stdout="a\n", error="ZeroDivisionError: division by zero")
     assert result_text(failed) == "a\nerror: ZeroDivisionError: division by zero"
     assert result_text(ExecResult(outcome=ExecOutcome.OK)) == ""
+
+
+def test_result_text_of_a_failed_program_shows_what_it_wrote_to_stderr() -> None:
+    failed = ExecResult(
+        outcome=ExecOutcome.ERROR, stderr="main.c:1: error: no\n", error="CompileError: main.c", exit_status=1
+    )
+    assert result_text(failed) == "main.c:1: error: no\nerror: CompileError: main.c"
+
+
+def test_tool_is_a_function_or_code_in_a_language() -> None:
+    assert ToolConfig(profile="shell", language="bash").language == "bash"
+    with pytest.raises(ValueError, match="not both"):
+        ToolConfig(profile="shell", language="bash", function="call")
 
 
 def test_shorten_keeps_both_ends_within_the_limit() -> None:

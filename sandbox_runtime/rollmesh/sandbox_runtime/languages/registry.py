@@ -6,7 +6,7 @@ import errno
 import shutil
 
 from rollmesh.sandbox_runtime.interpreter import Interpreter
-from rollmesh.sandbox_runtime.languages import port
+from rollmesh.sandbox_runtime.languages import port, sql
 from rollmesh.sandbox_runtime.languages.bash import Bash
 from rollmesh.sandbox_runtime.languages.port import Refused, Reply
 from rollmesh.sandbox_runtime.languages.programs import COMPILERS, Compiled, JavaScript
@@ -20,7 +20,8 @@ _TOOLS = {"bash": "/bin/bash", "c": "gcc", "cpp": "g++", "javascript": "node"}
 
 def present(path: str | None = None) -> tuple[str, ...]:
     """The languages that the programs on this host (or in this jail) allow. `path` is searched instead of PATH."""
-    return (PYTHON, *(name for name, tool in _TOOLS.items() if shutil.which(tool, path=path)))
+    tools = (name for name, tool in _TOOLS.items() if shutil.which(tool, path=path))
+    return (PYTHON, *tools, *(name for name in sql.MODULES if sql.is_here(name)))
 
 
 class Languages:
@@ -45,12 +46,20 @@ class Languages:
             port.refuse_input(program)
             return self._interpreter.run(program.code, wall_s)
         if program.language not in present():
-            raise Refused(f"language {program.language!r} is not here; this host has: {', '.join(present())}")
+            raise Refused(_not_here(program.language))
         if program.language == "bash":
             return self._bash.run(program, wall_s, emit)
+        if program.language in sql.MODULES:
+            return sql.Sql(program.language, self._limits).run(program, wall_s)
         if program.language == "javascript":
             return JavaScript(self._limits, emit).run(program, wall_s)
         return Compiled(COMPILERS[program.language], self._limits, emit).run(program, wall_s)
+
+
+def _not_here(language: str) -> str:
+    library = sql.MODULES.get(language)
+    missing = f": its profile lacks the library {library}, to be named in library_paths and preload" if library else ""
+    return f"language {language!r} is not here{missing}; this host has: {', '.join(present())}"
 
 
 def _out_of(error: OSError) -> Reply:

@@ -94,6 +94,16 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Sandbox profile of the session it runs in. Tools of one profile share the episode's session."""
     function: str = ""
     """Function of the profile that gets the text; empty means that the text is code, run in the session."""
+    language: str = "python"
+    """Language of that code: python, bash, c, cpp, javascript, sqlite, duckdb. Those the sandbox has are listed by its error."""
+    arguments: tuple[str, ...] = ()
+    """What every run gets as arguments; of sqlite and duckdb the path of the database file in the session."""
+
+    def __post_init__(self) -> None:
+        if self.function and (self.language != "python" or self.arguments):
+            raise ValueError(
+                f"a tool is a function or code in a language, not both: {self.function!r}, {self.language!r}"
+            )
 
 
 def _default_tools() -> dict[str, ToolConfig]:

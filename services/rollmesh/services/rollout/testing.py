@@ -236,7 +236,9 @@ class _LocalSession:
     async def call(self, function: str, *arguments: str, wall_s: float = 0.0) -> ExecResult:
         return await self._sandbox.call(function, *arguments)
 
-    async def run(self, code: str, *, wall_s: float = 0.0) -> ExecResult:
+    async def run(
+        self, code: str, *, language: str = "python", arguments: Sequence[str] = (), wall_s: float = 0.0
+    ) -> ExecResult:
         return await self._sandbox.call("run", code)
 
     async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot:

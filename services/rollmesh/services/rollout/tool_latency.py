@@ -6,7 +6,7 @@ Draws are keyed by (seed, session, call), not taken from one stream, so that the
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from statistics import NormalDist
 from zlib import crc32
@@ -57,9 +57,11 @@ class _SlowSession:
         await self._wait()
         return await self._inner.call(function, *arguments, wall_s=wall_s)
 
-    async def run(self, code: str, *, wall_s: float = 0.0) -> ExecResult:
+    async def run(
+        self, code: str, *, language: str = "python", arguments: Sequence[str] = (), wall_s: float = 0.0
+    ) -> ExecResult:
         await self._wait()
-        return await self._inner.run(code, wall_s=wall_s)
+        return await self._inner.run(code, language=language, arguments=arguments, wall_s=wall_s)
 
     async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot:
         return await self._inner.snapshot(ttl_s=ttl_s)

@@ -60,7 +60,10 @@ class ToolBox:
                 text=f"error: there is no tool {name!r}; tools: {', '.join(self.names) or 'none'}", ok=False
             )
         session = await self._session(tool.profile)
-        result = await (session.call(tool.function, text) if tool.function else session.run(text))
+        if tool.function:
+            result = await session.call(tool.function, text)
+        else:
+            result = await session.run(text, language=tool.language, arguments=tool.arguments)
         if not result.session_alive:
             self._sessions.pop(tool.profile, None)
         if result.outcome is ExecOutcome.INFRA_FAILURE:
@@ -107,9 +110,13 @@ class ToolBox:
 
 
 def result_text(result: ExecResult) -> str:
-    """A result as one text for the model: what was printed, then the value, or what went wrong."""
+    """A result as one text for the model: what was printed, then the value, or what went wrong.
+
+    What a program with an exit status wrote to stderr belongs to it (compilers, shells); a Python traceback is told by its last line.
+    """
     parts = [
         result.stdout.rstrip("\n"),
+        result.stderr.rstrip("\n") if result.exit_status else "",
         result.result if result.outcome is ExecOutcome.OK else f"error: {result.error}",
     ]
     return "\n".join(part for part in parts if part)

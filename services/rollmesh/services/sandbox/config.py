@@ -77,9 +77,20 @@ PROFILES = {
             "open_files_max": 256,
         }
     ),
+    "sql": ProfileConfig(
+        preload=("decimal", "json", "sqlite3", "urllib.parse"),
+        limits={
+            "call_s": 30.0,
+            "cpu_s": 30.0,
+            "address_space_bytes": 2 << 30,
+            "disk_bytes": 128 << 20,
+            "file_bytes": 128 << 20,
+            "output_bytes": 256 << 10,
+        },
+    ),
 }
-"""The profiles every node has unless its configuration names others: plain Python, the demo's calculator, and a shell with the
-host's compilers."""
+"""The profiles every node has unless its configuration names others: plain Python, the demo's calculator, a shell with the host's
+compilers, and databases (duckdb too where `library_paths` and `preload` are changed to name it)."""
 
 
 class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

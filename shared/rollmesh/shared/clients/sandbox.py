@@ -15,7 +15,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
@@ -82,6 +82,10 @@ class ExecResult:
     truncated: bool = False
     wall_s: float = 0.0
     session_alive: bool = True
+    exit_status: int = 0
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Those asked for by `return_paths` that exist, by path."""
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +113,24 @@ class Session:
         command = sandbox_pb2.CallFunction(function=function, arguments=arguments, wall_s=wall_s)
         return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, call=command), wall_s)
 
-    async def run(self, code: str, *, wall_s: float = 0.0) -> ExecResult:
-        """Runs Python source; definitions survive until the next run. Raises `MeshError`."""
-        command = sandbox_pb2.RunCode(language="python", code=code, wall_s=wall_s)
+    async def run(
+        self,
+        code: str,
+        *,
+        language: str = "python",
+        stdin: bytes = b"",
+        arguments: Sequence[str] = (),
+        return_paths: Sequence[str] = (),
+        wall_s: float = 0.0,
+    ) -> ExecResult:
+        """Runs source text; what Python and bash define survives until the next run. Raises `MeshError`.
+
+        `stdin` and `arguments` are for the compiled languages; of SQL the first argument is the path of the database. The regular
+        files of `return_paths` that exist afterwards come back with the result.
+        """
+        command = sandbox_pb2.RunCode(
+            language=language, code=code, stdin=stdin, arguments=arguments, return_paths=return_paths, wall_s=wall_s
+        )
         return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, run=command), wall_s)
 
     async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot:
@@ -338,6 +357,9 @@ def _exec_result(message: sandbox_pb2.ExecResult) -> ExecResult:
         truncated=message.truncated,
         wall_s=message.wall_s,
         session_alive=message.session_alive,
+        exit_status=message.exit_status,
+        files={file.path: file.content for file in message.files},
+        cpu_s=message.cpu_s,
     )
 
 

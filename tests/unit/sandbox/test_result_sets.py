@@ -1,0 +1,80 @@
+"""Comparison of result sets: what counts as the same answer, and what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.sandbox_runtime.result_sets import is_ordered, same
+
+cells = st.none() | st.integers(-5, 5) | st.floats(-5, 5) | st.text(max_size=2) | st.booleans()
+tables = st.integers(1, 3).flatmap(lambda width: st.lists(st.lists(cells, min_size=width, max_size=width), max_size=8))
+
+
+@pytest.mark.parametrize(
+    ("query", "ordered"),
+    [
+        ("SELECT a FROM t ORDER BY a", True),
+        ("select a from t order\n by a limit 3", True),
+        ("SELECT a FROM (SELECT a FROM t ORDER BY a)", False),
+        ("SELECT rank() OVER (ORDER BY a) FROM t", False),
+        ("SELECT ' order by ' FROM t -- order by a", False),
+        ('SELECT "order by" FROM t /* order by a */', False),
+        ("SELECT (a) FROM t WHERE b IN (1, 2) ORDER BY (a)", True),
+        ("SELECT a, border_by FROM t", False),
+    ],
+)
+def test_order_counts_only_at_the_top_of_the_query(query: str, ordered: bool) -> None:
+    assert is_ordered(query) is ordered
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "equal"),
+    [
+        ([[1], [2]], [[2], [1]], True),
+        ([[1], [1], [2]], [[1], [2], [2]], False),
+        ([[1]], [[1], [1]], False),
+        ([[1]], [[1.0000000001]], True),
+        ([[1]], [[1.001]], False),
+        ([[1]], [["1"]], False),
+        ([[None]], [[None]], True),
+        ([[None]], [[0]], False),
+        ([[None]], [[""]], False),
+        ([[1, 2]], [[2, 1]], False),
+        ([[1]], [[1, 1]], False),
+        ([["a", 0.1 + 0.2], ["b", 1]], [["b", True], ["a", 0.3]], True),
+        ([["a", 1.0], ["b", 2.0]], [["a", 2.0], ["b", 1.0]], False),
+        ([[1e12]], [[1e12 + 1]], True),
+        ([[{"hex": "00"}]], [[{"hex": "01"}]], False),
+        ([[[1, 2.0]]], [[[1, 2]]], True),
+        ([[float("nan")]], [[float("nan")]], True),
+        ([], [], True),
+    ],
+)
+def test_rows_as_a_multiset(expected: list[list[Any]], actual: list[list[Any]], equal: bool) -> None:
+    assert same(expected, actual, ordered=False) is equal
+    assert same(actual, expected, ordered=False) is equal
+
+
+def test_order_counts_when_asked() -> None:
+    assert not same([[1], [2]], [[2], [1]], ordered=True)
+    assert same([[1], [2]], [[1.0], [2]], ordered=True)
+
+
+def test_a_pairing_is_searched_where_sorted_order_misleads() -> None:
+    left = [[1.0000000, 5.0], [1.0000001, 3.0]]
+    right = [[1.0000001, 5.0], [1.0000000, 3.0]]
+    assert same(left, right, ordered=False)
+    assert not same(left, [[1.0, 5.0], [1.0, 5.0]], ordered=False)
+
+
+@given(tables, st.randoms())
+def test_any_shuffle_is_the_same_answer_and_a_lost_row_is_not(rows: list[list[Any]], random: Any) -> None:
+    shuffled = list(rows)
+    random.shuffle(shuffled)
+    assert same(rows, shuffled, ordered=False)
+    if rows:
+        assert not same(rows, shuffled[1:], ordered=False)
