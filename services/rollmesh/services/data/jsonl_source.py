@@ -31,6 +31,9 @@ class JsonlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Field with the prompt: a string, or a list of `{"role", "content"}` messages."""
     answer: str = "answer"
     """Field with the reference answer, or with a list of accepted ones; empty = the tasks have none."""
+    tests: str = ""
+    """Field with the manifest of hidden tests, or with its reference in the sandbox nodes' oracle store; empty = the tasks have none.
+    Read by the reward service alone."""
     answer_pattern: str = ""
     """Regular expression that finds the answer in its field: the last match, group 1 if it has one. GSM8K: `#### (\\S+)`."""
     labels: dict[str, str] = {}
@@ -83,13 +86,15 @@ def _tasks(config: JsonlConfig, path: Path) -> Iterator[Task]:
     for record in file.records:
         if config.answer:
             record.extract_all(config.answer, pattern)
+        if config.tests:
+            record.value(config.tests)
         prompt = _prompt(record, config.prompt)
         system = (Message(role="system", content=config.system),) if config.system else ()
         yield Task(
             task_id=f"{config.name}-{record.line}",
             messages=(*system, *prompt),
             tools=config.tools,
-            oracle_ref=f"jsonl:{config.name}@{file.digest[:16]}#{record.line}" if config.answer else "",
+            oracle_ref=f"jsonl:{config.name}@{file.digest[:16]}#{record.line}" if config.answer or config.tests else "",
             labels={label: record.text(field) for label, field in config.labels.items()},
             split=_split(record, config, prompt),
         )

@@ -127,8 +127,14 @@ def reward_config(config: MeshConfig) -> RewardConfig:
     source = config.data.source
     if not isinstance(source, JsonlConfig) or source.name in config.reward.answer_files:
         return config.reward
+    if not source.answer and not source.tests:
+        return config.reward
     key = AnswerFileConfig(
-        path=source.path, answer=source.answer, answer_pattern=source.answer_pattern, num_lines_max=source.num_lines_max
+        path=source.path,
+        answer=source.answer,
+        tests=source.tests,
+        answer_pattern=source.answer_pattern,
+        num_lines_max=source.num_lines_max,
     )
     return msgspec.structs.replace(config.reward, answer_files={**config.reward.answer_files, source.name: key})
 

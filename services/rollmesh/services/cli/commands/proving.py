@@ -1,4 +1,4 @@
-"""`rollmesh audit`: what a run's ledger proves."""
+"""`rollmesh audit`, `judge`: what a run's ledger proves, and what hidden tests say of a candidate."""
 
 from __future__ import annotations
 
@@ -29,3 +29,24 @@ def audit(
         holds, text = audit_folder(run, checkpoint=checkpoint, sample=sample, name=name, as_json=as_json)
     typer.echo(text)
     raise typer.Exit(0 if holds else FAILED)
+
+
+@app.command()
+def judge(
+    manifest: Annotated[Path, typer.Argument(help="JSON file with one manifest of hidden tests, see docs/sandbox.md.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="The candidate's files; a single one is the entry, whatever its name.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Judge a candidate by hidden tests in jails on this machine: to try a manifest before a run depends on it."""
+    with told_once():
+        import asyncio
+        import json
+
+        from rollmesh.services.cli.judge import as_plain, judge_files, table
+
+        report = asyncio.run(judge_files(manifest, files))
+        text = json.dumps(as_plain(report), indent=2) if as_json else table(report)
+    typer.echo(text)
+    raise typer.Exit(0 if report.num_accepted == report.num_tests else FAILED)

@@ -77,6 +77,14 @@ class OracleStore:
         )
 
 
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file of its own. ConfigError, RecordError."""
+    try:
+        return _read(_Place(path, _stamp(path), 0, path.stat().st_size, 0))[1]
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a manifest", path=path) from error
+
+
 def _scan(source: Path) -> Iterator[tuple[str, _Place]]:
     if not source.is_dir():
         yield from _lines(source, "")
