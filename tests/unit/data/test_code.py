@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.services.data.code_source import CodeConfig
@@ -26,6 +26,7 @@ def accepted(task: CodeTask, source: str) -> bool:
     return all(names["f"](*test.arguments) == test.expected for test in task.tests)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 100_000), st.integers(1, LEVEL_MAX))
 def test_exemplary_solution_passes_every_hidden_test(seed: int, level: int) -> None:
     specification = make_specification(random.Random(seed), level)

@@ -14,13 +14,14 @@ from rollmesh.services.data.generated import GeneratedConfig, generated_pool
 from rollmesh.services.data.jsonl_source import JsonlConfig, jsonl_pools
 from rollmesh.services.data.selector import Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
+from rollmesh.services.data.sql_source import SqlConfig
 from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Registry
 
-GeneratedSource = CalcConfig | CodeConfig
+GeneratedSource = CalcConfig | CodeConfig | SqlConfig
 """Every source that makes its tasks, by `kind`; a further one is added here."""
 
 SELECTORS = Registry(
@@ -45,7 +46,7 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Settings of the data service."""
 
     source: GeneratedSource | JsonlConfig = msgspec.field(default_factory=CalcConfig)
-    """Where tasks come from; `kind` is `calc`, `code` or `jsonl`."""
+    """Where tasks come from; `kind` is `calc`, `code`, `sql` or `jsonl`."""
     selector: SelectorConfig = msgspec.field(default_factory=SelectorConfig)
     """Which training task comes next."""
     seed: int = 0

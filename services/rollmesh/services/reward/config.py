@@ -11,6 +11,7 @@ import msgspec
 
 from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
+from rollmesh.services.reward.generated_oracles import CodeOracle, SqlOracle
 from rollmesh.services.reward.oracles import AnswerFileConfig, CalcOracle, JsonlOracle, Oracles, StoredTestsOracle
 from rollmesh.services.reward.scorer import SCORERS, Sandbox, Scorer, UsesSandbox
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
@@ -21,7 +22,7 @@ class ScorerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One scorer."""
 
     scorer: str
-    """`exact`, `math`, `format`, `length`, `tests`, or your own as `file.py:Name`."""
+    """`exact`, `math`, `format`, `length`, `tests`, `query`, or your own as `file.py:Name`."""
     name: str = ""
     """Name of its reward within the run; empty = the scorer's short name, or `Name`."""
     timeout_s: float = 30.0
@@ -100,7 +101,13 @@ def build_engine(
         scorers=scorers,
         finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer.name, config.finalizer.options, base_dir)),
         oracles=Oracles(
-            {"calc": CalcOracle(), "jsonl": JsonlOracle(config.answer_files, base_dir), "tests": StoredTestsOracle()}
+            {
+                "calc": CalcOracle(),
+                "code": CodeOracle(),
+                "sql": SqlOracle(),
+                "jsonl": JsonlOracle(config.answer_files, base_dir),
+                "tests": StoredTestsOracle(),
+            }
         ),
         concurrency_max=config.concurrency_max,
         queue_samples_max=config.queue_samples_max,
