@@ -8,6 +8,7 @@ import socket
 import textwrap
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,29 @@ async def test_memory_of_many_processes_is_bounded_together(engine: JailEngine) 
     )
     assert result.result == "9" or result.outcome is Outcome.MEMORY
     await survives(engine)
+
+
+async def test_cores_of_all_processes_are_bounded_together(engine: JailEngine) -> None:
+    hierarchy = cgroups.detect_here()
+    if hierarchy is None or "cpu" not in hierarchy.parents:
+        pytest.skip("no writable cpu cgroup here")
+    await engine.open("s", "python", replace(engine.limits("python"), cpus=0.2))
+    result = await run(
+        engine,
+        """
+        import os, time
+        began = time.monotonic()
+        for _ in range(2):
+            if os.fork() == 0:
+                while time.monotonic() < began + 1: pass
+                os._exit(0)
+        for _ in range(2): os.wait()
+        used = os.times()
+        (used.children_user + used.children_system) / (time.monotonic() - began)
+        """,
+        wall_s=2.0,
+    )
+    assert float(result.result) < 0.4
 
 
 async def test_fork_bomb_is_the_process_outcome_and_ends_the_session(engine: JailEngine) -> None:

@@ -264,3 +264,16 @@ async def test_stopping_the_node_ends_running_code(tmp_path: Path) -> None:
         client.cancel()
     counts = node.sessions.counts()
     assert (counts.created, counts.live) == (1, 0)
+
+
+async def test_the_node_describes_its_profiles_languages_and_walls(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, stub, _):
+        said = await stub.DescribeSandbox(pb.DescribeSandboxRequest())
+    stands = {wall.name: wall.stands for wall in said.walls}
+    assert said.driver == "jail"
+    assert stands["seccomp"]
+    assert stands["pid namespace"]
+    assert "python" in said.languages
+    profiles = {profile.name: profile for profile in said.profiles}
+    assert profiles["python"].limits.memory_bytes == 512 << 20
+    assert len({profile.digest for profile in profiles.values()}) == len(profiles)

@@ -17,6 +17,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 
 _BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from rollmesh.sandbox_runtime.probe import main; main()"
 _NOBODY = 65534
+_STANDS = "stands"
 
 
 def command(python: str) -> list[str]:
@@ -44,22 +45,20 @@ def main() -> None:
 
 
 def _attempt(action: Callable[[], None]) -> str:
-    """Run it in a child, which it may change beyond recovery; why it failed, or an empty text."""
+    """Run it in a child, which it may change beyond recovery; why it failed, or an empty text. A child that says nothing failed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
-        reason = "the probe broke off"
         try:
-            reason = _tried(action)
+            os.write(writing, (_tried(action) or _STANDS).encode())
         finally:
-            os.write(writing, reason.encode())
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        reason = pipe.read().decode()
+        said = pipe.read().decode()
     _, status = os.waitpid(pid, 0)
-    return reason or (f"the probe ended with status {status}" if status else "")
+    return "" if said == _STANDS else said or f"the probe broke off with status {status}"
 
 
 def _tried(action: Callable[[], None]) -> str:

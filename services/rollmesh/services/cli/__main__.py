@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from rollmesh.services.cli.app import app
 from rollmesh.services.cli.commands import (
+    diagnosing,
     measuring,
     mending,
     observing,
@@ -19,7 +20,7 @@ from rollmesh.services.cli.commands import (
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = (training, operating, sampling, proving, mending, securing, observing, measuring)
+COMMANDS = (training, operating, sampling, proving, mending, securing, observing, diagnosing, measuring)
 """In the order of `--help`; importing them registers them."""
 
 

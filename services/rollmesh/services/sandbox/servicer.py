@@ -18,12 +18,13 @@ import grpc
 from rollmesh.sandbox_runtime.program import PYTHON, Program
 from rollmesh.services.sandbox.branches import Branches
 from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.describe import describe
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.metrics import COMMANDS, START_SECONDS
 from rollmesh.services.sandbox.oracle.hidden_tests import HiddenTests
 from rollmesh.services.sandbox.sessions import Holder, Sessions
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import Internal, InvalidInput, MeshError, Unimplemented
+from rollmesh.shared.errors import Internal, InvalidInput, MeshError
 from rollmesh.shared.ids import IdSource
 from rollmesh.shared.telemetry import log_context, tracing
 from rollmesh.shared.telemetry.metrics import count, observe
@@ -105,7 +106,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
     async def DescribeSandbox(
         self, request: sandbox_pb2.DescribeSandboxRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> sandbox_pb2.DescribeSandboxResponse:
-        raise Unimplemented("DescribeSandbox is not served in this version")
+        return await asyncio.to_thread(describe, self._config)
 
     async def drain(self, timeout_s: float) -> None:
         """Wait for the commands in progress, at most so long."""

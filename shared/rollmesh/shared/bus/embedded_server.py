@@ -179,7 +179,7 @@ class EmbeddedServer:
     def _spawn(self) -> subprocess.Popen[bytes]:
         for stale in self._folder.glob("nats-server_*.ports"):
             stale.unlink()  # left by a killed server; its process id may come again
-        server = [_binary(), "-c", str(self._write_config()), "--ports_file_dir", str(self._folder)]
+        server = [find_binary(), "-c", str(self._write_config()), "--ports_file_dir", str(self._folder)]
         launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(self._folder / "lock")]
         with open(self._folder / "stderr.log", "wb") as stderr:
             return subprocess.Popen(
@@ -252,7 +252,8 @@ def _tls_block(tls: Tls | None) -> str:
 """
 
 
-def _binary() -> str:
+def find_binary() -> str:
+    """The nats-server beside this interpreter, or on the PATH. Raises BusUnavailable."""
     found = shutil.which(
         "nats-server", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )

