@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ class Outside:
 
 
 @contextmanager
-def outside() -> Iterator[Outside]:
+def outside(tls: ssl.SSLContext | None = None) -> Iterator[Outside]:
     """Serves until the block ends."""
     place = Outside()
     place.answers = {
@@ -64,6 +65,8 @@ def outside() -> Iterator[Outside]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         place.port = server.server_address[1]
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

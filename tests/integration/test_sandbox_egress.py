@@ -252,6 +252,8 @@ async def test_tenants_rate_is_bounded(tmp_path: Path, place: Outside) -> None:
         said = await run(engine, f"str([get('http://{HOST}:{place.port}/page') for _ in range(3)])")
         assert said.count("200 hello") == 2
         assert "rule `rate`" in said
+        await engine.open("t", "python", engine.limits("python"), tenant="another")
+        assert await run(engine, f"get('http://{HOST}:{place.port}/page')", "t") == repr("200 hello")
 
 
 async def test_host_that_does_not_answer_is_refused_in_time(tmp_path: Path, place: Outside) -> None:

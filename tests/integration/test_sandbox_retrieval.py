@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -12,6 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
+from rollmesh.services.cli.certs import make_certificates
 from rollmesh.services.sandbox.egress.addresses import resolve_by_dns
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
 from rollmesh.services.sandbox.egress.exchange import Reply, Request
@@ -71,7 +73,8 @@ async def proxy(folder: Path, made: EgressConfig) -> AsyncIterator[Proxy]:
 
 
 async def ask(opened: Proxy, target: str, method: str = "GET") -> Reply:
-    return await opened.answer(CLIENT, Request(method=method, target=target))
+    async with opened.answering(CLIENT, Request(method=method, target=target)) as reply:
+        return reply
 
 
 async def browse(opened: Proxy, place: Outside, path: str) -> Reply:
@@ -175,3 +178,51 @@ async def test_broken_cache_file_stops_the_start(tmp_path: Path, place: Outside)
         with pytest.raises(ConfigError, match="cannot be opened"):
             async with proxy(tmp_path, config(place, cache=CacheConfig(mode=mode))):  # type: ignore[arg-type]
                 pass
+
+
+async def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, place: Outside) -> None:
+    place.answers["/much"] = (200, {}, b"x" * 60_000)
+    made = config(place, response_bytes_max=100_000, untaken_bytes_max=100_000)
+    request = Request(method="GET", target=f"http://{HOST}:{place.port}/much")
+    async with proxy(tmp_path, made) as opened:
+        async with opened.answering(CLIENT, request) as held, opened.answering(CLIENT, request) as refused:
+            assert (held.status, refused.status, refused.refused_by) == (200, 503, "busy")
+        async with opened.answering(CLIENT, request) as again:
+            assert again.status == 200
+
+
+async def test_key_that_is_no_header_is_not_quoted(tmp_path: Path, place: Outside) -> None:
+    key = tmp_path / "key"
+    for content in ("s3cret\r\nX: y", "s3cret\x00", "s3cr\u00e9t"):
+        key.write_text(content)
+        rule = EgressRule(
+            host=HOST,
+            schemes=("http",),
+            ports=(place.port,),
+            allow_private=True,
+            header_files={"Authorization": str(key)},
+        )
+        made = EgressConfig(rules=(rule,), addresses={HOST: ("127.0.0.1",)})
+        async with proxy(tmp_path, made) as opened:
+            reply = await ask(opened, f"http://{HOST}:{place.port}/page")
+        assert reply.refused_by == "upstream"
+        assert b"s3cr" not in reply.body
+    assert place.requests == []
+
+
+async def test_tls_is_spoken_with_a_checked_certificate(tmp_path: Path) -> None:
+    made = make_certificates(tmp_path / "tls", hosts=[HOST])
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(made.certificate, made.key)
+    with outside(tls) as secure:
+        rules = tuple(EgressRule(host=host, ports=(secure.port,), allow_private=True) for host in (HOST, "other.test"))
+        addresses: dict[str, tuple[str, ...]] = {HOST: ("127.0.0.1",), "other.test": ("127.0.0.1",)}
+        trusting = EgressConfig(rules=rules, addresses=addresses, ca_file=str(made.ca))
+        async with proxy(tmp_path, trusting) as opened:
+            assert (await ask(opened, f"https://{HOST}:{secure.port}/page")).body == b"hello"
+            other = await ask(opened, f"https://other.test:{secure.port}/page")
+            assert (other.refused_by, b"certificate" in other.body) == ("upstream", True)
+        async with proxy(tmp_path, EgressConfig(rules=rules, addresses=addresses)) as opened:
+            unknown = await ask(opened, f"https://{HOST}:{secure.port}/page")
+            assert (unknown.refused_by, b"certificate" in unknown.body) == ("upstream", True)
+    assert secure.paths == ["/page"]

@@ -75,6 +75,9 @@ def test_table_and_coordinator_agree_on_the_spec() -> None:
         ("bus.url", True),
         ("telemetry.anything", True),
         ("sandbox.profiles.python.tools", False),
+        ("sandbox.egress.web.rules.0.host", False),
+        ("sandbox.egress.web.retrieval.corpus", False),
+        ("sandbox.egress.web.rate_per_s", True),
         ("sandbox.sessions_max", True),
     ],
 )

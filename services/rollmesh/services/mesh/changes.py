@@ -59,6 +59,8 @@ FIXED = (
     "rollout.limits.*",
     "sandbox.profiles.*",
     "sandbox.oracles",
+    "sandbox.egress.*.rules*",
+    "sandbox.egress.*.retrieval*",
     "learner.engine",
     "learner.engine_options.*",
     "learner.model",

@@ -172,6 +172,8 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.engine not in ("jail", "fake"):
             raise ValueError(f"engine must be jail or fake, got {self.engine!r}")
         for name, profile in self.profiles.items():
+            if profile.egress and self.engine == "fake":
+                raise ValueError(f"profile {name!r} names egress, which the engine `fake` does not have")
             if profile.egress and profile.egress not in self.egress:
                 raise ValueError(f"profile {name!r} names egress {profile.egress!r}, which is not in egress")
         _check_given_up(self.without)

@@ -97,7 +97,7 @@ class SandboxEngine(Protocol):
         tenant: str = "",
     ) -> None:
         """A fresh session, brought to the state of a snapshot of the same profile if one is given. Where starts must wait for
-        each other, tenants take turns.
+        each other, tenants take turns; egress counts against the tenant's rate.
 
         Raises SandboxFailed if the jail can't be made, Overloaded without a free place, InvalidInput for a snapshot that does not
         load, and what `snapshot` raises; no session is left then.

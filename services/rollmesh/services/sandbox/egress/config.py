@@ -73,6 +73,8 @@ class EgressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Requests per second of one tenant, on this node."""
     burst: int = 100
     """Requests that a tenant may make at once before `rate_per_s` holds."""
+    untaken_bytes_max: int = 256 << 20
+    """Answers that sessions of this policy have not taken yet, together; then more are refused. Bounds the service's memory."""
     header_bytes_max: int = 16 << 10
     """Request line and headers, and those of an answer."""
     request_bytes_max: int = 64 << 10
@@ -89,9 +91,11 @@ class EgressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         for name in (
             "requests_max", "connections_max", "inflight_max", "rate_per_s", "burst", "header_bytes_max", "request_bytes_max",
-            "response_bytes_max", "request_s", "timeout_s",
+            "response_bytes_max", "request_s", "timeout_s", "untaken_bytes_max",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.untaken_bytes_max < self.response_bytes_max:
+            raise ValueError(f"untaken_bytes_max {self.untaken_bytes_max} is below response_bytes_max")
         if self.redirects_max < 0:
             raise ValueError(f"redirects_max must not be negative, got {self.redirects_max}")

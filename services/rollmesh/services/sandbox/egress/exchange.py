@@ -27,6 +27,7 @@ STATUS = {
     "encoding": 502,
     "redirects": 502,
     "upstream": 502,
+    "busy": 503,
     "timeout": 504,
 }
 """HTTP status by refusing rule. From 500 on it is not the session's doing."""

@@ -92,4 +92,5 @@ class Port:
                 await connection.write(self._proxy.refuse(self._client, error))
                 return
             if request is not None:
-                await connection.write(await self._proxy.answer(self._client, request))
+                async with self._proxy.answering(self._client, request) as reply:
+                    await connection.write(reply)

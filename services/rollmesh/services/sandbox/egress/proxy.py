@@ -10,6 +10,8 @@ import asyncio
 import hashlib
 import json
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from rollmesh.services.sandbox.egress.budget import Rates
@@ -55,6 +57,7 @@ class Proxy:
         self._cache = cache
         self._digest = upstream.digest + (retrieval.digest if retrieval is not None else "")
         self._rates = Rates(config.rate_per_s, config.burst, clock)
+        self._untaken_bytes = 0
         self._places = asyncio.Semaphore(config.inflight_max)
 
     def close(self) -> None:
@@ -64,15 +67,22 @@ class Proxy:
         if self._cache is not None:
             self._cache.close()
 
-    async def answer(self, client: Client, request: Request) -> Reply:
-        """The reply, which may be a refusal. Bounded by the policy's `timeout_s`."""
+    @asynccontextmanager
+    async def answering(self, client: Client, request: Request) -> AsyncIterator[Reply]:
+        """The reply, which may be a refusal, after at most the policy's `timeout_s`; held in memory until the block ends."""
         began_s = self._clock.monotonic_s()
         try:
             reply = await self._answer(client, request)
+            if self._untaken_bytes + len(reply.body) > self.config.untaken_bytes_max:
+                raise Refused("busy", "too many answers have not been taken by their sessions; ask again later")
         except Refused as error:
             reply = refusal(error, self.name)
         self._record(client, request, reply, self._clock.monotonic_s() - began_s)
-        return reply
+        self._untaken_bytes += len(reply.body)
+        try:
+            yield reply
+        finally:
+            self._untaken_bytes -= len(reply.body)
 
     def refuse(self, client: Client, error: Refused) -> Reply:
         """The reply to what never became a request."""

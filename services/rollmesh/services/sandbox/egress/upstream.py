@@ -157,9 +157,14 @@ def _upstream_request(request: Request, url: policy.Url, rule: EgressRule) -> h1
 def _secrets(header_files: Mapping[str, str]) -> dict[str, str]:
     """Read at each request, so that a key can be changed under a running service."""
     try:
-        return {name.lower(): Path(path).read_text().strip() for name, path in header_files.items()}
-    except OSError as error:
+        secrets = {name.lower(): Path(path).read_text(encoding="ascii").strip() for name, path in header_files.items()}
+    except (OSError, UnicodeDecodeError) as error:
         raise Refused("upstream", "a key of this host cannot be read on the service's side") from error
+    if not all(
+        value.isprintable() for value in secrets.values()
+    ):  # never quoted: the parser's own complaint would show it
+        raise Refused("upstream", "a key of this host is no header's value")
+    return secrets
 
 
 def _texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -141,7 +141,7 @@ class JailEngine:
             place = self._places.take()
             try:
                 zygote = await self._zygote_for(profile)
-                with self._ports.opening(session_id, self._config.profiles[profile].egress) as egress_fds:
+                with self._ports.opening(session_id, self._config.profiles[profile].egress, tenant) as egress_fds:
                     live = self._fork(session_id, zygote, place, limits, egress_fds)
             except BaseException:
                 self._places.give_back(place)
