@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 NUM_DATABASES = 3
@@ -106,8 +107,9 @@ def sql_task(key: str) -> SqlTask:
         raise _not_a_key(key)
     rng = random.Random(f"sql/tables/{key}")
     edge = next((int(digits) for digits in re.findall(r"(?:over|under) (\d+)", question)), rng.randint(10, 90))
-    prompt = f"{_shown(schema, _rows(schema, rng, edge, ROWS_SHOWN))}\n{question}"
-    scripts = tuple(_script(schema, _rows(schema, rng, edge, ROWS_HIDDEN)) for _ in range(NUM_DATABASES))
+    around = (edge - 1, edge, edge + 1)
+    prompt = f"{_shown(schema, _rows(schema, rng, ROWS_SHOWN, ()))}\n{question}"
+    scripts = tuple(_script(schema, _rows(schema, rng, ROWS_HIDDEN, around)) for _ in range(NUM_DATABASES))
     return SqlTask(key, LEVEL_MAX if schema.joined else level, prompt, query, ordered, scripts)
 
 
@@ -196,9 +198,10 @@ class _Rows:
     second: list[tuple[str, int]]
 
 
-def _rows(schema: _Schema, rng: random.Random, edge: int, num_rows: int) -> _Rows:
-    """Names and numbers are distinct, so that an order is never a matter of taste; some names have no row to join."""
-    numbers = [edge, edge + 1, edge - 1][: num_rows // 2]
+def _rows(schema: _Schema, rng: random.Random, num_rows: int, numbers: Sequence[int]) -> _Rows:
+    """`numbers` are among those of the rows. Names and numbers are distinct, so that an order is never a matter of taste; some names
+    have no row to join."""
+    numbers = list(numbers)
     numbers += rng.sample([n for n in range(1, 100) if n not in numbers], num_rows - len(numbers))
     rng.shuffle(numbers)
     names = rng.sample(NAMES, num_rows)
