@@ -18,6 +18,12 @@ CLAIMS = (
 )
 LANGUAGES = "bash_keeps or has_a_terminal or out_of_time or exit_ends or reads_stdin or told_apart or asked_for"
 SUITES = {"test_sandbox_isolation.py": CLAIMS, "test_sandbox_languages.py": LANGUAGES}
+WHOLE = (
+    "conformance/test_sandbox_engine.py",
+    "integration/test_landlock.py",
+    "integration/test_sandbox_isolation.py",
+    "integration/test_sandbox_networks.py",
+)
 HERE = Path(__file__).parent
 ROOTS = ("protos", "shared", "services", "trainer", "sandbox_runtime")
 
@@ -32,11 +38,27 @@ def readable_python() -> str | None:
     return None
 
 
-@pytest.mark.skipif(
+needs_a_way_down = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("setpriv") is None, reason="already an ordinary user, or no setpriv"
 )
+
+
+@needs_a_way_down
 @pytest.mark.parametrize("suite", SUITES)
 def test_isolation_holds_for_an_ordinary_user(suite: str) -> None:
+    run_as_ordinary_user(HERE / suite, "-k", SUITES[suite], timeout_s=110)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_a_way_down
+@pytest.mark.parametrize("suite", WHOLE)
+def test_whole_suite_holds_for_an_ordinary_user(suite: str) -> None:
+    run_as_ordinary_user(HERE.parent / suite, timeout_s=840)
+
+
+def run_as_ordinary_user(suite: Path, *options: str, timeout_s: float) -> None:
+    """pytest once more, in a process that has given root up."""
     python = readable_python()
     if python is None:
         pytest.skip("no interpreter that another user may execute")
@@ -46,10 +68,10 @@ def test_isolation_holds_for_an_ordinary_user(suite: str) -> None:
     paths = [str(HERE.parents[1] / root) for root in ROOTS] + site.getsitepackages()
     try:
         done = subprocess.run(
-            ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", python, "-m", "pytest", "-q", str(HERE / suite),
-             "-p", "no:cacheprovider", f"--basetemp={folder / 'base'}", "-k", SUITES[suite]],
+            ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", python, "-m", "pytest", "-q", str(suite),
+             "-p", "no:cacheprovider", f"--basetemp={folder / 'base'}", *options],
             env={"PYTHONPATH": os.pathsep.join(paths), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
-            cwd=HERE.parents[1], capture_output=True, text=True, timeout=110, check=False,
+            cwd=HERE.parents[1], capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
     finally:
         shutil.rmtree(folder)

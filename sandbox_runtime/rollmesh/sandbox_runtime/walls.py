@@ -1,6 +1,6 @@
 """The walls of a sandbox by name: what each holds back, what to do where it does not stand, and which of them are raised.
 
-A driver is a set of walls: `jail` raises all, `landlock` those that need no namespaces, `none` none. A required wall that does not
+A driver is a set of walls: `jail` raises all, `none` none. A required wall that does not
 stand keeps the service from starting, unless the operator gives it up by name; an optional one is raised where it stands. What is
 raised travels to the launcher as a `Blueprint` and is made by `contain`, which fails if it can't be.
 """
@@ -32,7 +32,7 @@ CPU_CGROUP = "cpu cgroup"
 
 _NAMESPACES_REMEDY = (
     "as root give the service CAP_SYS_ADMIN (a container needs it added, and a seccomp profile that lets unshare and mount"
-    " through); as an ordinary user allow user namespaces; or set sandbox.engine=landlock, which needs none"
+    " through); as an ordinary user allow user namespaces"
 )
 _CGROUP_REMEDY = "run the service as root, or delegate the controller to it (systemd: Delegate=yes, or systemd-run --user --scope -p Delegate=yes)"
 
@@ -49,7 +49,7 @@ class Wall:
     remedy: str
     """How to make it stand."""
     core: bool = False
-    """Others rest on it: it can't be given up, only left out by choosing another driver."""
+    """Others rest on it: it can't be given up."""
 
 
 WALLS = {
@@ -60,7 +60,7 @@ WALLS = {
             guarantee="an ordinary user's sessions own nothing outside, and may be locked up without root",
             without="an ordinary user can make no other namespace",
             remedy="sysctl user.max_user_namespaces=10000; where the sysctl exists also kernel.unprivileged_userns_clone=1 and"
-            " kernel.apparmor_restrict_unprivileged_userns=0; or set sandbox.engine=landlock",
+            " kernel.apparmor_restrict_unprivileged_userns=0",
         ),
         Wall(
             name=PID_NAMESPACE, core=True,
@@ -183,7 +183,6 @@ DRIVERS = {
     "jail": Driver(
         required=(NAMESPACES - {CGROUP_NAMESPACE}) | _ALWAYS, optional=CGROUPS | {CGROUP_NAMESPACE, LANDLOCK}
     ),
-    "landlock": Driver(required=_ALWAYS | {LANDLOCK}, optional=CGROUPS),
     "none": Driver(required=frozenset(), optional=frozenset()),
 }
 

@@ -37,11 +37,8 @@ def test_an_absent_optional_finding_is_no_failure() -> None:
     assert doctor.is_fit([doctor.Finding(name="x", holds=False)])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"), [(["--engine", "moat"], "engine must be"), (["--user", "no-such-user"], "user")]
-)
-def test_bad_input_is_told_once(arguments: list[str], told: str) -> None:
-    done = CliRunner().invoke(app, ["doctor", *arguments])
+def test_an_unknown_user_is_told_once() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--user", "no-such-user"])
     assert done.exit_code == 2
-    assert told in done.output
+    assert "--user" in done.output
     assert "Traceback" not in done.output

@@ -186,6 +186,6 @@ def _check_given_up(names: tuple[str, ...]) -> None:
     free = [wall.name for wall in WALLS.values() if not wall.core]
     for name in names:
         if name in WALLS and WALLS[name].core:
-            raise ValueError(f"without: {name!r} can't be given up, others rest on it; choose another engine instead")
+            raise ValueError(f"without: {name!r} can't be given up, other walls rest on it")
         if name not in WALLS:
             raise ValueError(f"without: unknown wall {name!r}; those that can be given up: {', '.join(free)}")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 @app.command()
 def doctor(
-    engine: Annotated[str, typer.Option("--engine", help="Whose walls are required: jail, landlock or none.")] = "jail",
     user: Annotated[
         str, typer.Option("--user", metavar="NAME", help="Try the walls as this user of the host; needs root.")
     ] = "",
@@ -25,19 +24,14 @@ def doctor(
 ) -> None:
     """Try every wall of the sandbox and look for what a mesh needs; say what is missing, what falls away and what to do.
 
-    Exit code 1 if something required is missing: a sandbox service of that engine would refuse to start.
+    Exit code 1 if something required is missing: a sandbox service would refuse to start.
     """
     from rollmesh.services.cli.doctor import Asked, find, is_fit, user_named
 
     with told_once():
         from rollmesh.services.sandbox.config import SandboxConfig
-        from rollmesh.shared.errors import InvalidInput
 
-        try:
-            sandbox = SandboxConfig(engine=engine)
-        except ValueError as error:
-            raise InvalidInput(str(error)) from error
-        findings = find(Asked(sandbox=sandbox, user=user_named(user) if user else None))
+        findings = find(Asked(sandbox=SandboxConfig(), user=user_named(user) if user else None))
     fit = is_fit(findings)
     if as_json:
         typer.echo(json.dumps({"fit": fit, "findings": [asdict(finding) for finding in findings]}, indent=2))
