@@ -295,3 +295,33 @@ async def test_hidden_unit_tests_that_do_not_load_are_no_verdict(tmp_path: Path)
         for source in ("def test_x(:", "import no_such_module\ndef test_x(): pass"):
             with pytest.raises((BrokenOracle, InvalidInput), match="SyntaxError|no Python|no_such_module"):
                 await judged(stub, {"kind": "unit", "source": source}, GOOD)
+
+
+async def test_queries_are_judged_by_their_rows_on_each_database(tmp_path: Path) -> None:
+    make = "create table p(name, age real); insert into p values "
+    tests = [
+        {"setup": make + "('a', 1), ('b', 2), ('c', 3)"},
+        {"setup": make + "('d', 9), ('e', 0)", "rows": [["d", 9]]},
+    ]
+    manifest = {"kind": "sql", "gold": "select name, age from p where age > 1", "tests": tests}
+    queries = {
+        "select name, age from p where age > 1 order by age desc": ["ACCEPTED"] * 2,
+        "select * from p where age between 2 and 3": ["ACCEPTED", "WRONG_ANSWER"],
+        "select name from p where age > 1": ["WRONG_ANSWER"] * 2,
+        "select nothing from p": ["RUNTIME_ERROR"] * 2,
+        "delete from p": ["RUNTIME_ERROR"] * 2,
+        "attach '/session/x' as x": ["RUNTIME_ERROR"] * 2,
+        "pragma writable_schema = 1": ["RUNTIME_ERROR"] * 2,
+        "select 'AC'; drop table p": ["RUNTIME_ERROR"] * 2,
+    }
+    async with serving(tmp_path) as (core, stub, _):
+        for query, verdicts in queries.items():
+            assert outcomes(await judged(stub, manifest, query, path="query.sql")) == verdicts, query
+        ordered = {**manifest, "ordered": True}
+        assert outcomes(await judged(stub, ordered, next(iter(queries)), path="query.sql")) == [
+            "WRONG_ANSWER",
+            "ACCEPTED",
+        ]
+        with pytest.raises(BrokenOracle, match="no such table"):
+            await judged(stub, {**manifest, "gold": "select 1 from q"}, "select 1", path="query.sql")
+        assert core.sessions.counts().live == 0

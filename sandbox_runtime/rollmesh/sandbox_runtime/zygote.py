@@ -33,7 +33,7 @@ from rollmesh.sandbox_runtime.walls import Blueprint
 _ALWAYS = (
     "base64", "encodings.idna", "inspect", "tempfile", "traceback",
     "rollmesh.sandbox_runtime.judging.candidate", "rollmesh.sandbox_runtime.judging.checking",
-    "rollmesh.sandbox_runtime.judging.program", "rollmesh.sandbox_runtime.judging.remote", "rollmesh.sandbox_runtime.judging.unit",
+    "rollmesh.sandbox_runtime.judging.program", "rollmesh.sandbox_runtime.judging.remote", "rollmesh.sandbox_runtime.judging.sql", "rollmesh.sandbox_runtime.judging.unit",
 )  # fmt: skip
 """What sessions themselves need or nearly every program imports."""
 

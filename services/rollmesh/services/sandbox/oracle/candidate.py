@@ -23,6 +23,7 @@ _PRELUDE = """
 from rollmesh.sandbox_runtime.judging.candidate import ask, load
 from rollmesh.sandbox_runtime.judging.program import run_program
 from rollmesh.sandbox_runtime.judging.remote import invoke, look_up
+from rollmesh.sandbox_runtime.judging.sql import query
 """
 
 

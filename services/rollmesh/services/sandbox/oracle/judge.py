@@ -24,10 +24,12 @@ from rollmesh.services.sandbox.oracle.manifest import (
     FunctionManifest,
     LimitsPerTest,
     Manifest,
+    SqlManifest,
     StdioManifest,
     UnitManifest,
     name_of,
 )
+from rollmesh.services.sandbox.oracle.queries import try_sql
 from rollmesh.services.sandbox.oracle.trials import try_function, try_stdio
 from rollmesh.services.sandbox.oracle.unit import try_unit
 from rollmesh.services.sandbox.oracle.verdict import Failed, JudgedTest, Report, Verdict
@@ -102,10 +104,10 @@ class Judge:
             self._opener(manifest.profile, request.limits, request.owner),
             request.files,
             entry=manifest.entry,
-            load=not isinstance(manifest, StdioManifest),
+            load=isinstance(manifest, FunctionManifest | UnitManifest),
             isolate=manifest.isolate,
         )
-        checker = None if isinstance(manifest, UnitManifest) else manifest.checker
+        checker = manifest.checker if isinstance(manifest, FunctionManifest | StdioManifest) else None
         async with candidate, self._checker(checker, request.owner) as cell:
             yield self._put_to(candidate, request, cell), candidate
 
@@ -119,6 +121,9 @@ class Judge:
             case UnitManifest() as unit:
                 oracle = self._opener(unit.oracle_profile, {}, request.owner)
                 return lambda index: try_unit(unit, unit.tests[index], candidate, oracle)
+            case SqlManifest() as sql:
+                reference = self._opener(sql.profile, {}, request.owner)
+                return lambda index: try_sql(sql, sql.tests[index], candidate, reference)
 
     def _cpu_s(self, profile: str) -> float:
         if profile not in self._config.profiles:

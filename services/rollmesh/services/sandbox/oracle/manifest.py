@@ -199,7 +199,37 @@ class UnitManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"questions_max must be >= 1, got {self.questions_max}")
 
 
-Manifest = StdioManifest | FunctionManifest | UnitManifest
+class SqlTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The query on one database."""
+
+    setup: str
+    """Statements that make the database; the candidate's session gets them too."""
+    rows: list[list[Any]] | None = None
+    """Expected rows; absent means those of `gold`."""
+
+
+class SqlManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sql"):
+    """One sqlite query, read-only, on a database for each test. More databases tell apart queries that agree on one by chance."""
+
+    entry: str = "query.sql"
+    """The candidate's file."""
+    gold: str = ""
+    """Reference query, run in a session of its own."""
+    ordered: bool = False
+    """Whether the order of rows counts."""
+    tolerance: float = 1e-6
+    """Of numbers: relative, and absolute below 1."""
+    tests: tuple[SqlTest, ...]
+    """In the order in which they run."""
+
+    def __post_init__(self) -> None:
+        self._check(self.tests)
+        check_comparing("rows", self.tolerance, None)
+        if not self.gold and any(test.rows is None for test in self.tests):
+            raise ValueError("gold must be given, or rows in each test")
+
+
+Manifest = StdioManifest | FunctionManifest | UnitManifest | SqlManifest
 
 
 class Named(Protocol):

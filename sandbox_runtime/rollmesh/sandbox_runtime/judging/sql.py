@@ -1,0 +1,41 @@
+"""Runs one query on a fresh database for a judgement. The candidate's and the reference query have a session each.
+
+The database is made by the operator's statements, then read-only: an authorizer refuses everything but reading, so that a query can't
+attach files, change rows or set pragmas. Rows travel as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+ROWS_MAX = 10_000
+"""More rows than this are no answer."""
+
+
+def query(setup: str, text: str) -> str:
+    """JSON of `{"rows": [...]}`. Raises sqlite3's errors, whose texts are the writer's to read."""
+    import sqlite3  # only sessions of this kind need it
+
+    allowed = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+
+    def authorize(action: int, *_details: Any) -> int:
+        return sqlite3.SQLITE_OK if action in allowed else sqlite3.SQLITE_DENY
+
+    connection = sqlite3.connect(":memory:")
+    connection.executescript(setup)
+    connection.commit()
+    connection.set_authorizer(authorize)
+    rows = connection.execute(text).fetchmany(ROWS_MAX + 1)
+    if len(rows) > ROWS_MAX:
+        raise ValueError(f"the query gives more than {ROWS_MAX} rows")
+    return json.dumps({"rows": [[_plain(value) for value in row] for row in rows]}, allow_nan=False)
+
+
+def _plain(value: object) -> object:
+    """Blobs and the infinities, which JSON has not, as text that no SQL text equals by chance."""
+    if isinstance(value, bytes):
+        return {"blob": value.hex()}
+    if isinstance(value, float) and value - value != 0:
+        return {"real": repr(value)}
+    return value
