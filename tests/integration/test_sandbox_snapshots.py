@@ -170,6 +170,13 @@ async def test_object_that_does_not_load_refuses_the_fork_by_name(world: World) 
     assert world.sessions.counts().ended[End.REFUSED] == 1
 
 
+async def test_running_shell_is_told_as_lost(world: World) -> None:
+    await world.open()
+    shell = await world.sessions.run("s", Program(code="cd /usr; X=1", language="bash"), 0)
+    assert shell.outcome is Outcome.OK, shell
+    assert (await world.snapshot()).lost == ("<bash>",)
+
+
 # Files ----------------------------------------------------------------------------------------------------------------
 
 

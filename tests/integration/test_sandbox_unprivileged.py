@@ -17,7 +17,13 @@ CLAIMS = (
     " or memory_bomb or fork_bomb or endless or disk or told_apart or process_group"
 )
 LANGUAGES = "bash_keeps or has_a_terminal or out_of_time or exit_ends or reads_stdin or told_apart or asked_for"
-SUITES = {"test_sandbox_isolation.py": CLAIMS, "test_sandbox_languages.py": LANGUAGES}
+SNAPSHOTS = "keep_living or files_directories or same_bounds or runs_commands or hostile or restore_undoes"
+SUITES = {
+    "test_sandbox_isolation.py": CLAIMS,
+    "test_sandbox_languages.py": LANGUAGES,
+    "test_sandbox_snapshots.py": SNAPSHOTS,
+    "test_sandbox_repository.py": "to_themselves or both_trees or only_inside",
+}
 WHOLE = (
     "conformance/test_sandbox_engine.py",
     "integration/test_landlock.py",

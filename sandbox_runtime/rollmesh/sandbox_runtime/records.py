@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+from collections.abc import Callable
 
 from rollmesh.sandbox_runtime import framing
 
@@ -24,10 +25,10 @@ class TooLarge(Exception):
 
 
 class RecordWriter:
-    """The jail's side of sending: a file to write to, section after section, at most `bytes_max` in all."""
+    """A file to write to, section after section, at most `bytes_max` in all; `send` gets the records."""
 
-    def __init__(self, connection: socket.socket, bytes_max: int) -> None:
-        self._connection = connection
+    def __init__(self, send: Callable[[bytes], object], bytes_max: int) -> None:
+        self._send = send
         self._room = bytes_max
         self._pending = bytearray()
         self._pid = os.getpid()
@@ -49,7 +50,7 @@ class RecordWriter:
 
     def abort(self) -> None:
         """Give up; a reply that says why follows."""
-        self._connection.sendall(LENGTH.pack(ABORT))
+        self._send(LENGTH.pack(ABORT))
 
     def _flush(self) -> None:
         if os.getpid() != self._pid:
@@ -57,7 +58,7 @@ class RecordWriter:
         self._room -= LENGTH.size + len(self._pending)
         if self._room < 0:
             raise TooLarge
-        self._connection.sendall(LENGTH.pack(len(self._pending)) + self._pending)
+        self._send(LENGTH.pack(len(self._pending)) + self._pending)
         self._pending.clear()
 
 

@@ -38,7 +38,7 @@ def _contain_and_serve(ground: contain.Ground, cell: contain.Cell, namespace: Ma
     connection.sendall(framing.encode({"ready": True}))
     while (request := framing.receive(connection)) is not None:
         if request["verb"] in snapshot.VERBS:
-            reply = snapshot.answer(request, connection, interpreter, namespace)
+            reply = snapshot.answer(request, connection, interpreter, namespace, languages.unsaved)
         else:
             reply = _answer(interpreter, languages, request, cell.limits)
         connection.sendall(framing.encode(reply))

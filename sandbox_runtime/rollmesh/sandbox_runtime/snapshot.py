@@ -14,7 +14,7 @@ import io
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from typing import Any
 
 from rollmesh.sandbox_runtime import framing, state, tree
 from rollmesh.sandbox_runtime.interpreter import Interpreter
@@ -53,7 +53,7 @@ def _save(
     base: Mapping[str, Any],
     also_lost: Sequence[str],
 ) -> framing.Message:
-    writer = RecordWriter(connection, bytes_max)
+    writer = RecordWriter(connection.sendall, bytes_max)
     try:
         lost = tree.pack(writer)
         writer.end_section()
@@ -75,10 +75,10 @@ def _clipped(lost: list[str]) -> list[str]:
 
 
 def _restore(connection: socket.socket, interpreter: Interpreter, base: Mapping[str, Any]) -> framing.Message:
-    def load(source: IO[bytes]) -> None:
+    def load(source: io.BufferedReader) -> None:
         interpreter.num_calls = state.load(interpreter.namespace, base, source)
 
-    readers: tuple[Callable[[IO[bytes]], None], ...] = (tree.unpack, load)
+    readers: tuple[Callable[[io.BufferedReader], None], ...] = (tree.unpack, load)
     refused = ""
     for read in readers:
         section = SectionReader(connection)

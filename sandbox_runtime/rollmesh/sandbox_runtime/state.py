@@ -22,7 +22,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, ModuleType
-from typing import IO, Any
+from typing import Any
 
 _NAMESPACE = "namespace"
 _BASE = "base"
@@ -68,8 +68,10 @@ def save(namespace: dict[str, Any], base: Mapping[str, Any], out: Any) -> list[s
     return lost
 
 
-def load(namespace: dict[str, Any], base: Mapping[str, Any], source: IO[bytes]) -> int:
+def load(namespace: dict[str, Any], base: Mapping[str, Any], source: io.BufferedReader) -> int:
     """Bring a fresh namespace to what was saved; the number of its last run. Raises StateError."""
+    if not source.peek(1):
+        return 0  # files only, as of a repository
     unpickler = _Unpickler(source, namespace, base)
     what = "the state"
     try:
@@ -169,7 +171,7 @@ def _pickler_class() -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, source: IO[bytes], namespace: dict[str, Any], base: Mapping[str, Any]) -> None:
+    def __init__(self, source: io.BufferedReader, namespace: dict[str, Any], base: Mapping[str, Any]) -> None:
         super().__init__(source)
         self._namespace = namespace
         self._base = base

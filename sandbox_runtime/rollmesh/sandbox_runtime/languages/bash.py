@@ -38,6 +38,11 @@ class Bash:
         self._cpu_s = 0.0
         self._notice = ""
 
+    @property
+    def runs(self) -> bool:
+        """Whether a shell holds state."""
+        return self._shell is not None
+
     def run(self, program: Program, wall_s: float, emit: Emit | None = None) -> Reply:
         """See `port.Language`."""
         port.refuse_input(program)

@@ -32,6 +32,11 @@ class Languages:
         self._limits = limits
         self._bash = Bash(limits)
 
+    @property
+    def unsaved(self) -> tuple[str, ...]:
+        """What of it a snapshot can't hold."""
+        return ("<bash>",) if self._bash.runs else ()
+
     def run(self, program: Program, wall_s: float, emit: Emit | None) -> Reply:
         """Run in whatever language the program names. Raises Refused."""
         try:

@@ -9,6 +9,7 @@ import msgspec
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.walls import WALLS
 from rollmesh.services.sandbox.egress.config import EgressConfig
+from rollmesh.services.sandbox.repository_config import RepositoryConfig
 from rollmesh.services.sandbox.snapshots_config import SnapshotsConfig
 from rollmesh.services.sandbox.tenants_config import TenantsConfig
 
@@ -24,6 +25,11 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Modules whose public functions every session can call."""
     prelude: str = ""
     """Source executed once; every session starts with what it defines."""
+    library_lock: str = ""
+    """Absolute path of a file that stands for the content of `library_paths` in the environment's digest, e.g. a lock file of exact versions.
+    Empty: every file of them is hashed."""
+    repository: RepositoryConfig | None = None
+    """Files of a repository at a commit, in every fresh session."""
     egress: str = ""
     """Policy of `egress` for what sessions may reach outside. Empty: nothing, and no socket that could lead there."""
     limits: dict[str, int | float] = {}
@@ -34,9 +40,9 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in self.limits:
             if name not in known:
                 raise ValueError(f"limits: unknown limit {name!r}; known: {', '.join(sorted(known))}")
-        for path in self.library_paths:
+        for path in (*self.library_paths, *filter(None, [self.library_lock])):
             if not path.startswith("/"):
-                raise ValueError(f"library_paths must be absolute, got {path!r}")
+                raise ValueError(f"library_paths and library_lock must be absolute, got {path!r}")
         self.resolved_limits()
 
     def resolved_limits(self) -> Limits:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import platform
-
-import msgspec
-
 from rollmesh.sandbox_runtime import launcher, walls
 from rollmesh.sandbox_runtime.languages.registry import present
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.environments import environment_digest
 from rollmesh.services.sandbox.survey import Standing, survey
 from rollmesh.v1 import sandbox_pb2
 
@@ -19,23 +15,17 @@ def describe(config: SandboxConfig) -> sandbox_pb2.DescribeSandboxResponse:
     """The whole answer. Raises SandboxFailed if the walls can't be tried."""
     isolated = config.engine in walls.DRIVERS
     return sandbox_pb2.DescribeSandboxResponse(
-        profiles=[_profile(name, profile) for name, profile in sorted(config.profiles.items())],
+        profiles=[_profile(name, profile, config.python) for name, profile in sorted(config.profiles.items())],
         languages=present(launcher.ENVIRONMENT["PATH"]),
         driver=config.engine if isolated else "none",
         walls=[_wall(standing) for standing in survey(config)],
     )
 
 
-def _profile(name: str, profile: ProfileConfig) -> sandbox_pb2.SandboxProfile:
+def _profile(name: str, profile: ProfileConfig, python: str) -> sandbox_pb2.SandboxProfile:
     return sandbox_pb2.SandboxProfile(
-        name=name, digest=profile_digest(profile), limits=_limits(profile.resolved_limits())
+        name=name, digest=environment_digest(profile, python), limits=_limits(profile.resolved_limits())
     )
-
-
-def profile_digest(profile: ProfileConfig) -> str:
-    """Of all that makes its sessions' environment but the host's own files."""
-    made = msgspec.structs.asdict(profile) | {"python": platform.python_version(), "machine": platform.machine()}
-    return hashlib.sha256(msgspec.json.encode(made, order="sorted")).hexdigest()
 
 
 def _limits(limits: Limits) -> sandbox_pb2.SandboxLimits:

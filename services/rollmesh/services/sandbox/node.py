@@ -39,9 +39,8 @@ class SandboxCore:
         self._engine = make_engine(config, state_dir=state_dir, ids=ids, clock=clock)
         self.sessions = Sessions(self._engine, config, clock)
         self.snapshots = Snapshots(state_dir / "snapshots", config.snapshots, clock=clock, ids=ids)
-        self.servicer = SandboxServicer(
-            self.sessions, Branches(self._engine, self.sessions, self.snapshots), config, clock=clock, ids=ids
-        )
+        self.branches = Branches(self._engine, self.sessions, self.snapshots)
+        self.servicer = SandboxServicer(self.sessions, self.branches, config, clock=clock, ids=ids)
         self._reapers: list[asyncio.Task[None]] = []
 
     @property

@@ -14,7 +14,6 @@ import base64
 import contextlib
 import logging
 import os
-import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,10 @@ from rollmesh.services.sandbox.engine import Outcome, RunResult, SavePiece, Snap
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
 from rollmesh.services.sandbox.engines.leftovers import StateDir
 from rollmesh.services.sandbox.engines.places import Place, Places
+from rollmesh.services.sandbox.engines.results import exited, explain, killed, to_result
 from rollmesh.services.sandbox.engines.uid_ranges import UidRange, claim_uids
 from rollmesh.services.sandbox.engines.zygote_process import Ended, ZygoteProcess
+from rollmesh.services.sandbox.repository_images import RepositoryImages
 from rollmesh.services.sandbox.starts import Starts
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, SandboxFailed, UnknownProfile, UnknownSession
@@ -73,6 +74,7 @@ class JailEngine:
     def __init__(self, config: SandboxConfig, *, state_dir: Path, ids: IdSource, clock: Clock | None = None) -> None:
         self._config = config
         self._state = StateDir(state_dir)
+        self._images = RepositoryImages(state_dir / "repositories")
         self._name = ids.new()
         self._blueprint: Blueprint | None = None
         self._places: Places | None = None
@@ -137,6 +139,9 @@ class JailEngine:
         assert self._places is not None, "start() comes first"
         if session_id in self._live:
             raise AlreadyExists(f"session {session_id!r} is live or still ending; choose a new id", session=session_id)
+        repository = self._config.profiles[profile].repository
+        if snapshot is None and repository is not None:
+            snapshot = await self._images.image(repository, limits.disk_bytes)
         async with self._starts.turn(tenant):
             place = self._places.take()
             try:
@@ -263,7 +268,8 @@ class JailEngine:
 
     async def _start_zygote(self, profile: str) -> ZygoteProcess:
         described = msgspec.to_builtins(self._config.profiles[profile])
-        del described["limits"], described["egress"]
+        for ours in ("limits", "egress", "library_lock", "repository"):
+            del described[ours]
         described["pickler"] = str(Path(cloudpickle.__file__).parent)
         log = self._state.path / f"zygote-{profile}.log"
         assert self._blueprint is not None, "start() comes first"
@@ -293,15 +299,16 @@ class JailEngine:
             reply = await self._exchange(session_id, live, message, wall_s + self._config.grace_s)
         except TimeoutError:
             await self._ended_by_itself(session_id, live)
-            return _killed(Outcome.TIME, wall_s + self._config.grace_s)
+            return killed(Outcome.TIME, wall_s + self._config.grace_s)
         except SessionGone:
-            return _explain(live, await self._ended_by_itself(session_id, live))
+            ended = await self._ended_by_itself(session_id, live)
+            return explain(ended, live.limits, out_of_memory=live.out_of_memory)
         except ProtocolBroken as error:
             await self._ended_by_itself(session_id, live)
-            return _exited(f"the session's protocol was broken: {error}")
+            return exited(f"the session's protocol was broken: {error}")
         if reply.refused:
             raise InvalidInput(reply.refused, session=session_id)
-        result = _to_result(reply, live)
+        result = to_result(reply, live.killed_for_memory)
         if not result.session_alive:
             await self.end(session_id)
         return result
@@ -370,49 +377,3 @@ class JailEngine:
 
 def _running(program: Program, files_bytes_max: int) -> dict[str, Any]:
     return {"verb": "run", "files_bytes_max": files_bytes_max, **program.as_message()}
-
-
-def _to_result(reply: Reply, live: _Live) -> RunResult:
-    try:
-        outcome, files = Outcome(reply.outcome), reply.decoded_files()
-    except (ValueError, ProtocolBroken):
-        return _exited("the session's protocol was broken: unknown outcome or bad files")
-    if reply.exit_status == -signal.SIGKILL and live.killed_for_memory():
-        outcome = Outcome.MEMORY
-    return RunResult(
-        outcome=outcome,
-        stdout=reply.stdout,
-        stderr=reply.stderr,
-        result=reply.result,
-        error_type=reply.error_type,
-        error_message=reply.error_message,
-        traceback=reply.traceback,
-        truncated=reply.truncated,
-        wall_s=reply.wall_s,
-        cpu_s=reply.cpu_s,
-        exit_status=reply.exit_status,
-        files=files,
-        # Out of processes means that strays are left which would compete with every later call.
-        session_alive=outcome is not Outcome.PROCESSES,
-    )
-
-
-def _explain(live: _Live, ended: Ended) -> RunResult:
-    """Why a session ended by itself: the kernel's memory or CPU limit, or its own doing."""
-    if live.out_of_memory:
-        return _killed(Outcome.MEMORY)
-    if ended.status < 0 and ended.cpu_s >= live.limits.cpu_total_s:
-        return _killed(Outcome.TIME)
-    how = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
-    return _exited(f"the program ended its session ({how})")
-
-
-def _killed(outcome: Outcome, wall_s: float = 0.0) -> RunResult:
-    message = f"the session was killed: out of {outcome.value}"
-    return RunResult(
-        outcome=outcome, error_type="LimitReached", error_message=message, wall_s=wall_s, session_alive=False
-    )
-
-
-def _exited(message: str) -> RunResult:
-    return RunResult(outcome=Outcome.EXITED, error_type="SessionEnded", error_message=message, session_alive=False)

@@ -1,0 +1,60 @@
+"""What a session's replies, and its end, mean as results. Replies are hostile; see `jail_session`."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engines.jail_session import ProtocolBroken, Reply
+from rollmesh.services.sandbox.engines.zygote_process import Ended
+
+
+def to_result(reply: Reply, killed_for_memory: Callable[[], bool]) -> RunResult:
+    """What the session says; a SIGKILL that the kernel sent for memory is none of its own."""
+    try:
+        outcome, files = Outcome(reply.outcome), reply.decoded_files()
+    except (ValueError, ProtocolBroken):
+        return exited("the session's protocol was broken: unknown outcome or bad files")
+    if reply.exit_status == -signal.SIGKILL and killed_for_memory():
+        outcome = Outcome.MEMORY
+    return RunResult(
+        outcome=outcome,
+        stdout=reply.stdout,
+        stderr=reply.stderr,
+        result=reply.result,
+        error_type=reply.error_type,
+        error_message=reply.error_message,
+        traceback=reply.traceback,
+        truncated=reply.truncated,
+        wall_s=reply.wall_s,
+        cpu_s=reply.cpu_s,
+        exit_status=reply.exit_status,
+        files=files,
+        # Out of processes means that strays are left which would compete with every later call.
+        session_alive=outcome is not Outcome.PROCESSES,
+    )
+
+
+def explain(ended: Ended, limits: Limits, *, out_of_memory: bool) -> RunResult:
+    """Why a session ended by itself: the kernel's memory or CPU limit, or its own doing."""
+    if out_of_memory:
+        return killed(Outcome.MEMORY)
+    if ended.status < 0 and ended.cpu_s >= limits.cpu_total_s:
+        return killed(Outcome.TIME)
+    how = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
+    return exited(f"the program ended its session ({how})")
+
+
+def killed(outcome: Outcome, wall_s: float = 0.0) -> RunResult:
+    """Ended from outside, for a limit."""
+    message = f"the session was killed: out of {outcome.value}"
+    return RunResult(
+        outcome=outcome, error_type="LimitReached", error_message=message, wall_s=wall_s, session_alive=False
+    )
+
+
+def exited(message: str) -> RunResult:
+    """Ended by its own doing."""
+    return RunResult(outcome=Outcome.EXITED, error_type="SessionEnded", error_message=message, session_alive=False)
