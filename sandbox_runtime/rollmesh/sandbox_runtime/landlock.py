@@ -7,9 +7,9 @@ A rule holds for a directory and what is mounted below it, not for what is mount
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,13 +32,10 @@ _BIND_AND_CONNECT_TCP = 0b11
 _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 
 
-class _Ruleset(ctypes.Structure):
-    _fields_ = (("files", ctypes.c_uint64), ("ports", ctypes.c_uint64), ("scopes", ctypes.c_uint64))
-
-
-class _Beneath(ctypes.Structure):
-    _pack_ = 1
-    _fields_ = (("rights", ctypes.c_uint64), ("parent", ctypes.c_int32))
+_RULESET = struct.Struct("=QQQ")
+"""Rights over files, over ports, scopes."""
+_BENEATH = struct.Struct("=Qi")
+"""Rights, and the descriptor of a path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +82,10 @@ def _make_rules(version: int, paths: Paths) -> int:
     handled = _FIRST_RIGHTS
     for first, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEVICE)):
         handled |= right if version >= first else 0
-    ruleset = _Ruleset(
-        files=handled,
-        ports=_BIND_AND_CONNECT_TCP if version >= 4 else 0,
-        scopes=_ABSTRACT_SOCKETS_AND_SIGNALS if version >= 6 else 0,
-    )
+    ports = _BIND_AND_CONNECT_TCP if version >= 4 else 0
+    ruleset = _RULESET.pack(handled, ports, _ABSTRACT_SOCKETS_AND_SIGNALS if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
-    rules = syscalls.call("landlock_create_ruleset", ctypes.byref(ruleset), size, 0)
+    rules = syscalls.call("landlock_create_ruleset", ruleset, size, 0)
     for found, rights in ((paths.read_only, _READ_ONLY), (paths.devices, _DEVICE), (paths.own, _OWN)):
         for path in found:
             _allow(rules, path, rights & handled)
@@ -106,7 +100,8 @@ def _allow(rules: int, path: str, rights: int) -> None:
     try:
         if not os.path.isdir(path):
             rights &= _OF_FILES
-        beneath = _Beneath(rights=rights, parent=parent)
-        syscalls.call("landlock_add_rule", rules, _PATH_BENEATH, ctypes.byref(beneath), 0, step=f"landlock {path}")
+        syscalls.call(
+            "landlock_add_rule", rules, _PATH_BENEATH, _BENEATH.pack(rights, parent), 0, step=f"landlock {path}"
+        )
     finally:
         os.close(parent)
