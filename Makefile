@@ -10,7 +10,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check protos verify lint-protos sim soak chaos attack bench clean
+.PHONY: setup demo test check protos verify lint-protos sim soak leaks chaos attack bench clean
 
 setup: $(VENV)/.installed
 
@@ -50,6 +50,9 @@ sim: setup ## long seeded simulations of the coordinator core
 
 soak: setup ## slow suites: full demo per seed, 10,000 samples under kills
 	$(BIN)/python -m pytest -q -m slow --timeout 1800
+
+leaks: setup ## 10,000 sandbox sessions under kills of the service; nothing of them is left
+	$(BIN)/python -m pytest -q -s -m slow --timeout 7200 tests/integration/test_sandbox_leaks.py
 
 chaos: setup ## ROUNDS of random kills and pauses of every process of a demo run; a table of what became of them
 	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED) --parallel $(PARALLEL)
