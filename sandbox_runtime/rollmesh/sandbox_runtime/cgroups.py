@@ -57,17 +57,28 @@ class Group:
 
     def num_oom_kills(self) -> int:
         """Processes killed for memory in this group so far."""
+        text = self._read_memory("memory.oom_control" if self.version == 1 else "memory.events")
+        return int(text.partition(b"oom_kill ")[2].partition(b"\n")[0] or 0)
+
+    def num_limit_hits(self) -> int:
+        """How often this group's own memory limit was met: a kill without one was for want of memory elsewhere on the host."""
+        if self.version == 1:
+            # Memory and swap together are charged first: equal limits are met there.
+            return sum(int(self._read_memory(name) or 0) for name in ("memory.failcnt", "memory.memsw.failcnt"))
+        return int(self._read_memory("memory.events").partition(b"\noom ")[2].partition(b"\n")[0] or 0)
+
+    def _read_memory(self, name: str) -> bytes:
         path = self.directories.get(_MEMORY)
         if path is None:
-            return 0
-        fd = os.open(
-            f"{path}/{'memory.oom_control' if self.version == 1 else 'memory.events'}", os.O_RDONLY | os.O_CLOEXEC
-        )
+            return b""
         try:
-            text = os.read(fd, _EVENTS_BYTES)
+            fd = os.open(f"{path}/{name}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # no accounting of swap
+            return b""
+        try:
+            return os.read(fd, _EVENTS_BYTES)
         finally:
             os.close(fd)
-        return int(text.partition(b"oom_kill ")[2].partition(b"\n")[0] or 0)
 
     def kill(self) -> None:
         """SIGKILL for all in it; returns when it is empty, or OSError after a while."""

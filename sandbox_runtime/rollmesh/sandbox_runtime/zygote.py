@@ -5,7 +5,7 @@ everything. It is pid 1 of its own pid namespace, so that its death, however it 
 with the service:
 
   in   open {id, place, uid, limits, egress} with descriptors [session socket, cgroup.procs ..., egress port if egress is 1]; kill {id}
-  out  ready; fatal {reason}; failed {id, reason}; ended {id, status, cpu_s, rss_bytes}
+  out  ready; fatal {reason}; failed {id, reason}; ended {id, status, cpu_s, cpu_limit_s, rss_bytes}
 
 `ended` is sent when the kernel has reaped the whole pid namespace: nothing of the session is left by then.
 """
@@ -48,6 +48,8 @@ class Zygote:
         self._networks = namespaces.Networks(ground.proc_fd)
         self._poll = select.poll()
         self._pids: dict[str, int] = {}
+        self._killed: set[str] = set()
+        """Of those, whom the service had killed."""
         self._by_pidfd: dict[int, str] = {}
 
     def serve(self) -> None:
@@ -67,6 +69,7 @@ class Zygote:
         if packet["op"] == "open":
             self._open(packet, fds)
         elif (pid := self._pids.get(packet["id"])) is not None:
+            self._killed.add(packet["id"])
             os.kill(pid, signal.SIGKILL)
         return True
 
@@ -101,7 +104,10 @@ class Zygote:
 
     def _reap(self, pidfd: int) -> None:
         session_id = self._by_pidfd.pop(pidfd)
-        _, status, usage = os.wait4(self._pids.pop(session_id), 0)
+        pid = self._pids.pop(session_id)
+        cpu_limit_s = 0 if session_id in self._killed else self._cpu_limit_s(pidfd)
+        self._killed.discard(session_id)
+        _, status, usage = os.wait4(pid, 0)
         self._poll.unregister(pidfd)
         os.close(pidfd)
         self._send(
@@ -110,9 +116,28 @@ class Zygote:
                 "id": session_id,
                 "status": os.waitstatus_to_exitcode(status),
                 "cpu_s": usage.ru_utime + usage.ru_stime,
+                "cpu_limit_s": cpu_limit_s,
                 "rss_bytes": usage.ru_maxrss * 1024,
             }
         )
+
+    def _cpu_limit_s(self, pidfd: int) -> int:
+        """At which the kernel would have killed a process that has ended and is not yet waited for: the program may have lowered it.
+        0 if that can't be learnt, or if the process was not killed."""
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+        if ended is None or ended.si_code != os.CLD_KILLED or ended.si_status != signal.SIGKILL:
+            return 0
+        try:
+            about = self._read_proc(f"self/fdinfo/{pidfd}")
+            limits = self._read_proc(f"{about.partition('Pid:')[2].split()[0]}/limits")
+            return int(limits.partition("Max cpu time")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    def _read_proc(self, path: str) -> str:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._ground.proc_fd)
+        with open(fd, encoding="ascii") as file:
+            return file.read()
 
     def _send(self, packet: framing.Message) -> None:
         try:

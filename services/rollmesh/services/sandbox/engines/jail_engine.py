@@ -31,6 +31,7 @@ from rollmesh.services.sandbox import survey
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.ports import Ports
 from rollmesh.services.sandbox.engine import Outcome, RunResult, SavePiece, SnapshotTooLarge
+from rollmesh.services.sandbox.engines.fate import MemoryKills, killed_from_outside
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
 from rollmesh.services.sandbox.engines.leftovers import StateDir
 from rollmesh.services.sandbox.engines.places import Place, Places
@@ -55,17 +56,11 @@ class _Live:
     place: Place
     limits: Limits
     ended: asyncio.Future[Ended]
-    oom_kills_before: int
+    memory_kills: MemoryKills
     out_of_memory: bool = False
     """Whether the kernel killed for memory in it; known when it has ended."""
     closing: bool = False
     """Whether we have begun to end it. A session that ended unasked stays listed, so that its user learns why."""
-
-    def killed_for_memory(self) -> bool:
-        """Whether the kernel has killed for memory in it since this was asked last."""
-        group, before = self.place.group, self.oom_kills_before
-        self.oom_kills_before = group.num_oom_kills() if group is not None else 0
-        return self.oom_kills_before > before
 
 
 class JailEngine:
@@ -222,16 +217,15 @@ class JailEngine:
             theirs.close()
             for fd in procs_fds:
                 os.close(fd)
-        before = place.group.num_oom_kills() if place.group is not None else 0
         session = JailSession(ours, limits, self._config.files_bytes_max)
-        live = self._live[session_id] = _Live(session, zygote, place, limits, ended, before)
+        live = self._live[session_id] = _Live(session, zygote, place, limits, ended, MemoryKills(place.group))
         ended.add_done_callback(lambda _: self._release(session_id, live))
         return live
 
     def _release(self, session_id: str, live: _Live) -> None:
         """Nothing of the session is left: the one place where a place is given back."""
         assert self._places is not None
-        live.out_of_memory = live.killed_for_memory()
+        live.out_of_memory = live.memory_kills.any_new()
         live.session.close()
         self._ports.close(session_id)
         self._places.give_back(live.place)
@@ -301,14 +295,14 @@ class JailEngine:
             await self._ended_by_itself(session_id, live)
             return killed(Outcome.TIME, wall_s + self._config.grace_s)
         except SessionGone:
-            ended = await self._ended_by_itself(session_id, live)
+            ended = await self._ended_by_itself(session_id, live, gone=True)
             return explain(ended, live.limits, out_of_memory=live.out_of_memory)
         except ProtocolBroken as error:
             await self._ended_by_itself(session_id, live)
             return exited(f"the session's protocol was broken: {error}")
         if reply.refused:
             raise InvalidInput(reply.refused, session=session_id)
-        result = to_result(reply, live.killed_for_memory)
+        result = to_result(reply, live.memory_kills.any_new)
         if not result.session_alive:
             await self.end(session_id)
         return result
@@ -341,7 +335,7 @@ class JailEngine:
         try:
             return await exchange
         except (TimeoutError, SessionGone, ProtocolBroken) as error:
-            await self._ended_by_itself(session_id, live)
+            await self._ended_by_itself(session_id, live, gone=isinstance(error, SessionGone))
             raise UnknownSession(f"session {session_id!r} ended while it handled files: {error}") from error
         except BaseException:
             self._begin_end(session_id, live)
@@ -354,15 +348,23 @@ class JailEngine:
             self._begin_end(session_id, live)
             raise
 
-    async def _ended_by_itself(self, session_id: str, live: _Live) -> Ended:
-        """Make sure that a session which failed us is gone. Raises UnknownSession if somebody else was ending it anyway."""
+    async def _ended_by_itself(self, session_id: str, live: _Live, *, gone: bool = False) -> Ended:
+        """Make sure that a session which failed us is gone. Raises UnknownSession if somebody else was ending it anyway, and
+        SandboxFailed if it was no doing of its program. `gone`: its socket has ended, so it is dying, unless it only closed it."""
         closing = live.closing
+        if gone and not closing:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.grace_s):
+                    await asyncio.shield(live.ended)
+        unasked = live.ended.done()
         self._begin_end(session_id, live)
         ended = await self._gone(live)
         if closing:
             raise UnknownSession(f"session {session_id!r} was closed while it was used")
         if ended.lost:
             raise SandboxFailed("the session was lost with its zygote", session=session_id)
+        if unasked and killed_from_outside(ended, out_of_memory=live.out_of_memory):
+            raise SandboxFailed("the session was killed from outside; is the host out of memory?", session=session_id)
         return ended
 
     async def _gone(self, live: _Live) -> Ended:

@@ -34,6 +34,8 @@ class Ended:
     status: int = 0
     """Exit status, or minus the signal."""
     cpu_s: float = 0.0
+    cpu_limit_s: float = 0.0
+    """At which the kernel would have killed it."""
     lost: bool = False
     refused: str = ""
     """Why it never began."""
@@ -147,7 +149,10 @@ class ZygoteProcess:
             case "failed":
                 self._finish(packet["id"], Ended(refused=packet["reason"]))
             case "ended":
-                self._finish(packet["id"], Ended(status=packet["status"], cpu_s=packet["cpu_s"]))
+                self._finish(
+                    packet["id"],
+                    Ended(status=packet["status"], cpu_s=packet["cpu_s"], cpu_limit_s=packet["cpu_limit_s"]),
+                )
 
     def _finish(self, session_id: str, ended: Ended) -> None:
         future = self._sessions.pop(session_id, None)

@@ -1,0 +1,39 @@
+"""Whose doing the end of a session was, where the kernel's word alone does not say.
+
+A session's program is pid 1 of its namespace or below it, and the kernel ignores SIGKILL from there. So SIGKILL has four senders: us; the
+kernel for memory of the session's own group; the kernel for CPU time, at a limit which the program may have lowered; and somebody outside,
+as the host's out-of-memory killer or an operator. Only the last is an infra failure.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from rollmesh.sandbox_runtime.cgroups import Group
+from rollmesh.services.sandbox.engines.zygote_process import Ended
+
+_ACCOUNTING_S = 0.1
+"""By how much the kernel's two clocks of a process may differ."""
+
+
+class MemoryKills:
+    """Kills for memory in a session's group, and whether its own limit was the reason."""
+
+    def __init__(self, group: Group | None) -> None:
+        self._group = group
+        self._kills, self._hits = self._read()
+
+    def any_new(self) -> bool:
+        """Whether the kernel has killed in it since this was asked last, because of its own limit."""
+        kills, hits = self._kills, self._hits
+        self._kills, self._hits = self._read()
+        return self._kills > kills and self._hits > hits
+
+    def _read(self) -> tuple[int, int]:
+        return (self._group.num_oom_kills(), self._group.num_limit_hits()) if self._group is not None else (0, 0)
+
+
+def killed_from_outside(ended: Ended, *, out_of_memory: bool) -> bool:
+    """Of a session that ended before we asked for it."""
+    out_of_cpu = ended.cpu_s + _ACCOUNTING_S >= ended.cpu_limit_s
+    return ended.status == -signal.SIGKILL and not out_of_memory and not out_of_cpu

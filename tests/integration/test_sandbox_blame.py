@@ -1,0 +1,132 @@
+"""Whose doing it was: what befalls a session from outside is never its program's, and what a program does to itself never ours."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+
+import pytest
+
+from rollmesh.sandbox_runtime import cgroups
+from rollmesh.sandbox_runtime.program import Program
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.engine import Outcome
+from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.sessions import End, Sessions
+from rollmesh.shared.clock import SystemClock
+from rollmesh.shared.errors import SandboxFailed
+from rollmesh.shared.ids import RandomIds
+
+from .process_tree import descendants
+
+FILL = """
+import os, signal
+reading, writing = os.pipe()
+if not os.fork():
+    held = b"x" * (300 << 20)
+    os.write(writing, b"full")
+    signal.pause()
+os.read(reading, 4)
+if not (child := os.fork()):
+    held = b"x" * (300 << 20)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+WAIT_S = 30.0
+CONFIG = SandboxConfig(grace_s=0.5, start_timeout_s=90.0)
+LOWERED = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass"
+
+
+class Node:
+    """Sessions over a jail engine."""
+
+    def __init__(self, engine: JailEngine) -> None:
+        self.engine = engine
+        self.sessions = Sessions(engine, CONFIG, SystemClock())
+
+    async def open(self, session_id: str = "s") -> int:
+        """Its pid 1, as seen from here."""
+        before = {process.pid for process in descendants(os.getpid())}
+        await self.sessions.open(session_id, profile="python", limits={}, ttl_s=0, owner="test")
+        new = [process for process in descendants(os.getpid()) if process.pid not in before]
+        return new[-1].pid
+
+    @property
+    def ended(self) -> dict[End, int]:
+        return {end: num for end, num in self.sessions.counts().ended.items() if num}
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    engine = JailEngine(CONFIG, state_dir=tmp_path, ids=RandomIds())
+    await engine.start()
+    yield Node(engine)
+    await engine.close()
+
+
+async def begun(node: Node, code: str) -> asyncio.Task[object]:
+    """A run that goes on."""
+    running: asyncio.Task[object] = asyncio.create_task(node.sessions.run("s", Program(code=code), 9.0))
+    await asyncio.sleep(0)
+    return running
+
+
+async def refused(command: Awaitable[object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(SandboxFailed, match="killed from outside"):
+            await command
+
+
+async def test_a_running_session_killed_from_outside_is_infra(node: Node) -> None:
+    pid = await node.open()
+    running = await begun(node, "while True: pass")
+    os.kill(pid, signal.SIGKILL)
+    await refused(running)
+    assert node.ended == {End.LOST: 1}
+
+
+async def test_an_idle_session_killed_from_outside_is_infra_at_its_next_command(node: Node) -> None:
+    os.kill(await node.open("run"), signal.SIGKILL)
+    os.kill(await node.open("files"), signal.SIGKILL)
+    await refused(node.sessions.run("run", Program(code="1"), 1.0))
+    await refused(node.sessions.put_files("files", {"a": b""}))
+    assert node.ended == {End.LOST: 2}
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("import os; os.kill(1, 9); os.kill(os.getpid(), 9); os._exit(7)", Outcome.EXITED),
+        ("import os; os.close(3); import time; time.sleep(9)", Outcome.EXITED),
+        (LOWERED, Outcome.EXITED),
+        ("import ctypes; ctypes.string_at(0)", Outcome.EXITED),
+        ("import os; os.abort()", Outcome.EXITED),
+    ],
+    ids=["signals and exit", "closes its socket", "lowers its CPU limit", "faults", "aborts"],
+)
+async def test_what_a_program_does_to_its_session_is_its_own(node: Node, code: str, outcome: Outcome) -> None:
+    await node.open()
+    async with asyncio.timeout(WAIT_S):
+        result = await node.sessions.run("s", Program(code=code), 9.0)
+    assert (result.outcome, result.session_alive) == (outcome, False), result.error_message
+    assert node.ended == {End.DIED: 1}
+
+
+def group_of(node: Node) -> cgroups.Group | None:
+    group: cgroups.Group | None = node.engine._live["s"].place.group
+    return group if group is not None and "memory" in group.directories else None
+
+
+async def test_kills_for_memory_count_only_with_the_groups_own_limit(node: Node) -> None:
+    await node.open()
+    group = group_of(node)
+    if group is None:
+        pytest.skip("no memory cgroup is writable here")
+    kills, hits = group.num_oom_kills(), group.num_limit_hits()
+    async with asyncio.timeout(WAIT_S):
+        await node.sessions.run("s", Program(code=FILL), 9.0)
+    assert group.num_limit_hits() > hits
+    assert group.num_oom_kills() >= kills
