@@ -7,12 +7,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
+import pytest
 
 from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.tools import ToolBox
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
-from rollmesh.shared.clients.sandbox import ExecOutcome, SandboxClient
+from rollmesh.shared.clients.sandbox import ExecOutcome, OutputPiece, SandboxClient
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
@@ -71,3 +72,57 @@ async def test_agent_has_tools_in_any_language_by_config_alone(tmp_path: Path) -
         assert (right.text, right.ok) == ("7", True)
         await box.call("python", "import sqlite3; sqlite3.connect('a.db').execute('create table t(x)')")
         assert (await box.call("sql", "select count(*) as n from t")).text == '{"columns": ["n"], "rows": [[0]]}'
+
+
+PRINTERS = {
+    "python": "import time\nprint('first')\ntime.sleep({hold})\nprint('second')",
+    "a child of python": "import subprocess\nsubprocess.run(['sh', '-c', 'echo first; sleep {hold}; echo second'])",
+    "bash": "echo first; sleep {hold}; echo second",
+    "c": """
+#include <stdio.h>
+#include <unistd.h>
+int main() {{ puts("first"); fflush(stdout); sleep({hold}); puts("second"); }}
+""",
+}
+
+
+@pytest.mark.parametrize("printer", PRINTERS)
+async def test_output_arrives_while_the_program_runs(tmp_path: Path, printer: str) -> None:
+    """Two pieces, because the first left while the program slept; together they would be one."""
+    language = printer.rpartition(" ")[2]
+    async with client_of_a_node(tmp_path) as client, client.session("shell", session_id="s") as session:
+        pieces: list[OutputPiece] = []
+        async for piece in session.stream(PRINTERS[printer].format(hold=1), language=language):
+            if isinstance(piece, OutputPiece):
+                pieces.append(piece)
+            else:
+                assert (piece.outcome, piece.stdout) == (ExecOutcome.OK, "first\nsecond\n")
+        assert [(piece.descriptor, piece.text) for piece in pieces] == [(1, "first\n"), (1, "second\n")]
+
+
+async def test_streamed_output_is_bounded_and_outcomes_stay(tmp_path: Path) -> None:
+    async with client_of_a_node(tmp_path) as client, client.session("python", session_id="s") as session:
+        pieces: list[str] = []
+        flood = await session.run("while True: print('x' * 99)", on_output=lambda _, text: pieces.append(text))
+        assert flood.outcome is ExecOutcome.OUTPUT_LIMIT
+        assert "".join(pieces) == flood.stdout
+        pieces.clear()
+        late = await session.run(
+            "while True: print(end='y')", wall_s=0.5, on_output=lambda _, text: pieces.append(text)
+        )
+        assert late.outcome in (ExecOutcome.TIME_LIMIT, ExecOutcome.OUTPUT_LIMIT)
+        assert late.session_alive
+        assert set("".join(pieces)) == {"y"}
+        threads = "import threading\nt = [threading.Thread(target=lambda: [print(i) for i in range(200)]) for i in range(4)]\n[x.start() for x in t]\n[x.join() for x in t]\nNone"
+        pieces.clear()
+        many = await session.run(threads, on_output=lambda _, text: pieces.append(text))
+        assert many.outcome is ExecOutcome.OK
+        assert sorted("".join(pieces)) == sorted(many.stdout)
+        assert (await session.run("1 + 1")).result == "2"
+
+
+async def test_a_fork_that_prints_is_heard_and_does_not_answer_for_the_session(tmp_path: Path) -> None:
+    async with client_of_a_node(tmp_path) as client, client.session("python", session_id="s") as session:
+        code = "import os\nif os.fork() == 0:\n    print('child')\n    os._exit(0)\nos.wait()\nprint('parent')"
+        result = await session.run(code, on_output=lambda _, text: None)
+        assert (result.outcome, sorted(result.stdout.split())) == (ExecOutcome.OK, ["child", "parent"])

@@ -23,7 +23,8 @@ from typing import Any
 
 from rollmesh.sandbox_runtime import output
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.output import BoundedText, OutputLimitError, clip
+from rollmesh.sandbox_runtime.live_output import TICK_S, LiveOutput
+from rollmesh.sandbox_runtime.output import BoundedText, Emit, OutputLimitError, clip
 
 OK, ERROR, TIME, MEMORY, PROCESSES, OUTPUT = "ok", "error", "time", "memory", "processes", "output"
 
@@ -48,17 +49,23 @@ class Interpreter:
         self._limits = limits
         self.num_calls = 0
         self._armed = False
+        self._live: LiveOutput | None = None
+        self._deadline_s = 0.0
+        self._late = ""
         self._stdout = BoundedText(1, keep=limits.output_bytes, flood=limits.flood_bytes)
         self._stderr = BoundedText(2, keep=limits.output_bytes, flood=limits.flood_bytes)
         sys.stdout, sys.stderr = self._stdout, self._stderr
         signal.signal(signal.SIGALRM, self._on_timer)
         signal.signal(signal.SIGPROF, self._on_timer)
 
-    def run(self, code: str, wall_s: float) -> Reply:
-        """Execute source text."""
+    def run(self, code: str, wall_s: float, emit: Emit | None = None) -> Reply:
+        """Execute source text; `emit` gets what is printed while it is."""
         self.num_calls += 1
         name = f"<call {self.num_calls}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        if emit is not None:
+            self._live = LiveOutput(emit, self._limits.output_bytes)
+            self._stdout.emit = self._stderr.emit = self._live.add
         return self._guard(lambda: self._execute(code, name), wall_s)
 
     def call(self, function: str, arguments: Sequence[Any], wall_s: float) -> Reply:
@@ -96,12 +103,17 @@ class Interpreter:
             outcome, error = _classify(raised), raised
         if os.getpid() != pid:
             os._exit(1)  # a child that the code forked and let return: it must not answer for the session
+        self._end_live()
         reply = self._reply(outcome, result, error)
         return reply | {"wall_s": time.monotonic() - started, "cpu_s": cpu_s() - cpu_before_s}
 
     def _arm(self, wall_s: float) -> None:
-        self._armed = True
-        signal.setitimer(signal.ITIMER_REAL, wall_s)
+        self._armed, self._late = True, ""
+        if self._live is None:
+            signal.setitimer(signal.ITIMER_REAL, wall_s)
+        else:
+            self._deadline_s = time.monotonic() + wall_s
+            signal.setitimer(signal.ITIMER_REAL, min(wall_s, TICK_S), TICK_S)
         signal.setitimer(signal.ITIMER_PROF, self._limits.cpu_s)
 
     def _disarm(self) -> None:
@@ -110,9 +122,27 @@ class Interpreter:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
     def _on_timer(self, number: int, _frame: FrameType | None) -> None:
-        if self._armed:
-            kind = "wall" if number == signal.SIGALRM else "CPU"
-            raise TimeLimitError(f"{kind} time limit reached")
+        if not self._armed:
+            return
+        kind = "wall" if number == signal.SIGALRM else "CPU"
+        if self._live is None or self._is_late(self._live, kind):
+            raise TimeLimitError(f"{self._late or kind} time limit reached")
+
+    def _is_late(self, live: LiveOutput, kind: str) -> bool:
+        """With live output the timer ticks: whether it is time to interrupt, which waits while a frame is being sent."""
+        if not self._late and (kind == "CPU" or time.monotonic() >= self._deadline_s):
+            self._late = kind
+        if live.inside:
+            return False
+        if not self._late:
+            live.tick()
+        return bool(self._late)
+
+    def _end_live(self) -> None:
+        if self._live is not None:
+            self._stdout.emit = self._stderr.emit = None
+            live, self._live = self._live, None
+            live.end()
 
     def _reply(self, outcome: str, result: str | None, error: BaseException | None) -> Reply:
         keep = self._limits.output_bytes

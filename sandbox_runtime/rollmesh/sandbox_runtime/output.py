@@ -30,6 +30,9 @@ class BoundedText(io.TextIOBase):
         self._parts: list[str] = []
         self._kept = 0
         self._seen = 0
+        self._pid = os.getpid()
+        self.emit: Emit | None = None
+        """Gets what is kept as it is written."""
 
     def writable(self) -> bool:
         return True
@@ -40,12 +43,17 @@ class BoundedText(io.TextIOBase):
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        if os.getpid() != self._pid:  # a fork of the program: what it prints would die with its memory
+            os.write(self._fd, text.encode("utf-8", "replace"))
+            return len(text)
         self._seen += len(text)
         room = self._keep - self._kept
         if room > 0:
             piece = text[:room]
             self._parts.append(piece)
             self._kept += len(piece)
+            if self.emit is not None:
+                self.emit(self._fd, piece)
         if self._seen > self._flood:
             raise OutputLimitError(f"more than {self._flood} characters printed")
         return len(text)

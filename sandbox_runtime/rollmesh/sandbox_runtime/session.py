@@ -1,6 +1,6 @@
 """A session's pid 1: contained first, then a loop that answers the service's frames until its socket ends.
 
-The service sends one request at a time and reads one reply to each; the first frame is sent unasked and says whether the jail
+The service sends one request at a time and reads one reply to each, with frames of output ahead of it if it asked for them; the first frame is sent unasked and says whether the jail
 was made. Verbs: run, call, put, get; snapshot and restore are `snapshot`'s.
 """
 
@@ -61,7 +61,7 @@ def _answer(
     wall_s = float(request.get("wall_s") or limits.call_s)
     match request["verb"]:
         case "run":
-            return _run(languages, program.from_message(request), wall_s, request["files_bytes_max"])
+            return _run(languages, request, wall_s)
         case "call":
             if not interpreter.has_function(request["function"]):
                 return {"refused": f"no function {request['function']!r} in this session"}
@@ -74,15 +74,24 @@ def _answer(
             return {"refused": f"unknown verb {verb!r}"}
 
 
-def _run(languages: Languages, wanted: program.Program, wall_s: float, files_bytes_max: int) -> framing.Message:
+def _run(languages: Languages, request: framing.Message, wall_s: float) -> framing.Message:
+    wanted = program.from_message(request)
     try:
-        reply = languages.run(wanted, wall_s, None)
+        reply = languages.run(wanted, wall_s, _emit if request["stream"] else None)
     except Refused as error:
         return {"refused": str(error)}
     if wanted.return_paths:
-        reply["files"], cut = files.collect(wanted.return_paths, files_bytes_max)
+        reply["files"], cut = files.collect(wanted.return_paths, request["files_bytes_max"])
         reply["truncated"] = reply.get("truncated", False) or cut
     return reply
+
+
+def _emit(descriptor: int, text: str) -> None:
+    """A frame ahead of the reply. The service reads on whatever its client does, so this hardly ever waits."""
+    plain = text.encode("utf-8", "replace").decode()
+    frame = memoryview(framing.encode({"descriptor": descriptor, "text": plain}))
+    while frame:
+        frame = frame[os.write(contain.SOCKET_FD, frame) :]
 
 
 def _refusable(action: Callable[[], dict[str, str]]) -> framing.Message:

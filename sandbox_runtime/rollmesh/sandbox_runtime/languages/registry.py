@@ -49,7 +49,7 @@ class Languages:
     def _run(self, program: Program, wall_s: float, emit: Emit | None) -> Reply:
         if program.language == PYTHON:
             port.refuse_input(program)
-            return self._interpreter.run(program.code, wall_s)
+            return self._interpreter.run(program.code, wall_s, emit)
         if program.language not in present():
             raise Refused(_not_here(program.language))
         if program.language == "bash":

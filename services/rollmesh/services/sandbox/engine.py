@@ -67,6 +67,10 @@ class RunResult:
     session_alive: bool = True
 
 
+OnOutput = Callable[[int, str], None]
+"""Gets a piece of output: its descriptor (1 or 2) and its text. Must not wait."""
+
+
 class SandboxEngine(Protocol):
     """Sessions by id. Ids are the caller's and unique among live sessions."""
 
@@ -112,8 +116,10 @@ class SandboxEngine(Protocol):
         """
         ...
 
-    async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
-        """Execute source text. Raises SandboxFailed if the jail was lost, UnknownSession, InvalidInput for a language not here."""
+    async def run(
+        self, session_id: str, program: Program, wall_s: float, on_output: OnOutput | None = None
+    ) -> RunResult:
+        """Execute source text; `on_output` gets what it prints, as far as it is kept, while it prints it. Raises SandboxFailed if the jail was lost, UnknownSession, InvalidInput for a language not here."""
         ...
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:

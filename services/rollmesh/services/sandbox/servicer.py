@@ -19,9 +19,10 @@ from rollmesh.sandbox_runtime.program import PYTHON, Program
 from rollmesh.services.sandbox.branches import Branches
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.describe import describe
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import OnOutput, Outcome, RunResult
 from rollmesh.services.sandbox.metrics import COMMANDS, START_SECONDS
 from rollmesh.services.sandbox.oracle.hidden_tests import HiddenTests
+from rollmesh.services.sandbox.output_relay import Answer, OutputRelay
 from rollmesh.services.sandbox.sessions import Holder, Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, InvalidInput, MeshError
@@ -73,12 +74,16 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         request_iterator: AsyncIterator[sandbox_pb2.WorkRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[sandbox_pb2.WorkResponse]:
-        answers: asyncio.Queue[sandbox_pb2.WorkResponse | None] = asyncio.Queue()  # bounded by `places`
+        answers: asyncio.Queue[Answer] = asyncio.Queue()  # bounded by `places`
         places = asyncio.Semaphore(self._config.commands_inflight_max)
         holder = Holder()
         reader = asyncio.create_task(self._read(request_iterator, answers, places, holder))
         try:
             while (answer := await answers.get()) is not None:
+                if isinstance(answer, OutputRelay):
+                    for piece in answer.take():
+                        yield piece
+                    continue
                 yield answer
                 places.release()
             await reader
@@ -116,7 +121,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
     async def _read(
         self,
         requests: AsyncIterator[sandbox_pb2.WorkRequest],
-        answers: asyncio.Queue[sandbox_pb2.WorkResponse | None],
+        answers: asyncio.Queue[Answer],
         places: asyncio.Semaphore,
         holder: Holder,
     ) -> None:
@@ -139,18 +144,21 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
     async def _answer(
         self,
         request: sandbox_pb2.WorkRequest,
-        answers: asyncio.Queue[sandbox_pb2.WorkResponse | None],
+        answers: asyncio.Queue[Answer],
         holder: Holder,
     ) -> None:
         """Never raises: a refusal and a bug are answers, too."""
         verb = request.WhichOneof("command") or ""
         with log_context(session=request.session_id), tracing.span_below(request.traceparent, verb, "sandbox"):
-            answers.put_nowait(await self._answered(request, holder))
+            relay = OutputRelay(request, answers)
+            answers.put_nowait(await self._answered(request, holder, relay.pass_on))
 
-    async def _answered(self, request: sandbox_pb2.WorkRequest, holder: Holder) -> sandbox_pb2.WorkResponse:
+    async def _answered(
+        self, request: sandbox_pb2.WorkRequest, holder: Holder, on_output: OnOutput
+    ) -> sandbox_pb2.WorkResponse:
         answer = sandbox_pb2.WorkResponse(request_id=request.request_id, session_id=request.session_id)
         try:
-            await self._carry_out(request, answer, holder)
+            await self._carry_out(request, answer, holder, on_output)
         except MeshError as error:
             answer.failure.CopyFrom(_failure(error))
         except Exception:  # noqa: BLE001 - a bug of ours in one command must not take the others' stream along
@@ -159,7 +167,11 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         return answer
 
     async def _carry_out(
-        self, request: sandbox_pb2.WorkRequest, answer: sandbox_pb2.WorkResponse, holder: Holder
+        self,
+        request: sandbox_pb2.WorkRequest,
+        answer: sandbox_pb2.WorkResponse,
+        holder: Holder,
+        on_output: OnOutput,
     ) -> None:
         session_id = request.session_id
         self._sessions.hold(session_id, holder)
@@ -167,7 +179,8 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             case "open":
                 await self._open(session_id, request.open, answer, holder)
             case "run":
-                result = await self._sessions.run(session_id, _program(request.run), request.run.wall_s)
+                listener = on_output if request.run.stream else None
+                result = await self._sessions.run(session_id, _program(request.run), request.run.wall_s, listener)
                 answer.result.CopyFrom(_exec_result(result, session_alive=result.session_alive))
                 count(COMMANDS, result.outcome.name.lower())
             case "call":

@@ -21,7 +21,7 @@ from pathlib import PurePosixPath
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import RunResult, SandboxEngine
+from rollmesh.services.sandbox.engine import OnOutput, RunResult, SandboxEngine
 from rollmesh.services.sandbox.tenants import Tenants
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import AlreadyExists, Draining, InvalidInput, Overloaded, SandboxFailed, UnknownSession
@@ -124,12 +124,14 @@ class Sessions:
             self._finish(session_id, lease, End.REFUSED)
             raise
 
-    async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
+    async def run(
+        self, session_id: str, program: Program, wall_s: float, on_output: OnOutput | None = None
+    ) -> RunResult:
         """Execute source text; `wall_s` 0 means the session's limit. Raises as the engine does, InvalidInput for a path that leads out."""
         for path in program.return_paths:
             _require_inside(path)
         async with self._commanding(session_id) as lease:
-            result = await self._engine.run(session_id, program, _wall(lease.limits, wall_s))
+            result = await self._engine.run(session_id, program, _wall(lease.limits, wall_s), on_output)
             return self._noted(session_id, lease, result)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:

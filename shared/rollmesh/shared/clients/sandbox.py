@@ -17,12 +17,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from rollmesh.shared.clients.hidden_tests import TestReport, read_report, tests_request
-from rollmesh.shared.clients.sandbox_link import Connect, WorkLink
+from rollmesh.shared.clients.sandbox_link import Connect, OnOutput, WorkLink
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, NotReady, Overloaded
 from rollmesh.shared.telemetry.logs import apart
@@ -99,6 +99,15 @@ class Snapshot:
     """Names that could not be saved: undefined after a fork or restore."""
 
 
+@dataclass(frozen=True, slots=True)
+class OutputPiece:
+    """A piece of what a command prints."""
+
+    descriptor: int
+    """1 stdout, 2 stderr; of bash all is 1."""
+    text: str
+
+
 class Session:
     """An open session. Commands run in the order of the calls. Not to be used after its block."""
 
@@ -122,16 +131,19 @@ class Session:
         arguments: Sequence[str] = (),
         return_paths: Sequence[str] = (),
         wall_s: float = 0.0,
+        on_output: OnOutput | None = None,
     ) -> ExecResult:
         """Runs source text; what Python and bash define survives until the next run. Raises `MeshError`.
 
         `stdin` and `arguments` are for the compiled languages; of SQL the first argument is the path of the database. The regular
-        files of `return_paths` that exist afterwards come back with the result.
+        files of `return_paths` that exist afterwards come back with the result. `on_output` gets what is printed while it is, as far
+        as it is kept; the result has it again as a whole.
         """
         command = sandbox_pb2.RunCode(
             language=language, code=code, stdin=stdin, arguments=arguments, return_paths=return_paths, wall_s=wall_s
         )
-        return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, run=command), wall_s)
+        command.stream = on_output is not None
+        return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, run=command), wall_s, on_output)
 
     async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot:
         """Saves files and python state; `ttl_s` without use and it is dropped, 0 means the node's default. Raises `MeshError`."""
@@ -153,12 +165,35 @@ class Session:
     async def _ask(self, command: sandbox_pb2.WorkRequest) -> sandbox_pb2.WorkResponse:
         return await self._link.request(command, limit_s=self._config.command_s_max)
 
-    async def _execute(self, command: sandbox_pb2.WorkRequest, wall_s: float) -> ExecResult:
+    async def stream(self, code: str, **options: Any) -> AsyncIterator[OutputPiece | ExecResult]:
+        """As `run` with its options: pieces of output as they are printed, and the result as the last.
+
+        Ending the iteration early does not end the program. Raises `MeshError`.
+        """
+        arrived: asyncio.Queue[OutputPiece | None] = asyncio.Queue()  # bounded by what the session keeps of the output
+
+        def put(descriptor: int, text: str) -> None:
+            arrived.put_nowait(OutputPiece(descriptor, text))
+
+        running = asyncio.ensure_future(self.run(code, on_output=put, **options))
+        running.add_done_callback(lambda _: arrived.put_nowait(None))
+        try:
+            while (piece := await arrived.get()) is not None:
+                yield piece
+            yield await running
+        finally:
+            running.cancel()
+
+    async def _execute(
+        self, command: sandbox_pb2.WorkRequest, wall_s: float, on_output: OnOutput | None = None
+    ) -> ExecResult:
         """A command refused for the tenant's quota was not begun, and is sent again until `open_s_max` is over."""
         end_s = self._clock.monotonic_s() + self._config.open_s_max
         while True:
             try:
-                answer = await self._link.request(command, limit_s=wall_s + self._config.command_s_max)
+                answer = await self._link.request(
+                    command, limit_s=wall_s + self._config.command_s_max, on_output=on_output
+                )
                 return _exec_result(answer.result)
             except Overloaded as err:
                 pause_s = err.retry_after_s or self._config.backoff_s_max

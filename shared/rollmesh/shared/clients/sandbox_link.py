@@ -24,6 +24,8 @@ _Queue = asyncio.Queue[sandbox_pb2.WorkRequest | None]
 """What is to be sent on one stream; None ends it. Bounded by the places for requests and the number of sessions."""
 
 Connect = Callable[[str], grpc.aio.Channel]
+OnOutput = Callable[[int, str], None]
+"""Gets a piece of what a command prints: its descriptor (1 or 2) and its text."""
 
 
 class WorkLink:
@@ -38,6 +40,7 @@ class WorkLink:
         self._task: asyncio.Task[None] | None = None
         self._outgoing = _Queue()
         self._pending: dict[str, asyncio.Future[sandbox_pb2.WorkResponse]] = {}
+        self._listeners: dict[str, OnOutput] = {}
         self._closing: dict[str, sandbox_pb2.WorkRequest] = {}
         self._all_closed = asyncio.Event()
         self._places = asyncio.Semaphore(inflight_max)
@@ -48,14 +51,18 @@ class WorkLink:
         """Requests sent and not answered."""
         return len(self._pending)
 
-    async def request(self, command: sandbox_pb2.WorkRequest, *, limit_s: float) -> sandbox_pb2.WorkResponse:
-        """The answer to a command (its request id is set here). Raises the refusal as a `MeshError`.
+    async def request(
+        self, command: sandbox_pb2.WorkRequest, *, limit_s: float, on_output: OnOutput | None = None
+    ) -> sandbox_pb2.WorkResponse:
+        """The answer to a command (its request id is set here); output ahead of it goes to `on_output`, which must not wait.
+
+        Raises the refusal as a `MeshError`.
 
         `SandboxFailed` if the stream breaks meanwhile, `DeadlineExceeded` after `limit_s` seconds.
         """
         try:
             async with asyncio.timeout(limit_s), self._places:
-                answer = await self._exchange(command)
+                answer = await self._exchange(command, on_output)
         except TimeoutError as err:
             raise DeadlineExceeded(
                 f"sandbox {self.address} gave no answer within {limit_s} s; retry elsewhere", address=self.address
@@ -95,17 +102,20 @@ class WorkLink:
             await self._channel.close(None)
         self._fail_pending(SandboxFailed("the sandbox client was closed"))
 
-    async def _exchange(self, command: sandbox_pb2.WorkRequest) -> sandbox_pb2.WorkResponse:
+    async def _exchange(self, command: sandbox_pb2.WorkRequest, on_output: OnOutput | None) -> sandbox_pb2.WorkResponse:
         command.request_id = f"{next(self._numbers)}"
         command.traceparent = traceparent()
         answer: asyncio.Future[sandbox_pb2.WorkResponse] = asyncio.get_running_loop().create_future()
         self._pending[command.request_id] = answer
+        if on_output is not None:
+            self._listeners[command.request_id] = on_output
         try:
             self._outgoing.put_nowait(command)
             self._ensure_stream()
             return await answer
         finally:
             del self._pending[command.request_id]
+            self._listeners.pop(command.request_id, None)
 
     # The stream -------------------------------------------------------------------------------------------------------
 
@@ -135,6 +145,10 @@ class WorkLink:
             self._fail_pending(cause)
 
     def _take(self, answer: sandbox_pb2.WorkResponse) -> None:
+        if answer.WhichOneof("answer") == "output":
+            if (listener := self._listeners.get(answer.request_id)) is not None:
+                listener(answer.output.descriptor, answer.output.text)
+            return
         waiting = self._pending.get(answer.request_id)
         if waiting is not None and not waiting.done():
             waiting.set_result(answer)

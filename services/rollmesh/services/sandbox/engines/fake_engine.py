@@ -14,7 +14,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.sandbox_runtime.tools import calc
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome, RunResult, SavePiece, SnapshotTooLarge
+from rollmesh.services.sandbox.engine import OnOutput, Outcome, RunResult, SavePiece, SnapshotTooLarge
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 
 PROFILE = "calc"
@@ -70,7 +70,9 @@ class FakeEngine:
         await save(saved)
         return ()
 
-    async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
+    async def run(
+        self, session_id: str, program: Program, wall_s: float, on_output: OnOutput | None = None
+    ) -> RunResult:
         self._find(session_id)
         value = calc.call(program.code)
         if value == calc.REFUSED:

@@ -30,7 +30,7 @@ from rollmesh.sandbox_runtime.walls import Blueprint
 from rollmesh.services.sandbox import survey
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.ports import Ports
-from rollmesh.services.sandbox.engine import Outcome, RunResult, SavePiece, SnapshotTooLarge
+from rollmesh.services.sandbox.engine import OnOutput, Outcome, RunResult, SavePiece, SnapshotTooLarge
 from rollmesh.services.sandbox.engines.fate import MemoryKills, killed_from_outside
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
 from rollmesh.services.sandbox.engines.leftovers import StateDir
@@ -150,9 +150,12 @@ class JailEngine:
         if snapshot is not None:
             await self._restore(session_id, live, snapshot)
 
-    async def run(self, session_id: str, program: Program, wall_s: float) -> RunResult:
+    async def run(
+        self, session_id: str, program: Program, wall_s: float, on_output: OnOutput | None = None
+    ) -> RunResult:
         live = self._find(session_id)
-        return await self._execute(session_id, live, _running(program, self._config.files_bytes_max), wall_s)
+        message = {"verb": "run", "files_bytes_max": self._config.files_bytes_max, "stream": on_output is not None}
+        return await self._execute(session_id, live, message | program.as_message(), wall_s, on_output)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         live = self._find(session_id)
@@ -287,10 +290,12 @@ class JailEngine:
             raise UnknownSession(f"no session {session_id!r} here: it was closed, expired or lost; open a new one")
         return live
 
-    async def _execute(self, session_id: str, live: _Live, message: dict[str, Any], wall_s: float) -> RunResult:
+    async def _execute(
+        self, session_id: str, live: _Live, message: dict[str, Any], wall_s: float, on_output: OnOutput | None = None
+    ) -> RunResult:
         message["wall_s"] = wall_s
         try:
-            reply = await self._exchange(session_id, live, message, wall_s + self._config.grace_s)
+            reply = await self._exchange(session_id, live, message, wall_s + self._config.grace_s, on_output)
         except TimeoutError:
             await self._ended_by_itself(session_id, live)
             return killed(Outcome.TIME, wall_s + self._config.grace_s)
@@ -341,9 +346,11 @@ class JailEngine:
             self._begin_end(session_id, live)
             raise
 
-    async def _exchange(self, session_id: str, live: _Live, message: dict[str, Any], timeout_s: float) -> Reply:
+    async def _exchange(
+        self, session_id: str, live: _Live, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None
+    ) -> Reply:
         try:
-            return await live.session.request(message, timeout_s)
+            return await live.session.request(message, timeout_s, on_output)
         except asyncio.CancelledError:
             self._begin_end(session_id, live)
             raise
@@ -375,7 +382,3 @@ class JailEngine:
                 return await waiting
         await live.zygote.close()
         return await live.ended
-
-
-def _running(program: Program, files_bytes_max: int) -> dict[str, Any]:
-    return {"verb": "run", "files_bytes_max": files_bytes_max, **program.as_message()}

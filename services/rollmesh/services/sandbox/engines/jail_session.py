@@ -19,7 +19,7 @@ import msgspec
 from rollmesh.sandbox_runtime import framing, records
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.snapshot import NUM_SECTIONS
-from rollmesh.services.sandbox.engine import SavePiece
+from rollmesh.services.sandbox.engine import OnOutput, SavePiece
 from rollmesh.services.sandbox.engines.wire import Wire
 
 _OVERHEAD_BYTES = 1 << 16
@@ -41,6 +41,9 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     truncated: bool = False
     wall_s: float = 0.0
     cpu_s: float = 0.0
+    descriptor: int = 0
+    """1 or 2: no reply but a piece of output ahead of it, in `text`."""
+    text: str = ""
     exit_status: int = 0
     files: dict[str, str] = {}
     lost: list[str] = []
@@ -72,6 +75,13 @@ def _frame(message: dict[str, Any]) -> bytes:
     return framing.LENGTH.pack(len(body)) + body
 
 
+def _decoded(body: bytearray | memoryview) -> Reply:
+    try:
+        return _decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ProtocolBroken(str(error)) from error
+
+
 class JailSession:
     """The service's end of one session's socket. One request at a time."""
 
@@ -79,6 +89,7 @@ class JailSession:
         self._wire = Wire(connection)
         self._busy = False
         self._closed = False
+        self._output_bytes = limits.output_bytes
         # JSON escapes a character in at most 12 bytes; there are six texts of at most output_bytes characters each.
         self._frame_bytes_max = 6 * 12 * limits.output_bytes + 2 * files_bytes_max + _OVERHEAD_BYTES
 
@@ -88,12 +99,19 @@ class JailSession:
             async with asyncio.timeout(timeout_s):
                 return await self._read()
 
-    async def request(self, message: dict[str, Any], timeout_s: float) -> Reply:
-        """Send a request, return its reply. Raises TimeoutError, SessionGone, ProtocolBroken."""
+    async def request(self, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None = None) -> Reply:
+        """Send a request, return its reply; pieces of output ahead of it go to `on_output`, together at most four times what the
+        session keeps of a text: two descriptors, each with Python's own writes and its children's.
+
+        Raises TimeoutError, SessionGone, ProtocolBroken.
+        """
         with self._in_use():
             async with asyncio.timeout(timeout_s):
                 await self._send(_frame(message))
-                return await self._read()
+                data = bytearray()
+                if on_output is not None:
+                    data = await self._pass_on(on_output)
+                return await self._read(data)
 
     async def save(self, bytes_max: int, save: SavePiece, timeout_s: float) -> Reply:
         """Request a snapshot, hand its records to `save`, return the reply. Raises as `request`, and what `save` raises."""
@@ -160,18 +178,36 @@ class JailSession:
             num_ended += size < records.RECORD_BYTES
         return data
 
-    async def _read(self, data: bytearray | None = None) -> Reply:
-        data = await self._piece(framing.LENGTH.size, data or bytearray())
+    async def _pass_on(self, on_output: OnOutput) -> bytearray:
+        """Take pieces of output until a frame is none; that frame's bytes."""
+        data, room = bytearray(), 4 * self._output_bytes
+        while True:
+            end, data = await self._whole_frame(data)
+            piece = _decoded(data[framing.LENGTH.size : end])
+            if not piece.descriptor:
+                return data
+            room -= len(piece.text)
+            if piece.descriptor not in (1, 2) or not piece.text or room < 0:
+                raise ProtocolBroken("output that is none, or more than is kept")
+            on_output(piece.descriptor, piece.text)
+            del data[:end]
+
+    async def _whole_frame(self, data: bytearray) -> tuple[int, bytearray]:
+        """`data` read on until it holds a frame, and where that ends."""
+        data = await self._piece(framing.LENGTH.size, data)
         (size,) = framing.LENGTH.unpack_from(data)
         if size > self._frame_bytes_max:
             raise ProtocolBroken(f"a frame of {size} bytes; at most {self._frame_bytes_max} are allowed")
-        data = await self._piece(framing.LENGTH.size + size, data)
-        if len(data) != framing.LENGTH.size + size:
+        return framing.LENGTH.size + size, await self._piece(framing.LENGTH.size + size, data)
+
+    async def _read(self, data: bytearray | None = None) -> Reply:
+        end, data = await self._whole_frame(data or bytearray())
+        if len(data) != end:
             raise ProtocolBroken("an unasked frame")
-        try:
-            return _decoder.decode(memoryview(data)[framing.LENGTH.size :])
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ProtocolBroken(str(error)) from error
+        reply = _decoded(memoryview(data)[framing.LENGTH.size :])
+        if reply.descriptor:
+            raise ProtocolBroken("unasked output")
+        return reply
 
     async def _piece(self, num_bytes: int, data: bytearray) -> bytearray:
         """Read on until `data` has that many bytes. Nothing follows a reply, so more than asked for is never lost silently."""
