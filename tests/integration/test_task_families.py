@@ -34,11 +34,13 @@ ORDER = "user(name,city,age): name by age desc, first 2"
 
 
 @asynccontextmanager
-async def judging(tmp_path: Path, scorer: str) -> AsyncIterator[RewardNode]:
+async def judging(tmp_path: Path, path: str) -> AsyncIterator[RewardNode]:
     """A reward node with its own sandbox node."""
     async with SandboxNode(SandboxConfig(), node_id="s", access=ACCESS, state_dir=tmp_path / "s") as sandbox:
         settings = {
-            "scorers": [{"scorer": scorer, "name": "correct", "options": {"pattern": "<answer>(.*)</answer>"}}],
+            "scorers": [
+                {"scorer": "tests", "name": "correct", "options": {"pattern": "<answer>(.*)</answer>", "path": path}}
+            ],
             "sandboxes": [sandbox.address],
         }
         config = config_from_dict(RewardConfig, settings)
@@ -71,7 +73,7 @@ async def test_functions_are_judged_by_what_they_do(tmp_path: Path) -> None:
         "def g(a):return 1",
         "def f(",
     ]
-    async with judging(tmp_path, "tests") as node:
+    async with judging(tmp_path, "solution.py") as node:
         found = await judged(node, f"code:{LOOP}", *right, *wrong, "while 1:pass")
     assert [value for value, _ in found] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert "TLE" in found[-1][1]
@@ -95,17 +97,17 @@ async def test_queries_are_judged_by_what_they_answer(tmp_path: Path) -> None:
             "select name from (select * from user order by age desc limit 2) order by age": 0.0,
         },
     }
-    async with judging(tmp_path, "query") as node:
+    async with judging(tmp_path, "query.sql") as node:
         for key, expected in cases.items():
             found = await judged(node, f"sql:{key}", *expected)
             assert dict(zip(expected, (value for value, _ in found), strict=True)) == expected
 
 
-@pytest.mark.parametrize(("kind", "scorer"), [("code", "tests"), ("sql", "query")])
-async def test_family_goes_through_the_whole_mesh(kind: str, scorer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "path"), [("code", "solution.py"), ("sql", "query.sql")])
+async def test_family_goes_through_the_whole_mesh(kind: str, path: str, tmp_path: Path) -> None:
     """A policy that writes noise, judged in real jails: each sample is scored, none by a broken judge, and the run ends."""
     base = mesh_config(save_model_folder(tmp_path / "model"), batch_groups=2, group_size=2, updates_max=2)
-    scorers = [{"scorer": scorer, "name": "correct", "options": {"pattern": ""}}]
+    scorers = [{"scorer": "tests", "name": "correct", "options": {"pattern": "", "path": path}}]
     config = msgspec.structs.replace(
         base,
         data=config_from_dict(DataConfig, {"source": {"kind": kind, "num_train": 20, "num_test": 5}}),

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
+from rollmesh.sandbox_runtime.judging.sql import query
 from rollmesh.services.reward.generated_oracles import CodeOracle, SqlOracle
 from rollmesh.services.reward.item import AnswerKey
-from rollmesh.services.reward.scorers.query import RUNNER
-from rollmesh.services.sandbox.oracle.manifest import FunctionManifest, parse_manifest
+from rollmesh.services.sandbox.oracle.manifest import FunctionManifest, Manifest, SqlManifest, parse_manifest
 from rollmesh.shared.errors import UnknownOracle
 
 KEYS: dict[str, tuple[Callable[[str], AnswerKey], str]] = {
@@ -21,11 +19,9 @@ KEYS: dict[str, tuple[Callable[[str], AnswerKey], str]] = {
 }
 
 
-def manifest(family: str) -> FunctionManifest:
+def manifest(family: str) -> Manifest:
     resolve, key = KEYS[family]
-    read = parse_manifest(json.dumps(resolve(key).tests))
-    assert isinstance(read, FunctionManifest)
-    return read
+    return parse_manifest(json.dumps(resolve(key).tests))
 
 
 @pytest.mark.parametrize("family", KEYS)
@@ -36,26 +32,21 @@ def test_manifest_is_one_the_judge_reads_and_the_same_every_time(family: str) ->
 
 
 def test_code_expects_what_the_specification_says() -> None:
-    tests = manifest("code").tests
-    assert all(test.expected == sum(3 * x > 12 for x in test.arguments[0]) for test in tests)  # type: ignore[index]
-    assert any(test.expected for test in tests)
+    read = manifest("code")
+    assert isinstance(read, FunctionManifest)
+    for test in read.tests:
+        assert isinstance(test.arguments, list)
+        assert test.expected == sum(3 * x > 12 for x in test.arguments[0])
+    assert any(test.expected for test in read.tests)
 
 
-def test_runner_answers_the_exemplary_query_as_expected(tmp_path: Any) -> None:
+def test_sql_expects_what_the_exemplary_query_answers_by_the_judges_own_way() -> None:
     resolve, key = KEYS["sql"]
-    (tmp_path / "query.sql").write_text(resolve(key).answers[0])
-    names: dict[str, Any] = {"__file__": str(tmp_path / "solution.py")}
-    exec(RUNNER, names)  # noqa: S102 - our own text
-    for test in manifest("sql").tests:
-        assert names["run"](*test.arguments) == test.expected
-
-
-def test_runner_lets_a_query_read_only(tmp_path: Any) -> None:
-    (tmp_path / "query.sql").write_text("delete from user")
-    names: dict[str, Any] = {"__file__": str(tmp_path / "solution.py")}
-    exec(RUNNER, names)  # noqa: S102 - our own text
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        names["run"]("create table user(name text);", False)
+    read = manifest("sql")
+    assert isinstance(read, SqlManifest)
+    for test in read.tests:
+        assert test.rows == json.loads(query(test.setup, resolve(key).answers[0]))["rows"]
+        assert len(test.rows or []) == 2
 
 
 @pytest.mark.parametrize("oracle", [CodeOracle(), SqlOracle()])

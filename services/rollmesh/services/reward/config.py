@@ -22,7 +22,7 @@ class ScorerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One scorer."""
 
     scorer: str
-    """`exact`, `math`, `format`, `length`, `tests`, `query`, or your own as `file.py:Name`."""
+    """`exact`, `math`, `format`, `length`, `tests`, or your own as `file.py:Name`."""
     name: str = ""
     """Name of its reward within the run; empty = the scorer's short name, or `Name`."""
     timeout_s: float = 30.0

@@ -9,7 +9,6 @@ Collaborators: `rollmesh.shared.families` (what a reference means), the sandbox 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
 from typing import Any
 
 from rollmesh.services.reward.item import AnswerKey
@@ -20,8 +19,9 @@ TEST_CPU_S = 1.0
 """Of one test; a right answer takes a millisecond."""
 TEST_WALL_S = 5.0
 """Of one test. Looser than the CPU time: a busy host must not make a right answer late."""
-QUERY_FUNCTION = "run"
-"""What a file that runs a query defines: `run(script, ordered)` makes the database and returns the rows of the query beside it."""
+
+# One session for all tests: they are calls without lasting effects, and a jail for each would cost more than they do.
+_JUDGED = {"isolate": False, "limits": {"wall_s": TEST_WALL_S, "cpu_s": TEST_CPU_S}, "time_limits_max": 1}
 
 
 class CodeOracle:
@@ -32,8 +32,9 @@ class CodeOracle:
             task = code.code_task(rest)
         except ValueError as err:
             raise UnknownOracle(f"oracle `code`: {err}", oracle_ref=f"code:{rest[:100]}") from None
-        tests = [(list(test.arguments), test.expected) for test in task.tests]
-        return AnswerKey(answers=(task.solution,), tests=_manifest(code.ENTRY, tests))
+        tests = [{"arguments": list(test.arguments), "expected": test.expected} for test in task.tests]
+        manifest = {"kind": "function", "function": code.ENTRY, "tests": tests, **_JUDGED}
+        return AnswerKey(answers=(task.solution,), tests=manifest)
 
 
 class SqlOracle:
@@ -44,28 +45,16 @@ class SqlOracle:
             task = sql.sql_task(rest)
         except ValueError as err:
             raise UnknownOracle(f"oracle `sql`: {err}", oracle_ref=f"sql:{rest[:100]}") from None
-        tests = [([script, task.ordered], _answer(script, task.query, task.ordered)) for script in task.scripts]
-        return AnswerKey(answers=(task.query,), tests=_manifest(QUERY_FUNCTION, tests))
+        tests = [{"setup": script, "rows": _rows(script, task.query)} for script in task.scripts]
+        manifest = {"kind": "sql", "ordered": task.ordered, "tests": tests, **_JUDGED}
+        return AnswerKey(answers=(task.query,), tests=manifest)
 
 
-def _manifest(function: str, tests: Sequence[tuple[list[Any], Any]]) -> dict[str, object]:
-    # One session for all tests: they are calls without lasting effects, and a jail for each would cost more than they do.
-    return {
-        "kind": "function",
-        "function": function,
-        "isolate": False,
-        "limits": {"wall_s": TEST_WALL_S, "cpu_s": TEST_CPU_S},
-        "time_limits_max": 1,
-        "tests": [{"arguments": arguments, "expected": expected} for arguments, expected in tests],
-    }
-
-
-def _answer(script: str, query: str, ordered: bool) -> list[list[Any]]:
+def _rows(script: str, query: str) -> list[list[Any]]:
     """What our own query answers; nothing a model wrote is run here."""
     database = sqlite3.connect(":memory:")
     try:
         database.executescript(script)
-        rows = [list(row) for row in database.execute(query)]
+        return [list(row) for row in database.execute(query)]
     finally:
         database.close()
-    return rows if ordered else sorted(rows, key=repr)

@@ -62,6 +62,5 @@ SCORERS = Registry(
         "format": "rollmesh.services.reward.scorers.format:FormatScorer",
         "length": "rollmesh.services.reward.scorers.length:LengthScorer",
         "tests": "rollmesh.services.reward.scorers.tests:TestsScorer",
-        "query": "rollmesh.services.reward.scorers.query:QueryScorer",
     },
 )

@@ -68,17 +68,13 @@ class TestsScorer:
         if self._sandbox is None:
             raise ScorerFailed("the tests scorer needs sandbox nodes: start one, or name it in `sandboxes`")
         report = await self._sandbox.run_tests(
-            self.files(code),
+            {self._options.path: code.encode("utf-8", "replace")},
             oracle_ref=tests if isinstance(tests, str) else "",
             manifest="" if isinstance(tests, str) else json.dumps(tests),
             limits={"wall_s": self._options.wall_s},
             owner=f"{item.key.run}/{item.key.episode}.{item.key.attempt}/tests",
         )
         return _rewards(float(report.accepted), report.accepted_share, describe(report))
-
-    def files(self, code: str) -> dict[str, bytes]:
-        """The candidate's files: what the model wrote, under the name that manifests know."""
-        return {self._options.path: code.encode("utf-8", "replace")}
 
 
 def describe(report: TestReport) -> str:
