@@ -120,13 +120,19 @@ def group_of(node: Node) -> cgroups.Group | None:
     return group if group is not None and "memory" in group.directories else None
 
 
-async def test_kills_for_memory_count_only_with_the_groups_own_limit(node: Node) -> None:
+async def test_a_program_over_its_memory_is_told_so_and_nobody_after_it_in_its_place(node: Node) -> None:
     await node.open()
-    group = group_of(node)
-    if group is None:
+    if group_of(node) is None:
         pytest.skip("no memory cgroup is writable here")
-    kills, hits = group.num_oom_kills(), group.num_limit_hits()
+    kills = node.engine._live["s"].memory_kills
     async with asyncio.timeout(WAIT_S):
         await node.sessions.run("s", Program(code=FILL), 9.0)
-    assert group.num_limit_hits() > hits
-    assert group.num_oom_kills() >= kills
+    assert kills.any_new()
+    assert not kills.any_new()
+    place = node.engine._live["s"].place
+    await node.sessions.close("s")
+    pid = await node.open()
+    assert node.engine._live["s"].place is place
+    running = await begun(node, "while True: pass")
+    os.kill(pid, signal.SIGKILL)
+    await refused(running)

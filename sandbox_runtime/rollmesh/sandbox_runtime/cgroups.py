@@ -22,6 +22,8 @@ PREFIX = "rollmesh-sandbox-"
 """Names of our groups begin so: what leftovers are known by."""
 
 _EVENTS_BYTES = 4096
+_PEAK_SLACK_BYTES = 1 << 20
+"""What is charged ahead in batches never shows in a peak."""
 _MEMORY, _PIDS, _CPU = "memory", "pids", "cpu"
 _CONTROLLERS = (_MEMORY, _PIDS, _CPU)
 _PERIOD_US = 100_000
@@ -36,6 +38,7 @@ class Group:
     directories: Mapping[str, Path]
     version: int
     _limits: Limits | None = field(default=None, init=False)
+    _num_peaks: int = field(default=0, init=False)
 
     def procs_fds(self) -> list[int]:
         """Open `cgroup.procs` files to pass to a session; the caller closes them. In version 2 all controllers share one."""
@@ -63,9 +66,21 @@ class Group:
     def num_limit_hits(self) -> int:
         """How often this group's own memory limit was met: a kill without one was for want of memory elsewhere on the host."""
         if self.version == 1:
-            # Memory and swap together are charged first: equal limits are met there.
-            return sum(int(self._read_memory(name) or 0) for name in ("memory.failcnt", "memory.memsw.failcnt"))
+            return self._num_peaks_at_limit()
         return int(self._read_memory("memory.events").partition(b"\noom ")[2].partition(b"\n")[0] or 0)
+
+    def _num_peaks_at_limit(self) -> int:
+        """Version 1 counts no failures of memory and swap together, so the peak is looked at, and begun anew."""
+        name = "memory.memsw.max_usage_in_bytes"
+        peak = self._read_memory(name)
+        if not peak:
+            name = "memory.max_usage_in_bytes"
+            peak = self._read_memory(name)
+        limits = self._limits
+        if peak and limits is not None and int(peak) >= limits.memory_bytes + limits.disk_bytes - _PEAK_SLACK_BYTES:
+            self._num_peaks += 1
+            (self.directories[_MEMORY] / name).write_text("0")
+        return self._num_peaks
 
     def _read_memory(self, name: str) -> bytes:
         path = self.directories.get(_MEMORY)
