@@ -129,6 +129,7 @@ async def test_inference_nodes_join_and_leave_and_the_throughput_follows(tmp_pat
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 async def test_a_killed_node_that_comes_back_serves_only_once_it_has_admissible_weights(
     tmp_path: Path, model: Path
 ) -> None:
@@ -152,6 +153,7 @@ async def test_a_killed_node_that_comes_back_serves_only_once_it_has_admissible_
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 async def test_a_vanished_worker_s_episodes_are_run_by_others_and_a_drained_one_finishes_its_own(
     tmp_path: Path, model: Path
 ) -> None:
@@ -191,6 +193,7 @@ async def _until_working(node_id: str, mesh: World) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 async def test_the_data_plane_goes_on_while_the_coordinator_is_away(tmp_path: Path, model: Path) -> None:
     """Once stopped for a part of a lease's term, once killed: no episode that was running then is lost."""
     async with world(tmp_path, slow_engines(model, updates_max=20, episode_lease_s=20.0), ONE_NODE) as mesh:
