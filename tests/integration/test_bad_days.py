@@ -257,7 +257,7 @@ async def test_a_disk_that_fills_under_the_streams_stops_the_run_in_time_and_los
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     os.symlink(small_disk, run_dir / "nats")
-    made = config(model, updates_max=30)
+    made = config(model, updates_max=6)
     async with Mesh(made, run_dir=run_dir) as mesh:
         operator = Operator(mesh)
         await operator.until(lambda state: policy(state).applied_step >= 2)
@@ -270,4 +270,4 @@ async def test_a_disk_that_fills_under_the_streams_stops_the_run_in_time_and_los
         await operator.finished()
         report = await operator.audit()
     assert report.holds, report.to_text()
-    assert report.updates == 30
+    assert report.updates == 6
