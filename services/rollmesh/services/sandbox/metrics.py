@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollmesh.services.sandbox.egress import metrics as egress
-from rollmesh.shared.telemetry.metrics import Reading, counter, gauge, histogram
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.shared.telemetry.metrics import Reading, count, counter, gauge, histogram, observe
 
 if TYPE_CHECKING:
     from rollmesh.services.sandbox.node import SandboxNode
@@ -21,7 +22,34 @@ START_SECONDS = histogram("rollmesh_sandbox_session_start_seconds", "Time to ope
 QUEUED = gauge("rollmesh_sandbox_starts_queued", "Sessions that wait for their turn to be started.")
 START_WAIT_SECONDS = histogram("rollmesh_sandbox_start_wait_seconds", "Wait of a session for its turn to be started.")
 COMMANDS = counter("rollmesh_sandbox_commands_total", "Runs and calls by outcome.", "outcome")
-METRICS = (CREATED, LIVE, ENDED, START_SECONDS, QUEUED, START_WAIT_SECONDS, COMMANDS, *egress.METRICS)
+COMMAND_SECONDS = histogram("rollmesh_sandbox_command_seconds", "Wall time of runs and calls in the jail.", "outcome")
+KILLS = counter(
+    "rollmesh_sandbox_kills_total",
+    "Sessions ended for a limit that a command met, by the limit: time, memory, processes, output.",
+    "reason",
+)
+_LIMITS = (Outcome.TIME, Outcome.MEMORY, Outcome.PROCESSES, Outcome.OUTPUT)
+METRICS = (
+    CREATED,
+    LIVE,
+    ENDED,
+    START_SECONDS,
+    QUEUED,
+    START_WAIT_SECONDS,
+    COMMANDS,
+    COMMAND_SECONDS,
+    KILLS,
+    *egress.METRICS,
+)
+
+
+def note_result(result: RunResult) -> None:
+    """Count what a command did."""
+    outcome = result.outcome.name.lower()
+    count(COMMANDS, outcome)
+    observe(COMMAND_SECONDS, result.wall_s, outcome)
+    if result.outcome in _LIMITS and not result.session_alive:
+        count(KILLS, outcome)
 
 
 async def read(node: SandboxNode) -> list[Reading]:

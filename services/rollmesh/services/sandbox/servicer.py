@@ -20,7 +20,7 @@ from rollmesh.services.sandbox.branches import Branches
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.describe import describe
 from rollmesh.services.sandbox.engine import OnOutput, Outcome, RunResult
-from rollmesh.services.sandbox.metrics import COMMANDS, START_SECONDS
+from rollmesh.services.sandbox.metrics import START_SECONDS, note_result
 from rollmesh.services.sandbox.oracle.hidden_tests import HiddenTests
 from rollmesh.services.sandbox.output_relay import Answer, OutputRelay
 from rollmesh.services.sandbox.sessions import Holder, Sessions
@@ -28,7 +28,7 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, InvalidInput, MeshError
 from rollmesh.shared.ids import IdSource
 from rollmesh.shared.telemetry import log_context, tracing
-from rollmesh.shared.telemetry.metrics import count, observe
+from rollmesh.shared.telemetry.metrics import observe
 from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc, types_pb2
 
 _log = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             result = await self._sessions.run(session_id, _program(request.run), request.run.wall_s)
         finally:
             await self._sessions.close(session_id)
+        note_result(result)
         return sandbox_pb2.ExecResponse(result=_exec_result(result, session_alive=False))
 
     async def RunTests(
@@ -182,12 +183,12 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
                 listener = on_output if request.run.stream else None
                 result = await self._sessions.run(session_id, _program(request.run), request.run.wall_s, listener)
                 answer.result.CopyFrom(_exec_result(result, session_alive=result.session_alive))
-                count(COMMANDS, result.outcome.name.lower())
+                note_result(result)
             case "call":
                 call = request.call
                 result = await self._sessions.call(session_id, call.function, call.arguments, call.wall_s)
                 answer.result.CopyFrom(_exec_result(result, session_alive=result.session_alive))
-                count(COMMANDS, result.outcome.name.lower())
+                note_result(result)
             case "put_files":
                 await self._sessions.put_files(
                     session_id, {file.path: file.content for file in request.put_files.files}
