@@ -50,7 +50,9 @@ needs_a_way_down = pytest.mark.skipif(
 
 
 @needs_a_way_down
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize(
+    "suite", [pytest.param(name, marks=[] if "isolation" in name else pytest.mark.slow) for name in SUITES]
+)
 def test_isolation_holds_for_an_ordinary_user(suite: str) -> None:
     run_as_ordinary_user(HERE / suite, "-k", SUITES[suite], timeout_s=110)
 
