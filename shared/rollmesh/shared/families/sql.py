@@ -106,7 +106,7 @@ def sql_task(key: str) -> SqlTask:
     else:
         raise _not_a_key(key)
     rng = random.Random(f"sql/tables/{key}")
-    edge = next((int(digits) for digits in re.findall(r"(?:over|under) (\d+)", question)), rng.randint(10, 90))
+    edge = next((int(digits) for digits in re.findall(r"(?:over|under) (\d+)", question)), _make_edge(rng))
     around = (edge - 1, edge, edge + 1)
     prompt = f"{_shown(schema, _rows(schema, rng, ROWS_SHOWN, ()))}\n{question}"
     scripts = tuple(_script(schema, _rows(schema, rng, ROWS_HIDDEN, around)) for _ in range(NUM_DATABASES))
@@ -116,10 +116,14 @@ def sql_task(key: str) -> SqlTask:
 # Questions ------------------------------------------------------------------------------------------------------------
 
 
+def _make_edge(rng: random.Random) -> int:
+    return rng.randrange(10, 100, 10)
+
+
 def _make_condition(rng: random.Random, schema: _Schema) -> str:
     if rng.random() < 0.5:
         return f"where {schema.category} is {rng.choice(CATEGORIES[schema.category])}"
-    return f"where {schema.number} {rng.choice(('over', 'under'))} {rng.randint(10, 90)}"
+    return f"where {schema.number} {rng.choice(('over', 'under'))} {_make_edge(rng)}"
 
 
 def _make_where(rng: random.Random, schema: _Schema) -> str:
@@ -139,7 +143,7 @@ def _make_count(rng: random.Random, schema: _Schema) -> str:
 
 def _make_group(rng: random.Random, schema: _Schema) -> str:
     fold = rng.choice(("count", *(f"{fold} {schema.number}" for fold in _FOLDS)))
-    over = 1 if fold == "count" else rng.randint(10, 90)
+    over = 1 if fold == "count" else _make_edge(rng)
     return f"{fold} per {schema.category}{rng.choice(('', f' over {over}'))}"
 
 
