@@ -121,7 +121,7 @@ async def test_an_answer_after_a_failed_engine_equals_the_undisturbed_one(tmp_pa
         await it.add("a", version, engine="BreakingEngine", tokens_per_step=1)
         async with it.router() as router:
             answer = await generated(router)
-        assert answer.num_failovers == 1
+        assert answer.num_failovers >= 1, "more where the broken node is tried again before the other is connected"
         assert len(reference.token_ids) == 60
         assert_equal(answer, reference)
 
