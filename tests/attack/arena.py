@@ -19,18 +19,20 @@ from pathlib import Path
 
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed
+from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed, UnknownSession
 from rollmesh.shared.ids import SeededIds
 
 from .attack import Attack, Verdict, mismatch
+from .judging import Bench, bench
 from .neighbour import Neighbour
 from .processes import descendants
 from .world import World
 
 LIMITS: dict[str, int | float] = {
-    "call_s": 5.0,
+    "call_s": 20.0,
+    "cpu_s": 20.0,
     "memory_bytes": 96 << 20,
     "processes_max": 12,
     "disk_bytes": 4 << 20,
@@ -38,7 +40,7 @@ LIMITS: dict[str, int | float] = {
     "file_bytes": 2 << 20,
     "output_bytes": 4000,
     "flood_bytes": 100_000,
-    "cpu_total_s": 20,
+    "cpu_total_s": 60,
 }
 GRACE_S = 0.5
 _REPLY_BYTES_MAX = 6 * 4 * int(LIMITS["output_bytes"])
@@ -63,10 +65,11 @@ class Score:
 class Scene:
     """One attacker's session, for attacks that use more verbs than `run`."""
 
-    def __init__(self, engine: JailEngine, world: World, attack: Attack) -> None:
+    def __init__(self, engine: JailEngine, world: World, attack: Attack, judging: Bench | None) -> None:
         self._engine = engine
         self._world = world
         self._attack = attack
+        self._bench = judging
         self.result: RunResult | None = None
         self.lines: list[str] = []
         self.received: list[str] = []
@@ -88,12 +91,33 @@ class Scene:
         self.received.append(str(self.result))
         return self.result
 
+    async def elsewhere(self, source: str) -> str:
+        """The result of source in a session opened now."""
+        await self._engine.open("later", "python", self._engine.limits("python"))
+        try:
+            return (await self._engine.run("later", Program(code=source), 2.0)).result
+        finally:
+            await self._engine.end("later")
+
+    async def judged(self, kind: str, source: str) -> str:
+        """The verdict of hidden tests on a candidate; it runs in sessions of its own."""
+        assert self._bench is not None, "an arena without judge"
+        return await self._bench.verdict(kind, source)
+
+    def named(self, path: str) -> str:
+        """A path in which facts of the world are named in braces."""
+        for name, value in self._world.facts().items():
+            path = path.replace("{" + name + "}", str(value))
+        return path
+
     async def put(self, path: str, content: bytes = b"put") -> str:
         """Write a file by the file API; "put" or how it was refused."""
         try:
             await self._engine.put_files("attacker", {path: content})
         except InvalidInput as error:
             return f"refused: {error}"
+        except UnknownSession as error:
+            return f"ended: {error}"
         return "put"
 
     async def get(self, path: str, bytes_max: int = 1 << 20) -> str:
@@ -102,16 +126,21 @@ class Scene:
             files = await self._engine.get_files("attacker", [path], bytes_max)
         except InvalidInput as error:
             return f"refused: {error}"
-        content = files[path]
+        except UnknownSession as error:
+            return f"ended: {error}"
+        content = files.get(path)
+        if content is None:
+            return f"got other files: {list(files)}"
         self.received.append(content.decode(errors="replace"))
-        return f"got {content[:60]!r}"
+        return f"got {content[:60]!r}" if len(content) <= bytes_max else f"got {len(content)} bytes"
 
 
 class Arena:
     """Use `arena()`."""
 
-    def __init__(self, engine: JailEngine, world: World) -> None:
+    def __init__(self, engine: JailEngine, world: World, judging: Bench | None) -> None:
         self.engine = engine
+        self._bench = judging
         self.world = world
         self.neighbour = Neighbour(engine)
         self._crashes: list[str] = []
@@ -122,7 +151,7 @@ class Arena:
         """One attack."""
         await self.engine.open("attacker", "python", self.engine.limits("python"))
         before = await self._look()
-        scene = Scene(self.engine, self.world, attack)
+        scene = Scene(self.engine, self.world, attack, self._bench)
         lost: list[str] = []
         try:
             async with self.neighbour.timed(attack.name), asyncio.timeout(60):
@@ -130,6 +159,8 @@ class Arena:
             alive = await self._alive()
         except SandboxFailed as error:
             alive, lost = False, [f"the jail was lost: {error}"]
+        except Exception as error:  # noqa: BLE001 - whatever the service raised to its user is the finding
+            alive, lost = False, [f"the service raised {error!r}"]
         finally:
             await self.engine.end("attacker")
         faults = [*lost, *_faults(attack, scene, alive=alive), *self._leaks(scene), *await self._harm(before)]
@@ -217,17 +248,13 @@ def _faults(attack: Attack, scene: Scene, *, alive: bool) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def arena(state_dir: Path, world: World) -> AsyncIterator[Arena]:
-    """An engine of our own with its neighbour, ended afterwards."""
+async def arena(state_dir: Path, world: World, *, judging: bool = False) -> AsyncIterator[Arena]:
+    """An engine of our own with its neighbour, and a judge if asked; ended afterwards."""
     config = SandboxConfig(profiles={"python": ProfileConfig(limits=LIMITS)}, grace_s=GRACE_S, sessions_max=8)
-    engine = JailEngine(config, state_dir=state_dir, ids=SeededIds(os.getpid()))
-    await engine.start()
-    try:
-        made = Arena(engine, world)
+    engine = JailEngine(config, state_dir=state_dir / "engine", ids=SeededIds(os.getpid()))
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(engine.close)
+        await engine.start()
+        made = Arena(engine, world, await stack.enter_async_context(bench(state_dir / "judge")) if judging else None)
         await made.neighbour.open()
         yield made
-    finally:
-        await engine.close()
-
-
-__all__ = ["LIMITS", "Arena", "Outcome", "Scene", "Score", "arena", "with_facts"]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rollmesh.services.sandbox.engine import Outcome
 
@@ -30,6 +30,8 @@ class Verdict(Enum):
     MEMORY = "memory"
     PROCESSES = "processes"
     OUTPUT = "output"
+    REJECTED = "rejected"
+    """As a candidate it was judged, and not accepted."""
     ENDED = "ended"
     """It lost its own session."""
 
@@ -42,6 +44,7 @@ _OUTCOMES = {
     Verdict.PROCESSES: {Outcome.PROCESSES},
     Verdict.OUTPUT: {Outcome.OUTPUT},
     Verdict.ENDED: {Outcome.EXITED},
+    Verdict.REJECTED: set(),
 }
 
 _WORDS = {
@@ -72,11 +75,13 @@ class Attack:
     """Time given to it."""
     alive: bool | None = None
     """Whether the session must be usable, or ended, afterwards; None where either will do."""
+    needs: Literal["", "memory cgroup"] = ""
+    """A mechanism without which it is known not to be held; the table then says so."""
     quick: bool = False
     """Whether it is one of those that the fast tests run."""
 
     def __post_init__(self) -> None:
-        if not self.held and self.verdict in (Verdict.REFUSED, Verdict.HARMLESS):
+        if not self.held and self.verdict in (Verdict.REFUSED, Verdict.HARMLESS, Verdict.REJECTED):
             raise ValueError(f"{self.name}: an attack that ends by itself must say what came of it")
 
     @property

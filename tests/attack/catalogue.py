@@ -5,12 +5,24 @@ from __future__ import annotations
 import platform
 
 from .attack import Attack, Family
-from .families import filesystem, network, sessions
+from .families import bombs, file_api, filesystem, interpreter, kernel, network, replies, sessions, timing, verdicts
 
 FAMILIES: tuple[Family, ...] = (
     filesystem.FAMILY,
     sessions.FAMILY,
     network.FAMILY,
+    kernel.PROC_FAMILY,
+    kernel.PRIVILEGE_FAMILY,
+    kernel.DOOR_FAMILY,
+    bombs.PROCESS_FAMILY,
+    bombs.MEMORY_FAMILY,
+    bombs.DISK_FAMILY,
+    file_api.FAMILY,
+    interpreter.FAMILY,
+    timing.FAMILY,
+    replies.OUTPUT_FAMILY,
+    replies.FRAME_FAMILY,
+    verdicts.FAMILY,
 )
 
 

@@ -21,9 +21,11 @@ from .arena import with_facts
 from .attack import Attack, mismatch
 from .world import World
 
-TIME_S = 4.0
+TIME_S = 12.0
 """After which a control is killed."""
 STILL_RUNNING = "and runs on"
+_SPIN_S = 1.5
+"""For one that is known to run on."""
 _LIMITS = Limits(memory_bytes=448 << 20, disk_bytes=64 << 20, processes_max=64)
 
 
@@ -35,9 +37,8 @@ def possible() -> bool:
 class Controls:
     """Runs controls one after another. Close it."""
 
-    def __init__(self, world: World, time_s: float = TIME_S) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
-        self._time_s = time_s
         hierarchy = cgroups.detect_here()
         self._group = hierarchy.make(f"control-{os.getpid()}") if hierarchy is not None else None
         if self._group is not None:
@@ -54,12 +55,13 @@ class Controls:
         with tempfile.TemporaryDirectory(prefix="rollmesh-control-") as folder:
             script = Path(folder) / "attack.py"
             script.write_text(with_facts(attack.source, self._world.facts()))
-            return mismatch(self._said(script, folder), attack.free)
+            time_s = _SPIN_S if attack.free[-1] == STILL_RUNNING else TIME_S
+            return mismatch(self._said(script, folder, time_s), attack.free)
 
-    def _said(self, script: Path, folder: str) -> str:
+    def _said(self, script: Path, folder: str, time_s: float) -> str:
         fds = self._group.procs_fds() if self._group is not None else []
         try:
-            return _run(script, folder, fds, self._time_s)
+            return _run(script, folder, fds, time_s)
         finally:
             for fd in fds:
                 os.close(fd)

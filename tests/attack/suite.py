@@ -13,8 +13,10 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.sandbox_runtime import cgroups
+
 from .arena import Arena, arena
-from .attack import Attack
+from .attack import Attack, Verdict
 from .catalogue import FAMILIES, playable
 from .controls import Controls, possible
 from .neighbour import Latencies, percentile
@@ -24,7 +26,7 @@ from .world import ROOT, World, world
 UID = 12345
 """An ordinary user that no account needs to exist for."""
 _PORTIONS = ("protos", "shared", "services", "trainer", "sandbox_runtime")
-_QUIET_CALLS = 12
+_QUIET_CALLS = 6
 """Timed before each attack."""
 _USER_RUN_S = 900.0
 
@@ -42,7 +44,8 @@ def chosen(words: Sequence[str]) -> list[Attack]:
 async def play(attacks: Sequence[Attack], *, controls: bool, told: Callable[[str], None]) -> Report:
     """All of them in one engine, and their controls after it."""
     with tempfile.TemporaryDirectory(prefix="rollmesh-arena-") as folder, world() as around:
-        async with arena(Path(folder), around) as ground:
+        judging = any(attack.verdict is Verdict.REJECTED for attack in attacks)
+        async with arena(Path(folder), around, judging=judging) as ground:
             rows = [await _play_one(ground, attack, told) for attack in attacks]
         shown = _play_controls(around, attacks, told) if controls and possible() else {}
     return Report(
@@ -54,11 +57,18 @@ async def play(attacks: Sequence[Attack], *, controls: bool, told: Callable[[str
 
 
 async def _play_one(ground: Arena, attack: Attack, told: Callable[[str], None]) -> Row:
+    if attack.needs and not _has_memory_cgroup():
+        return Row(name=attack.name, verdict="", faults=[], missing=attack.needs)
     await ground.neighbour.quiet(_QUIET_CALLS)
     score = await ground.play(attack)
     for fault in score.faults:
         told(f"NOT CONTAINED {score.name}: {fault}")
     return Row(name=score.name, verdict=score.verdict, faults=list(score.faults))
+
+
+def _has_memory_cgroup() -> bool:
+    hierarchy = cgroups.detect_here()
+    return hierarchy is not None and "memory" in hierarchy.parents
 
 
 def _play_controls(around: World, attacks: Sequence[Attack], told: Callable[[str], None]) -> dict[str, str]:

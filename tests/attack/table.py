@@ -20,6 +20,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     verdict: str
     faults: list[str]
+    missing: str = ""
+    """The mechanism that this host lacks for it: then it was not played."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +49,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_contained(self) -> int:
-        return sum(not row.faults for row in self.rows)
+        return sum(not row.faults and not row.missing for row in self.rows)
 
 
 def to_markdown(reports: Sequence[Report]) -> str:
@@ -61,6 +63,11 @@ def _summary(reports: Sequence[Report]) -> str:
     if shown:
         lines.append(f"{shown.count('')} of {len(shown)} controls did in a plain process what the jail refused.")
     return " ".join(lines)
+
+
+def _without(report: Report) -> str:
+    missing = sorted({row.missing for row in report.rows if row.missing})
+    return f", the rest not held without a writable {' and '.join(missing)}" if missing else ""
 
 
 def _pace(reports: Sequence[Report]) -> str:
@@ -98,6 +105,8 @@ def _attacks(reports: Sequence[Report]) -> str:
 def _cell(row: Row | None) -> str:
     if row is None:
         return "not played"
+    if row.missing:
+        return f"not held: no {row.missing}"
     return f"{row.verdict}" if not row.faults else f"**NOT CONTAINED**: {'; '.join(row.faults)}"
 
 

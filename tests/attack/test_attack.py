@@ -134,7 +134,7 @@ def test_lines_are_compared_whole_and_counted() -> None:
 @pytest.mark.skipif(not possible(), reason="controls need root")
 def test_a_control_is_bounded_in_time() -> None:
     with world() as around:
-        controls = Controls(around, time_s=0.5)
+        controls = Controls(around)
         try:
             spinning = Attack(name="x", verdict=Verdict.TIME, source="while True: time.sleep(1)", free=[STILL_RUNNING])
             assert controls.play(spinning) == ""

@@ -63,8 +63,10 @@ class World:
         self._segment = ctypes.CDLL(None).shmget(0, 4096, _IPC_CREAT | 0o666)
         self._sockets = self._listen()
         self._victim = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", "import time; time.sleep(3600)", self.secret], start_new_session=True
-        )
+            [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()", self.secret],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        """Ends with us, however we end."""
 
     def _listen(self) -> dict[str, socket.socket]:
         made = {
@@ -119,7 +121,7 @@ class World:
 
     def close(self) -> None:
         self._victim.send_signal(signal.SIGKILL)
-        self._victim.wait()
+        self._victim.communicate()
         for bound in self._sockets.values():
             bound.close()
         ctypes.CDLL(None).shmctl(self._segment, _IPC_RMID, None)

@@ -11,6 +11,9 @@ import resource
 
 from rollmesh.sandbox_runtime.limits import Limits
 
+_SIGPENDING_MAX = 256
+"""Queued signals and timers: kernel memory that no other limit counts where no memory cgroup is writable."""
+
 
 def apply(limits: Limits) -> None:
     """Set them all; raises OSError or ValueError if one is refused."""
@@ -23,5 +26,8 @@ def apply(limits: Limits) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, _SIGPENDING_MAX),
+        (resource.RLIMIT_NICE, 0),
+        (resource.RLIMIT_RTPRIO, 0),
     ):
         resource.setrlimit(kind, (value, value))

@@ -23,6 +23,8 @@ from rollmesh.services.sandbox.engine import OnOutput, SavePiece
 from rollmesh.services.sandbox.engines.wire import Wire
 
 _OVERHEAD_BYTES = 1 << 16
+_NOTICES_MAX = 4096
+"""Characters that a jail adds of its own to what a program printed."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +93,7 @@ class JailSession:
         self._closed = False
         self._output_bytes = limits.output_bytes
         # JSON escapes a character in at most 12 bytes; there are six texts of at most output_bytes characters each.
+        self._text_max = 2 * limits.output_bytes + _NOTICES_MAX
         self._frame_bytes_max = 6 * 12 * limits.output_bytes + 2 * files_bytes_max + _OVERHEAD_BYTES
 
     async def receive(self, timeout_s: float) -> Reply:
@@ -111,7 +114,9 @@ class JailSession:
                 data = bytearray()
                 if on_output is not None:
                     data = await self._pass_on(on_output)
-                return await self._read(data)
+                reply = await self._read(data)
+                self._require_asked(message, reply)
+                return reply
 
     async def save(self, bytes_max: int, save: SavePiece, timeout_s: float) -> Reply:
         """Request a snapshot, hand its records to `save`, return the reply. Raises as `request`, and what `save` raises."""
@@ -208,6 +213,18 @@ class JailSession:
         if reply.descriptor:
             raise ProtocolBroken("unasked output")
         return reply
+
+    def _require_asked(self, message: dict[str, Any], reply: Reply) -> None:
+        """Code in the jail can write replies itself: names and sizes that nobody asked for end here. Raises ProtocolBroken."""
+        asked = message.get("paths") or message.get("return_paths") or ()
+        if not set(reply.files).issubset(asked):
+            raise ProtocolBroken("files that nobody asked for")
+        room = message.get("bytes_max") or message.get("files_bytes_max") or 0
+        if sum(len(text) * 3 // 4 - 2 for text in reply.files.values()) > room:
+            raise ProtocolBroken(f"files of more than {room} bytes")
+        texts = (reply.stdout, reply.stderr, reply.result, reply.error_type, reply.error_message, reply.traceback)
+        if max(map(len, texts)) > self._text_max:
+            raise ProtocolBroken(f"a text of more than {self._text_max} characters")
 
     async def _piece(self, num_bytes: int, data: bytearray) -> bytearray:
         """Read on until `data` has that many bytes. Nothing follows a reply, so more than asked for is never lost silently."""
