@@ -39,6 +39,7 @@ def test_flood_limit_is_not_below_what_is_kept() -> None:
         ({"profiles": {"p": {"limits": {"memroy_bytes": 1}}}}, "unknown limit 'memroy_bytes'"),
         ({"profiles": {"p": {"limits": {"call_s": -1}}}}, "limits.call_s must be positive, is -1"),
         ({"profiles": {"p": {"library_paths": ["lib"]}}}, "library_paths must be absolute, got 'lib'"),
+        ({"profiles": {"p": {"library_lock": "lock"}}}, "library_lock must be absolute, got 'lock'"),
     ],
 )
 def test_config_names_what_is_wrong(values: dict[str, Any], told: str) -> None:

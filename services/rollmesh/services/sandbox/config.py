@@ -40,9 +40,11 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in self.limits:
             if name not in known:
                 raise ValueError(f"limits: unknown limit {name!r}; known: {', '.join(sorted(known))}")
-        for path in (*self.library_paths, *filter(None, [self.library_lock])):
+        for path in self.library_paths:
             if not path.startswith("/"):
-                raise ValueError(f"library_paths and library_lock must be absolute, got {path!r}")
+                raise ValueError(f"library_paths must be absolute, got {path!r}")
+        if self.library_lock and not self.library_lock.startswith("/"):
+            raise ValueError(f"library_lock must be absolute, got {self.library_lock!r}")
         self.resolved_limits()
 
     def resolved_limits(self) -> Limits:
