@@ -29,8 +29,8 @@ from .test_mesh import Operator
 
 ACCESS = Access(token="t")
 LOOP = "f(a): keep over 12, times 3, sum"
-JOIN = "user(name,city,age) pay(name,cost): cost where city is oslo"
-ORDER = "user(name,city,age): name by age desc, first 2"
+JOIN = "dak(name,rup,mef) gos(name,pib): pib where rup is lok"
+ORDER = "dak(name,rup,mef): name by mef desc, first 2"
 
 
 @asynccontextmanager
@@ -84,17 +84,17 @@ async def test_queries_are_judged_by_what_they_answer(tmp_path: Path) -> None:
     cases = {
         JOIN: {
             sql_task(JOIN).query: 1.0,
-            "select cost from pay,user where pay.name=user.name and city='oslo' order by cost": 1.0,
-            "select cost from pay": 0.0,
-            "select city,cost from user join pay using(name) where city='oslo'": 0.0,
-            "drop table user": 0.0,
-            "select cost from": 0.0,
+            "select pib from gos,dak where gos.name=dak.name and rup='lok' order by pib": 1.0,
+            "select pib from gos": 0.0,
+            "select rup,pib from dak join gos using(name) where rup='lok'": 0.0,
+            "drop table dak": 0.0,
+            "select pib from": 0.0,
             "with recursive n(i) as (select 1 union all select i+1 from n) select sum(i) from n": 0.0,
         },
         ORDER: {
             sql_task(ORDER).query: 1.0,
-            "select name from (select * from user order by age desc limit 2) order by age desc": 1.0,
-            "select name from (select * from user order by age desc limit 2) order by age": 0.0,
+            "select name from (select * from dak order by mef desc limit 2) order by mef desc": 1.0,
+            "select name from (select * from dak order by mef desc limit 2) order by mef": 0.0,
         },
     }
     async with judging(tmp_path, "query.sql") as node:

@@ -44,18 +44,18 @@ def test_exemplary_query_answers_on_every_hidden_database(seed: int, level: int)
 @pytest.mark.parametrize(
     ("key", "query"),
     [
-        ("user(name,city,age): name where age over 30", "select name from user where age>30"),
-        ("user(name,city,age): age where city is oslo", "select age from user where city='oslo'"),
-        ("pet(name,kind,size): name by size desc, first 2", "select name from pet order by size desc limit 2"),
-        ("pet(name,kind,size): count where size under 9", "select count(*) from pet where size<9"),
-        ("film(name,city,price): max price per city", "select city,max(price) from film group by city"),
+        ("dak(name,rup,mef): name where mef over 30", "select name from dak where mef>30"),
+        ("dak(name,rup,mef): mef where rup is lok", "select mef from dak where rup='lok'"),
+        ("dak(name,rup,mef): name by mef desc, first 2", "select name from dak order by mef desc limit 2"),
+        ("dak(name,rup,mef): count where mef under 9", "select count(*) from dak where mef<9"),
+        ("dak(name,rup,mef): max mef per rup", "select rup,max(mef) from dak group by rup"),
         (
-            "film(name,city,price): sum price per city over 60",
-            "select city,sum(price) from film group by city having sum(price)>60",
+            "dak(name,rup,mef): sum mef per rup over 60",
+            "select rup,sum(mef) from dak group by rup having sum(mef)>60",
         ),
         (
-            "user(name,city,age) pay(name,cost): cost where city is oslo",
-            "select cost from user join pay using(name) where city='oslo'",
+            "dak(name,rup,mef) gos(name,pib): pib where rup is lok",
+            "select pib from dak join gos using(name) where rup='lok'",
         ),
     ],
 )
@@ -66,14 +66,14 @@ def test_exemplary_query_of_a_known_key_is_the_hand_made_one(key: str, query: st
 @pytest.mark.parametrize(
     ("key", "near_miss"),
     [
-        ("user(name,city,age): name where age over 30", "select name from user where age>=30"),
-        ("user(name,city,age): name where age over 30", "select name from user"),
-        ("pet(name,kind,size): name by size desc, first 2", "select name from pet order by size limit 2"),
-        ("pet(name,kind,size): name by size, first 3", "select name from pet limit 3"),
-        ("film(name,city,price): max price per city", "select city,min(price) from film group by city"),
-        ("film(name,city,price): max price per city", "select max(price),city from film group by city"),
-        ("user(name,city,age) pay(name,cost): cost where city is oslo", "select cost from user,pay where city='oslo'"),
-        ("user(name,city,age) pay(name,cost): sum cost per city", "select city,sum(cost) from user join pay group by city"),
+        ("dak(name,rup,mef): name where mef over 30", "select name from dak where mef>=30"),
+        ("dak(name,rup,mef): name where mef over 30", "select name from dak"),
+        ("dak(name,rup,mef): name by mef desc, first 2", "select name from dak order by mef limit 2"),
+        ("dak(name,rup,mef): name by mef, first 3", "select name from dak limit 3"),
+        ("dak(name,rup,mef): max mef per rup", "select rup,min(mef) from dak group by rup"),
+        ("dak(name,rup,mef): max mef per rup", "select max(mef),rup from dak group by rup"),
+        ("dak(name,rup,mef) gos(name,pib): pib where rup is lok", "select pib from dak,gos where rup='lok'"),
+        ("dak(name,rup,mef) gos(name,pib): sum pib per rup", "select rup,sum(pib) from dak join gos group by rup"),
     ],
 )  # fmt: skip
 def test_hidden_databases_reject_a_near_miss(key: str, near_miss: str) -> None:
@@ -82,10 +82,10 @@ def test_hidden_databases_reject_a_near_miss(key: str, near_miss: str) -> None:
 
 
 def test_answer_read_off_the_rows_shown_is_wrong() -> None:
-    task = sql_task("user(name,city,age): name where age over 30")
+    task = sql_task("dak(name,rup,mef): name where mef over 30")
     shown = [line.split(",") for line in task.prompt.split("\n")[1:-1]]
-    names = [name for name, _, age in shown if int(age) > 30]
-    literal = " union all ".join(f"select '{name}'" for name in names) or "select name from user where 0"
+    names = [name for name, _, mef in shown if int(mef) > 30]
+    literal = " union all ".join(f"select '{name}'" for name in names) or "select name from dak where 0"
     assert answers(task, literal) != answers(task, task.query)
 
 
@@ -93,12 +93,12 @@ def test_answer_read_off_the_rows_shown_is_wrong() -> None:
     "text",
     [
         "",
-        "user(name,city,age)",
-        "user(name,city,age): ",
-        "user(name,city,age): name where age over 30; drop table user",
-        "user(name,city,age): password where age over 30",
-        "master(name,city,age): name where age over 30",
-        "user(name,city,age): name where city is atlantis",
+        "dak(name,rup,mef)",
+        "dak(name,rup,mef): ",
+        "dak(name,rup,mef): name where mef over 30; drop table dak",
+        "dak(name,rup,mef): password where mef over 30",
+        "user(name,city,mef): name where mef over 30",
+        "dak(name,rup,mef): name where rup is atlantis",
     ],
 )
 def test_text_that_is_no_key_is_refused(text: str) -> None:

@@ -15,7 +15,7 @@ from rollmesh.shared.errors import UnknownOracle
 
 KEYS: dict[str, tuple[Callable[[str], AnswerKey], str]] = {
     "code": (CodeOracle().resolve, "f(a): times 3, keep over 12, count"),
-    "sql": (SqlOracle().resolve, "user(name,city,age): name by age desc, first 2"),
+    "sql": (SqlOracle().resolve, "dak(name,rup,mef): name by mef desc, first 2"),
 }
 
 
@@ -50,7 +50,7 @@ def test_sql_expects_what_the_exemplary_query_answers_by_the_judges_own_way() ->
 
 
 @pytest.mark.parametrize("oracle", [CodeOracle(), SqlOracle()])
-@pytest.mark.parametrize("rest", ["", "12+3", "f(x): plus 1, import os", "user(name,city,age): drop table user"])
+@pytest.mark.parametrize("rest", ["", "12+3", "f(x): plus 1, import os", "dak(name,rup,mef): drop table dak"])
 def test_anything_else_is_refused(oracle: CodeOracle | SqlOracle, rest: str) -> None:
     with pytest.raises(UnknownOracle):
         oracle.resolve(rest)

@@ -1,13 +1,13 @@
 """The SQL family: answer a question about small tables with one query. Everything follows from the key, e.g.
 
-    user(name,city,age): name where age over 30
+    dak(name,rup,mef): name where mef over 30
 
-Levels, each a kind of question:
-    1 where   name where age over 30                  2 order   name by age desc, first 2
-    3 count   sum age where city is oslo              4 group   sum age per city over 60
-    5 join    cost where city is oslo                 two tables that share `name`
+Levels, each a kind of question, where `rup` is a column of words and `mef` one of numbers:
+    1 where   name where mef over 30                  2 order   name by mef desc, first 2
+    3 count   sum mef where rup is lok                4 group   sum mef per rup over 60
+    5 join    pib where rup is lok                    two tables that share `name`
 
-The model is shown the tables with a few rows, then the question. Hidden are the exemplary query and three other databases of that
+Tables, columns and values are made-up words, others in each task: what a query is about has to be read, not remembered. The model is shown the tables with a few rows, then the question. Hidden are the exemplary query and three other databases of that
 schema, with rows at and around the question's number: a query that is only right on the rows shown is wrong. A query is judged by
 its result alone (Zhong et al. 2020, distilled test suites).
 
@@ -26,23 +26,20 @@ ROWS_SHOWN = 2
 ROWS_HIDDEN = 12
 LEVEL_MAX = 5
 
-TABLES = ("user", "pet", "film", "shop", "team", "book", "car", "boat")
-JOINED = ("pay", "visit", "loan", "call")
-NAMES = ("amy", "bob", "cid", "dan", "eve", "fay", "gus", "hal", "ida", "joe", "kim", "lea", "max", "ned", "oda", "pam")
-CATEGORIES = {
-    "city": ("oslo", "rome", "lima", "bonn", "kyiv"),
-    "color": ("red", "blue", "pink", "gray", "teal"),
-    "kind": ("old", "new", "big", "tiny", "slow"),
-}
-NUMBERS = ("age", "price", "size", "score")
-JOINED_NUMBERS = ("cost", "days", "hours")
+NAMES = ("amy", "bob", "cid", "dan", "eve", "fay", "gus", "hal", "ida", "joe", "kim", "lea", "ann", "ned", "oda", "pam")
+NUM_VALUES = 4
+"""Different words in a column of words."""
+_CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
+_RESERVED = frozenset(("for", "not", "set", "sum", "min", "per", *NAMES))
+"""Words of SQL, of questions, and names."""
+_WORD = f"[{_CONSONANTS}][{_VOWELS}][{_CONSONANTS}]"
 _FOLDS = ("sum", "max", "min")
 
 _KEY = re.compile(
-    r"(?P<table>[a-z]+)\(name,(?P<category>[a-z]+),(?P<number>[a-z]+)\)"
-    r"(?: (?P<joined>[a-z]+)\(name,(?P<cost>[a-z]+)\))?: (?P<question>.+)"
+    rf"(?P<table>{_WORD})\(name,(?P<category>{_WORD}),(?P<number>{_WORD})\)"
+    rf"(?: (?P<joined>{_WORD})\(name,(?P<cost>{_WORD})\))?: (?P<question>.+)"
 )
-_CONDITION = r"where (?P<left>[a-z]+) (?P<relation>over|under|is) (?P<right>[a-z]+|\d{1,2})"
+_CONDITION = rf"where (?P<left>[a-z]+) (?:(?P<relation>over|under) (?P<right>\d{{1,2}})|is (?P<value>{_WORD}))"
 _QUESTIONS = tuple(
     re.compile(pattern)
     for pattern in (
@@ -88,10 +85,9 @@ class _Schema:
 
 def make_key(rng: random.Random, level: int) -> str:
     """The key of a task of that level, 1 ... LEVEL_MAX."""
-    schema = _Schema(rng.choice(TABLES), rng.choice(list(CATEGORIES)), rng.choice(NUMBERS))
-    if level == LEVEL_MAX:
-        joined = _Schema(schema.table, schema.category, schema.number, rng.choice(JOINED), rng.choice(JOINED_NUMBERS))
-        return f"{joined}: {_make_joined_question(rng, joined)}"
+    schema = _Schema(*_words(rng, 5 if level == LEVEL_MAX else 3))
+    if schema.joined:
+        return f"{schema}: {_make_joined_question(rng, schema)}"
     makers = (_make_where, _make_order, _make_count, _make_group)
     return f"{schema}: {makers[level - 1](rng, schema)}"
 
@@ -99,18 +95,29 @@ def make_key(rng: random.Random, level: int) -> str:
 def sql_task(key: str) -> SqlTask:
     """The task behind a key; equal keys give equal tasks. ValueError for a text that is none."""
     schema, question = _parse(key)
-    for level, pattern in enumerate(_QUESTIONS, start=1):
-        if found := pattern.fullmatch(question):
-            query, ordered = _write(schema, level, found.groupdict()), level == 2
-            break
-    else:
+    matches = [(n, found) for n, pattern in enumerate(_QUESTIONS, start=1) if (found := pattern.fullmatch(question))]
+    if not matches:
         raise _not_a_key(key)
+    level, parts = matches[0][0], matches[0][1].groupdict()
+    query = _write(schema, level, parts)
     rng = random.Random(f"sql/tables/{key}")
-    edge = next((int(digits) for digits in re.findall(r"(?:over|under) (\d+)", question)), _make_edge(rng))
-    around = (edge - 1, edge, edge + 1)
-    prompt = f"{_shown(schema, _rows(schema, rng, ROWS_SHOWN, ()))}\n{question}"
-    scripts = tuple(_script(schema, _rows(schema, rng, ROWS_HIDDEN, around)) for _ in range(NUM_DATABASES))
-    return SqlTask(key, LEVEL_MAX if schema.joined else level, prompt, query, ordered, scripts)
+    edge = int(parts.get("right") or parts.get("over") or _make_edge(rng))
+    values = ([parts["value"]] if parts.get("value") else []) + _words(rng, NUM_VALUES)
+    tables = _Tables(schema, values[:NUM_VALUES], rng)
+    prompt = f"{_shown(schema, tables.rows(ROWS_SHOWN, ()))}\n{question}"
+    hidden = [tables.rows(ROWS_HIDDEN, (edge - 1, edge, edge + 1)) for _ in range(NUM_DATABASES)]
+    scripts = tuple(_script(schema, rows) for rows in hidden)
+    return SqlTask(key, LEVEL_MAX if schema.joined else level, prompt, query, level == 2, scripts)
+
+
+def _words(rng: random.Random, num: int) -> list[str]:
+    """Different words that mean nothing."""
+    found: list[str] = []
+    while len(found) < num:
+        word = rng.choice(_CONSONANTS) + rng.choice(_VOWELS) + rng.choice(_CONSONANTS)
+        if word not in found and word not in _RESERVED:
+            found.append(word)
+    return found
 
 
 # Questions ------------------------------------------------------------------------------------------------------------
@@ -122,7 +129,7 @@ def _make_edge(rng: random.Random) -> int:
 
 def _make_condition(rng: random.Random, schema: _Schema) -> str:
     if rng.random() < 0.5:
-        return f"where {schema.category} is {rng.choice(CATEGORIES[schema.category])}"
+        return f"where {schema.category} is {_words(rng, 1)[0]}"
     return f"where {schema.number} {rng.choice(('over', 'under'))} {_make_edge(rng)}"
 
 
@@ -160,15 +167,17 @@ def _parse(key: str) -> tuple[_Schema, str]:
     parts = {name: value or "" for name, value in found.groupdict().items()}
     question = parts.pop("question")
     schema = _Schema(**parts)
-    known = schema.table in TABLES and schema.category in CATEGORIES and schema.number in NUMBERS
-    joins = (schema.joined in JOINED and schema.cost in JOINED_NUMBERS) if schema.joined else True
-    words = {"name", schema.category, schema.number, schema.cost, *CATEGORIES.get(schema.category, ()), *_WORDS}
-    if not (known and joins and words.issuperset(re.findall(r"[a-z]+", question))):
+    own = [word for word in parts.values() if word]
+    value = re.findall(rf" is ({_WORD})", question)
+    known = {"name", schema.category, schema.number, schema.cost, *value, *_QUESTION_WORDS}
+    if len(set(own)) < len(own) or _RESERVED.intersection([*own, *value]):
+        raise _not_a_key(key)
+    if not known.issuperset(re.findall(r"[a-z]+", question)):
         raise _not_a_key(key)
     return schema, question
 
 
-_WORDS = ("where", "over", "under", "is", "by", "desc", "first", "count", "per", *_FOLDS)
+_QUESTION_WORDS = ("where", "over", "under", "is", "by", "desc", "first", "count", "per", *_FOLDS)
 
 
 def _not_a_key(key: str) -> ValueError:
@@ -183,9 +192,9 @@ def _write(schema: _Schema, level: int, found: dict[str, str | None]) -> str:
     if level == 2:
         limit = f" limit {found['first']}" if found["first"] else ""
         return f"select {found['column']} from {schema.source} order by {found['by']}{found['desc'] or ''}{limit}"
-    operator = {"over": ">", "under": "<", "is": "="}[found["relation"] or ""]
-    value = f"'{found['right']}'" if found["relation"] == "is" else found["right"]
-    return f"select {fold or found['column']} from {schema.source} where {found['left']}{operator}{value}"
+    relation = {"over": ">", "under": "<"}.get(found["relation"] or "", "=")
+    value = f"'{found['value']}'" if found["value"] else found["right"]
+    return f"select {fold or found['column']} from {schema.source} where {found['left']}{relation}{value}"
 
 
 def _write_fold(text: str | None) -> str:
@@ -202,16 +211,24 @@ class _Rows:
     second: list[tuple[str, int]]
 
 
-def _rows(schema: _Schema, rng: random.Random, num_rows: int, numbers: Sequence[int]) -> _Rows:
-    """`numbers` are among those of the rows. Names and numbers are distinct, so that an order is never a matter of taste; some names
-    have no row to join."""
-    numbers = list(numbers)
-    numbers += rng.sample([n for n in range(1, 100) if n not in numbers], num_rows - len(numbers))
-    rng.shuffle(numbers)
-    names = rng.sample(NAMES, num_rows)
-    first = [(name, rng.choice(CATEGORIES[schema.category]), n) for name, n in zip(names, numbers, strict=True)]
-    second = [(name, rng.randint(1, 99)) for name in rng.choices(names, k=num_rows if num_rows > ROWS_SHOWN else 1)]
-    return _Rows(first, second)
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Where the rows of a task come from."""
+
+    schema: _Schema
+    values: Sequence[str]
+    rng: random.Random
+
+    def rows(self, num_rows: int, numbers: Sequence[int]) -> _Rows:
+        """`numbers` are among those of the rows. Names and numbers are distinct, so that an order is never a matter of taste; some
+        names have no row to join."""
+        rng = self.rng
+        rest = [n for n in range(1, 100) if n not in numbers]
+        mixed = rng.sample([*numbers, *rng.sample(rest, num_rows - len(numbers))], num_rows)
+        names = rng.sample(NAMES, num_rows)
+        first = [(name, rng.choice(self.values), n) for name, n in zip(names, mixed, strict=True)]
+        num_joined = num_rows if num_rows > ROWS_SHOWN else 1
+        return _Rows(first, [(name, rng.randint(1, 99)) for name in rng.choices(names, k=num_joined)])
 
 
 def _shown(schema: _Schema, rows: _Rows) -> str:
@@ -222,7 +239,7 @@ def _shown(schema: _Schema, rows: _Rows) -> str:
 
 
 def _script(schema: _Schema, rows: _Rows) -> str:
-    # repr of a str of letters is an SQL literal; every word here is from the lists above.
+    # repr of a str of letters is an SQL literal; every word here has passed the patterns above.
     lines = [f"create table {schema.table}(name text, {schema.category} text, {schema.number} integer);"]
     lines += [f"insert into {schema.table} values {row!r};" for row in rows.first]
     if schema.joined:
