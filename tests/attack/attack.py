@@ -71,8 +71,8 @@ class Attack:
     """The same for a plain process of root on this host. Empty: too dangerous there, or there is nothing to compare."""
     drive: Callable[[Scene], Awaitable[None]] | None = None
     """Instead of running `source` once: uses the session's other verbs, and says what came of it by `scene.say`."""
-    wall_s: float = 2.0
-    """Time given to it."""
+    wall_s: float = 10.0
+    """Time given to it. Ample where time is not what is attacked, so that a busy host is not mistaken for a breach."""
     alive: bool | None = None
     """Whether the session must be usable, or ended, afterwards; None where either will do."""
     needs: Literal["", "memory cgroup"] = ""

@@ -20,6 +20,8 @@ from rollmesh.shared.errors import MeshError, SandboxFailed
 
 _PAUSE_S = 0.004
 """Between two timed calls: a model calls again when it has read the answer."""
+_CALL_S = 20.0
+"""Long, so that a busy host alone loses no neighbour."""
 _STATE = """
 import os, signal, time
 open("secret", "w").write({secret!r})
@@ -62,11 +64,13 @@ class Neighbour:
         self._engine = engine
         self.secret = f"neighbour-{secrets.token_hex(16)}"
         self.latencies = Latencies()
+        self.num_lost_quiet = 0
+        """Neighbours lost while no attack ran: the host's doing."""
 
     async def open(self) -> None:
         await self._engine.open("neighbour", "python", self._engine.limits("python"))
         code = _STATE.format(secret=self.secret)
-        result = await self._engine.run("neighbour", Program(code=code), 5.0)
+        result = await self._engine.run("neighbour", Program(code=code), _CALL_S)
         assert result.error_message == "", result.traceback
 
     async def replace(self) -> None:
@@ -76,12 +80,16 @@ class Neighbour:
 
     async def state(self) -> str:
         """All of it that an attack could change."""
-        return (await self._engine.call("neighbour", "state", [], 5.0)).result
+        return (await self._engine.call("neighbour", "state", [], _CALL_S)).result
 
     async def quiet(self, num_calls: int) -> None:
         """Time calls while nothing else runs."""
         for _ in range(num_calls):
-            self.latencies.quiet_s.append(await self._tick())
+            try:
+                self.latencies.quiet_s.append(await self._tick())
+            except MeshError:  # a starved host, as no attack runs: the next attack needs a neighbour all the same
+                self.num_lost_quiet += 1
+                await self.replace()
             await asyncio.sleep(_PAUSE_S)
 
     @contextlib.asynccontextmanager
@@ -112,7 +120,7 @@ class Neighbour:
 
     async def _tick(self) -> float:
         began_s = time.perf_counter()
-        result = await self._engine.call("neighbour", "tick", [], 5.0)
+        result = await self._engine.call("neighbour", "tick", [], _CALL_S)
         if result.result != "tock":
             raise SandboxFailed(f"the neighbour answered {result}")
         return time.perf_counter() - began_s

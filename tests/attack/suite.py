@@ -28,7 +28,7 @@ UID = 12345
 _PORTIONS = ("protos", "shared", "services", "trainer", "sandbox_runtime")
 _QUIET_CALLS = 6
 """Timed before each attack."""
-_USER_RUN_S = 900.0
+_USER_RUN_S = 1800.0
 
 
 def chosen(words: Sequence[str]) -> list[Attack]:
