@@ -1,4 +1,4 @@
-"""What every sandbox engine must do alike: the fake one in its own process, the jail for real."""
+"""What every sandbox engine must do alike: the fake one in its own process, every driver for real."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollmesh.shared.ids import SeededIds
 PROFILE = "calc"
 
 
-@pytest.fixture(params=["fake", "jail"])
+@pytest.fixture(params=["fake", "jail", "landlock", "none"])
 async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SandboxEngine]:
     made = make_engine(SandboxConfig(engine=request.param), state_dir=tmp_path, ids=SeededIds(os.getpid()))
     await made.start()

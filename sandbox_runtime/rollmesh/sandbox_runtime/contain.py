@@ -31,7 +31,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rollmesh.sandbox_runtime import landlock, mounts, namespaces, privileges, rlimits, seccomp, syscalls, walls
+from rollmesh.sandbox_runtime import (
+    landlock,
+    mounts,
+    namespaces,
+    privileges,
+    rlimits,
+    seccomp,
+    surroundings,
+    syscalls,
+    walls,
+    warden,
+)
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.walls import Blueprint
 
@@ -44,7 +55,7 @@ EGRESS_FD = 4
 """Where a session finds its egress port, if its profile has egress."""
 
 
-_PATHS = landlock.Paths(read_only=["/"], devices=["/dev"], own=[mounts.PRIVATE_DIR])
+_IN_JAIL = landlock.Paths(read_only=["/"], devices=["/dev"], own=[mounts.PRIVATE_DIR])
 """Of a root that is read-only by its mount already."""
 
 
@@ -60,6 +71,8 @@ class Ground:
     pid_namespace_fd: int
     proc_fd: int
     """A /proc directory, for id maps and handles of namespaces: the jail's root has none. Never seen by a session's code."""
+    readable: Sequence[str] = ()
+    """Where there is no root of its own: what of the host's may be read and executed."""
 
     def has(self, wall: str) -> bool:
         """Whether a wall is to be raised."""
@@ -77,27 +90,59 @@ class Cell:
     """Open `cgroup.procs` files."""
     egress_fd: int = -1
     """The session's egress port; -1 for none."""
+    private_dir: str = mounts.PRIVATE_DIR
+    """Made by the service where there is no root of its own to make it in."""
+    warden: int = 0
+    """The pid of the session's warden; 0 where a pid namespace makes one needless."""
 
 
 def contain_zygote(blueprint: Blueprint, *, read_only: Sequence[str]) -> Ground:
     """Lock up the zygote itself: it keeps the privileges to make jails and loses sight of everything else."""
     proc_fd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     pid_namespace_fd = os.open("/proc/thread-self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
-    _step("root", lambda: mounts.build_root((*read_only, os.path.realpath(sys.base_prefix), sys.base_prefix)))
-    _step("bounding set", privileges.drop_bounding_set)
+    readable = (*read_only, os.path.realpath(sys.base_prefix), sys.base_prefix)
+    if walls.MOUNT_NAMESPACE in blueprint.walls:
+        _step("root", lambda: mounts.build_root(readable))
+    if walls.USER_NAMESPACE in blueprint.walls or os.geteuid() == 0:
+        _step("bounding set", privileges.drop_bounding_set)
     _step("no new privileges", privileges.no_new_privileges)
-    return Ground(blueprint=blueprint, pid_namespace_fd=pid_namespace_fd, proc_fd=proc_fd)
+    return Ground(
+        blueprint=blueprint,
+        pid_namespace_fd=pid_namespace_fd,
+        proc_fd=proc_fd,
+        readable=(*mounts.SYSTEM, *readable),
+    )
 
 
 def contain_session(ground: Ground, cell: Cell) -> None:
-    """Run by a session's pid 1 before any foreign code. Raises ContainmentError; the caller must then exit."""
-    user_namespace = ground.has(walls.USER_NAMESPACE)
-    inner = NOBODY if user_namespace else cell.uid
-    limits = cell.limits
-    flags = namespaces.flags_of(ground.blueprint.walls)
+    """Run by a session's first process before any foreign code. Raises ContainmentError; the caller must then exit."""
+    inner = NOBODY if ground.has(walls.USER_NAMESPACE) else cell.uid
     # kill(0) knows no pid namespace: a group shared with the zygote is one to kill it by
     _step("process group", os.setsid)
     _step("cgroups", lambda: _join_cgroups(cell.cgroup_fds))
+    if ground.has(walls.MOUNT_NAMESPACE):
+        _raise_jail(ground, cell.limits, inner)
+    _step("private directory", lambda: surroundings.settle(cell.private_dir, alone=_is_alone(ground)))
+    _step("descriptors", lambda: _arrange_descriptors(cell.private_dir, cell.socket_fd, cell.egress_fd))
+    rules = _step("landlock", lambda: landlock.prepare(_paths(ground, cell))) if ground.has(walls.LANDLOCK) else -1
+    own_count = ground.has(walls.USER_NAMESPACE) or ground.has(walls.OWN_UID)
+    _step("rlimits", lambda: rlimits.apply(cell.limits, processes=own_count))
+    if ground.has(walls.USER_NAMESPACE):
+        _step("bounding set", privileges.drop_bounding_set)
+    elif ground.has(walls.OWN_UID):
+        _step("uid", lambda: privileges.become(inner, inner))
+    if cell.warden:
+        _step("warden", lambda: _die_with(cell.warden))
+    _step("capabilities", privileges.drop_capabilities)
+    _step("no new privileges", privileges.no_new_privileges)
+    if ground.has(walls.LANDLOCK):
+        _step("landlock", lambda: landlock.enforce(rules))
+    if ground.has(walls.SECCOMP):
+        _step("seccomp", lambda: seccomp.install(ground.blueprint.seccomp_filter))
+
+
+def _raise_jail(ground: Ground, limits: Limits, inner: int) -> None:
+    flags = namespaces.flags_of(ground.blueprint.walls)
     _step("namespaces", lambda: namespaces.isolate_session(flags, proc=ground.proc_fd, inner=inner))
     _step(
         "private directory",
@@ -106,18 +151,32 @@ def contain_session(ground: Ground, cell: Cell) -> None:
         ),
     )
     mounts.mount_terminals()
-    _step("descriptors", lambda: _arrange_descriptors(cell.socket_fd, cell.egress_fd))
-    _step("rlimits", lambda: rlimits.apply(limits))
-    if user_namespace:
-        _step("bounding set", privileges.drop_bounding_set)
-    else:
-        _step("uid", lambda: privileges.become(inner, inner))
-    _step("capabilities", privileges.drop_capabilities)
-    _step("no new privileges", privileges.no_new_privileges)
-    if ground.has(walls.LANDLOCK):
-        _step("landlock", lambda: landlock.restrict(_PATHS))
-    if ground.has(walls.SECCOMP):
-        _step("seccomp", lambda: seccomp.install(ground.blueprint.seccomp_filter))
+
+
+def powers_of(blueprint: Blueprint, uid: int) -> warden.Powers:
+    """How the session that runs as `uid` is killed where it has no pid namespace. Its killer has the next uid."""
+    uids = warden.Uids(session=uid, killer=uid + 1) if walls.OWN_UID in blueprint.walls else None
+    scoped = walls.LANDLOCK in blueprint.walls and landlock.abi() >= landlock.SCOPES_SINCE
+    return warden.Powers(uids=uids, scoped=scoped)
+
+
+def _is_alone(ground: Ground) -> bool:
+    if ground.has(walls.PID_NAMESPACE):
+        return True
+    powers = powers_of(ground.blueprint, 1)
+    return powers.uids is not None or powers.scoped
+
+
+def _paths(ground: Ground, cell: Cell) -> landlock.Paths:
+    if ground.has(walls.MOUNT_NAMESPACE):
+        return _IN_JAIL
+    return landlock.Paths(read_only=ground.readable, devices=mounts.DEVICES, own=[cell.private_dir])
+
+
+def _die_with(parent: int) -> None:
+    privileges.die_with_parent()
+    if os.getppid() != parent:
+        raise OSError("it ended")
 
 
 def _step(name: str, action: Callable[[], _T]) -> _T:
@@ -132,12 +191,12 @@ def _join_cgroups(procs_fds: Sequence[int]) -> None:
         os.write(fd, b"0")
 
 
-def _arrange_descriptors(socket_fd: int, egress_fd: int) -> None:
+def _arrange_descriptors(private_dir: str, socket_fd: int, egress_fd: int) -> None:
     """stdin reads nothing, stdout and stderr are nameless files in the private directory, the socket is 3, the egress port 4 where
     there is one, no other is open."""
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     for target in (1, 2):
-        os.dup2(os.open(mounts.PRIVATE_DIR, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600), target)
+        os.dup2(os.open(private_dir, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600), target)
     # Out of the way first: 3 and 4 may be any descriptors of the zygote, each of these two included.
     held = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, EGRESS_FD + 1) for fd in (socket_fd, egress_fd) if fd >= 0]
     for target, fd in zip((SOCKET_FD, EGRESS_FD), held, strict=False):

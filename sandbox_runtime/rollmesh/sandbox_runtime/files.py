@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 
-from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
+from rollmesh.sandbox_runtime import surroundings
 
 _DEPTH_MAX = 32
 _COMMON = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -22,7 +22,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | _COMMON
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 
 
-def put(files: Mapping[str, str], root: str = PRIVATE_DIR) -> dict[str, str]:
+def put(files: Mapping[str, str], root: str = "") -> dict[str, str]:
     """Write base64 contents by relative path; nothing to send back. Raises OSError, ValueError."""
     for path, content in files.items():
         fd = _open(root, path, os.O_WRONLY | os.O_CREAT, make_folders=True)
@@ -32,7 +32,7 @@ def put(files: Mapping[str, str], root: str = PRIVATE_DIR) -> dict[str, str]:
     return {}
 
 
-def get(paths: Sequence[str], bytes_max: int, root: str = PRIVATE_DIR) -> dict[str, str]:
+def get(paths: Sequence[str], bytes_max: int, root: str = "") -> dict[str, str]:
     """Read regular files as base64. Raises ValueError for one that is missing, no regular file, or beyond `bytes_max` in all."""
     files: dict[str, str] = {}
     room = bytes_max
@@ -45,7 +45,7 @@ def get(paths: Sequence[str], bytes_max: int, root: str = PRIVATE_DIR) -> dict[s
     return files
 
 
-def collect(paths: Sequence[str], bytes_max: int, root: str = PRIVATE_DIR) -> tuple[dict[str, str], bool]:
+def collect(paths: Sequence[str], bytes_max: int, root: str = "") -> tuple[dict[str, str], bool]:
     """What there is of the files asked for, as base64, cut where `bytes_max` in all is reached; whether anything was cut."""
     files: dict[str, str] = {}
     room, cut = bytes_max, False
@@ -73,9 +73,9 @@ def _read(root: str, path: str, bytes_max: int) -> bytes:
 
 
 def _open(root: str, path: str, flags: int, *, make_folders: bool = False) -> int:
-    """Open a regular file below `root`, component by component. Raises OSError, ValueError."""
+    """Open a regular file below `root` (empty: the private directory), component by component. Raises OSError, ValueError."""
     *folders, name = _components(path)
-    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    at = os.open(root or surroundings.private_dir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for folder in folders:
             at = _enter(at, folder, make=make_folders)

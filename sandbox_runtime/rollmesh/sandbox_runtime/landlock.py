@@ -30,6 +30,10 @@ _OWN = ((1 << 16) - 1) & ~(_MAKE_CHAR | _MAKE_BLOCK)
 
 _BIND_AND_CONNECT_TCP = 0b11
 _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
+_SIGNALS = 0b10
+
+SCOPES_SINCE = 6
+"""The version that holds signals back."""
 
 
 _RULESET = struct.Struct("=QQQ")
@@ -68,10 +72,30 @@ def lacks(version: int) -> str:
 
 def restrict(paths: Paths) -> None:
     """Hold this process and all it will start to the paths, for good. Needs no_new_privs. Raises OSError."""
+    enforce(prepare(paths))
+
+
+def prepare(paths: Paths) -> int:
+    """A descriptor of rules for `enforce`: the paths are opened now, with the rights this process still has. Raises OSError."""
     version = abi()
     if not version:
         raise OSError("this kernel has no Landlock")
-    rules = _make_rules(version, paths)
+    return _make_rules(version, paths)
+
+
+def enforce(rules: int) -> None:
+    """As `restrict`; closes the descriptor. Raises OSError."""
+    try:
+        syscalls.call("landlock_restrict_self", rules, 0)
+    finally:
+        os.close(rules)
+
+
+def scope_signals() -> None:
+    """Hold back the signals of this process, and of all it will start, from processes outside; nothing else. Raises OSError."""
+    if abi() < SCOPES_SINCE:
+        raise OSError(f"Landlock holds signals back since version {SCOPES_SINCE}; this kernel has {abi()}")
+    rules = syscalls.call("landlock_create_ruleset", _RULESET.pack(0, 0, _SIGNALS), _RULESET.size, 0)
     try:
         syscalls.call("landlock_restrict_self", rules, 0)
     finally:

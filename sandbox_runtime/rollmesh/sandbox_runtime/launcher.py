@@ -28,7 +28,7 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""The whole environment of zygote and sessions."""
+"""The whole environment of zygote and sessions; a session with another private directory changes two of them."""
 AT_START = {"LD_BIND_NOW": "1"}
 """Besides, for the launcher alone: shared libraries are linked at once, not by every session again on first use."""
 
@@ -58,8 +58,8 @@ def main() -> None:
         os.environ.pop(name, None)
     control = socket.socket(fileno=setup["control_fd"])
     blueprint = blueprint_from_message(setup["blueprint"])
-    flags = namespaces.flags_of(blueprint.walls)
-    namespaces.isolate_children(flags, outer_uid=os.geteuid(), outer_gid=os.getegid())
+    if flags := namespaces.flags_of(blueprint.walls):
+        namespaces.isolate_children(flags, outer_uid=os.geteuid(), outer_gid=os.getegid())
     pid = os.fork()
     if pid == 0:
         run_zygote(control, Profile(**setup["profile"]), blueprint)

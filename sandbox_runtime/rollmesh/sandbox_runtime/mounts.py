@@ -35,8 +35,8 @@ PTMX = "/dev/pts/ptmx"
 
 _BASE = "/tmp"
 _OLD_ROOT = "/.host"
-_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache")
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _TERMINALS_MAX = 8
 _PASSWD = "nobody:x:65534:65534:nobody:/session:/bin/sh\n"
 
@@ -68,10 +68,10 @@ def build_root(read_only: Iterable[str]) -> None:
 
 
 def _fill(read_only: Iterable[str]) -> None:
-    for path in (*_SYSTEM, *(f"/dev/{name}" for name in _DEVICES)):
+    for path in (*SYSTEM, *DEVICES):
         _bind(path)
     for path in sorted(set(read_only)):
-        if not any(path == known or path.startswith(known + "/") for known in _SYSTEM):
+        if not any(path == known or path.startswith(known + "/") for known in SYSTEM):
             _bind(path)
     os.makedirs("/etc", exist_ok=True)
     for name, text in (("passwd", _PASSWD), ("group", "nogroup:x:65534:\n"), ("hosts", "")):

@@ -15,12 +15,11 @@ _SIGPENDING_MAX = 256
 """Queued signals and timers: kernel memory that no other limit counts where no memory cgroup is writable."""
 
 
-def apply(limits: Limits) -> None:
-    """Set them all; raises OSError or ValueError if one is refused."""
+def apply(limits: Limits, *, processes: bool = True) -> None:
+    """Set them all; raises OSError or ValueError if one is refused. `processes`: whether the session has a count of its own."""
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.address_space_bytes or limits.memory_bytes))
     for kind, value in (
         (resource.RLIMIT_CPU, limits.cpu_total_s),
-        (resource.RLIMIT_NPROC, limits.processes_max),
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files_max),
         (resource.RLIMIT_CORE, 0),
@@ -31,3 +30,5 @@ def apply(limits: Limits) -> None:
         (resource.RLIMIT_RTPRIO, 0),
     ):
         resource.setrlimit(kind, (value, value))
+    if processes:
+        resource.setrlimit(resource.RLIMIT_NPROC, (limits.processes_max, limits.processes_max))

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
+from rollmesh.sandbox_runtime import surroundings
+
 _NAMESPACE = "namespace"
 _BASE = "base"
 _OWN_NAMES = frozenset({"__name__", "__builtins__"})
@@ -124,6 +126,7 @@ def _surroundings() -> dict[str, Any]:
         "directory": os.getcwd(),
         "path": [entry for entry in sys.path if isinstance(entry, str)],
         "environment": dict(os.environ),
+        "private_dir": surroundings.private_dir(),
         "random": random.getstate(),
         "sources": {
             name: entry[2]
@@ -133,12 +136,18 @@ def _surroundings() -> dict[str, Any]:
     }
 
 
+def _moved(path: str, saved: Mapping[str, Any]) -> str:
+    """A path in the private directory of the session that was saved, as it is in this one."""
+    before, here = saved["private_dir"], surroundings.private_dir()
+    return here + path[len(before) :] if path == before or path.startswith(before + "/") else path
+
+
 def _surround(saved: Mapping[str, Any]) -> None:
     """Before any value is loaded: modules of the session are imported by name, by way of sys.path."""
-    sys.path[:] = saved["path"]
+    sys.path[:] = [_moved(entry, saved) for entry in saved["path"]]
     os.environ.clear()
-    os.environ.update(saved["environment"])
-    os.chdir(saved["directory"])
+    os.environ.update({name: _moved(value, saved) for name, value in saved["environment"].items()})
+    os.chdir(_moved(saved["directory"], saved))
     for name, lines in saved["sources"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 

@@ -1,6 +1,6 @@
 """The walls of a sandbox by name: what each holds back, what to do where it does not stand, and which of them are raised.
 
-A driver is a set of walls: `jail` raises all, `none` none. A required wall that does not
+A driver is a set of walls: `jail` raises all, `landlock` those that need no namespace, `none` what no process should lack. A required wall that does not
 stand keeps the service from starting, unless the operator gives it up by name; an optional one is raised where it stands. What is
 raised travels to the launcher as a `Blueprint` and is made by `contain`, which fails if it can't be.
 """
@@ -177,14 +177,23 @@ class Driver:
 
     required: frozenset[str]
     optional: frozenset[str]
+    required_of_user: frozenset[str] = frozenset()
+    """Besides, where an ordinary user runs the service."""
+    promises: bool = True
+    """Whether it keeps hostile code in at all."""
 
 
 DRIVERS = {
     "jail": Driver(
         required=(NAMESPACES - {CGROUP_NAMESPACE}) | _ALWAYS, optional=CGROUPS | {CGROUP_NAMESPACE, LANDLOCK}
     ),
-    "none": Driver(required=frozenset(), optional=frozenset()),
+    "landlock": Driver(required=_ALWAYS | {LANDLOCK}, optional=CGROUPS, required_of_user=frozenset({PIDS_CGROUP})),
+    "none": Driver(
+        required=frozenset({CAPABILITIES, NO_NEW_PRIVILEGES, RLIMITS}), optional=CGROUPS | {OWN_UID}, promises=False
+    ),
 }
+"""Those other than `jail` are chosen by name only. An ordinary user's sessions have no count of processes of their own without a namespace."""
+NO_DRIVER = Driver(required=frozenset(), optional=frozenset(), promises=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

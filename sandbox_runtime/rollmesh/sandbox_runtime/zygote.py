@@ -4,10 +4,11 @@ It holds no secret, no environment and no descriptor but its control socket and 
 everything. It is pid 1 of its own pid namespace, so that its death, however it comes, ends every session. It speaks packets
 with the service:
 
-  in   open {id, place, uid, limits, egress} with descriptors [session socket, cgroup.procs ..., egress port if egress is 1]; kill {id}
+  in   open {id, place, uid, limits, egress, private_dir} with descriptors [session socket, cgroup.procs ..., egress port if egress is 1]; kill {id}
   out  ready; fatal {reason}; failed {id, reason}; ended {id, status, cpu_s, cpu_limit_s, rss_bytes}
 
-`ended` is sent when the kernel has reaped the whole pid namespace: nothing of the session is left by then.
+`ended` is sent when the kernel has reaped the whole pid namespace, or the session's warden all of it: nothing of the session is
+left by then. A warden that was itself killed leaves that to the zygote.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges, rehearsal, state, walls
+from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges, rehearsal, state, walls, warden
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.session import serve_session
 from rollmesh.sandbox_runtime.walls import Blueprint
@@ -51,6 +52,8 @@ class Zygote:
         self._killed: set[str] = set()
         """Of those, whom the service had killed."""
         self._by_pidfd: dict[int, str] = {}
+        self._powers: dict[str, warden.Powers | None] = {}
+        self._wardened = not ground.has(walls.PID_NAMESPACE)
 
     def serve(self) -> None:
         """Until the service closes its end."""
@@ -70,7 +73,7 @@ class Zygote:
             self._open(packet, fds)
         elif (pid := self._pids.get(packet["id"])) is not None:
             self._killed.add(packet["id"])
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGTERM if self._wardened else signal.SIGKILL)
         return True
 
     def _open(self, packet: framing.Message, fds: Sequence[int]) -> None:
@@ -81,20 +84,32 @@ class Zygote:
             socket_fd=fds[0],
             cgroup_fds=tuple(procs),
             egress_fd=next(iter(ports), -1),
+            private_dir=packet["private_dir"],
         )
         try:
-            if self._ground.has(walls.NETWORK_NAMESPACE):
-                self._networks.enter(packet["place"])
-            pid = namespaces.fork_as_init(self._ground.pid_namespace_fd)
+            powers = contain.powers_of(self._ground.blueprint, cell.uid) if self._wardened else None
+            pid = self._fork(cell, packet["place"], powers)
         except OSError as error:
             _close_all(fds)
             self._send({"event": "failed", "id": packet["id"], "reason": f"network or fork: {error}"})
             return
-        if pid == 0:
-            self._control.detach()  # its number is reused in the session; a late finaliser must not close that
-            serve_session(self._ground, cell, self._namespace)
         _close_all(fds)
+        self._powers[packet["id"]] = powers
         self._watch(packet["id"], pid)
+
+    def _fork(self, cell: contain.Cell, place: int, powers: warden.Powers | None) -> int:
+        """The session's first process, or with `powers` its warden. Raises OSError."""
+        if self._ground.has(walls.NETWORK_NAMESPACE):
+            self._networks.enter(place)
+        pid = os.fork() if powers else namespaces.fork_as_init(self._ground.pid_namespace_fd)
+        if pid:
+            return pid
+        self._control.detach()  # its number is reused in the session; a late finaliser must not close that
+        if powers is not None:
+            warden.watch_over(
+                lambda parent: serve_session(self._ground, replace(cell, warden=parent), self._namespace), powers
+            )
+        serve_session(self._ground, cell, self._namespace)
 
     def _watch(self, session_id: str, pid: int) -> None:
         pidfd = os.pidfd_open(pid)
@@ -108,13 +123,14 @@ class Zygote:
         cpu_limit_s = 0 if session_id in self._killed else self._cpu_limit_s(pidfd)
         self._killed.discard(session_id)
         _, status, usage = os.wait4(pid, 0)
+        code = self._status(session_id, os.waitstatus_to_exitcode(status))
         self._poll.unregister(pidfd)
         os.close(pidfd)
         self._send(
             {
                 "event": "ended",
                 "id": session_id,
-                "status": os.waitstatus_to_exitcode(status),
+                "status": code,
                 "cpu_s": usage.ru_utime + usage.ru_stime,
                 "cpu_limit_s": cpu_limit_s,
                 "rss_bytes": usage.ru_maxrss * 1024,
@@ -138,6 +154,15 @@ class Zygote:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._ground.proc_fd)
         with open(fd, encoding="ascii") as file:
             return file.read()
+
+    def _status(self, session_id: str, code: int) -> int:
+        """The session's, from that of its first process or its warden; after this nothing of it is left."""
+        powers = self._powers.pop(session_id)
+        if powers is None:
+            return code
+        if powers.uids is not None and (code < 0 or code == warden.FAILED):
+            warden.sweep(powers.uids)
+        return warden.session_status(code)
 
     def _send(self, packet: framing.Message) -> None:
         try:

@@ -19,6 +19,8 @@ def test_findings_of_this_host_as_json() -> None:
     assert (done.exit_code == 0) == said["fit"]
     assert {walls.SECCOMP, walls.MOUNT_NAMESPACE, "nats-server", "torch", "libseccomp", "gcc"} <= set(found)
     assert found[walls.SECCOMP]["required"]
+    assert found["driver jail"]["holds"] == said["fit"]
+    assert {"driver landlock", "driver none"} <= set(found)
     assert all(finding["remedy"] for finding in said["findings"] if not finding["holds"])
 
 

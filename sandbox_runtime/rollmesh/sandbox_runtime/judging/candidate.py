@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
+from rollmesh.sandbox_runtime.surroundings import private_dir
 
 MODULE = "solution"
 """Name under which the candidate's file is imported, whatever the file is called."""
@@ -21,8 +21,8 @@ MODULE = "solution"
 def load(path: str) -> None:
     """Execute the candidate's file as a module; its other files can be imported beside it."""
     sys.dont_write_bytecode = True
-    sys.path.insert(0, PRIVATE_DIR)
-    spec = importlib.util.spec_from_file_location(MODULE, os.path.join(PRIVATE_DIR, path))
+    sys.path.insert(0, private_dir())
+    spec = importlib.util.spec_from_file_location(MODULE, os.path.join(private_dir(), path))
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)

@@ -18,7 +18,7 @@ import threading
 import traceback
 from typing import NoReturn
 
-from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
+from rollmesh.sandbox_runtime.surroundings import is_alone, private_dir
 
 OUT_OF_MEMORY = 86
 """Exit status that stands for an uncaught MemoryError."""
@@ -29,7 +29,7 @@ def run_program(path: str, stdin: str, cpu_s: str) -> str:
     """Run it with `cpu_s` CPU seconds, a number as text. JSON of `{"status": N}`: the exit status, or minus the signal that ended it."""
     child = os.fork()
     if child == 0:
-        _be_program(os.path.join(PRIVATE_DIR, path), stdin, float(cpu_s))
+        _be_program(os.path.join(private_dir(), path), stdin, float(cpu_s))
     try:
         _, status = os.waitpid(child, 0)
     finally:
@@ -38,8 +38,8 @@ def run_program(path: str, stdin: str, cpu_s: str) -> str:
 
 
 def _end_all(child: int) -> None:
-    """Kill and reap whatever the program left: in a jail every process but this one, elsewhere its process group."""
-    everybody = os.getpid() == 1
+    """Kill and reap whatever the program left: in a session of its own every process but this one, elsewhere its process group."""
+    everybody = os.getpid() == 1 or is_alone()
     for kill, whom in ((os.kill, child), (os.kill, -1) if everybody else (os.killpg, child)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(whom, signal.SIGKILL)
@@ -65,7 +65,7 @@ def _arrange(stdin: str, cpu_s: float) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     wanted = math.ceil(cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard < 0 else min(wanted, hard), hard))
-    source = os.open(PRIVATE_DIR, os.O_TMPFILE | os.O_RDWR, 0o600)
+    source = os.open(private_dir(), os.O_TMPFILE | os.O_RDWR, 0o600)
     with open(source, "w", closefd=False, encoding="utf-8") as file:
         file.write(stdin)
     os.lseek(source, 0, os.SEEK_SET)
@@ -79,7 +79,7 @@ def _arrange(stdin: str, cpu_s: float) -> None:
 def _execute(path: str) -> int:
     """As the interpreter would: run, wait for threads, flush. The status."""
     sys.argv = [path]
-    sys.path.insert(0, PRIVATE_DIR)
+    sys.path.insert(0, private_dir())
     sys.dont_write_bytecode = True
     status = 0
     try:

@@ -8,13 +8,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
+from rollmesh.sandbox_runtime.surroundings import private_dir
 
 
 @contextmanager
 def build_folder(name: str, code: str) -> Iterator[str]:
     """A fresh folder with the source in the file `name`. Raises OSError where the disk is full."""
-    folder = tempfile.mkdtemp(prefix=".program-", dir=PRIVATE_DIR)
+    folder = tempfile.mkdtemp(prefix=".program-", dir=private_dir())
     try:
         with open(os.path.join(folder, name), "w", encoding="utf-8", errors="replace") as file:
             file.write(code)

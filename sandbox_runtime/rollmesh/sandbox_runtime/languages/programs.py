@@ -17,9 +17,9 @@ from rollmesh.sandbox_runtime.languages import children, port
 from rollmesh.sandbox_runtime.languages.build_folder import build_folder
 from rollmesh.sandbox_runtime.languages.port import Reply
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
 from rollmesh.sandbox_runtime.output import Capture, Emit
 from rollmesh.sandbox_runtime.program import Program
+from rollmesh.sandbox_runtime.surroundings import private_dir
 
 _BINARY = "program"
 _NODE_ADDRESS_SPACE_BYTES = 1 << 30
@@ -109,7 +109,7 @@ def _run(
     ended = children.run_child(
         [*argv, *program.arguments],
         streams,
-        cwd=PRIVATE_DIR,
+        cwd=private_dir(),
         wall_s=wall_s,
         stdin=program.stdin,
         prepare=children.cpu_bound(limits.cpu_s, address_space),

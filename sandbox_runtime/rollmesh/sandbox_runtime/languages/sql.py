@@ -17,8 +17,8 @@ from rollmesh.sandbox_runtime.languages.forked import run_forked
 from rollmesh.sandbox_runtime.languages.port import Refused, Reply
 from rollmesh.sandbox_runtime.languages.table import table_reply
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
 from rollmesh.sandbox_runtime.program import Program
+from rollmesh.sandbox_runtime.surroundings import private_dir
 
 MODULES = {"sqlite": "_sqlite3", "duckdb": "duckdb"}
 _IN_MEMORY = ":memory:"
@@ -69,7 +69,7 @@ def _database(program: Program) -> str:
         files.require_plain(program.arguments[0])
     except ValueError as error:
         raise Refused(str(error)) from None
-    return os.path.join(PRIVATE_DIR, program.arguments[0])
+    return os.path.join(private_dir(), program.arguments[0])
 
 
 def _sqlite(path: str, query: str, limits: Limits) -> Reply:

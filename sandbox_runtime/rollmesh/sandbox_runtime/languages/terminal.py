@@ -21,8 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollmesh.sandbox_runtime.languages import children
-from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
 from rollmesh.sandbox_runtime.output import Capture
+from rollmesh.sandbox_runtime.surroundings import private_dir
 
 _ROWS, _COLUMNS = 40, 120
 _TIOCGPTN = 0x80045430
@@ -62,7 +62,7 @@ class Shell:
                 stdin=slave,
                 stdout=slave,
                 stderr=slave,
-                cwd=PRIVATE_DIR,
+                cwd=private_dir(),
                 env={**environment, "TERM": "dumb", "SHELL": "/bin/bash", "PS1": "", "PS2": ""},
                 start_new_session=True,
                 preexec_fn=_become_leader,  # noqa: PLW1509 - as in `children`

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.survey import User, survey
+from rollmesh.services.sandbox.survey import User, drivers, survey
 from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed
 
 _VERSION_S = 10.0
@@ -86,6 +86,26 @@ def _walls(asked: Asked) -> Iterable[Finding]:
         )  # fmt: skip
 
 
+_HOLDS = {
+    "jail": "the default: all walls",
+    "landlock": "no namespaces: files by Landlock, sockets by seccomp, processes by uid; docs/sandbox.md says what it lacks",
+    "none": "no isolation, for code that is trusted with the host",
+}
+
+
+def _drivers(asked: Asked) -> Iterable[Finding]:
+    try:
+        reasons = drivers(asked.sandbox, asked.user)
+    except SandboxFailed:
+        return  # told by `_walls`
+    for name, reason in reasons.items():
+        yield Finding(
+            name=f"driver {name}", holds=not reason, detail=reason or "can run here",
+            guarantee=_HOLDS[name] if not reason else f"no sandbox.engine={name} on this host",
+            remedy=reason and "see the wall it names, or choose another driver in sandbox.engine",
+        )  # fmt: skip
+
+
 def _libseccomp(_asked: Asked) -> Iterable[Finding]:
     name, guarantee = "libseccomp", "compiles the allow list of system calls"
     try:
@@ -147,5 +167,5 @@ def _first_line(*command: str) -> str:
     return (done.stdout or done.stderr).splitlines()[0].strip()
 
 
-CHECKS: Sequence[Callable[[Asked], Iterable[Finding]]] = (_walls, _libseccomp, _nats, _torch, _languages)
+CHECKS: Sequence[Callable[[Asked], Iterable[Finding]]] = (_walls, _drivers, _libseccomp, _nats, _torch, _languages)
 """In the order in which they are shown."""

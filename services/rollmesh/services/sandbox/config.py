@@ -7,7 +7,7 @@ from dataclasses import fields
 import msgspec
 
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.walls import WALLS
+from rollmesh.sandbox_runtime.walls import DRIVERS, LANDLOCK, WALLS
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.repository_config import RepositoryConfig
 from rollmesh.services.sandbox.snapshots_config import SnapshotsConfig
@@ -105,7 +105,11 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """One node: its places, leases and profiles."""
 
     engine: str = "jail"
-    """`jail`, or `fake`: no isolation at all, for tests that only need the calculator."""
+    """`jail`; `landlock`, for hosts that forbid namespaces: it holds less, see docs/sandbox.md; `none`: no isolation, for code that is
+    trusted with the host; `fake`: the calculator in the service's own process, for tests."""
+    sessions_dir: str = ""
+    """Absolute directory that every user can enter, where `landlock` and `none` make a private directory per session. Empty: the system's
+    temporary directory. Sessions are not bounded in bytes there: give it a file system of its own."""
     without: tuple[str, ...] = ()
     """Walls given up, by the names that `rollmesh doctor` shows: the service starts without them, and says so at each start. By default
     it refuses to start where one that the engine requires does not stand."""
@@ -151,7 +155,7 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How long commands in progress may go on when the node stops; then their sessions are ended."""
     uid_base: int = 0
     """As root: session in place n runs as uid and gid uid_base + n. 0 takes a range that no other sandbox node on this host holds
-    and that systemd's allocation leaves unused (60578-61183, then 65536-524287). As an ordinary user each session gets a user
+    and that systemd's allocation leaves unused (60578-61183, then 65536-524287). `landlock` and `none` take two uids per place. As an ordinary user each session gets a user
     namespace instead."""
     cgroups: bool = True
     """Bound each session's memory and processes by cgroup where one is writable."""
@@ -177,8 +181,7 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"uid_base must not be negative, got {self.uid_base}")
         if self.ttl_s > self.ttl_s_max:
             raise ValueError(f"ttl_s must not exceed ttl_s_max {self.ttl_s_max}, got {self.ttl_s}")
-        if self.engine not in ("jail", "fake"):
-            raise ValueError(f"engine must be jail or fake, got {self.engine!r}")
+        _check_engine(self)
         for name, profile in self.profiles.items():
             if profile.egress and self.engine == "fake":
                 raise ValueError(f"profile {name!r} names egress, which the engine `fake` does not have")
@@ -188,6 +191,19 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for name in self.warm:
             if name not in self.profiles:
                 raise ValueError(f"warm names {name!r}, which is not in profiles ({', '.join(self.profiles)})")
+
+
+def _check_engine(config: SandboxConfig) -> None:
+    known = (*DRIVERS, "fake")
+    if config.engine not in known:
+        raise ValueError(f"engine must be one of {', '.join(known)}, got {config.engine!r}")
+    if config.engine == "landlock" and LANDLOCK in config.without:
+        raise ValueError("without: the engine `landlock` can't be without landlock")
+    if config.sessions_dir and not config.sessions_dir.startswith("/"):
+        raise ValueError(f"sessions_dir must be absolute, got {config.sessions_dir!r}")
+    for name, profile in config.profiles.items():
+        if profile.repository is not None and config.engine in ("landlock", "none"):
+            raise ValueError(f"profile {name!r} names a repository, which needs the engine `jail`")
 
 
 def _check_given_up(names: tuple[str, ...]) -> None:

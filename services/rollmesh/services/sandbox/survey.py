@@ -10,10 +10,14 @@ import functools
 import json
 import logging
 import os
+import stat
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
 
 from rollmesh.sandbox_runtime import cgroups, landlock, launcher, probe, walls
 from rollmesh.sandbox_runtime.walls import Blueprint, Wall
@@ -52,12 +56,13 @@ def survey(config: SandboxConfig, user: User | None = None) -> tuple[Standing, .
     found = {**_tried(config.python or os.path.realpath(sys.executable), user), **_groups(config, user)}
     is_root = (user.uid if user else os.geteuid()) == 0
     moot = walls.USER_NAMESPACE if is_root else walls.OWN_UID
-    driver = walls.DRIVERS.get(config.engine, walls.DRIVERS["none"])
+    driver = walls.DRIVERS.get(config.engine, walls.NO_DRIVER)
+    of_user = frozenset[str]() if is_root else driver.required_of_user
     standings = []
     for name, wall in walls.WALLS.items():
         if name == moot:
             continue
-        required, wanted = name in driver.required, name in driver.required | driver.optional
+        required, wanted = name in driver.required | of_user, name in driver.required | driver.optional
         stands = not found[name]
         raised = stands and wanted and name not in config.without
         detail = found[name] or _strength(name)
@@ -65,11 +70,22 @@ def survey(config: SandboxConfig, user: User | None = None) -> tuple[Standing, .
     return tuple(standings)
 
 
+def drivers(config: SandboxConfig, user: User | None = None) -> dict[str, str]:
+    """Why each driver could not run here with an otherwise equal configuration; empty where it could. Nothing counts as given up."""
+    reasons = {}
+    for name in walls.DRIVERS:
+        asked = msgspec.structs.replace(config, engine=name, without=())
+        reasons[name] = refusal(asked, survey(asked, user), user)
+    return reasons
+
+
 def plan(config: SandboxConfig) -> Blueprint:
-    """What to raise here. Logs what the operator gave up. Raises SandboxFailed if a required wall does not stand and is not given up."""
+    """What to raise here. Logs what the driver lacks and what the operator gave up. Raises SandboxFailed if a required wall does
+    not stand and is not given up."""
     standings = survey(config)
-    for standing in standings:
-        _require(standing, config)
+    if reason := refusal(config, standings):
+        raise SandboxFailed(reason)
+    _warn(config, standings)
     for name in config.without:
         _log.warning("sandbox.without gives up %s: %s", name, walls.WALLS[name].without)
     raised = frozenset(standing.wall.name for standing in standings if standing.raised)
@@ -77,15 +93,59 @@ def plan(config: SandboxConfig) -> Blueprint:
     return Blueprint(walls=raised, seccomp_filter=rules)
 
 
-def _require(standing: Standing, config: SandboxConfig) -> None:
+def refusal(config: SandboxConfig, standings: Iterable[Standing], user: User | None = None) -> str:
+    """Why the service can't run here as configured; empty if it can."""
+    is_root = (user.uid if user else os.geteuid()) == 0
+    if config.engine == "landlock" and not is_root and 0 < landlock.abi() < landlock.SCOPES_SINCE:
+        return (
+            f"sandbox.engine=landlock as an ordinary user needs Landlock {landlock.SCOPES_SINCE} (Linux 6.12), this kernel has"
+            f" {landlock.abi()}: sessions could signal one another and the service. Remedy: run the service as root, or use the jail"
+        )
+    return next(filter(None, (_lacking(standing, config) for standing in standings)), "")
+
+
+def _lacking(standing: Standing, config: SandboxConfig) -> str:
     wall = standing.wall
     if not standing.required or standing.raised or wall.name in config.without:
-        return
+        return ""
     way_out = "" if wall.core else f"; or give it up by name: sandbox.without=[{wall.name}]"
-    raise SandboxFailed(
+    return (
         f"the wall {wall.name!r} of sandbox.engine={config.engine} does not stand on this host ({standing.detail})."
         f" Without it {wall.without}. Remedy: {wall.remedy}{way_out}"
     )
+
+
+def _warn(config: SandboxConfig, standings: Iterable[Standing]) -> None:
+    """One line per start for a driver that holds less than the jail."""
+    absent = "; ".join(f"{each.wall.name}: {each.wall.without}" for each in standings if not each.raised)
+    if config.engine not in walls.DRIVERS or config.engine == "jail":
+        return
+    if not walls.DRIVERS[config.engine].promises:
+        _log.warning(
+            "sandbox.engine=%s: NOTHING IS ISOLATED, run only code you trust with this host. %s", config.engine, absent
+        )
+    else:
+        _log.warning("sandbox.engine=%s holds less than the jail. %s%s", config.engine, absent, _unreadable(config))
+
+
+def _unreadable(config: SandboxConfig) -> str:
+    """A session of its own uid reads the interpreter where it lies."""
+    closed = [path for path in (os.path.realpath(sys.base_prefix), *_libraries(config)) if not _is_open(path)]
+    if os.geteuid() != 0 or not closed:
+        return ""
+    return f"; modules that no profile preloads can't be imported: other users may not read {', '.join(closed)}"
+
+
+def _libraries(config: SandboxConfig) -> list[str]:
+    return sorted({path for profile in config.profiles.values() for path in profile.library_paths})
+
+
+def _is_open(path: str) -> bool:
+    """Whether everybody may enter each directory on the way."""
+    try:
+        return all(os.stat(step).st_mode & stat.S_IXOTH for step in (path, *map(str, Path(path).parents)))
+    except OSError:
+        return False
 
 
 @functools.cache

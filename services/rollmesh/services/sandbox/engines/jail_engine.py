@@ -1,8 +1,8 @@
-"""The jail engine: sessions forked from warm, contained zygotes, one zygote per profile.
+"""The engine of every driver: sessions forked from warm, contained zygotes, one zygote per profile.
 
     open   place -> zygote of the profile (started if there is none) -> fork -> contained -> "ready"
     run    request on the session's own socket; the zygote is not involved
-    end    kill through the zygote -> the kernel reaps the session's pid namespace -> place free again
+    end    kill through the zygote -> the kernel, or its warden, has reaped all of it -> place free again
 
 A zygote that dies takes its sessions along: each of them is then an infra failure, and the next `open` starts another zygote.
 """
@@ -23,7 +23,7 @@ from typing import Any
 import cloudpickle
 import msgspec
 
-from rollmesh.sandbox_runtime import cgroups
+from rollmesh.sandbox_runtime import cgroups, walls
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.sandbox_runtime.walls import Blueprint
@@ -35,6 +35,7 @@ from rollmesh.services.sandbox.engines.fate import MemoryKills, killed_from_outs
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
 from rollmesh.services.sandbox.engines.leftovers import StateDir
 from rollmesh.services.sandbox.engines.places import Place, Places
+from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
 from rollmesh.services.sandbox.engines.results import exited, explain, killed, to_result
 from rollmesh.services.sandbox.engines.uid_ranges import UidRange, claim_uids
 from rollmesh.services.sandbox.engines.zygote_process import Ended, ZygoteProcess
@@ -73,6 +74,7 @@ class JailEngine:
         self._name = ids.new()
         self._blueprint: Blueprint | None = None
         self._places: Places | None = None
+        self._folders: PrivateFolders | None = None
         self._uids = UidRange(config.uid_base, [])
         self._zygotes: dict[str, ZygoteProcess] = {}
         self._starting: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in config.profiles}
@@ -95,9 +97,13 @@ class JailEngine:
         self._state.record_groups(self._name)
         await self._ports.start()
         config = self._config
+        if walls.MOUNT_NAMESPACE not in self._blueprint.walls:
+            self._folders = await asyncio.to_thread(PrivateFolders, config.sessions_dir, self._state, self._name)
         if not config.uid_base and os.geteuid() == 0:
-            self._uids = await asyncio.to_thread(claim_uids, config.sessions_max)
-        self._places = Places(config.sessions_max, self._uids.base, hierarchy, self._name, config.retry_after_s)
+            self._uids = await asyncio.to_thread(claim_uids, config.sessions_max * (2 if self._folders else 1))
+        self._places = Places(
+            config.sessions_max, self._uids.base, hierarchy, self._name, config.retry_after_s, self._folders
+        )
         for profile in config.warm:
             await self._zygote_for(profile)
 
@@ -107,6 +113,8 @@ class JailEngine:
         if self._places is not None:
             self._places.remove_groups()
             self._state.forget_groups(self._name)
+        if self._folders is not None:
+            await asyncio.to_thread(self._folders.close)
         self._ports.stop()
         self._uids.release()
         self._state.release()

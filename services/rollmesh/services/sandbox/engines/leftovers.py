@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import select
 import signal
@@ -18,7 +19,10 @@ from pathlib import Path
 
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.cgroups import Hierarchy
+from rollmesh.services.sandbox.engines.file_trees import remove_tree
 from rollmesh.shared.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 _END_S = 5.0
 
@@ -65,6 +69,8 @@ class StateDir:
             if hierarchy is not None:
                 num_groups += _end_groups(hierarchy, record.name.removeprefix("groups-"))
             record.unlink()
+        for record in sorted(self.path.glob("folders-*")):
+            _end_folders(record)
         return Cleared(num_processes=num_processes, num_groups=num_groups)
 
     def record_groups(self, name: str) -> None:
@@ -83,6 +89,14 @@ class StateDir:
     def forget_launcher(self, pid: int) -> None:
         """When it has ended."""
         (self.path / f"launcher-{pid}.json").unlink(missing_ok=True)
+
+    def record_folders(self, name: str, path: str) -> None:
+        """As soon as it is made: where sessions have their private directories."""
+        (self.path / f"folders-{name}").write_text(path)
+
+    def forget_folders(self, name: str) -> None:
+        """When it is deleted."""
+        (self.path / f"folders-{name}").unlink(missing_ok=True)
 
 
 def start_ticks(pid: int) -> int:
@@ -109,6 +123,20 @@ def _end_recorded(record: dict[str, int]) -> bool:
         return True
     finally:
         os.close(pidfd)
+
+
+def _end_folders(record: Path) -> None:
+    """What can't be deleted stays recorded. A directory that is not ours is none that we left."""
+    path = record.read_text()
+    try:
+        if os.lstat(path).st_uid == os.geteuid():
+            remove_tree(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _log.warning("what sessions of an earlier life left in %s can't be deleted: %s", path, error)
+        return
+    record.unlink()
 
 
 def _end_groups(hierarchy: Hierarchy, name: str) -> int:

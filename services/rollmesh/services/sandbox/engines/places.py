@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollmesh.sandbox_runtime.cgroups import Group, Hierarchy
+from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
+from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
 from rollmesh.shared.errors import Overloaded, SandboxFailed
 
 
@@ -19,14 +21,24 @@ class Place:
     index: int
     uid: int
     group: Group | None
+    private_dir: str = PRIVATE_DIR
+    """Of its present session."""
 
 
 class Places:
     """At most `num_max` of them, made on first use."""
 
     def __init__(
-        self, num_max: int, uid_base: int, hierarchy: Hierarchy | None, name: str, retry_after_s: float
+        self,
+        num_max: int,
+        uid_base: int,
+        hierarchy: Hierarchy | None,
+        name: str,
+        retry_after_s: float,
+        folders: PrivateFolders | None = None,
     ) -> None:
+        """With `folders` each session gets one, and each place two uids: the second is for whoever kills the first's processes."""
+        self._folders = folders
         self._num_max = num_max
         self._uid_base = uid_base
         self._hierarchy = hierarchy
@@ -43,7 +55,7 @@ class Places:
     def take(self) -> Place:
         """A free place. Raises Overloaded, SandboxFailed."""
         if self._free:
-            return self._free.pop()
+            return self._furnished(self._free.pop())
         if len(self._made) == self._num_max:
             raise Overloaded(
                 f"all {self._num_max} places of this sandbox node are taken; wait, go to another node, or raise sessions_max",
@@ -51,12 +63,24 @@ class Places:
             )
         place = self._make(len(self._made))
         self._made.append(place)
-        return place
+        return self._furnished(place)
 
     def give_back(self, place: Place) -> None:
         """The caller vouches that its session is gone."""
         assert place not in self._free
         self._free.append(place)
+        if self._folders is not None:
+            self._folders.remove(place.private_dir)
+
+    def _furnished(self, place: Place) -> Place:
+        if self._folders is None:
+            return place
+        try:
+            place.private_dir = self._folders.make(place.uid)
+        except OSError as error:
+            self._free.append(place)
+            raise SandboxFailed(f"cannot make a session's directory: {error}") from error
+        return place
 
     def remove_groups(self) -> None:
         """Delete all cgroups, when every session is gone."""
@@ -71,4 +95,4 @@ class Places:
                 group = self._hierarchy.make(f"{self._name}-{index}")
             except OSError as error:
                 raise SandboxFailed(f"cannot make a cgroup: {error}") from error
-        return Place(index, self._uid_base + index, group)
+        return Place(index, self._uid_base + index * (2 if self._folders else 1), group)

@@ -94,7 +94,7 @@ class ZygoteProcess:
         with the session."""
         packet = {
             "op": "open", "id": session_id, "place": place.index, "uid": place.uid, "limits": limits.as_dict(),
-            "egress": len(egress_fds),
+            "egress": len(egress_fds), "private_dir": place.private_dir,
         }  # fmt: skip
         try:
             framing.send_packet(self._control, packet, (*fds, *egress_fds))

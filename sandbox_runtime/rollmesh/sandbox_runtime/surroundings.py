@@ -1,0 +1,40 @@
+"""What a session's process knows of where it runs: its private directory, and whether all it may signal is its own.
+
+Both are facts of the process, set once by `contain` before any foreign code runs. Code in the session can change them, and fools
+itself alone: what it may reach is decided by the walls.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+
+from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
+
+
+@dataclass(slots=True)
+class _Surroundings:
+    private_dir: str = PRIVATE_DIR
+    alone: bool = False
+
+
+_here = _Surroundings()
+
+
+def private_dir() -> str:
+    """The session's working, home and temporary directory."""
+    return _here.private_dir
+
+
+def is_alone() -> bool:
+    """Whether `kill(-1)` reaches the session's own processes only."""
+    return _here.alone
+
+
+def settle(path: str, *, alone: bool) -> None:
+    """Enter the private directory and make it home. Raises OSError."""
+    os.chdir(path)
+    _here.private_dir, _here.alone = path, alone
+    os.environ["HOME"] = os.environ["TMPDIR"] = path
+    tempfile.tempdir = None

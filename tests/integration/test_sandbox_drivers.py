@@ -1,0 +1,233 @@
+"""What the drivers without namespaces hold, in real sessions: `landlock` against attacks, and what both leave behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import textwrap
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.sandbox_runtime import landlock, warden
+from rollmesh.sandbox_runtime.program import Program
+from rollmesh.services.sandbox import survey
+from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.describe import describe
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engines.file_trees import remove_tree
+from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.engines.leftovers import StateDir
+from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
+from rollmesh.shared.ids import SeededIds
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not landlock.abi(), reason="needs root and Landlock")
+
+UID_BASE = 61050
+NUM_UIDS = 100
+
+
+def config_for(engine: str, folder: str = "") -> SandboxConfig:
+    limits: dict[str, int | float] = {"processes_max": 12, "memory_bytes": 96 << 20}
+    return SandboxConfig(
+        engine=engine, profiles={"python": ProfileConfig(limits=limits)}, uid_base=UID_BASE, sessions_max=40,
+        sessions_dir=folder,
+    )  # fmt: skip
+
+
+async def started(driver: str, state_dir: Path) -> JailEngine:
+    engine = JailEngine(config_for(driver), state_dir=state_dir, ids=SeededIds(os.getpid()))
+    await engine.start()
+    return engine
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[JailEngine]:
+    made = await started("landlock", tmp_path)
+    yield made
+    await made.close()
+
+
+async def run(engine: JailEngine, code: str, session_id: str = "s") -> RunResult:
+    if session_id not in engine._live:
+        await engine.open(session_id, "python", engine.limits("python"))
+    return await engine.run(session_id, Program(code=textwrap.dedent(code)), 5.0)
+
+
+def session_processes() -> list[int]:
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            uid = os.stat(f"/proc/{entry}").st_uid
+        except FileNotFoundError:
+            continue
+        if UID_BASE <= uid < UID_BASE + NUM_UIDS:
+            found.append(int(entry))
+    return found
+
+
+@pytest.fixture
+def open_file() -> Iterator[Path]:
+    """One that every user of the host may read and write."""
+    path = Path(f"/var/tmp/rollmesh-test-drivers-{os.getpid()}")
+    path.write_text("the host's")
+    path.chmod(0o666)
+    yield path
+    path.unlink()
+
+
+def content(path: Path) -> str:
+    return path.read_text()
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "a"])
+async def test_host_files_open_to_everybody_are_closed_to_a_session(
+    engine: JailEngine, open_file: Path, mode: str
+) -> None:
+    result = await run(engine, f"open({str(open_file)!r}, {mode!r})")
+    assert (result.outcome, result.error_type) == (Outcome.ERROR, "PermissionError")
+    assert content(open_file) == "the host's"
+
+
+async def test_the_same_file_is_open_where_nothing_is_isolated(tmp_path: Path, open_file: Path) -> None:
+    engine = await started("none", tmp_path)
+    try:
+        assert (await run(engine, f"open({str(open_file)!r}).read()")).result == repr("the host's")
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("attempt", ["open('/etc/passwd')", "open('/proc/self/status')", "__import__('os').listdir('/tmp')",
+                                     "open('/tmp/x', 'w')", "open('/usr/x', 'w')", "open('/dev/shm/x', 'w')"])  # fmt: skip
+async def test_what_lies_outside_the_declared_paths_is_closed(engine: JailEngine, attempt: str) -> None:
+    result = await run(engine, attempt)
+    assert (result.outcome, result.error_type) == (Outcome.ERROR, "PermissionError")
+
+
+@pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])
+async def test_sockets_cannot_be_made(engine: JailEngine, family: str) -> None:
+    result = await run(engine, f"import _socket\n_socket.socket(_socket.{family}, _socket.SOCK_DGRAM)")
+    assert (result.outcome, result.error_type) == (Outcome.ERROR, "PermissionError")
+
+
+async def test_another_sessions_directory_and_processes_are_out_of_reach(engine: JailEngine) -> None:
+    said = await run(
+        engine, "import os\nopen('secret', 'w').write('1')\nos.chmod('.', 0o777)\nos.getcwd(), os.getpid()", "one"
+    )
+    place, pid = eval(said.result)
+    assert content(Path(place, "secret")) == "1"
+    for attempt in (
+        f"open({place!r} + '/secret')",
+        f"os.listdir({place!r})",
+        f"os.kill({pid}, 9)",
+        "os.kill(os.getppid(), 9)",
+    ):
+        result = await run(engine, f"import os\n{attempt}", "two")
+        assert (result.outcome, result.error_type) == (Outcome.ERROR, "PermissionError"), attempt
+    assert (await run(engine, "6*7", "one")).result == "42"
+
+
+FAMILY = """
+import os, signal, time
+for _ in range(4):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            for number in range(1, 32):
+                if number not in (9, 19):
+                    signal.signal(number, signal.SIG_IGN)
+            while True:
+                time.sleep(100)
+        os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("driver", ["landlock", "none"])
+async def test_the_end_of_a_session_leaves_no_process_and_no_file(tmp_path: Path, driver: str) -> None:
+    engine = await started(driver, tmp_path)
+    try:
+        place = (await run(engine, FAMILY + "\nos.getcwd()")).result.strip("'")
+        assert len(session_processes()) >= 5
+        await engine.end("s")
+        assert session_processes() == []
+    finally:
+        await engine.close()
+    assert not Path(place).parent.exists()
+
+
+async def test_a_session_that_ends_itself_takes_its_children_along(engine: JailEngine) -> None:
+    result = await run(engine, FAMILY + "\nos._exit(3)")
+    assert (result.outcome, result.session_alive) == (Outcome.EXITED, False)
+    assert "status 3" in result.error_message
+    assert session_processes() == []
+
+
+async def test_a_killed_warden_leaves_its_session_to_the_zygote(engine: JailEngine) -> None:
+    pid = int((await run(engine, FAMILY + "\nos.getppid()")).result)
+    before = [os.pidfd_open(process) for process in session_processes()]
+    os.kill(pid, signal.SIGKILL)
+    await engine._live["s"].ended
+    for process in before:
+        assert select.select([process], [], [], 10)[0], "a process outlived its session"
+        os.close(process)
+    assert (await run(engine, "6*7", "next")).result == "42"
+
+
+def test_the_description_names_what_is_lacking() -> None:
+    said = describe(config_for("landlock"))
+    walls = {wall.name: wall for wall in said.walls}
+    assert said.driver == "landlock"
+    assert walls["landlock"].stands
+    assert not walls["mount namespace"].stands
+    assert "bounded per file only" in walls["mount namespace"].guarantee
+    nothing = describe(config_for("none"))
+    assert (nothing.driver, {wall.name: wall.stands for wall in nothing.walls}["seccomp"]) == ("none", False)
+
+
+@pytest.mark.parametrize(
+    ("driver", "said"), [("landlock", "holds less than the jail"), ("none", "NOTHING IS ISOLATED")]
+)
+def test_every_start_warns_in_one_line(driver: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        survey.plan(config_for(driver))
+    (record,) = caplog.records
+    assert said in record.getMessage()
+    assert "network namespace" in record.getMessage()
+
+
+def test_the_next_start_deletes_what_a_killed_service_left(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    folders = PrivateFolders(str(tmp_path), state, "life")
+    place = Path(folders.make(UID_BASE))
+    (place / "link").symlink_to("/etc")
+    state.clear_leftovers(None)
+    assert not place.parent.exists()
+    assert not list(tmp_path.glob("folders-*"))
+
+
+def test_a_tree_deeper_than_any_path_is_deleted(tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    top.mkdir()
+    folder = os.open(top, os.O_RDONLY)
+    for _ in range(3000):
+        os.mkdir("d", 0o700, dir_fd=folder)
+        inner = os.open("d", os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = inner
+    os.close(folder)
+    remove_tree(str(top))
+    assert not top.exists()
+
+
+def test_a_killer_without_uids_of_its_own_is_refused() -> None:
+    for session, killer in ((0, 5), (5, 0), (5, 5)):
+        with pytest.raises(ValueError, match="uids of their own"):
+            warden.Uids(session=session, killer=killer)
+
+
+def test_landlock_cannot_be_given_up_where_it_is_the_driver() -> None:
+    with pytest.raises(ValueError, match="can't be without landlock"):
+        SandboxConfig(engine="landlock", without=("landlock",))
