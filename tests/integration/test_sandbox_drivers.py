@@ -8,6 +8,7 @@ import select
 import signal
 import textwrap
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from rollmesh.services.sandbox.engines.file_trees import remove_tree
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.engines.leftovers import StateDir
 from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
+from rollmesh.shared.errors import SandboxFailed
 from rollmesh.shared.ids import SeededIds
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not landlock.abi(), reason="needs root and Landlock")
@@ -174,6 +176,58 @@ async def test_a_killed_warden_leaves_its_session_to_the_zygote(engine: JailEngi
         assert select.select([process], [], [], 10)[0], "a process outlived its session"
         os.close(process)
     assert (await run(engine, "6*7", "next")).result == "42"
+
+
+async def test_a_killed_warden_is_an_infra_failure(engine: JailEngine) -> None:
+    pid = int((await run(engine, "import os; os.getppid()")).result)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SandboxFailed, match="killed from outside"):
+        await run(engine, "6*7")
+
+
+KILLS_ITS_WARDEN = "import os; os.kill(os.getppid(), 9); os.kill(os.getpid(), 9)"
+LOWERS_ITS_CPU_LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass"
+
+
+@pytest.mark.parametrize(
+    ("driver", "code"),
+    [
+        ("landlock", "import os; os.kill(os.getpid(), 9)"),
+        ("landlock", LOWERS_ITS_CPU_LIMIT),
+        ("none", KILLS_ITS_WARDEN),
+    ],
+    ids=["kills itself", "lowers its CPU limit", "tries to kill its warden"],
+)
+async def test_a_program_cannot_pass_its_own_end_off_as_ours(tmp_path: Path, driver: str, code: str) -> None:
+    engine = await started(driver, tmp_path)
+    try:
+        result = await run(engine, f"try:\n{textwrap.indent(code, '  ')}\nexcept OSError:\n  os.kill(os.getpid(), 9)")
+        assert (result.outcome, result.session_alive) == (Outcome.EXITED, False), result.error_message
+    finally:
+        await engine.close()
+
+
+async def test_all_the_cpu_time_of_a_session_is_told_as_time(tmp_path: Path) -> None:
+    engine = await started("landlock", tmp_path)
+    try:
+        limits = replace(engine.limits("python"), cpu_total_s=1)
+        await engine.open("s", "python", limits)
+        result = await run(engine, "while True: pass")
+        assert (result.outcome, result.session_alive) == (Outcome.TIME, False), result.error_message
+    finally:
+        await engine.close()
+
+
+async def test_a_lost_zygote_is_reported_when_its_sessions_are_cleared(engine: JailEngine) -> None:
+    warden_pid = int((await run(engine, FAMILY + "\nos.getppid()")).result)
+    os.kill(parent_of(warden_pid), signal.SIGKILL)
+    assert (await engine._live["s"].ended).lost
+    assert session_processes() == []
+    assert (await run(engine, "6*7", "next")).result == "42"
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_the_description_names_what_is_lacking() -> None:

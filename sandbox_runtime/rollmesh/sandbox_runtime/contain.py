@@ -161,10 +161,7 @@ def powers_of(blueprint: Blueprint, uid: int) -> warden.Powers:
 
 
 def _is_alone(ground: Ground) -> bool:
-    if ground.has(walls.PID_NAMESPACE):
-        return True
-    powers = powers_of(ground.blueprint, 1)
-    return powers.uids is not None or powers.scoped
+    return ground.has(walls.PID_NAMESPACE) or powers_of(ground.blueprint, 1).confining
 
 
 def _paths(ground: Ground, cell: Cell) -> landlock.Paths:

@@ -2,11 +2,12 @@
 
 Executed fresh (`python -I -S`), never forked from the service: no thread, lock, descriptor or secret comes along. The
 launcher stays on the host's side, because a process can't enter a pid namespace itself; it dies with the service, and the
-zygote with it.
+zygote with it. Where there is no pid namespace it outlives the zygote until the last warden is done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollmesh.sandbox_runtime import mounts, namespaces, privileges
+from rollmesh.sandbox_runtime import mounts, namespaces, privileges, syscalls, walls
 from rollmesh.sandbox_runtime.walls import Blueprint, blueprint_from_message
 from rollmesh.sandbox_runtime.zygote import Profile, run_zygote
 
@@ -60,10 +61,21 @@ def main() -> None:
     blueprint = blueprint_from_message(setup["blueprint"])
     if flags := namespaces.flags_of(blueprint.walls):
         namespaces.isolate_children(flags, outer_uid=os.geteuid(), outer_gid=os.getegid())
+    if walls.PID_NAMESPACE not in blueprint.walls:
+        syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, "subreaper")
     pid = os.fork()
     if pid == 0:
         run_zygote(control, Profile(**setup["profile"]), blueprint)
         os._exit(0)
     control.close()
-    _, status = os.waitpid(pid, 0)
-    os._exit(abs(os.waitstatus_to_exitcode(status)))
+    os._exit(abs(os.waitstatus_to_exitcode(_wait_for_all(pid))))
+
+
+def _wait_for_all(zygote: int) -> int:
+    """The zygote's wait status, when it and whatever outlived it are gone: no place may be used anew while a warden clears it."""
+    status = 0
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            ended, found = os.waitpid(-1, 0)
+            status = found if ended == zygote else status
+    return status

@@ -50,6 +50,11 @@ class Powers:
     uids: Uids | None
     scoped: bool
 
+    @property
+    def confining(self) -> bool:
+        """Whether signals of the session stay inside it: neither its warden nor anybody else's process can be killed by it."""
+        return self.uids is not None or self.scoped
+
 
 def watch_over(begin: Callable[[int], NoReturn], powers: Powers) -> NoReturn:
     """Be the warden of the process that `begin`, given the warden's pid, is called in. Never returns in either."""

@@ -37,6 +37,8 @@ _ALWAYS = (
     "rollmesh.sandbox_runtime.judging.program", "rollmesh.sandbox_runtime.judging.remote", "rollmesh.sandbox_runtime.judging.sql", "rollmesh.sandbox_runtime.judging.unit",
 )  # fmt: skip
 """What sessions themselves need or nearly every program imports."""
+_UNLIMITED_S = 1 << 53
+"""More than any process uses."""
 
 
 class Zygote:
@@ -120,7 +122,7 @@ class Zygote:
     def _reap(self, pidfd: int) -> None:
         session_id = self._by_pidfd.pop(pidfd)
         pid = self._pids.pop(session_id)
-        cpu_limit_s = 0 if session_id in self._killed else self._cpu_limit_s(pidfd)
+        cpu_limit_s = 0 if self._may_be_inside(session_id) else self._cpu_limit_s(pidfd)
         self._killed.discard(session_id)
         _, status, usage = os.wait4(pid, 0)
         code = self._status(session_id, os.waitstatus_to_exitcode(status))
@@ -137,16 +139,23 @@ class Zygote:
             }
         )
 
+    def _may_be_inside(self, session_id: str) -> bool:
+        """Whether a kill of what we watch would tell nothing: we asked for it, or the program can do it."""
+        powers = self._powers[session_id]
+        return session_id in self._killed or (powers is not None and not powers.confining)
+
     def _cpu_limit_s(self, pidfd: int) -> int:
         """At which the kernel would have killed a process that has ended and is not yet waited for: the program may have lowered it.
-        0 if that can't be learnt, or if the process was not killed."""
+        0 if that can't be learnt, or if the process was not killed. A warden has no limit and its session's death is its exit: no
+        program is behind the kill of a warden, and any may be behind that of a session's first process."""
         ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
         if ended is None or ended.si_code != os.CLD_KILLED or ended.si_status != signal.SIGKILL:
             return 0
         try:
             about = self._read_proc(f"self/fdinfo/{pidfd}")
             limits = self._read_proc(f"{about.partition('Pid:')[2].split()[0]}/limits")
-            return int(limits.partition("Max cpu time")[2].split()[1])
+            limit = limits.partition("Max cpu time")[2].split()[1]
+            return _UNLIMITED_S if limit == "unlimited" else int(limit)
         except (OSError, ValueError, IndexError):
             return 0
 

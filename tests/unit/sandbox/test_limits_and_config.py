@@ -34,7 +34,7 @@ def test_flood_limit_is_not_below_what_is_kept() -> None:
     [
         ({"sessions_max": 0}, "sessions_max must be positive, got 0"),
         ({"ttl_s": 10.0, "ttl_s_max": 5.0}, "ttl_s must not exceed ttl_s_max 5.0, got 10.0"),
-        ({"engine": "none"}, "engine must be jail or fake, got 'none'"),
+        ({"engine": "gaol"}, "engine must be one of jail, landlock, none, fake, got 'gaol'"),
         ({"warm": ["nope"]}, "warm names 'nope'"),
         ({"profiles": {"p": {"limits": {"memroy_bytes": 1}}}}, "unknown limit 'memroy_bytes'"),
         ({"profiles": {"p": {"limits": {"call_s": -1}}}}, "limits.call_s must be positive, is -1"),

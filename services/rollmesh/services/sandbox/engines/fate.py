@@ -3,6 +3,9 @@
 A session's program is pid 1 of its namespace or below it, and the kernel ignores SIGKILL from there. So SIGKILL has four senders: us; the
 kernel for memory of the session's own group; the kernel for CPU time, at a limit which the program may have lowered; and somebody outside,
 as the host's out-of-memory killer or an operator. Only the last is an infra failure.
+
+Without a pid namespace a program can kill its session's first process itself, so that is its own doing, whoever it was; there only the kill
+of a warden comes from outside for sure.
 """
 
 from __future__ import annotations
