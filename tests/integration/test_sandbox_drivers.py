@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import textwrap
 from collections.abc import AsyncIterator, Iterator
@@ -26,7 +25,11 @@ from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
 from rollmesh.shared.errors import SandboxFailed
 from rollmesh.shared.ids import SeededIds
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0 or not landlock.abi(), reason="needs root and Landlock")
+IS_ROOT = os.geteuid() == 0
+pytestmark = pytest.mark.skipif(
+    landlock.abi() < (1 if IS_ROOT else landlock.SCOPES_SINCE),
+    reason="this kernel's Landlock does not carry the driver",
+)
 
 UID_BASE = 61050
 NUM_UIDS = 100
@@ -36,7 +39,7 @@ def config_for(engine: str, folder: str = "") -> SandboxConfig:
     limits: dict[str, int | float] = {"processes_max": 12, "memory_bytes": 96 << 20}
     return SandboxConfig(
         engine=engine, profiles={"python": ProfileConfig(limits=limits)}, uid_base=UID_BASE, sessions_max=40,
-        sessions_dir=folder,
+        sessions_dir=folder, without=() if IS_ROOT or engine != "landlock" else ("pids cgroup",),
     )  # fmt: skip
 
 
@@ -59,14 +62,16 @@ async def run(engine: JailEngine, code: str, session_id: str = "s") -> RunResult
     return await engine.run(session_id, Program(code=textwrap.dedent(code)), 5.0)
 
 
-def session_processes() -> list[int]:
+def session_processes(engine: JailEngine) -> list[int]:
+    """Those that did not leave the sessions' directory."""
+    assert engine._folders is not None
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
-            uid = os.stat(f"/proc/{entry}").st_uid
-        except FileNotFoundError:
+            at = os.readlink(f"/proc/{entry}/cwd")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        if UID_BASE <= uid < UID_BASE + NUM_UIDS:
+        if at.startswith(engine._folders._root):
             found.append(int(entry))
     return found
 
@@ -152,9 +157,9 @@ async def test_the_end_of_a_session_leaves_no_process_and_no_file(tmp_path: Path
     engine = await started(driver, tmp_path)
     try:
         place = (await run(engine, FAMILY + "\nos.getcwd()")).result.strip("'")
-        assert len(session_processes()) >= 5
+        assert len(session_processes(engine)) >= 5
         await engine.end("s")
-        assert session_processes() == []
+        assert session_processes(engine) == []
     finally:
         await engine.close()
     assert not Path(place).parent.exists()
@@ -164,23 +169,22 @@ async def test_a_session_that_ends_itself_takes_its_children_along(engine: JailE
     result = await run(engine, FAMILY + "\nos._exit(3)")
     assert (result.outcome, result.session_alive) == (Outcome.EXITED, False)
     assert "status 3" in result.error_message
-    assert session_processes() == []
+    assert session_processes(engine) == []
 
 
 async def test_a_killed_warden_leaves_its_session_to_the_zygote(engine: JailEngine) -> None:
     pid = int((await run(engine, FAMILY + "\nos.getppid()")).result)
-    before = [os.pidfd_open(process) for process in session_processes()]
+    assert len(session_processes(engine)) >= 5
     os.kill(pid, signal.SIGKILL)
     await engine._live["s"].ended
-    for process in before:
-        assert select.select([process], [], [], 10)[0], "a process outlived its session"
-        os.close(process)
+    assert session_processes(engine) == []
     assert (await run(engine, "6*7", "next")).result == "42"
 
 
 async def test_a_killed_warden_is_an_infra_failure(engine: JailEngine) -> None:
     pid = int((await run(engine, "import os; os.getppid()")).result)
     os.kill(pid, signal.SIGKILL)
+    await engine._live["s"].ended
     with pytest.raises(SandboxFailed, match="killed from outside"):
         await run(engine, "6*7")
 
@@ -222,7 +226,7 @@ async def test_a_lost_zygote_is_reported_when_its_sessions_are_cleared(engine: J
     warden_pid = int((await run(engine, FAMILY + "\nos.getppid()")).result)
     os.kill(parent_of(warden_pid), signal.SIGKILL)
     assert (await engine._live["s"].ended).lost
-    assert session_processes() == []
+    assert session_processes(engine) == []
     assert (await run(engine, "6*7", "next")).result == "42"
 
 
@@ -247,7 +251,7 @@ def test_the_description_names_what_is_lacking() -> None:
 def test_every_start_warns_in_one_line(driver: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         survey.plan(config_for(driver))
-    (record,) = caplog.records
+    (record,) = (record for record in caplog.records if "gives up" not in record.getMessage())
     assert said in record.getMessage()
     assert "network namespace" in record.getMessage()
 

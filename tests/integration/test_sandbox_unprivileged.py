@@ -27,6 +27,7 @@ SUITES = {
 WHOLE = (
     "conformance/test_sandbox_engine.py",
     "integration/test_landlock.py",
+    "integration/test_sandbox_drivers.py",
     "integration/test_sandbox_isolation.py",
     "integration/test_sandbox_networks.py",
 )

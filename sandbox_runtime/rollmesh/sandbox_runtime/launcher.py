@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollmesh.sandbox_runtime import mounts, namespaces, privileges, syscalls, walls
+from rollmesh.sandbox_runtime import mounts, namespaces, privileges, walls, warden
 from rollmesh.sandbox_runtime.walls import Blueprint, blueprint_from_message
 from rollmesh.sandbox_runtime.zygote import Profile, run_zygote
 
@@ -62,7 +62,7 @@ def main() -> None:
     if flags := namespaces.flags_of(blueprint.walls):
         namespaces.isolate_children(flags, outer_uid=os.geteuid(), outer_gid=os.getegid())
     if walls.PID_NAMESPACE not in blueprint.walls:
-        syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, "subreaper")
+        warden.adopt_orphans()
     pid = os.fork()
     if pid == 0:
         run_zygote(control, Profile(**setup["profile"]), blueprint)

@@ -9,7 +9,9 @@ ends with the session's first process, on SIGTERM, and with the zygote, each tim
   signal it (real and saved uid are its own). One kill(-1), which the kernel makes atomic against forks.
 - as an ordinary user with Landlock 6 or later: it lives in a Landlock domain around the session's, out of which no signal leads;
   one kill(-1). Where the domain turns out not to hold the session does not begin.
-- else child by child: a session that forks without end, or kills its warden, is not bounded so.
+- else child by child: a session that forks without end is not bounded so.
+
+The zygote is the subreaper above: it ends what a warden that was killed leaves, as root in the first way, else child by child.
 
 Exit status: the session's, 128 + n for signal n, `FAILED` if the warden itself failed. Larger statuses are cut to 127.
 """
@@ -20,7 +22,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -29,6 +31,8 @@ from rollmesh.sandbox_runtime import landlock, privileges, syscalls
 FAILED = 255
 _SIGNALLED = 128
 _AWAITED = {signal.SIGCHLD, signal.SIGTERM}
+_ROUNDS_MAX = 1000
+"""Of killing child by child. Each round ends all that were there when it began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,11 @@ class Powers:
     def confining(self) -> bool:
         """Whether signals of the session stay inside it: neither its warden nor anybody else's process can be killed by it."""
         return self.uids is not None or self.scoped
+
+
+def adopt_orphans() -> None:
+    """Become the subreaper of all below this process."""
+    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, "subreaper")
 
 
 def watch_over(begin: Callable[[int], NoReturn], powers: Powers) -> NoReturn:
@@ -88,6 +97,26 @@ def sweep(uids: Uids) -> None:
         raise OSError(f"the processes of uid {uids.session} could not be killed: status {status}")
 
 
+def clear_strays(proc_fd: int, known: Collection[int]) -> None:
+    """By the subreaper above wardens: kill and reap the children that are not `known`, the orphans of a warden that was killed. Raises
+    OSError if they fork faster than they die."""
+    for _ in range(_ROUNDS_MAX):
+        strays = [pid for pid in _children(proc_fd) if pid not in known]
+        if not strays:
+            return
+        for pid in strays:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    raise OSError("processes of a session whose warden was killed fork faster than they can be killed")
+
+
+def _children(proc_fd: int) -> list[int]:
+    own = os.getpid()
+    fd = os.open(f"{own}/task/{own}/children", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc_fd)
+    with open(fd, encoding="ascii") as children:
+        return [int(pid) for pid in children.read().split()]
+
+
 def _kill_as(uids: Uids) -> None:
     os.setgroups([])
     os.setresgid(uids.killer, uids.killer, uids.killer)
@@ -101,7 +130,7 @@ def _kill_as(uids: Uids) -> None:
 def _watch_over(begin: Callable[[int], NoReturn], powers: Powers) -> int:
     zygote, warden = os.getppid(), os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
-    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, "subreaper")
+    adopt_orphans()
     if powers.uids is None and powers.scoped:
         _enter_domain(zygote)
     gate, opener = os.pipe()
@@ -177,8 +206,10 @@ def _kill_domain() -> None:
 
 
 def _kill_children() -> None:
-    own = os.getpid()
-    with open(f"/proc/{own}/task/{own}/children", encoding="ascii") as children:
-        for pid in children.read().split():
+    proc_fd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for pid in _children(proc_fd):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+    finally:
+        os.close(proc_fd)

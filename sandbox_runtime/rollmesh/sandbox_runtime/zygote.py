@@ -56,6 +56,8 @@ class Zygote:
         self._by_pidfd: dict[int, str] = {}
         self._powers: dict[str, warden.Powers | None] = {}
         self._wardened = not ground.has(walls.PID_NAMESPACE)
+        if self._wardened:
+            warden.adopt_orphans()
 
     def serve(self) -> None:
         """Until the service closes its end."""
@@ -169,8 +171,10 @@ class Zygote:
         powers = self._powers.pop(session_id)
         if powers is None:
             return code
-        if powers.uids is not None and (code < 0 or code == warden.FAILED):
-            warden.sweep(powers.uids)
+        if code < 0 or code == warden.FAILED:
+            if powers.uids is not None:
+                warden.sweep(powers.uids)
+            warden.clear_strays(self._ground.proc_fd, self._pids.values())
         return warden.session_status(code)
 
     def _send(self, packet: framing.Message) -> None:
