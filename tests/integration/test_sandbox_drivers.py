@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import textwrap
 from collections.abc import AsyncIterator, Iterator
@@ -99,6 +100,29 @@ async def test_host_files_open_to_everybody_are_closed_to_a_session(
     assert content(open_file) == "the host's"
 
 
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "os.chmod({path!r}, 0)", "os.utime({path!r}, (0, 0))", "os.chown({path!r}, os.getuid(), os.getgid())",
+        "__import__('resource').prlimit({pid}, 7, (20, 20))", "os.sched_setaffinity({pid}, {{0}})",
+        "os.setpriority(os.PRIO_PROCESS, {pid}, 19)", "os.setpriority(os.PRIO_USER, 0, 19); raise OSError",
+    ],
+    ids=["mode", "times", "owner", "limits", "cores", "priority", "priority of all"],
+)  # fmt: skip
+async def test_what_the_services_own_user_may_do_a_session_may_not(
+    engine: JailEngine, open_file: Path, attempt: str
+) -> None:
+    def seen() -> object:
+        about = open_file.stat()
+        limits, cores = resource.getrlimit(resource.RLIMIT_NOFILE), os.sched_getaffinity(0)
+        return about.st_mode, about.st_mtime, limits, cores, os.getpriority(os.PRIO_PROCESS, 0)
+
+    before = seen()
+    code = attempt.format(path=str(open_file), pid=os.getpid())
+    assert (await run(engine, f"import os\n{code}")).outcome is Outcome.ERROR
+    assert seen() == before
+
+
 async def test_the_same_file_is_open_where_nothing_is_isolated(tmp_path: Path, open_file: Path) -> None:
     engine = await started("none", tmp_path)
     try:
@@ -122,7 +146,9 @@ async def test_sockets_cannot_be_made(engine: JailEngine, family: str) -> None:
 
 async def test_another_sessions_directory_and_processes_are_out_of_reach(engine: JailEngine) -> None:
     said = await run(
-        engine, "import os\nopen('secret', 'w').write('1')\nos.chmod('.', 0o777)\nos.getcwd(), os.getpid()", "one"
+        engine,
+        f"import os\nopen('secret', 'w').write('1')\n{'os.chmod(chr(46), 0o777)' if IS_ROOT else ''}\nos.getcwd(), os.getpid()",
+        "one",
     )
     place, pid = eval(said.result)
     assert content(Path(place, "secret")) == "1"
@@ -149,6 +175,7 @@ for _ in range(4):
             while True:
                 time.sleep(100)
         os._exit(0)
+    os.wait()
 """
 
 

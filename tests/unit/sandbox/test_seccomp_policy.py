@@ -108,6 +108,26 @@ def test_arguments_decide(machine: str, name: str, arguments: tuple[int, ...], a
     assert of(machine, name, *arguments) == answer
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "answer"),
+    [
+        ("prlimit64", (0,), ALLOW), ("prlimit64", (77,), ENOSYS), ("prlimit64", (HIGH | 77,), ENOSYS),
+        ("sched_setaffinity", (0,), ALLOW), ("sched_setaffinity", (77,), ENOSYS), ("sched_setattr", (77,), ENOSYS),
+        ("sched_setparam", (77,), ENOSYS), ("sched_setscheduler", (77,), ENOSYS),
+        ("setpriority", (0, 0), ALLOW), ("setpriority", (0, 77), ENOSYS), ("setpriority", (2, 0), ENOSYS),
+        ("fchmod", (3,), EPERM), ("fchmodat", (3,), EPERM), ("fchownat", (3,), EPERM), ("utimensat", (3,), EPERM),
+        ("openat", (3,), ALLOW),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_a_shared_uid_owns_is_out_of_reach(
+    machine: str, name: str, arguments: tuple[int, ...], answer: int
+) -> None:
+    program = seccomp_policy.compiled(machine, shares_uid=True)
+    number = pyseccomp.resolve_syscall(MACHINES[machine], name)
+    assert verdict(program, arch=MACHINES[machine], number=number, arguments=arguments) == answer
+
+
 def test_foreign_architectures_are_killed() -> None:
     program = seccomp_policy.compiled("x86_64")
     assert verdict(program, arch=pyseccomp.Arch.X86, number=0) == KILL

@@ -10,6 +10,10 @@ Allowed is what python, bash, gcc, g++, node, sqlite, duckdb and numpy were seen
 other processes' memory, mounts, namespaces, kernel modules, keys, clocks, BPF, io_uring, memory that no limit counts (memfd,
 System V), and sockets, but for connected pairs; what a session may reach outside comes to it as a connected descriptor.
 
+Where a session shares its uid with others and no namespace hides them (`shares_uid`), the uid permits what neither Landlock nor signals'
+rules hold back: limits and priorities of other processes, modes, owners and times of files. There the first are allowed for the caller
+alone, the second not at all.
+
 The service compiles, the jail installs (`rollmesh.sandbox_runtime.seccomp`). Not covered: a kernel bug behind an allowed call.
 """
 
@@ -87,6 +91,18 @@ REFUSED = _words("""
 UNSUPPORTED = ("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr")
 """EOPNOTSUPP, as on a file system without them: they hold bytes that no limit counts, and `cp -p` then goes without."""
 
+_FILE_OWNERS = frozenset(
+    _words("""
+    chmod chown fchmod fchmodat fchmodat2 fchown fchownat futimesat lchown utime utimensat utimes
+""")
+)
+_PROCESS_OWNERS = frozenset(
+    _words("""
+    prlimit64 sched_setaffinity sched_setattr sched_setparam sched_setscheduler setpriority
+""")
+)
+"""What owning a file or a process permits."""
+
 _IOCTLS = (
     0x5401, 0x5402, 0x5403, 0x5404,  # TCGETS, TCSETS, TCSETSW, TCSETSF
     0x5409, 0x540A, 0x540B,  # TCSBRK, TCXONC, TCFLSH
@@ -133,10 +149,10 @@ def library_version() -> str:
 
 
 @functools.cache
-def compiled(machine: str = "") -> bytes:
+def compiled(machine: str = "", *, shares_uid: bool = False) -> bytes:
     """The filter as BPF, 8 bytes per instruction; `machine` as of uname, this host's by default. Raises SandboxFailed, with the remedy."""
     try:
-        return _Compiler(_binding(), machine or platform.machine()).compile()
+        return _Compiler(_binding(), machine or platform.machine()).compile(shares_uid=shares_uid)
     except (OSError, ValueError) as error:
         raise SandboxFailed(f"cannot compile the seccomp filter: {error}; {REMEDY}") from error
 
@@ -161,10 +177,14 @@ class _Compiler:
         self._refuse = self._lib.ERRNO(errno.EPERM)
         self._filter = self._lib.SyscallFilter(self._lib.ERRNO(errno.ENOSYS))
 
-    def compile(self) -> bytes:
+    def compile(self, *, shares_uid: bool) -> bytes:
         self._prepare()
+        owners = _FILE_OWNERS | _PROCESS_OWNERS if shares_uid else frozenset()
         for name in ALLOWED:
-            self._rule(self._lib.ALLOW, name)
+            if name not in owners:
+                self._rule(self._lib.ALLOW, name)
+        if shares_uid:
+            self._owners()
         for name in REFUSED:
             self._rule(self._refuse, name)
         for name in UNSUPPORTED:
@@ -203,6 +223,14 @@ class _Compiler:
             self._rule(self._lib.ALLOW, name, self._when(argument, mask, value))
         for value in refused:
             self._rule(self._refuse, name, self._when(argument, mask, value))
+
+    def _owners(self) -> None:
+        """Of files none, of processes the caller, which is number 0."""
+        for name in _FILE_OWNERS:
+            self._rule(self._refuse, name)
+        for name in _PROCESS_OWNERS - {"setpriority"}:
+            self._rule(self._lib.ALLOW, name, self._when(0, _INT, 0))
+        self._rule(self._lib.ALLOW, "setpriority", self._when(0, _INT, 0), self._when(1, _INT, 0))
 
     def _processes(self) -> None:
         """Forks and threads, but no namespaces."""

@@ -89,7 +89,8 @@ def plan(config: SandboxConfig) -> Blueprint:
     for name in config.without:
         _log.warning("sandbox.without gives up %s: %s", name, walls.WALLS[name].without)
     raised = frozenset(standing.wall.name for standing in standings if standing.raised)
-    rules = seccomp_policy.compiled() if walls.SECCOMP in raised else b""
+    shares_uid = not raised & {walls.PID_NAMESPACE, walls.OWN_UID}
+    rules = seccomp_policy.compiled(shares_uid=shares_uid) if walls.SECCOMP in raised else b""
     return Blueprint(walls=raised, seccomp_filter=rules)
 
 

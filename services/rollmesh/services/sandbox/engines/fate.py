@@ -15,7 +15,7 @@ import signal
 from rollmesh.sandbox_runtime.cgroups import Group
 from rollmesh.services.sandbox.engines.zygote_process import Ended
 
-_ACCOUNTING_S = 0.1
+ACCOUNTING_S = 0.1
 """By how much the kernel's two clocks of a process may differ."""
 
 
@@ -38,5 +38,5 @@ class MemoryKills:
 
 def killed_from_outside(ended: Ended, *, out_of_memory: bool) -> bool:
     """Of a session that ended before we asked for it."""
-    out_of_cpu = ended.cpu_s + _ACCOUNTING_S >= ended.cpu_limit_s
+    out_of_cpu = ended.cpu_s + ACCOUNTING_S >= ended.cpu_limit_s
     return ended.status == -signal.SIGKILL and not out_of_memory and not out_of_cpu
