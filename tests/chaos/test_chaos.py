@@ -179,7 +179,9 @@ async def test_a_learner_that_lost_its_newest_checkpoint_rolls_back_and_the_node
     tmp_path: Path, model: Path
 ) -> None:
     async with world(tmp_path, mesh_config(model, updates_max=14), LEARNER_APART) as mesh:
-        await mesh.until_state("a first checkpoint", lambda s: policy(s).checkpoint_update >= 3, limit_s=START_S)
+        await mesh.until_state(
+            "a first checkpoint is behind it", lambda s: policy(s).applied_step >= 4, limit_s=START_S
+        )
         pid = await pause(mesh, "learner-checkpointed")
         before = await mesh.until_state("it is reported", lambda s: policy(s).checkpoint_update >= 6, limit_s=STEP_S)
         lost = max((mesh.place.run_dir / "checkpoints").glob("update-*"))
