@@ -9,6 +9,7 @@ import msgspec
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.walls import DRIVERS, LANDLOCK, WALLS
 from rollmesh.services.sandbox.egress.config import EgressConfig
+from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.services.sandbox.repository_config import RepositoryConfig
 from rollmesh.services.sandbox.snapshots_config import SnapshotsConfig
 from rollmesh.services.sandbox.tenants_config import TenantsConfig
@@ -125,6 +126,8 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Sessions being made at a time: a storm of starts must not starve the calls of live sessions."""
     starts_queued_max: int = 256
     """Sessions that wait to be made; more are refused as OVERLOADED. Tenants are served in turn."""
+    pools: PoolsConfig = PoolsConfig()
+    """Sessions kept ready ahead of demand, and the end of unused zygotes."""
     tenants: TenantsConfig = TenantsConfig()
     """Quotas of tenants."""
     ttl_s: float = 120.0
@@ -188,9 +191,10 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             if profile.egress and profile.egress not in self.egress:
                 raise ValueError(f"profile {name!r} names egress {profile.egress!r}, which is not in egress")
         _check_given_up(self.without)
-        for name in self.warm:
-            if name not in self.profiles:
-                raise ValueError(f"warm names {name!r}, which is not in profiles ({', '.join(self.profiles)})")
+        for field, names in (("warm", self.warm), ("pools.by_profile", self.pools.by_profile)):
+            for name in names:
+                if name not in self.profiles:
+                    raise ValueError(f"{field} names {name!r}, which is not in profiles ({', '.join(self.profiles)})")
 
 
 def _check_engine(config: SandboxConfig) -> None:

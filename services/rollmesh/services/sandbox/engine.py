@@ -71,6 +71,21 @@ OnOutput = Callable[[int, str], None]
 """Gets a piece of output: its descriptor (1 or 2) and its text. Must not wait."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolCounts:
+    """Sessions kept ready ahead of demand. made = taken + dropped + the sum of `ready`."""
+
+    ready: Mapping[str, int] = field(default_factory=dict)
+    """Now, by profile."""
+    made: int = 0
+    taken: int = 0
+    """Opens that found one ready."""
+    missed: int = 0
+    """Opens that one would have served and that found none."""
+    dropped: int = 0
+    """Ended unused: no longer wanted, their place wanted, or lost with their zygote."""
+
+
 class SandboxEngine(Protocol):
     """Sessions by id. Ids are the caller's and unique among live sessions."""
 
@@ -85,6 +100,10 @@ class SandboxEngine(Protocol):
     @property
     def num_queued(self) -> int:
         """Sessions that wait for their turn to be made."""
+        ...
+
+    def pool_counts(self) -> PoolCounts:
+        """Of sessions kept ready; all zero where none are."""
         ...
 
     def limits(self, profile: str) -> Limits:

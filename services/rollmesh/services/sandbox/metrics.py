@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollmesh.services.sandbox.egress import metrics as egress
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import Outcome, PoolCounts, RunResult
 from rollmesh.shared.telemetry.metrics import Reading, count, counter, gauge, histogram, observe
 
 if TYPE_CHECKING:
@@ -21,6 +21,12 @@ ENDED = counter(
 START_SECONDS = histogram("rollmesh_sandbox_session_start_seconds", "Time to open a session.")
 QUEUED = gauge("rollmesh_sandbox_starts_queued", "Sessions that wait for their turn to be started.")
 START_WAIT_SECONDS = histogram("rollmesh_sandbox_start_wait_seconds", "Wait of a session for its turn to be started.")
+READY = gauge("rollmesh_sandbox_pool_ready", "Sessions kept ready for whoever opens one.", "profile")
+POOL_OPENS = counter(
+    "rollmesh_sandbox_pool_opens_total", "Opens that a ready session could serve: hit (there was one), miss.", "found"
+)
+POOL_MADE = counter("rollmesh_sandbox_pool_made_total", "Sessions made ahead: made = hits + dropped + ready.")
+POOL_DROPPED = counter("rollmesh_sandbox_pool_dropped_total", "Ready sessions ended unused.")
 COMMANDS = counter("rollmesh_sandbox_commands_total", "Runs and calls by outcome.", "outcome")
 COMMAND_SECONDS = histogram("rollmesh_sandbox_command_seconds", "Wall time of runs and calls in the jail.", "outcome")
 KILLS = counter(
@@ -36,6 +42,10 @@ METRICS = (
     START_SECONDS,
     QUEUED,
     START_WAIT_SECONDS,
+    READY,
+    POOL_OPENS,
+    POOL_MADE,
+    POOL_DROPPED,
     COMMANDS,
     COMMAND_SECONDS,
     KILLS,
@@ -59,5 +69,16 @@ async def read(node: SandboxNode) -> list[Reading]:
         Reading(CREATED, counts.created),
         Reading(LIVE, counts.live),
         Reading(QUEUED, node.core.num_queued),
+        *_pools(node.core.pool_counts()),
         *(Reading(ENDED, num, (end.value,)) for end, num in counts.ended.items()),
+    ]
+
+
+def _pools(counts: PoolCounts) -> list[Reading]:
+    return [
+        *(Reading(READY, num, (profile,)) for profile, num in counts.ready.items()),
+        Reading(POOL_OPENS, counts.taken, ("hit",)),
+        Reading(POOL_OPENS, counts.missed, ("miss",)),
+        Reading(POOL_MADE, counts.made),
+        Reading(POOL_DROPPED, counts.dropped),
     ]

@@ -17,7 +17,7 @@ from typing import Self
 
 from rollmesh.services.sandbox.branches import Branches
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import SandboxEngine
+from rollmesh.services.sandbox.engine import PoolCounts, SandboxEngine
 from rollmesh.services.sandbox.engines.fake_engine import FakeEngine
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.servicer import SandboxServicer
@@ -47,6 +47,10 @@ class SandboxCore:
     def num_queued(self) -> int:
         """Sessions that wait for their turn to be made."""
         return self._engine.num_queued
+
+    def pool_counts(self) -> PoolCounts:
+        """Of sessions kept ready."""
+        return self._engine.pool_counts()
 
     async def __aenter__(self) -> Self:
         try:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from rollmesh.services.sandbox.metrics import START_WAIT_SECONDS
 from rollmesh.shared.clock import Clock
@@ -44,6 +44,16 @@ class Starts:
         began_s = self._clock.monotonic_s()
         await self._take(tenant)
         observe(START_WAIT_SECONDS, self._clock.monotonic_s() - began_s)
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    @contextmanager
+    def spare_turn(self) -> Iterator[None]:
+        """Hold a turn that nobody waits for; only while `idle`."""
+        assert self.idle
+        self._num_inflight += 1
         try:
             yield
         finally:

@@ -14,7 +14,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.sandbox_runtime.tools import calc
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import OnOutput, Outcome, RunResult, SavePiece, SnapshotTooLarge
+from rollmesh.services.sandbox.engine import OnOutput, Outcome, PoolCounts, RunResult, SavePiece, SnapshotTooLarge
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 
 PROFILE = "calc"
@@ -38,6 +38,9 @@ class FakeEngine:
     @property
     def num_queued(self) -> int:
         return 0
+
+    def pool_counts(self) -> PoolCounts:
+        return PoolCounts()
 
     def limits(self, profile: str) -> Limits:
         if profile != PROFILE:

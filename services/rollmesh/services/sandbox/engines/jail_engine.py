@@ -1,6 +1,6 @@
 """The engine of every driver: sessions forked from warm, contained zygotes, one zygote per profile.
 
-    open   place -> zygote of the profile (started if there is none) -> fork -> contained -> "ready"
+    open   a ready session (`pools`); or place -> zygote of the profile (started if there is none) -> fork -> contained -> "ready"
     run    request on the session's own socket; the zygote is not involved
     end    kill through the zygote -> the kernel, or its warden, has reaped all of it -> place free again
 
@@ -14,31 +14,28 @@ import base64
 import contextlib
 import logging
 import os
-import socket
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import cloudpickle
-import msgspec
 
 from rollmesh.sandbox_runtime import cgroups, walls
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.sandbox_runtime.walls import Blueprint
 from rollmesh.services.sandbox import survey
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.ports import Ports
-from rollmesh.services.sandbox.engine import OnOutput, Outcome, RunResult, SavePiece, SnapshotTooLarge
-from rollmesh.services.sandbox.engines.fate import MemoryKills, killed_from_outside
-from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply, SessionGone
+from rollmesh.services.sandbox.engine import OnOutput, Outcome, PoolCounts, RunResult, SavePiece, SnapshotTooLarge
+from rollmesh.services.sandbox.engines.fate import killed_from_outside
+from rollmesh.services.sandbox.engines.forks import Forks, Live
+from rollmesh.services.sandbox.engines.jail_session import ProtocolBroken, Reply, SessionGone
 from rollmesh.services.sandbox.engines.leftovers import StateDir
-from rollmesh.services.sandbox.engines.places import Place, Places
+from rollmesh.services.sandbox.engines.places import Places
+from rollmesh.services.sandbox.engines.pools import Pools
 from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
 from rollmesh.services.sandbox.engines.results import exited, explain, killed, to_result
 from rollmesh.services.sandbox.engines.uid_ranges import UidRange, claim_uids
-from rollmesh.services.sandbox.engines.zygote_process import Ended, ZygoteProcess
+from rollmesh.services.sandbox.engines.zygote_process import Ended
+from rollmesh.services.sandbox.engines.zygotes import Zygotes
 from rollmesh.services.sandbox.repository_images import RepositoryImages
 from rollmesh.services.sandbox.starts import Starts
 from rollmesh.shared.clock import Clock, SystemClock
@@ -46,22 +43,6 @@ from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, Sandb
 from rollmesh.shared.ids import IdSource
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Live:
-    """A session from `open` until nothing of it is left."""
-
-    session: JailSession
-    zygote: ZygoteProcess
-    place: Place
-    limits: Limits
-    ended: asyncio.Future[Ended]
-    memory_kills: MemoryKills
-    out_of_memory: bool = False
-    """Whether the kernel killed for memory in it; known when it has ended."""
-    closing: bool = False
-    """Whether we have begun to end it. A session that ended unasked stays listed, so that its user learns why."""
 
 
 class JailEngine:
@@ -72,23 +53,22 @@ class JailEngine:
         self._state = StateDir(state_dir)
         self._images = RepositoryImages(state_dir / "repositories")
         self._name = ids.new()
-        self._blueprint: Blueprint | None = None
-        self._places: Places | None = None
         self._folders: PrivateFolders | None = None
         self._uids = UidRange(config.uid_base, [])
-        self._zygotes: dict[str, ZygoteProcess] = {}
-        self._starting: dict[str, asyncio.Lock] = {name: asyncio.Lock() for name in config.profiles}
+        self._zygotes = Zygotes(config, self._state)
+        self._forks = Forks(config)
         self._starts = Starts(
             inflight_max=config.starts_inflight_max,
             queued_max=config.starts_queued_max,
             retry_after_s=config.retry_after_s,
             clock=clock or SystemClock(),
         )
-        self._live: dict[str, _Live] = {}
+        self._pools = Pools(config, self._forks, self._zygotes, self._starts, clock or SystemClock())
+        self._live: dict[str, Live] = {}
         self._ports = Ports(config.egress, state_dir / "egress")
 
     async def start(self) -> None:
-        self._blueprint = await asyncio.to_thread(survey.plan, self._config)
+        blueprint = self._zygotes.blueprint = await asyncio.to_thread(survey.plan, self._config)
         hierarchy = cgroups.detect_here() if self._config.cgroups else None
         await asyncio.to_thread(self._state.acquire)
         cleared = await asyncio.to_thread(self._state.clear_leftovers, hierarchy)
@@ -97,21 +77,23 @@ class JailEngine:
         self._state.record_groups(self._name)
         await self._ports.start()
         config = self._config
-        if walls.MOUNT_NAMESPACE not in self._blueprint.walls:
+        if walls.MOUNT_NAMESPACE not in blueprint.walls:
             self._folders = await asyncio.to_thread(PrivateFolders, config.sessions_dir, self._state, self._name)
         if not config.uid_base and os.geteuid() == 0:
             self._uids = await asyncio.to_thread(claim_uids, config.sessions_max * (2 if self._folders else 1))
-        self._places = Places(
+        self._forks.places = Places(
             config.sessions_max, self._uids.base, hierarchy, self._name, config.retry_after_s, self._folders
         )
         for profile in config.warm:
-            await self._zygote_for(profile)
+            await self._zygotes.get(profile)
+        self._pools.start()
 
     async def close(self) -> None:
+        await self._pools.close()
         await asyncio.gather(*(self.end(session_id) for session_id in list(self._live)))
-        await asyncio.gather(*(self._end_zygote(profile) for profile in list(self._zygotes)))
-        if self._places is not None:
-            self._places.remove_groups()
+        await self._zygotes.close()
+        if self._forks.started:
+            self._forks.places.remove_groups()
             self._state.forget_groups(self._name)
         if self._folders is not None:
             await asyncio.to_thread(self._folders.close)
@@ -122,6 +104,9 @@ class JailEngine:
     @property
     def num_queued(self) -> int:
         return self._starts.num_queued
+
+    def pool_counts(self) -> PoolCounts:
+        return self._pools.counts()
 
     def limits(self, profile: str) -> Limits:
         if profile not in self._config.profiles:
@@ -139,22 +124,18 @@ class JailEngine:
         tenant: str = "",
     ) -> None:
         self.limits(profile)
-        assert self._places is not None, "start() comes first"
         if session_id in self._live:
             raise AlreadyExists(f"session {session_id!r} is live or still ending; choose a new id", session=session_id)
         repository = self._config.profiles[profile].repository
         if snapshot is None and repository is not None:
             snapshot = await self._images.image(repository, limits.disk_bytes)
-        async with self._starts.turn(tenant):
-            place = self._places.take()
-            try:
-                zygote = await self._zygote_for(profile)
-                with self._ports.opening(session_id, self._config.profiles[profile].egress, tenant) as egress_fds:
-                    live = self._fork(session_id, zygote, place, limits, egress_fds)
-            except BaseException:
-                self._places.give_back(place)
-                raise
-            await self._await_ready(session_id, live)
+        live = self._pools.take(profile, limits)
+        if live is not None:
+            self._adopt(session_id, live)
+        else:
+            async with self._starts.turn(tenant):
+                live = await self._make(session_id, profile, limits, tenant)
+        self._pools.refill()
         if snapshot is not None:
             await self._restore(session_id, live, snapshot)
 
@@ -197,109 +178,54 @@ class JailEngine:
         if live is None:
             return
         self._begin_end(session_id, live)
-        await self._gone(live)
+        await self._forks.gone(live)
+        self._pools.refill()
 
-    def _begin_end(self, session_id: str, live: _Live) -> None:
-        if live.ended.done() and not live.closing:
-            self._live.pop(session_id)  # it ended unasked; its user has learned of it now
-        live.closing = True
-        live.zygote.kill(session_id)
+    def _begin_end(self, session_id: str, live: Live) -> None:
+        if live.ended.done() and self._live.get(session_id) is live:
+            del self._live[session_id]  # it ended unasked; its user has learned of it now
+        live.begin_end()
 
     # Making sessions ----------------------------------------------------------------------------------------------
 
-    def _fork(
-        self, session_id: str, zygote: ZygoteProcess, place: Place, limits: Limits, egress_fds: tuple[int, ...]
-    ) -> _Live:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        procs_fds: list[int] = []
+    async def _make(self, session_id: str, profile: str, limits: Limits, tenant: str) -> Live:
+        places = self._forks.places
+        place = await self._pools.place()
         try:
-            if place.group is not None:
-                place.group.limit(limits)
-                procs_fds = place.group.procs_fds()
-            ended = zygote.open(session_id, place, limits, (theirs.fileno(), *procs_fds), egress_fds)
-        except OSError as error:
-            ours.close()
-            raise SandboxFailed(f"cannot set the session's cgroup: {error}") from error
-        except SandboxFailed:
-            ours.close()
+            zygote = await self._zygotes.get(profile)
+            with self._ports.opening(session_id, self._config.profiles[profile].egress, tenant) as egress_fds:
+                live = self._forks.fork(zygote, place, limits, egress_fds)
+        except BaseException:
+            places.give_back(place)
             raise
-        finally:
-            theirs.close()
-            for fd in procs_fds:
-                os.close(fd)
-        session = JailSession(ours, limits, self._config.files_bytes_max)
-        live = self._live[session_id] = _Live(session, zygote, place, limits, ended, MemoryKills(place.group))
-        ended.add_done_callback(lambda _: self._release(session_id, live))
-        return live
-
-    def _release(self, session_id: str, live: _Live) -> None:
-        """Nothing of the session is left: the one place where a place is given back."""
-        assert self._places is not None
-        live.out_of_memory = live.memory_kills.any_new()
-        live.session.close()
-        self._ports.close(session_id)
-        self._places.give_back(live.place)
-        if live.closing and self._live.get(session_id) is live:  # its user may have learned of the end before
-            del self._live[session_id]
-
-    async def _await_ready(self, session_id: str, live: _Live) -> None:
-        """Before it is ready a session runs no foreign code: whatever goes wrong is ours."""
-        reason = "the session was not ready in time"
+        self._adopt(session_id, live)
         try:
-            reply = await live.session.receive(self._config.start_timeout_s)
-            if reply.ready:
-                return
-            reason = reply.reason
-        except TimeoutError:
-            pass
-        except (SessionGone, ProtocolBroken) as error:
-            reason = str(error)
+            await self._forks.ready(live, session_id)
         except BaseException:
             self._begin_end(session_id, live)
             raise
-        self._begin_end(session_id, live)
-        ended = await self._gone(live)
-        raise SandboxFailed(f"the jail could not be made: {ended.refused or reason}", session=session_id)
+        return live
 
-    async def _zygote_for(self, profile: str) -> ZygoteProcess:
-        async with self._starting[profile]:
-            zygote = self._zygotes.get(profile)
-            if zygote is not None and zygote.alive:
-                return zygote
-            if zygote is not None:
-                await self._end_zygote(profile)
-            return await self._start_zygote(profile)
+    def _adopt(self, session_id: str, live: Live) -> None:
+        """From now on it is known by this name, until it ends; one that ends unasked stays listed, so that its user learns why."""
+        self._live[session_id] = live
+        live.ended.add_done_callback(lambda _: self._forget(session_id, live))
 
-    async def _start_zygote(self, profile: str) -> ZygoteProcess:
-        described = msgspec.to_builtins(self._config.profiles[profile])
-        for ours in ("limits", "egress", "library_lock", "repository"):
-            del described[ours]
-        described["pickler"] = str(Path(cloudpickle.__file__).parent)
-        log = self._state.path / f"zygote-{profile}.log"
-        assert self._blueprint is not None, "start() comes first"
-        zygote = await ZygoteProcess.start(
-            self._config.python, described, self._blueprint, log, self._config.start_timeout_s
-        )
-        self._zygotes[profile] = zygote
-        self._state.record_launcher(zygote.pid)
-        return zygote
-
-    async def _end_zygote(self, profile: str) -> None:
-        zygote = self._zygotes.pop(profile)
-        await zygote.close()
-        self._state.forget_launcher(zygote.pid)
+    def _forget(self, session_id: str, live: Live) -> None:
+        self._ports.close(session_id)
+        if live.closing and self._live.get(session_id) is live:  # its user may have learned of the end before
+            del self._live[session_id]
 
     # Using sessions -----------------------------------------------------------------------------------------------
 
-    def _find(self, session_id: str) -> _Live:
+    def _find(self, session_id: str) -> Live:
         live = self._live.get(session_id)
         if live is None or live.closing:
             raise UnknownSession(f"no session {session_id!r} here: it was closed, expired or lost; open a new one")
         return live
 
     async def _execute(
-        self, session_id: str, live: _Live, message: dict[str, Any], wall_s: float, on_output: OnOutput | None = None
+        self, session_id: str, live: Live, message: dict[str, Any], wall_s: float, on_output: OnOutput | None = None
     ) -> RunResult:
         message["wall_s"] = wall_s
         try:
@@ -328,7 +254,7 @@ class JailEngine:
             raise InvalidInput(reply.refused, session=session_id)
         return reply
 
-    async def _restore(self, session_id: str, live: _Live, snapshot: AsyncIterator[bytes]) -> None:
+    async def _restore(self, session_id: str, live: Live, snapshot: AsyncIterator[bytes]) -> None:
         """Not under `_starts`: foreign code runs while values load, for as long as a call may take."""
         restoring = live.session.restore(snapshot, live.limits.call_s + self._config.grace_s)
         try:
@@ -343,7 +269,7 @@ class JailEngine:
             await self.end(session_id)
             raise InvalidInput(f"the snapshot does not load: {refused}", session=session_id)
 
-    async def _handled(self, session_id: str, live: _Live, exchange: Coroutine[Any, Any, Reply]) -> Reply:
+    async def _handled(self, session_id: str, live: Live, exchange: Coroutine[Any, Any, Reply]) -> Reply:
         """The reply to what is no program; a session that fails us then, or is left in the middle, is ended."""
         try:
             return await exchange
@@ -355,7 +281,7 @@ class JailEngine:
             raise
 
     async def _exchange(
-        self, session_id: str, live: _Live, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None
+        self, session_id: str, live: Live, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None
     ) -> Reply:
         try:
             return await live.session.request(message, timeout_s, on_output)
@@ -363,7 +289,7 @@ class JailEngine:
             self._begin_end(session_id, live)
             raise
 
-    async def _ended_by_itself(self, session_id: str, live: _Live, *, gone: bool = False) -> Ended:
+    async def _ended_by_itself(self, session_id: str, live: Live, *, gone: bool = False) -> Ended:
         """Make sure that a session which failed us is gone. Raises UnknownSession if somebody else was ending it anyway, and
         SandboxFailed if it was no doing of its program. `gone`: its socket has ended, so it is dying, unless it only closed it."""
         closing = live.closing
@@ -373,7 +299,7 @@ class JailEngine:
                     await asyncio.shield(live.ended)
         unasked = live.ended.done()
         self._begin_end(session_id, live)
-        ended = await self._gone(live)
+        ended = await self._forks.gone(live)
         if closing:
             raise UnknownSession(f"session {session_id!r} was closed while it was used")
         if ended.lost:
@@ -381,12 +307,3 @@ class JailEngine:
         if unasked and killed_from_outside(ended, out_of_memory=live.out_of_memory):
             raise SandboxFailed("the session was killed from outside; is the host out of memory?", session=session_id)
         return ended
-
-    async def _gone(self, live: _Live) -> Ended:
-        """Wait for the kernel to have reaped everything; a zygote that does not report it is ended itself."""
-        waiting: Awaitable[Ended] = asyncio.shield(live.ended)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._config.start_timeout_s):
-                return await waiting
-        await live.zygote.close()
-        return await live.ended

@@ -134,6 +134,11 @@ class JailSession:
                     await self._send(piece)
                 return await self._read()
 
+    @property
+    def quiet(self) -> bool:
+        """Whether the session is there and owes nothing it was not asked for."""
+        return not self._closed and self._wire.quiet
+
     def close(self) -> None:
         """Give up the socket; a request in progress ends with SessionGone.
 

@@ -52,6 +52,11 @@ class Places:
         """Places with a session, or with what is left of one."""
         return len(self._made) - len(self._free)
 
+    @property
+    def num_free(self) -> int:
+        """Places to take."""
+        return self._num_max - self.num_used
+
     def take(self) -> Place:
         """A free place. Raises Overloaded, SandboxFailed."""
         if self._free:

@@ -44,6 +44,17 @@ class Wire:
         finally:
             self._waiting = None
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing has come, nor the end, since the last receive."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
     def shutdown(self) -> None:
         """The stream ends for whoever waits."""
         self._socket.shutdown(socket.SHUT_RDWR)

@@ -83,6 +83,11 @@ class ZygoteProcess:
         return not self._gone.done() and not self._fatal and self._ready.done()
 
     @property
+    def num_sessions(self) -> int:
+        """Those not gone yet."""
+        return len(self._sessions)
+
+    @property
     def pid(self) -> int:
         """The launcher's."""
         return self._process.pid

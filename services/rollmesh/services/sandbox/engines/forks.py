@@ -1,0 +1,138 @@
+"""Sessions as processes: forked from a zygote into a place, awaited until they are contained, and gone when the kernel has reaped them.
+
+Who uses a session, and under what name, is not known here: one that was made ahead is like one that was made when asked for. The zygote
+knows it by a number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import Awaitable
+from dataclasses import dataclass
+
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.engines.fate import MemoryKills
+from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, SessionGone
+from rollmesh.services.sandbox.engines.places import Place, Places
+from rollmesh.services.sandbox.engines.zygote_process import Ended, ZygoteProcess
+from rollmesh.shared.errors import SandboxFailed
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A session from its fork until nothing of it is left."""
+
+    key: str
+    """The zygote's name for it."""
+    session: JailSession
+    zygote: ZygoteProcess
+    place: Place
+    limits: Limits
+    ended: asyncio.Future[Ended]
+    memory_kills: MemoryKills
+    out_of_memory: bool = False
+    """Whether the kernel killed for memory in it; known when it has ended."""
+    closing: bool = False
+    """Whether we have begun to end it."""
+
+    def begin_end(self) -> None:
+        """Have it killed; `ended` tells when nothing of it is left."""
+        self.closing = True
+        self.zygote.kill(self.key)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it lives and has said nothing since it was ready, as far as can be told without waiting."""
+        return not self.closing and not self.ended.done() and self.session.quiet
+
+
+class Forks:
+    """Makes sessions. `places` is set before the first."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self._config = config
+        self._keys = itertools.count()
+        self._places: Places | None = None
+
+    @property
+    def started(self) -> bool:
+        """Whether there are places."""
+        return self._places is not None
+
+    @property
+    def places(self) -> Places:
+        """Where sessions are."""
+        assert self._places is not None, "start() comes first"
+        return self._places
+
+    @places.setter
+    def places(self, places: Places) -> None:
+        self._places = places
+
+    def fork(self, zygote: ZygoteProcess, place: Place, limits: Limits, egress_fds: tuple[int, ...] = ()) -> Live:
+        """Begin a session in a place, which is given back when it has ended. Raises SandboxFailed; the place is the caller's then."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        procs_fds: list[int] = []
+        key = str(next(self._keys))
+        try:
+            if place.group is not None:
+                place.group.limit(limits)
+                procs_fds = place.group.procs_fds()
+            ended = zygote.open(key, place, limits, (theirs.fileno(), *procs_fds), egress_fds)
+        except OSError as error:
+            ours.close()
+            raise SandboxFailed(f"cannot set the session's cgroup: {error}") from error
+        except SandboxFailed:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            for fd in procs_fds:
+                os.close(fd)
+        session = JailSession(ours, limits, self._config.files_bytes_max)
+        live = Live(key, session, zygote, place, limits, ended, MemoryKills(place.group))
+        ended.add_done_callback(lambda _: self._release(live))
+        return live
+
+    def _release(self, live: Live) -> None:
+        """Nothing of the session is left: the one place where a place is given back."""
+        live.out_of_memory = live.memory_kills.any_new()
+        live.session.close()
+        self.places.give_back(live.place)
+
+    async def ready(self, live: Live, session_id: str = "") -> None:
+        """Wait until it is contained. Raises SandboxFailed when it has ended instead; ends it if cancelled.
+
+        Before it is ready a session runs no foreign code: whatever goes wrong is ours.
+        """
+        reason = "the session was not ready in time"
+        try:
+            reply = await live.session.receive(self._config.start_timeout_s)
+            if reply.ready:
+                return
+            reason = reply.reason
+        except TimeoutError:
+            pass
+        except (SessionGone, ProtocolBroken) as error:
+            reason = str(error)
+        except BaseException:
+            live.begin_end()
+            raise
+        live.begin_end()
+        ended = await self.gone(live)
+        raise SandboxFailed(f"the jail could not be made: {ended.refused or reason}", session=session_id)
+
+    async def gone(self, live: Live) -> Ended:
+        """Wait for the kernel to have reaped everything; a zygote that does not report it is ended itself."""
+        waiting: Awaitable[Ended] = asyncio.shield(live.ended)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.start_timeout_s):
+                return await waiting
+        await live.zygote.close()
+        return await live.ended

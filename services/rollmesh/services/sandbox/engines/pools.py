@@ -1,0 +1,240 @@
+"""Ready sessions: made and contained before somebody asks for them, as many as demand has lately called for, one pool per profile.
+
+A ready session has run nothing but the making of its jail; taken, it is the opener's fresh session. It has its profile's own limits, so
+an open that narrows them is made as ever; so is a session with egress, whose way out is named after it and handed over at the fork.
+
+Live sessions come first: ready ones are made when nobody waits for a turn to start and places are left over, one at a time, and give
+their places up when an open finds none free. made = taken + dropped + ready, at every moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections import deque
+from collections.abc import Mapping
+
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.engine import PoolCounts
+from rollmesh.services.sandbox.engines.demand import Demand, shares
+from rollmesh.services.sandbox.engines.forks import Forks, Live
+from rollmesh.services.sandbox.engines.places import Place
+from rollmesh.services.sandbox.engines.zygotes import Zygotes
+from rollmesh.services.sandbox.starts import Starts
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import Overloaded, SandboxFailed
+
+_log = logging.getLogger(__name__)
+
+
+class _Pool:
+    """Of one profile."""
+
+    def __init__(self, limits: Limits, most: int, halflife_s: float) -> None:
+        self.limits = limits
+        self.most = most
+        self.demand = Demand(halflife_s)
+        self.ready: deque[Live] = deque()
+        """The oldest first."""
+
+
+class Pools:
+    """Those of a node, and the end of zygotes that nobody uses. Between `start` and `close` a task tends them every `reap_every_s`."""
+
+    def __init__(self, config: SandboxConfig, forks: Forks, zygotes: Zygotes, starts: Starts, clock: Clock) -> None:
+        self._config = config
+        self._forks = forks
+        self._zygotes = zygotes
+        self._starts = starts
+        self._clock = clock
+        self._pools = _pools(config)
+        self._opened_s = dict.fromkeys(config.profiles, clock.monotonic_s())
+        self._held: set[Live] = set()
+        """Ours, from their fork until they are taken or nothing of them is left."""
+        self._tending: asyncio.Task[None] | None = None
+        self._filling: asyncio.Task[None] | None = None
+        self._made = self._taken = self._missed = self._dropped = 0
+
+    def start(self) -> None:
+        """Begin to tend."""
+        self._tending = asyncio.create_task(self._tend(), name="sandbox pools")
+
+    async def close(self) -> None:
+        """Nothing is ready or being made when this returns, and nothing will be."""
+        tending, self._tending = self._tending, None
+        tasks = [task for task in (tending, self._filling) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        for pool in self._pools.values():
+            self._shrink(pool, 0)
+        await asyncio.gather(*(self._forks.gone(live) for live in list(self._held)))
+        for task in tasks:
+            if not task.cancelled():
+                task.result()
+
+    def counts(self) -> PoolCounts:
+        """Since the start."""
+        ready = {profile: len(pool.ready) for profile, pool in self._pools.items()}
+        return PoolCounts(ready=ready, made=self._made, taken=self._taken, missed=self._missed, dropped=self._dropped)
+
+    def take(self, profile: str, limits: Limits) -> Live | None:
+        """A ready session, the caller's own from now on, if there is one that will do."""
+        now_s = self._clock.monotonic_s()
+        self._opened_s[profile] = now_s
+        pool = self._pools.get(profile)
+        if pool is None or limits != pool.limits:
+            return None
+        pool.demand.opened(now_s)
+        while pool.ready:
+            live = pool.ready.pop()
+            if live.quiet:
+                self._held.discard(live)
+                self._taken += 1
+                return live
+            self._drop(live)
+        self._missed += 1
+        return None
+
+    async def place(self) -> Place:
+        """A free place; where there is none a ready session gives up its own. Raises Overloaded, SandboxFailed."""
+        while True:
+            try:
+                return self._forks.places.take()
+            except Overloaded:
+                if not await self._has_given_way():
+                    raise
+
+    def refill(self) -> None:
+        """Somebody took a session or gave back a place: see whether sessions should be made."""
+        if self._tending is not None and self._filling is None and self._next() is not None:
+            self._filling = asyncio.create_task(self._fill(), name="sandbox pool filling")
+            self._filling.add_done_callback(self._filled)
+
+    # Making -------------------------------------------------------------------------------------------------------
+
+    async def _fill(self) -> None:
+        while (profile := self._next()) is not None:
+            try:
+                with self._starts.spare_turn():
+                    await self._make(profile, self._pools[profile])
+            except SandboxFailed as error:  # an open that meets the same tells its user
+                _log.warning("profile %r: no session can be kept ready: %s", profile, error)
+                return
+
+    def _filled(self, task: asyncio.Task[None]) -> None:
+        self._filling = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("keeping sessions ready failed", exc_info=error)
+
+    def _next(self) -> str | None:
+        """The profile that lacks most, if one more can be made now: it has a zygote, a turn is free, and places are left over."""
+        if not self._starts.idle or self._spare_places() <= 0 or len(self._held) >= self._config.pools.ready_max:
+            return None
+        lacking = {
+            profile: num - len(self._pools[profile].ready)
+            for profile, num in self._wanted().items()
+            if self._zygotes.running(profile) is not None
+        }
+        most = max(lacking, key=lacking.__getitem__, default="")
+        return most if lacking.get(most, 0) > 0 else None
+
+    async def _make(self, profile: str, pool: _Pool) -> None:
+        """Raises SandboxFailed; nothing waits between the checks of `_next` and the fork."""
+        zygote = self._zygotes.running(profile)
+        assert zygote is not None
+        began_s = self._clock.monotonic_s()
+        place = self._forks.places.take()
+        try:
+            live = self._forks.fork(zygote, place, pool.limits)
+        except SandboxFailed:
+            self._forks.places.give_back(place)
+            raise
+        self._held.add(live)
+        live.ended.add_done_callback(lambda _: self._lost(pool, live))
+        await self._forks.ready(live)
+        pool.ready.append(live)
+        self._made += 1
+        pool.demand.made(self._clock.monotonic_s() - began_s)
+
+    # Ending -------------------------------------------------------------------------------------------------------
+
+    async def _tend(self) -> None:
+        while True:
+            await self._clock.sleep(self._config.reap_every_s)
+            for profile, num in self._wanted().items():
+                self._shrink(self._pools[profile], num)
+            for _ in range(-self._spare_places()):
+                self._give_way()
+            await self._end_idle_zygotes()
+            self.refill()
+
+    async def _end_idle_zygotes(self) -> None:
+        idle_s = self._config.pools.zygote_idle_s
+        for profile in self._config.profiles if idle_s else ():
+            if profile in self._config.warm or not self._unused(profile, idle_s):
+                continue
+            if (pool := self._pools.get(profile)) is not None:
+                ended = list(pool.ready)
+                self._shrink(pool, 0)
+                await asyncio.gather(*(self._forks.gone(live) for live in ended))
+            await self._zygotes.end_if(profile, functools.partial(self._unused, profile, idle_s))
+
+    def _unused(self, profile: str, idle_s: float) -> bool:
+        return self._clock.monotonic_s() - self._opened_s[profile] >= idle_s
+
+    async def _has_given_way(self) -> bool:
+        """Wait until a session of ours is gone; whether one is."""
+        if not self._give_way() and self._filling is not None:
+            self._filling.cancel()
+        if not self._held:
+            return False
+        endings = [live.ended for live in self._held]
+        done, _ = await asyncio.wait(endings, timeout=self._config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        return bool(done)
+
+    def _give_way(self) -> bool:
+        """End one ready session; False if there is none."""
+        largest = max(self._pools.values(), key=lambda pool: len(pool.ready), default=None)
+        if largest is None or not largest.ready:
+            return False
+        self._shrink(largest, len(largest.ready) - 1)
+        return True
+
+    def _shrink(self, pool: _Pool, num: int) -> None:
+        while len(pool.ready) > num:
+            self._drop(pool.ready.popleft())
+
+    def _drop(self, live: Live) -> None:
+        self._dropped += 1
+        live.begin_end()
+
+    def _lost(self, pool: _Pool, live: Live) -> None:
+        """It has ended, if not as somebody's: asked to, or with its zygote."""
+        self._held.discard(live)
+        if live in pool.ready:
+            pool.ready.remove(live)
+            self._dropped += 1
+
+    # ---------------------------------------------------------------------------------------------------------------
+
+    def _wanted(self) -> Mapping[str, int]:
+        now_s = self._clock.monotonic_s()
+        asked = {profile: min(pool.most, pool.demand.wanted(now_s)) for profile, pool in self._pools.items()}
+        return shares(asked, self._config.pools.ready_max)
+
+    def _spare_places(self) -> int:
+        """Places beyond those left free for the sessions that may be asked for at once."""
+        return self._forks.places.num_free - self._config.starts_inflight_max
+
+
+def _pools(config: SandboxConfig) -> dict[str, _Pool]:
+    pools = {}
+    for name, profile in config.profiles.items():
+        most = config.pools.by_profile.get(name, config.pools.ready_max)
+        if most and not profile.egress:
+            pools[name] = _Pool(profile.resolved_limits(), most, config.pools.halflife_s)
+    return pools
