@@ -21,6 +21,7 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed, UnknownSession
 from rollmesh.shared.ids import SeededIds
 
@@ -250,7 +251,11 @@ def _faults(attack: Attack, scene: Scene, *, alive: bool) -> list[str]:
 @contextlib.asynccontextmanager
 async def arena(state_dir: Path, world: World, *, judging: bool = False) -> AsyncIterator[Arena]:
     """An engine of our own with its neighbour, and a judge if asked; ended afterwards."""
-    config = SandboxConfig(profiles={"python": ProfileConfig(limits=LIMITS)}, grace_s=GRACE_S, sessions_max=8)
+    pools = PoolsConfig(
+        ready_max=0
+    )  # what is left of an attack is told by processes and descriptors that were not there before
+    profiles = {"python": ProfileConfig(limits=LIMITS)}
+    config = SandboxConfig(profiles=profiles, grace_s=GRACE_S, sessions_max=8, pools=pools)
     engine = JailEngine(config, state_dir=state_dir / "engine", ids=SeededIds(os.getpid()))
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(engine.close)

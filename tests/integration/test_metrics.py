@@ -100,6 +100,7 @@ def _assert_complete(series: Series, parts: list[str]) -> None:
         "rollmesh_sandbox_egress_requests_total",
         "rollmesh_sandbox_egress_bytes_total",
         "rollmesh_sandbox_start_wait_seconds",
+        "rollmesh_sandbox_pool_ready",
         "rollmesh_sandbox_kills_total",
     }
     assert (

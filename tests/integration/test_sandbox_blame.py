@@ -15,6 +15,7 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.services.sandbox.sessions import End, Sessions
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import SandboxFailed
@@ -36,7 +37,7 @@ if not (child := os.fork()):
 os.waitpid(child, 0)
 """
 WAIT_S = 30.0
-CONFIG = SandboxConfig(grace_s=0.5, start_timeout_s=90.0)
+CONFIG = SandboxConfig(grace_s=0.5, start_timeout_s=90.0, pools=PoolsConfig(ready_max=0))
 LOWERED = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass"
 
 

@@ -18,6 +18,7 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.engines.leftovers import StateDir, start_ticks
+from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError, Overloaded, SandboxFailed, UnknownSession
 from rollmesh.shared.ids import RandomIds
@@ -32,7 +33,7 @@ def make_engine(state_dir: Path, **changes: object) -> JailEngine:
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[JailEngine]:
-    made = make_engine(tmp_path)
+    made = make_engine(tmp_path, pools=PoolsConfig(ready_max=0))  # processes are counted
     await made.start()
     yield made
     await made.close()
@@ -148,10 +149,12 @@ from pathlib import Path
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.ids import RandomIds
 
 async def main():
-    engine = JailEngine(SandboxConfig(), state_dir=Path(sys.argv[1]), ids=RandomIds())
+    config = SandboxConfig(pools=PoolsConfig(ready_max=0))
+    engine = JailEngine(config, state_dir=Path(sys.argv[1]), ids=RandomIds())
     await engine.start()
     for name in "ab":
         await engine.open(name, "python", engine.limits("python"))

@@ -12,6 +12,7 @@ import pytest
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.ids import RandomIds
 
 from .process_tree import descendants
@@ -25,7 +26,7 @@ ours.bind("\\0meeting point")
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[JailEngine]:
-    made = JailEngine(SandboxConfig(), state_dir=tmp_path, ids=RandomIds())
+    made = JailEngine(SandboxConfig(pools=PoolsConfig(ready_max=0)), state_dir=tmp_path, ids=RandomIds())
     await made.start()
     yield made
     await made.close()

@@ -60,6 +60,7 @@ class Pools:
     def start(self) -> None:
         """Begin to tend."""
         self._tending = asyncio.create_task(self._tend(), name="sandbox pools")
+        self._tending.add_done_callback(_note_failure)
 
     async def close(self) -> None:
         """Nothing is ready or being made when this returns, and nothing will be."""
@@ -72,9 +73,6 @@ class Pools:
         for pool in self._pools.values():
             self._shrink(pool, 0)
         await asyncio.gather(*(self._forks.gone(live) for live in list(self._held)))
-        for task in tasks:
-            if not task.cancelled():
-                task.result()
 
     def counts(self) -> PoolCounts:
         """Since the start."""
@@ -127,8 +125,7 @@ class Pools:
 
     def _filled(self, task: asyncio.Task[None]) -> None:
         self._filling = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("keeping sessions ready failed", exc_info=error)
+        _note_failure(task)
 
     def _next(self) -> str | None:
         """The profile that lacks most, if one more can be made now: it has a zygote, a turn is free, and places are left over."""
@@ -137,7 +134,7 @@ class Pools:
         lacking = {
             profile: num - len(self._pools[profile].ready)
             for profile, num in self._wanted().items()
-            if self._zygotes.running(profile) is not None
+            if self._zygotes.running(profile) is not None and not self._unused(profile)
         }
         most = max(lacking, key=lacking.__getitem__, default="")
         return most if lacking.get(most, 0) > 0 else None
@@ -173,18 +170,19 @@ class Pools:
             self.refill()
 
     async def _end_idle_zygotes(self) -> None:
-        idle_s = self._config.pools.zygote_idle_s
-        for profile in self._config.profiles if idle_s else ():
-            if profile in self._config.warm or not self._unused(profile, idle_s):
-                continue
+        for profile in filter(self._unused, self._config.profiles):
             if (pool := self._pools.get(profile)) is not None:
-                ended = list(pool.ready)
                 self._shrink(pool, 0)
-                await asyncio.gather(*(self._forks.gone(live) for live in ended))
-            await self._zygotes.end_if(profile, functools.partial(self._unused, profile, idle_s))
+            zygote = self._zygotes.running(profile)
+            dying = [live for live in self._held if live.closing and live.zygote is zygote]
+            await asyncio.gather(*(self._forks.gone(live) for live in dying))
+            await self._zygotes.end_if(profile, functools.partial(self._unused, profile))
 
-    def _unused(self, profile: str, idle_s: float) -> bool:
-        return self._clock.monotonic_s() - self._opened_s[profile] >= idle_s
+    def _unused(self, profile: str) -> bool:
+        """Whether its zygote should end, if nothing lives in it."""
+        idle_s = self._config.pools.zygote_idle_s
+        unused_s = self._clock.monotonic_s() - self._opened_s[profile]
+        return 0 < idle_s <= unused_s and profile not in self._config.warm
 
     async def _has_given_way(self) -> bool:
         """Wait until a session of ours is gone; whether one is."""
@@ -229,6 +227,12 @@ class Pools:
     def _spare_places(self) -> int:
         """Places beyond those left free for the sessions that may be asked for at once."""
         return self._forks.places.num_free - self._config.starts_inflight_max
+
+
+def _note_failure(task: asyncio.Task[None]) -> None:
+    """Opens do without ready sessions then."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("%s failed", task.get_name(), exc_info=error)
 
 
 def _pools(config: SandboxConfig) -> dict[str, _Pool]:
