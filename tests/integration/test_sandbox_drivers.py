@@ -23,6 +23,7 @@ from rollmesh.services.sandbox.engines.file_trees import remove_tree
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.engines.leftovers import StateDir
 from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
+from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.errors import SandboxFailed
 from rollmesh.shared.ids import SeededIds
 
@@ -40,7 +41,7 @@ def config_for(engine: str, folder: str = "") -> SandboxConfig:
     limits: dict[str, int | float] = {"processes_max": 12, "memory_bytes": 96 << 20}
     return SandboxConfig(
         engine=engine, profiles={"python": ProfileConfig(limits=limits)}, uid_base=UID_BASE, sessions_max=40,
-        sessions_dir=folder, without=() if IS_ROOT or engine != "landlock" else ("pids cgroup",),
+        sessions_dir=folder, pools=PoolsConfig(ready_max=0), without=() if IS_ROOT or engine != "landlock" else ("pids cgroup",),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.ids import SeededIds
 
 LIMITS: dict[str, int | float] = {
@@ -38,7 +39,9 @@ UID_BASE = 60900
 
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[JailEngine]:
-    config = SandboxConfig(profiles={"python": ProfileConfig(limits=LIMITS)}, grace_s=0.5, uid_base=UID_BASE)
+    profiles = {"python": ProfileConfig(limits=LIMITS)}
+    pools = PoolsConfig(ready_max=0)  # processes are counted by uid
+    config = SandboxConfig(profiles=profiles, grace_s=0.5, uid_base=UID_BASE, pools=pools)
     made = JailEngine(config, state_dir=tmp_path, ids=SeededIds(os.getpid()))
     await made.start()
     yield made
