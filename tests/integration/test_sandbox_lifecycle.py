@@ -89,9 +89,14 @@ def mounts() -> str:
     return Path("/proc/self/mountinfo").read_text()
 
 
-def our_groups() -> list[Path]:
+def recorded(folder: Path) -> set[str]:
+    """The names under which the services of this folder make control groups."""
+    return {record.name.removeprefix("groups-") for record in folder.glob("groups-*")}
+
+
+def groups_of(names: set[str]) -> list[Path]:
     hierarchy = cgroups.detect_here()
-    return list(hierarchy.leftovers("")) if hierarchy is not None else []
+    return [group for name in names for group in hierarchy.leftovers(name)] if hierarchy is not None else []
 
 
 async def test_ending_a_session_leaves_no_process_and_no_mount(engine: JailEngine, tmp_path: Path) -> None:
@@ -108,16 +113,17 @@ async def test_ending_a_session_leaves_no_process_and_no_mount(engine: JailEngin
 
 
 async def test_close_leaves_no_process_group_or_record(tmp_path: Path) -> None:
-    groups_before = set(our_groups())
     engine = make_engine(tmp_path)
     await engine.start()
     await open_session(engine, "s")
+    names = recorded(tmp_path)
+    assert bool(groups_of(names)) == (cgroups.detect_here() is not None)
     await engine.run("s", Program(code=STRAYS), 5.0)
     pids = {pid: start_ticks(pid) for pid in descendants(os.getpid())}
     assert len(pids) >= 5, "launcher, zygote, session, two strays"
     await engine.close()
     await until(lambda: not living(pids))
-    assert set(our_groups()) == groups_before
+    assert groups_of(names) == []
     assert records(tmp_path) == []
 
 
@@ -171,7 +177,6 @@ def start_process(*command: str) -> subprocess.Popen[bytes]:
 
 
 async def test_killed_service_leaves_nothing_that_the_next_start_does_not_end(tmp_path: Path) -> None:
-    groups_before = set(our_groups())
     service = start_process(sys.executable, "-c", SERVICE, str(tmp_path), STRAYS)
     assert service.stdout is not None
     assert await asyncio.to_thread(service.stdout.readline) == b"ready\n"
@@ -181,9 +186,11 @@ async def test_killed_service_leaves_nothing_that_the_next_start_does_not_end(tm
     service.wait()
     service.stdout.close()
     await until(lambda: not living(pids))
+    names = recorded(tmp_path)
+    assert bool(groups_of(names)) == (cgroups.detect_here() is not None)
     engine = make_engine(tmp_path)
     await engine.start()
-    assert set(our_groups()) == groups_before
+    assert groups_of(names) == []
     await open_session(engine, "a")
     await engine.close()
 

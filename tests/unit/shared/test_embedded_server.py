@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client
 
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
-from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus, JetStreamConfig
 from rollmesh.shared.bus.login import BusLogin
 
 LOGIN = BusLogin(user="rollmesh", password="t")
@@ -51,6 +52,26 @@ async def test_a_wrong_password_is_refused(tmp_path: Path) -> None:
     async with EmbeddedServer(tmp_path, login=LOGIN) as server:
         with pytest.raises(BusUnavailable, match="login"):
             await JetStreamBus.connect(server.url, login=BusLogin(user="rollmesh", password="wrong"))
+
+
+async def test_a_limit_that_meets_a_failing_attempt_ends_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt waits with `asyncio.wait_for`, which before Python 3.12 drops a cancellation that comes with the failure."""
+
+    lost: list[str] = []
+
+    async def fail_as_the_limit_comes(client: Client, _server: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            if lost:
+                raise
+            lost.append("the limit")
+            raise ConnectionRefusedError("refused just then") from None
+
+    monkeypatch.setattr(Client, "_connect_to_server", fail_as_the_limit_comes)
+    async with asyncio.timeout(5.0):
+        with pytest.raises(BusUnavailable, match="refused just then"):
+            await JetStreamBus.connect("nats://127.0.0.1:1", config=JetStreamConfig(connect_s=0.1))
 
 
 async def test_the_file_with_the_password_is_private(tmp_path: Path) -> None:

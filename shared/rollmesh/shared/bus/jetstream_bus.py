@@ -29,7 +29,7 @@ from rollmesh.shared.bus.bus import (
     UnknownStream,
     check_append,
 )
-from rollmesh.shared.bus.link import INSUFFICIENT_STORAGE, STREAM_NOT_FOUND, Link
+from rollmesh.shared.bus.link import INSUFFICIENT_STORAGE, STREAM_NOT_FOUND, Link, raise_if_cancelled
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.stream_reader import StreamReader, make_record
 from rollmesh.shared.errors import DiskFull, InvalidInput
@@ -89,6 +89,7 @@ class JetStreamBus:
             _log.debug("nats: %s: %s", type(err).__name__, err)
             if not connected:
                 problems.append(err)
+                raise_if_cancelled()  # a limit that was lost in an attempt failing just then would end no further one
                 if "authorization" in str(err).lower():
                     limit.reschedule(0.0)  # trying again will not make the password right
 

@@ -132,9 +132,10 @@ class Link:
             try:
                 async with asyncio.timeout_at(until_s):
                     answer = await verb()
-                _raise_if_cancelled()
+                raise_if_cancelled()
                 return answer
             except (TimeoutError, OSError, nats.errors.Error) as err:
+                raise_if_cancelled()
                 if not is_transient(err):
                     raise
                 if asyncio.get_running_loop().time() + _RETRY_S >= until_s:
@@ -142,8 +143,8 @@ class Link:
             await asyncio.sleep(_RETRY_S)
 
 
-def _raise_if_cancelled() -> None:
-    """nats-py waits with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with the answer."""
+def raise_if_cancelled() -> None:
+    """nats-py waits with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes with the answer or error."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
