@@ -23,8 +23,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup ## train the demo with a live display; the report lies in runs/<run>/report.html
 	$(BIN)/rollmesh demo
 
-test: setup ## all fast tests, two files at a time
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+test: setup ## all fast tests
+	$(BIN)/python -m pytest -q
 
 check: setup ## style, types, import contracts, layout
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Real processes, ended by SIGKILL at named moments and at random ones, each started again at once (docs/reliability.md).
 
-`make soak` runs the 10,000 samples; the default suite a shorter round with the same checks.
+`make soak` runs these; the default suite one lost checkpoint, and in test_round.py a short round of a demo run.
 """
 
 from __future__ import annotations
@@ -130,6 +130,7 @@ async def survive(folder: Path, model: Path, kills: Sequence[Kill], **run: Any) 
     return verdict, mesh
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_round_with_kills_is_conserved_once_and_within_the_bound(tmp_path: Path, model: Path) -> None:
     verdict, _ = await survive(tmp_path, model, ROUND, updates_max=24)
@@ -152,6 +153,7 @@ async def test_ten_thousand_samples_with_kills_at_every_moment(tmp_path: Path, m
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_learner_paused_beyond_its_lease_trains_nothing_twice(tmp_path: Path, model: Path) -> None:
     """Once without anybody taking its place, once with another trainer attached meanwhile."""

@@ -217,6 +217,7 @@ async def test_the_data_plane_goes_on_while_the_coordinator_is_away(tmp_path: Pa
     assert not returned, "every episode in flight ended where it ran, and was reported"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 async def test_status_tells_fleet_versions_and_accounts_through_one_address(tmp_path: Path, model: Path) -> None:
     async with world(tmp_path, slow_engines(model, updates_max=0), ONE_NODE) as mesh:

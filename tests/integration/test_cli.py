@@ -199,6 +199,7 @@ async def test_interrupted_run_writes_a_checkpoint_and_goes_on(mine: Path) -> No
     assert audit.exit_code == 0, audit.output
 
 
+@pytest.mark.slow
 def test_run_killed_in_mid_update_goes_on_without_skipping_or_repeating_a_prompt(mine: Path) -> None:
     out = mine / "run"
     started = ("train", "--in-process", str(mine / "mine.yaml"), "run.updates_max=2000", "run.eval_every=0")

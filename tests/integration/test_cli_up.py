@@ -36,6 +36,7 @@ async def create(gateway: str, access: Access, run: str, **fields: Any) -> bool:
     return bool(answer.created)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_mesh_that_is_up_serves_runs_that_are_created_later_under_names_of_their_own(tmp_path: Path) -> None:
     config = mesh_config(save_model_folder(tmp_path / "model"))

@@ -16,6 +16,7 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.engines.jail_session import JailSession, Reply
 from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import ManualClock
@@ -302,14 +303,24 @@ async def test_other_drivers_have_ready_sessions_too(tmp_path: Path) -> None:
     assert records(tmp_path) == []
 
 
-async def test_close_leaves_nothing_ready_or_being_made(tmp_path: Path) -> None:
+async def test_close_leaves_nothing_ready_or_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = processes()
+    receive, answers, making = JailSession.receive, [3], asyncio.Event()
+
+    async def answer_openers_only(session: JailSession, wall_s: float) -> Reply:
+        if answers[0] == 0:
+            making.set()
+            await asyncio.Event().wait()
+        answers[0] -= 1
+        return await receive(session, wall_s)
+
     async with world_of(tmp_path / "filled") as world:
         await asyncio.gather(*(world.open(f"a{number}") for number in range(3)))
         await world.ready(3)
     async with world_of(tmp_path / "filling") as world:
+        monkeypatch.setattr(JailSession, "receive", answer_openers_only)
         await asyncio.gather(*(world.open(f"a{number}") for number in range(3)))
-        assert world.engine._pools._filling is not None
+        await making.wait()
     assert world.num_ready() == 0
     await until(lambda: processes() <= before)
     assert records(tmp_path) == []

@@ -77,6 +77,7 @@ def _modules(node: ast.AST) -> list[str]:
     return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_a_python_trainer_that_was_killed_goes_back_to_its_checkpoint(
     tmp_path: Path, config: MeshConfig, model: Path

@@ -24,7 +24,8 @@ from rollmesh.sandbox_runtime.program import Program
 _LINE_BYTES_MAX = 1000
 """Of source text per line typed: a terminal takes 4096 bytes, and a byte needs up to four."""
 _START_S = 5.0
-_INTERRUPT_S = 0.3
+_INTERRUPT_S = (0.1, 0.4)
+"""How long each interrupt is waited for: the first is lost on a process that is just becoming another program."""
 _KILL_S = 0.2
 _TAIL_S = 0.02
 
@@ -135,8 +136,10 @@ def _enter(shell: Shell, line: bytes, capture: Capture, deadline_s: float) -> tu
     if mark is not None or not alive:
         return mark, ""
     stopped = port.OUTPUT if capture.flooded else port.TIME
-    shell.interrupt(signal.SIGINT)
-    mark, alive = _wait(shell, capture, time.monotonic() + _INTERRUPT_S, flood=False)
+    for wait_s in _INTERRUPT_S:
+        if mark is None and alive:
+            shell.interrupt(signal.SIGINT)
+            mark, alive = _wait(shell, capture, time.monotonic() + wait_s, flood=False)
     if mark is None and alive and shell.busy_with_job:
         shell.interrupt(signal.SIGKILL)
         mark, alive = _wait(shell, capture, time.monotonic() + _KILL_S, flood=False)
