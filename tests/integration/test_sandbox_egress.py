@@ -213,6 +213,16 @@ async def test_bytes_that_are_no_single_plain_request_are_refused(tmp_path: Path
     assert place.paths == ["/page"]
 
 
+async def test_headers_in_foreign_letters_pass_as_they_came(tmp_path: Path, place: Outside) -> None:
+    place.answers["/foreign"] = (302, {"Location": "/caf\xe9"}, b"")
+    async with jail(tmp_path, policy(place)) as engine:
+        code = f"raw(b'GET http://{HOST}:{place.port}/page HTTP/1.1\\r\\nHost: a\\r\\nAccept: \\xe9\\r\\n\\r\\n')"
+        assert (await run(engine, code))[1:].startswith("HTTP/1.1 200 ")
+        code = f"egress.ask('http://{HOST}:{place.port}/foreign').headers['location']"
+        assert await run(engine, code) == repr("/caf\xe9")
+    assert place.requests[0][2]["accept"] == "\xe9"
+
+
 async def test_slow_request_and_unread_answer_cost_only_their_connection(tmp_path: Path, place: Outside) -> None:
     place.answers["/much"] = (200, {}, b"x" * (1 << 20))
     async with jail(tmp_path, policy(place, request_s=0.3, connections_max=2)) as engine:

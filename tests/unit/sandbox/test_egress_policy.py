@@ -113,6 +113,13 @@ async def test_one_private_address_among_public_ones_refuses_the_name() -> None:
         await addresses.resolve("a.test", 443, fixed={}, resolver=mixed, allow_private=False)
 
 
+async def test_host_that_can_be_no_name_is_refused_by_the_systems_resolver() -> None:
+    host = f"{'a' * 64}.docs.test"
+    with pytest.raises(Refused, match="is no name") as caught:
+        await addresses.resolve(host, 443, fixed={}, resolver=addresses.resolve_by_dns, allow_private=False)
+    assert caught.value.rule == "upstream"
+
+
 async def test_name_is_asked_once_and_its_checked_address_is_the_one_connected_to() -> None:
     asked: list[str] = []
 

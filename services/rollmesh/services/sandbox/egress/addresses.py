@@ -31,6 +31,8 @@ async def resolve(
         found = fixed[host] if host in fixed else await resolver(host, port)
     except OSError as error:
         raise Refused("upstream", f"the name {host} could not be resolved: {error.strerror or error}") from error
+    except UnicodeError as error:  # a label that no name can have
+        raise Refused("upstream", f"{host} is no name: {error}") from error
     if not found:
         raise Refused("upstream", f"the name {host} has no address")
     for text in found:

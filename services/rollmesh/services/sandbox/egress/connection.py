@@ -14,7 +14,7 @@ import socket
 import h11
 
 from rollmesh.services.sandbox.egress.config import EgressConfig
-from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request
+from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request, wire
 
 _PIECE_BYTES = 1 << 16
 
@@ -95,6 +95,6 @@ def _encoded(status: int, headers: dict[str, str], body: bytes) -> bytes:
     """The reply's bytes; by a parser that has not seen the request, so that what was wrong with it can still be said."""
     link = h11.Connection(h11.SERVER)
     reason = http.HTTPStatus(status).phrase if status in set(http.HTTPStatus) else ""
-    head = h11.Response(status_code=status, headers=list(headers.items()), reason=reason.encode())
+    head = h11.Response(status_code=status, headers=wire(headers), reason=reason.encode())
     parts = [link.send(head), link.send(h11.Data(data=body)) if body else b"", link.send(h11.EndOfMessage())]
     return b"".join(part or b"" for part in parts)

@@ -66,6 +66,11 @@ class Reply:
     refused_by: str = ""
 
 
+def wire(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    """Headers as h11 takes them. A value's bytes are anything from 128 on, too, as they came; h11 encodes text as ASCII only."""
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+
 def refusal(error: Refused, policy: str) -> Reply:
     """The reply that tells a session why not."""
     text = f"egress refused by rule `{error.rule}` of policy `{policy}`: {error}\n"

@@ -19,7 +19,7 @@ import msgspec
 
 from rollmesh.services.sandbox.egress import addresses, policy
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
-from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request
+from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request, wire
 
 _PIECE_BYTES = 1 << 16
 _CONNECT_S = 5.0
@@ -151,7 +151,7 @@ def _upstream_request(request: Request, url: policy.Url, rule: EgressRule) -> h1
     if request.body or request.method in ("POST", "PUT", "PATCH"):
         headers["content-length"] = str(len(request.body))
     headers |= _secrets(rule.header_files)
-    return h11.Request(method=request.method, target=url.path, headers=list(headers.items()))
+    return h11.Request(method=request.method, target=url.path, headers=wire(headers))
 
 
 def _secrets(header_files: Mapping[str, str]) -> dict[str, str]:
