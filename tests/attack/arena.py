@@ -19,13 +19,16 @@ from pathlib import Path
 
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed, UnknownSession
 from rollmesh.shared.ids import SeededIds
 
+from . import online
 from .attack import Attack, Verdict, mismatch
+from .internet import Internet, internet
 from .judging import Bench, bench
 from .neighbour import Neighbour
 from .processes import descendants
@@ -66,9 +69,9 @@ class Score:
 class Scene:
     """One attacker's session, for attacks that use more verbs than `run`."""
 
-    def __init__(self, engine: JailEngine, world: World, attack: Attack, judging: Bench | None) -> None:
+    def __init__(self, engine: JailEngine, facts: Mapping[str, object], attack: Attack, judging: Bench | None) -> None:
         self._engine = engine
-        self._world = world
+        self._facts = facts
         self._attack = attack
         self._bench = judging
         self.result: RunResult | None = None
@@ -82,7 +85,7 @@ class Scene:
 
     async def run(self, source: str, wall_s: float | None = None) -> RunResult:
         """Run source in the attacker's session; `result` is that of the last one."""
-        code = with_facts(source, self._world.facts())
+        code = with_facts(source, self._facts)
         self.result = await self._engine.run("attacker", Program(code=code), wall_s or self._attack.wall_s)
         self.received.append(str(self.result))
         return self.result
@@ -92,11 +95,12 @@ class Scene:
         self.received.append(str(self.result))
         return self.result
 
-    async def elsewhere(self, source: str) -> str:
-        """The result of source in a session opened now."""
-        await self._engine.open("later", "python", self._engine.limits("python"))
+    async def elsewhere(self, source: str, profile: str = "python", wall_s: float = 2.0) -> str:
+        """The result of source in a session of another tenant, opened now."""
+        await self._engine.open("later", profile, self._engine.limits(profile), tenant="another")
+        code = with_facts(source, self._facts)
         try:
-            return (await self._engine.run("later", Program(code=source), 2.0)).result
+            return (await self._engine.run("later", Program(code=code), wall_s)).result
         finally:
             await self._engine.end("later")
 
@@ -107,7 +111,7 @@ class Scene:
 
     def named(self, path: str) -> str:
         """A path in which facts of the world are named in braces."""
-        for name, value in self._world.facts().items():
+        for name, value in self._facts.items():
             path = path.replace("{" + name + "}", str(value))
         return path
 
@@ -139,10 +143,12 @@ class Scene:
 class Arena:
     """Use `arena()`."""
 
-    def __init__(self, engine: JailEngine, world: World, judging: Bench | None) -> None:
+    def __init__(self, engine: JailEngine, world: World, place: Internet | None, judging: Bench | None) -> None:
         self.engine = engine
         self._bench = judging
         self.world = world
+        self._place = place
+        self._facts = {**world.facts(), **(place.facts() if place is not None else {})}
         self.neighbour = Neighbour(engine)
         self._crashes: list[str] = []
         """What the service's event loop caught since the last attack."""
@@ -150,9 +156,9 @@ class Arena:
 
     async def play(self, attack: Attack) -> Score:
         """One attack."""
-        await self.engine.open("attacker", "python", self.engine.limits("python"))
+        await self.engine.open("attacker", attack.profile, self.engine.limits(attack.profile), tenant=attack.name)
         before = await self._look()
-        scene = Scene(self.engine, self.world, attack, self._bench)
+        scene = Scene(self.engine, self._facts, attack, self._bench)
         lost: list[str] = []
         try:
             async with self.neighbour.timed(attack.name), asyncio.timeout(60):
@@ -188,6 +194,7 @@ class Arena:
             "limits": [resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)],
             "priority": os.getpriority(os.PRIO_PROCESS, 0),
             "neighbour": await self.neighbour.state(),
+            "outside": (await asyncio.to_thread(self._place.look))[1] if self._place is not None else [],
         }
 
     async def _harm(self, before: Mapping[str, object]) -> list[str]:
@@ -201,7 +208,7 @@ class Arena:
         left = after["processes"] - before["processes"]  # type: ignore[operator]
         if left:
             faults.append(f"{len(left)} processes were left")
-        for name in ("limits", "priority", "neighbour"):
+        for name in ("limits", "priority", "neighbour", "outside"):
             if before[name] != after[name]:
                 faults.append(f"{name}: {before[name]} became {after[name]}")
         faults += self._crashes
@@ -213,6 +220,8 @@ class Arena:
     def _leaks(self, scene: Scene) -> list[str]:
         everything = "".join(scene.received)
         secrets = {"host": self.world.secret, "neighbour": self.neighbour.secret}
+        if self._place is not None:
+            secrets["other policy"] = self._place.secret
         return [f"the {name}'s secret came out" for name, secret in secrets.items() if secret in everything]
 
 
@@ -249,17 +258,31 @@ def _faults(attack: Attack, scene: Scene, *, alive: bool) -> list[str]:
 
 
 @contextlib.asynccontextmanager
-async def arena(state_dir: Path, world: World, *, judging: bool = False) -> AsyncIterator[Arena]:
-    """An engine of our own with its neighbour, and a judge if asked; ended afterwards."""
-    pools = PoolsConfig(
-        ready_max=0
-    )  # what is left of an attack is told by processes and descriptors that were not there before
-    profiles = {"python": ProfileConfig(limits=LIMITS)}
-    config = SandboxConfig(profiles=profiles, grace_s=GRACE_S, sessions_max=8, pools=pools)
-    engine = JailEngine(config, state_dir=state_dir / "engine", ids=SeededIds(os.getpid()))
+async def arena(
+    state_dir: Path, world: World, *, judging: bool = False, egress: bool = False, leaky: bool = False
+) -> AsyncIterator[Arena]:
+    """An engine of our own with its neighbour, a judge and an outside if asked; ended afterwards. `leaky`: see `online.policies`."""
     async with contextlib.AsyncExitStack() as stack:
+        place = stack.enter_context(internet()) if egress else None
+        config = _config(place, state_dir, leaky=leaky)
+        engine = JailEngine(config, state_dir=state_dir / "engine", ids=SeededIds(os.getpid()))
         stack.push_async_callback(engine.close)
         await engine.start()
-        made = Arena(engine, world, await stack.enter_async_context(bench(state_dir / "judge")) if judging else None)
+        judge = await stack.enter_async_context(bench(state_dir / "judge")) if judging else None
+        if place is not None:  # its zygote would be taken for a process that an attack left
+            await engine.open("first", online.INNER, engine.limits(online.INNER))
+            await engine.end("first")
+        made = Arena(engine, world, place, judge)
         await made.neighbour.open()
         yield made
+
+
+def _config(place: Internet | None, folder: Path, *, leaky: bool) -> SandboxConfig:
+    """No session is kept ready: what is left of an attack is told by processes and descriptors that were not there before."""
+    profiles = {"python": ProfileConfig(limits=LIMITS)}
+    egress: Mapping[str, EgressConfig] = {}
+    if place is not None:
+        profiles |= online.profiles(LIMITS)
+        egress = online.policies(place, folder / "records", leaky=leaky)
+    pools = PoolsConfig(ready_max=0)
+    return SandboxConfig(profiles=profiles, egress=dict(egress), grace_s=GRACE_S, sessions_max=8, pools=pools)

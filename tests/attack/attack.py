@@ -77,6 +77,8 @@ class Attack:
     """Whether the session must be usable, or ended, afterwards; None where either will do."""
     needs: Literal["", "memory cgroup"] = ""
     """A mechanism without which it is known not to be held; the table then says so."""
+    profile: str = "python"
+    """That of the attacker's session; others than the first are those of `online`."""
     quick: bool = False
     """Whether it is one of those that the fast tests run."""
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 import platform
 
 from .attack import Attack, Family
-from .families import bombs, file_api, filesystem, interpreter, kernel, network, replies, sessions, timing, verdicts
+from .families import (
+    bombs,
+    egress,
+    file_api,
+    filesystem,
+    interpreter,
+    kernel,
+    network,
+    replies,
+    sessions,
+    timing,
+    verdicts,
+)
 
 FAMILIES: tuple[Family, ...] = (
     filesystem.FAMILY,
     sessions.FAMILY,
     network.FAMILY,
+    egress.FAMILY,
     kernel.PROC_FAMILY,
     kernel.PRIVILEGE_FAMILY,
     kernel.DOOR_FAMILY,

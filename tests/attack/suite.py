@@ -45,7 +45,8 @@ async def play(attacks: Sequence[Attack], *, controls: bool, told: Callable[[str
     """All of them in one engine, and their controls after it."""
     with tempfile.TemporaryDirectory(prefix="rollmesh-arena-") as folder, world() as around:
         judging = any(attack.verdict is Verdict.REJECTED for attack in attacks)
-        async with arena(Path(folder), around, judging=judging) as ground:
+        egress = any(attack.profile != "python" for attack in attacks)
+        async with arena(Path(folder), around, judging=judging, egress=egress) as ground:
             rows = [await _play_one(ground, attack, told) for attack in attacks]
         shown = _play_controls(around, attacks, told) if controls and possible() else {}
     return Report(

@@ -18,6 +18,7 @@ from .arena import arena
 from .attack import Attack, Verdict, mismatch
 from .catalogue import FAMILIES, all_attacks, playable
 from .controls import STILL_RUNNING, Controls, possible
+from .online import ONLINE
 from .world import world
 
 QUICK = [attack for attack in all_attacks() if attack.quick and playable(attack)]
@@ -25,7 +26,7 @@ QUICK = [attack for attack in all_attacks() if attack.quick and playable(attack)
 
 async def test_quick_attacks_are_contained(tmp_path: Path) -> None:
     with world() as around:
-        async with arena(tmp_path, around) as ground:
+        async with arena(tmp_path, around, egress=True) as ground:
             scores = [await ground.play(attack) for attack in QUICK]
     assert {score.name: score.faults for score in scores if not score.contained} == {}
 
@@ -98,6 +99,17 @@ async def test_harm_to_host_neighbour_and_service_is_seen(tmp_path: Path) -> Non
     assert all(
         word in told for word in ("files changed", "shared_memory changed", "victim_alive changed", "neighbour:")
     )
+
+
+async def test_what_a_policy_lets_through_to_a_forbidden_server_is_seen(tmp_path: Path) -> None:
+    source = "ask('loopback', 'http://loopback.public.test:%d/' % FORBIDDEN_PORT)"
+    held = ["loopback refused by address"]
+    inside = Attack(name="x", verdict=Verdict.REFUSED, source=source, held=held, profile=ONLINE)
+    with world() as around:
+        async with arena(tmp_path, around, egress=True, leaky=True) as ground:
+            score = await ground.play(inside)
+    assert any(fault.startswith("outside: ") and "the forbidden port: GET /" in fault for fault in score.faults)
+    assert "said 'loopback got 404 nothing here', not 'loopback refused by address'" in score.faults
 
 
 async def test_a_process_left_and_a_lost_neighbour_are_seen(tmp_path: Path) -> None:

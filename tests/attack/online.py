@@ -1,0 +1,63 @@
+"""Sessions with egress, as the attacks find them: two profiles, and their policies on the web server of `internet`.
+
+Limits are far below the usual ones, so that a few requests exceed them. Both policies keep their answers in one file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollmesh.services.sandbox.config import ProfileConfig
+from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
+from rollmesh.services.sandbox.egress.retrieval.config import CacheConfig, EndpointConfig, RetrievalConfig
+
+from .internet import Internet
+
+HOST = "allowed.test"
+ONLINE, INNER = "online", "inner"
+_LEADS_INSIDE = {
+    "loopback": ("127.0.0.1",), "six": ("::1",), "mapped": ("::ffff:127.0.0.1",), "nat64": ("64:ff9b::7f00:1",),
+    "sixtofour": ("2002:7f00:1::",), "unspecified": ("0.0.0.0",), "mixed": ("127.0.0.1", "8.8.8.8"),
+    "metadata": ("169.254.169.254",),
+}  # fmt: skip
+"""Hosts below `public.test`, which the policy allows at public addresses only."""
+
+
+def profiles(limits: dict[str, int | float]) -> dict[str, ProfileConfig]:
+    """One for attackers, and one whose policy allows what theirs does not."""
+    prelude = Path(__file__).with_name("inside_egress.py").read_text()
+    return {name: ProfileConfig(prelude=prelude, egress=name, limits=limits) for name in (ONLINE, INNER)}
+
+
+def policies(place: Internet, records: Path, *, leaky: bool = False) -> Mapping[str, EgressConfig]:
+    """`leaky` allows private addresses where nobody should: what an attack does then shows that it would be seen."""
+    below = EgressRule(host=".public.test", schemes=("http",), ports=(place.forbidden_port,), allow_private=leaky)
+    return {
+        ONLINE: _policy(place, records, _host(place, "/open", ("GET", "HEAD", "POST")), below),
+        INNER: _policy(place, records, _host(place, "/inner", ("GET",))),
+    }
+
+
+def _host(place: Internet, path: str, methods: tuple[str, ...]) -> EgressRule:
+    ports = (place.allowed_port,)
+    return EgressRule(host=HOST, schemes=("http",), ports=ports, methods=methods, path_prefix=path, allow_private=True)
+
+
+def _policy(place: Internet, records: Path, *rules: EgressRule) -> EgressConfig:
+    endpoint = EndpointConfig(url=f"http://{HOST}:{place.allowed_port}/open/search?q={{query}}")
+    return EgressConfig(
+        rules=rules,
+        retrieval=RetrievalConfig(engine="endpoint", endpoint=endpoint),
+        cache=CacheConfig(mode="on", path=str(records)),
+        addresses={HOST: ("127.0.0.1",), **{f"{name}.public.test": found for name, found in _LEADS_INSIDE.items()}},
+        requests_max=60,
+        connections_max=3,
+        rate_per_s=1.0,
+        burst=30,
+        header_bytes_max=8 << 10,
+        request_bytes_max=4 << 10,
+        response_bytes_max=64 << 10,
+        request_s=2.0,
+        timeout_s=2.0,
+    )
