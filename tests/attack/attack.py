@@ -26,6 +26,8 @@ class Verdict(Enum):
     """Every attempt got an error and the code went on."""
     HARMLESS = "harmless"
     """It was let do as it liked, and that reached nobody else."""
+    BOUNDED = "bounded"
+    """By time, memory or its own failure, whichever came first."""
     TIME = "time"
     MEMORY = "memory"
     PROCESSES = "processes"
@@ -39,6 +41,7 @@ class Verdict(Enum):
 _OUTCOMES = {
     Verdict.REFUSED: {Outcome.OK},
     Verdict.HARMLESS: {Outcome.OK, Outcome.ERROR},
+    Verdict.BOUNDED: {Outcome.ERROR, Outcome.TIME, Outcome.MEMORY},
     Verdict.TIME: {Outcome.TIME},
     Verdict.MEMORY: {Outcome.MEMORY},
     Verdict.PROCESSES: {Outcome.PROCESSES},

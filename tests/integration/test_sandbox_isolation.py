@@ -381,6 +381,10 @@ async def test_detached_children_die_with_the_session(engine: JailEngine) -> Non
         ("import ctypes; ctypes.string_at(0)", "signal 11"),
         ("import os; os.write(3, b'\\xff' * 100)", "protocol"),
         (
+            'import os, struct; b = b\'{"outcome":"ok","stdout":"\\xff\\xfe"}\'; os.write(3, struct.pack(\'<I\', len(b)) + b)',
+            "protocol",
+        ),
+        (
             'import os, struct; b = b\'{"outcome":"ok","files":7}\'; os.write(3, struct.pack(\'<I\', len(b)) + b)',
             "protocol",
         ),

@@ -52,7 +52,7 @@ OUTPUTS = (
         held=["made"],
     ),
     Attack(
-        name="groups of exceptions within groups", verdict=TIME, wall_s=0.4, alive=False,
+        name="groups of exceptions within groups", verdict=Verdict.BOUNDED, wall_s=0.4,
         source="error = ValueError('x')\nfor _ in range(500):\n    error = ExceptionGroup('g', [error] * 2)\nraise error",
     ),
     Attack(

@@ -80,7 +80,7 @@ def _frame(message: dict[str, Any]) -> bytes:
 def _decoded(body: bytearray | memoryview) -> Reply:
     try:
         return _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolBroken(str(error)) from error
 
 
