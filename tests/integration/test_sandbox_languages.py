@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,21 @@ async def test_bash_command_out_of_time_is_interrupted_and_the_shell_lives(engin
     assert "never" not in result.stdout
     after = await bash(engine, "echo $x")
     assert (after.stdout, after.stderr) == ("kept\n", "")
+
+
+async def test_bash_is_interrupted_whatever_its_service_ignores(tmp_path: Path) -> None:
+    """As one begun by nohup, or in the background of a script, ignores SIGINT, and passes that on."""
+    engine = JailEngine(SandboxConfig(warm=("shell",)), state_dir=tmp_path, ids=SeededIds(os.getpid() + 2))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        await engine.start()
+        await engine.open("s", "shell", PROFILES["shell"].resolved_limits())
+        await bash(engine, "true")
+        result = await bash(engine, "sleep 100; echo never", wall_s=0.3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        await engine.close()
+    assert (result.outcome, result.session_alive, "never" in result.stdout) == (Outcome.TIME, True, False), result
 
 
 async def test_bash_that_resists_everything_is_replaced(engine: JailEngine) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -52,6 +53,7 @@ def main() -> None:
     """Entry of the executed launcher."""
     setup = json.loads(sys.argv[2])
     privileges.die_with_parent()
+    _heed_signals()
     if os.getppid() != setup["parent"]:
         raise SystemExit("the service ended before its launcher began")
     del sys.argv[1:]
@@ -69,6 +71,22 @@ def main() -> None:
         os._exit(0)
     control.close()
     os._exit(abs(os.waitstatus_to_exitcode(_wait_for_all(pid))))
+
+
+def _heed_signals() -> None:
+    """A service begun by nohup, or in the background of a script, ignores signals: shells in a session would, and could not change it."""
+    for number in (
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGTERM,
+        signal.SIGCHLD,
+        signal.SIGTSTP,
+        signal.SIGTTIN,
+        signal.SIGTTOU,
+    ):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _wait_for_all(zygote: int) -> int:

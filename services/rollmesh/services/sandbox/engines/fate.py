@@ -15,8 +15,8 @@ import signal
 from rollmesh.sandbox_runtime.cgroups import Group
 from rollmesh.services.sandbox.engines.zygote_process import Ended
 
-ACCOUNTING_S = 0.1
-"""By how much the kernel's two clocks of a process may differ."""
+_CLOCKS_APART = 0.2
+"""Share by which the kernel's two clocks of a process may differ: limits count ticks, reports what really ran, less on busy cores."""
 
 
 class MemoryKills:
@@ -38,5 +38,10 @@ class MemoryKills:
 
 def killed_from_outside(ended: Ended, *, out_of_memory: bool) -> bool:
     """Of a session that ended before we asked for it."""
-    out_of_cpu = ended.cpu_s + ACCOUNTING_S >= ended.cpu_limit_s
+    out_of_cpu = used_up(ended.cpu_s, ended.cpu_limit_s)
     return ended.status == -signal.SIGKILL and not out_of_memory and not out_of_cpu
+
+
+def used_up(cpu_s: float, limit_s: float) -> bool:
+    """Whether a process that is reported to have run for `cpu_s` may have met a limit of CPU time."""
+    return cpu_s >= limit_s * (1 - _CLOCKS_APART)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.engine import Outcome, RunResult
-from rollmesh.services.sandbox.engines.fate import ACCOUNTING_S
+from rollmesh.services.sandbox.engines.fate import used_up
 from rollmesh.services.sandbox.engines.jail_session import ProtocolBroken, Reply
 from rollmesh.services.sandbox.engines.zygote_process import Ended
 
@@ -42,7 +42,7 @@ def explain(ended: Ended, limits: Limits, *, out_of_memory: bool) -> RunResult:
     """Why a session ended by itself: the kernel's memory or CPU limit, or its own doing."""
     if out_of_memory:
         return killed(Outcome.MEMORY)
-    if ended.status < 0 and ended.cpu_s + ACCOUNTING_S >= limits.cpu_total_s:
+    if ended.status < 0 and used_up(ended.cpu_s, limits.cpu_total_s):
         return killed(Outcome.TIME)
     how = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
     return exited(f"the program ended its session ({how})")
