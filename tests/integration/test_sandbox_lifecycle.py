@@ -259,7 +259,7 @@ async def test_session_ended_during_a_run_is_unknown_to_it(engine: JailEngine) -
 
 async def test_session_that_dies_between_runs_tells_its_user(engine: JailEngine) -> None:
     await open_session(engine, "s")
-    await engine.run("s", Program(code="import os, threading; threading.Timer(0.01, os._exit, (3,)).start()"), 5.0)
+    await engine.run("s", Program(code="import os, threading; threading.Timer(1.0, os._exit, (3,)).start()"), 5.0)
     live = engine._live["s"]
     await asyncio.wait_for(asyncio.shield(live.ended), WAIT_S)
     result = await engine.run("s", Program(code="1"), 1.0)
