@@ -381,7 +381,7 @@ async def test_duckdb_reads_its_file_and_nothing_else(tmp_path: Path) -> None:
     await engine.start()
     try:
         await engine.open("s", "sql", profile.resolved_limits())
-        make = "import duckdb\nc = duckdb.connect('d.db')\nc.execute(\"create table t as select i, i / 2 h, 'x' s from range(3) r(i)\")\nc.close()"
+        make = "import duckdb\nc = duckdb.connect('d.db', config={'threads': 1})\nc.execute(\"create table t as select i, i / 2 h, 'x' s from range(3) r(i)\")\nc.close()"
         made = await run(engine, "python", make)
         assert made.outcome is Outcome.OK, made
         result = await sql(engine, "duckdb", "select i, h, s, sum(i) over () total from t order by i", "d.db")
