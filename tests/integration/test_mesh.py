@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from rollmesh.services.rollout.moments import Moment
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.errors import Fenced, MeshError, Overloaded, UnknownLease
+from rollmesh.shared.errors import Fenced, MeshError, Overloaded, Unavailable, UnknownLease
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.trajectory import GroupContext, Source, TrainingSample
@@ -69,12 +70,14 @@ class Operator:
         return found
 
     async def until(self, condition: Callable[[run_pb2.RunState], bool]) -> run_pb2.RunState:
-        deadline_s = time.monotonic() + LIMIT_S
-        while not condition(state := await self.state()):
-            if time.monotonic() > deadline_s:
-                pytest.fail(f"not within {LIMIT_S} s; the run is in\n{state}")
+        """Until the run is so. A coordinator that is away just then is no answer and is waited out."""
+        deadline_s, state = time.monotonic() + LIMIT_S, None
+        while time.monotonic() < deadline_s:
+            with suppress(Unavailable):
+                if condition(state := await self.state()):
+                    return state
             await asyncio.sleep(POLL_S)
-        return state
+        pytest.fail(f"not within {LIMIT_S} s; the run is in\n{state}")
 
     async def finished(self) -> None:
         async with asyncio.timeout(LIMIT_S):
