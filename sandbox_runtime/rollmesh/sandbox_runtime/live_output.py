@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import os
-import threading
+from _thread import allocate_lock, get_ident
 
 from rollmesh.sandbox_runtime.output import Emit
 
@@ -23,8 +23,8 @@ class LiveOutput:
     def __init__(self, emit: Emit, keep: int) -> None:
         self._emit = emit
         self._keep = keep
-        self._lock = threading.Lock()
-        self._main = threading.get_ident()
+        self._lock = allocate_lock()
+        self._main = get_ident()
         self._pid = os.getpid()
         self._open = True
         self._lines: dict[int, list[str]] = {1: [], 2: []}
@@ -35,7 +35,7 @@ class LiveOutput:
 
     def add(self, fd: int, text: str) -> None:
         """A write of the program's own, as far as it is kept."""
-        main = threading.get_ident() == self._main
+        main = get_ident() == self._main
         self.inside = self.inside or main
         try:
             with self._lock:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import io
 import linecache
 import os
@@ -37,20 +36,6 @@ _UNCHANGING = (*_PROVIDED, str, bytes, int, float, complex, bool, type(None))
 
 class StateError(Exception):
     """What was saved does not load again."""
-
-
-def prepare(package: str) -> None:
-    """Import cloudpickle from its directory, before containment: the directory itself is not shown in the jail."""
-    if "cloudpickle" not in sys.modules:
-        spec = importlib.util.spec_from_file_location(
-            "cloudpickle", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
-        )
-        if spec is None or spec.loader is None:
-            raise ImportError(f"no cloudpickle in {package}")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["cloudpickle"] = module
-        spec.loader.exec_module(module)
-    _pickler_class()
 
 
 def save(namespace: dict[str, Any], base: Mapping[str, Any], out: Any) -> list[str]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rollmesh.sandbox_runtime import contain, framing, namespaces, privileges, rehearsal, state, walls, warden
+from rollmesh.sandbox_runtime import contain, framing, late_import, namespaces, privileges, rehearsal, walls, warden
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.session import serve_session
 from rollmesh.sandbox_runtime.walls import Blueprint
@@ -226,7 +226,7 @@ def _warm_up(profile: Profile) -> dict[str, Any]:
     """Import and execute what the profile declares; the namespace sessions begin with."""
     sys.path.extend(profile.library_paths)
     if profile.pickler:
-        state.prepare(profile.pickler)
+        late_import.offer("cloudpickle", profile.pickler)
     for name in (*_ALWAYS, *profile.preload):
         importlib.import_module(name)
     namespace: dict[str, Any] = {}

@@ -14,7 +14,6 @@ import resource
 import runpy
 import signal
 import sys
-import threading
 import traceback
 from typing import NoReturn
 
@@ -91,9 +90,10 @@ def _execute(path: str) -> int:
     except BaseException:  # noqa: BLE001 - the interpreter's own last resort: print it, end with 1
         traceback.print_exc()
         status = 1
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    if (threading := sys.modules.get("threading")) is not None:  # else it has started none
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
     try:
         sys.stdout.flush()
     except OSError:

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import builtins
 import json
-import queue
 import sys
-import threading
 import types
+from _queue import SimpleQueue  # `queue` brings `threading`, see `languages.children`
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from rollmesh.sandbox_runtime.judging.values import decode, encode, loads
 
 _TESTS = "hidden_tests"
-_outbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-_inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+_outbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
+_inbox: SimpleQueue[str] = SimpleQueue()
 _num_asked = 0
 
 
@@ -42,6 +41,8 @@ class BrokenTestsError(Exception):
 
 def start(source: str, test: str, module: str) -> str:
     """Begin one test. The first question or the end, as JSON."""
+    import threading  # not by the zygote
+
     global _num_asked
     _num_asked = 0
     sys.modules[module] = _Proxy(module)

@@ -11,13 +11,16 @@ import os
 import resource
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rollmesh.sandbox_runtime.languages import port
 from rollmesh.sandbox_runtime.output import Capture
+
+if TYPE_CHECKING:
+    import subprocess
 
 _PIECE_BYTES = 1 << 16
 _TAIL_S = 0.05
@@ -56,6 +59,8 @@ def run_child(
     prepare: Callable[[], None] | None = None,
 ) -> Ended:
     """Execute and wait, at most `wall_s`. `prepare` runs in the child before the program. Raises OSError if it can't start."""
+    import subprocess  # not by the zygote: it brings `threading`, whose work after a fork every session would pay for
+
     process = subprocess.Popen(
         argv,
         cwd=cwd,

@@ -11,10 +11,8 @@ import contextlib
 import fcntl
 import os
 import re
-import secrets
 import signal
 import struct
-import subprocess
 import termios
 import tty
 from collections.abc import Mapping
@@ -51,7 +49,9 @@ class Shell:
     """A running bash as leader of its own terminal session. `master` and `pidfd` are there to be polled."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._word = secrets.token_hex(8)
+        import subprocess  # as late as in `children`
+
+        self._word = os.urandom(8).hex()
         self.master, slave = os.openpty()
         try:
             self._name = f"/dev/pts/{_pts_number(self.master)}"
