@@ -132,6 +132,13 @@ def _bounds(directories: object) -> list[str]:
     return sorted(f"{path.name} {path.read_text()}" for path in found if path.exists())
 
 
+async def test_a_session_does_without_what_only_others_need(world: World) -> None:
+    """What `threading` and `logging` do after a fork would be a tenth of its start."""
+    await world.open("s")
+    result = await world.engine.run("s", Program(code="import sys; {'threading', 'logging'} & set(sys.modules)"), 5.0)
+    assert result.result == "set()"
+
+
 async def test_what_one_session_did_is_not_in_the_next_ready_one(world: World) -> None:
     await world.open("first")
     await world.engine.run("first", Program(code="secret = 1; open('left', 'w').write('x')"), 5.0)
@@ -288,6 +295,85 @@ async def test_none_are_kept_where_the_configuration_says_so(tmp_path: Path) -> 
         assert world.engine.pool_counts().made == 0
 
 
+class Slow:
+    """Sessions that are made, but for the first few, are ready only when `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, first: int = 1) -> None:
+        self.making = asyncio.Event()
+        self.go = asyncio.Event()
+        self._first = first
+        self._receive = JailSession.receive
+        monkeypatch.setattr(JailSession, "receive", lambda session, wall_s: self._answer(session, wall_s))
+
+    async def _answer(self, session: JailSession, wall_s: float) -> Reply:
+        self._first -= 1
+        if self._first < 0:
+            self.making.set()
+            await self.go.wait()
+        return await self._receive(session, wall_s)
+
+
+async def test_an_open_gets_the_session_that_is_being_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    await world.open("a")
+    await slow.making.wait()
+    opening = asyncio.create_task(world.open("b"))
+    await asyncio.sleep(0)
+    assert not opening.done()
+    slow.go.set()
+    await opening
+    counts = world.engine.pool_counts()
+    assert (counts.taken, counts.missed) == (1, 1)
+    await world.look("b")
+    world.require_balanced()
+
+
+async def test_only_one_open_waits_for_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    await world.open("a")
+    await slow.making.wait()
+    opening = [asyncio.create_task(world.open(name)) for name in "bc"]
+    await until(lambda: world.engine.pool_counts().missed == 2)  # the first open of all, and the second of these
+    slow.go.set()
+    await asyncio.gather(*opening)
+    assert world.engine.pool_counts().taken == 1
+    await world.look("b")
+    await world.look("c")
+
+
+async def test_an_open_that_is_cancelled_leaves_it_to_the_next(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow(monkeypatch)
+    await world.open("a")
+    await slow.making.wait()
+    opening = asyncio.create_task(world.open("b"))
+    await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    slow.go.set()
+    await world.open("b")
+    assert world.engine.pool_counts().taken == 1
+    await world.look("b")
+
+
+async def test_an_open_whose_session_fails_in_the_making_gets_another(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    await world.open("a")
+    await slow.making.wait()
+    opening = asyncio.create_task(world.open("b"))
+    await asyncio.sleep(0)
+    (made,) = (live for live in world.engine._pools._held)
+    made.begin_end()
+    await made.ended
+    slow.go.set()
+    await opening
+    counts = world.engine.pool_counts()
+    assert (counts.taken, counts.missed) == (0, 2)
+    await world.look("b")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's kernel may not carry the driver")
 async def test_other_drivers_have_ready_sessions_too(tmp_path: Path) -> None:
     before = processes()
@@ -305,22 +391,13 @@ async def test_other_drivers_have_ready_sessions_too(tmp_path: Path) -> None:
 
 async def test_close_leaves_nothing_ready_or_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = processes()
-    receive, answers, making = JailSession.receive, [3], asyncio.Event()
-
-    async def answer_openers_only(session: JailSession, wall_s: float) -> Reply:
-        if answers[0] == 0:
-            making.set()
-            await asyncio.Event().wait()
-        answers[0] -= 1
-        return await receive(session, wall_s)
-
     async with world_of(tmp_path / "filled") as world:
         await asyncio.gather(*(world.open(f"a{number}") for number in range(3)))
         await world.ready(3)
     async with world_of(tmp_path / "filling") as world:
-        monkeypatch.setattr(JailSession, "receive", answer_openers_only)
+        slow = Slow(monkeypatch, first=3)
         await asyncio.gather(*(world.open(f"a{number}") for number in range(3)))
-        await making.wait()
+        await slow.making.wait()
     assert world.num_ready() == 0
     await until(lambda: processes() <= before)
     assert records(tmp_path) == []

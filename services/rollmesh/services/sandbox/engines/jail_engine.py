@@ -129,7 +129,7 @@ class JailEngine:
         repository = self._config.profiles[profile].repository
         if snapshot is None and repository is not None:
             snapshot = await self._images.image(repository, limits.disk_bytes)
-        live = self._pools.take(profile, limits)
+        live = await self._pools.take(profile, limits)
         if live is not None:
             self._adopt(session_id, live)
         else:

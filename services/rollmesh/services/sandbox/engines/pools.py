@@ -38,6 +38,10 @@ class _Pool:
         self.demand = Demand(halflife_s)
         self.ready: deque[Live] = deque()
         """The oldest first."""
+        self.making: asyncio.Future[None] | None = None
+        """Done when the session that is being made is ready, or will not be."""
+        self.promised = False
+        """Whether an open waits for that one."""
 
 
 class Pools:
@@ -79,14 +83,24 @@ class Pools:
         ready = {profile: len(pool.ready) for profile, pool in self._pools.items()}
         return PoolCounts(ready=ready, made=self._made, taken=self._taken, missed=self._missed, dropped=self._dropped)
 
-    def take(self, profile: str, limits: Limits) -> Live | None:
-        """A ready session, the caller's own from now on, if there is one that will do."""
+    async def take(self, profile: str, limits: Limits) -> Live | None:
+        """A ready session, the caller's own from now on, if there is one that will do; or the one that is just being made, which is there
+        sooner than another that would have to share the cores with it."""
         now_s = self._clock.monotonic_s()
         self._opened_s[profile] = now_s
         pool = self._pools.get(profile)
         if pool is None or limits != pool.limits:
             return None
         pool.demand.opened(now_s)
+        live = self._pop(pool)
+        if live is None and pool.making is not None and not pool.promised:
+            await _made(pool, pool.making)
+            live = self._pop(pool)
+        if live is None:
+            self._missed += 1
+        return live
+
+    def _pop(self, pool: _Pool) -> Live | None:
         while pool.ready:
             live = pool.ready.pop()
             if live.quiet:
@@ -94,7 +108,6 @@ class Pools:
                 self._taken += 1
                 return live
             self._drop(live)
-        self._missed += 1
         return None
 
     async def place(self) -> Place:
@@ -152,8 +165,13 @@ class Pools:
             raise
         self._held.add(live)
         live.ended.add_done_callback(lambda _: self._lost(pool, live))
-        await self._forks.ready(live)
-        pool.ready.append(live)
+        pool.making = asyncio.get_running_loop().create_future()
+        try:
+            await self._forks.ready(live)
+            pool.ready.append(live)
+        finally:
+            pool.making.set_result(None)
+            pool.making = None
         self._made += 1
         pool.demand.made(self._clock.monotonic_s() - began_s)
 
@@ -227,6 +245,15 @@ class Pools:
     def _spare_places(self) -> int:
         """Places beyond those left free for the sessions that may be asked for at once."""
         return self._forks.places.num_free - self._config.starts_inflight_max
+
+
+async def _made(pool: _Pool, making: asyncio.Future[None]) -> None:
+    """Wait for it; `Forks.ready` bounds how long that takes. A caller that is cancelled leaves the session to the pool."""
+    pool.promised = True
+    try:
+        await asyncio.wait([making])
+    finally:
+        pool.promised = False
 
 
 def _note_failure(task: asyncio.Task[None]) -> None:
