@@ -30,6 +30,7 @@ MANY = 300
 CONFIG = SandboxConfig(
     profiles={
         "python": ProfileConfig(preload=("random",), prelude=PRELUDE),
+        "forked": ProfileConfig(preload=("cloudpickle",)),
         "small": ProfileConfig(limits={"call_s": 2.0, "disk_bytes": 1 << 20, "inodes_max": 100}),
     },
     grace_s=2.0,
@@ -122,6 +123,16 @@ async def test_functions_and_classes_keep_living_in_the_namespace(world: World) 
     code = "factor = 10\ndouble(3.5), a.twice(), b.twice(), fn(), make(), isinstance(b, A), type(a) is A, m.pi > 3"
     assert await world.run(code, fork) == "(30, 20, 21, 10, 15, True, True, True)"
     assert await world.run("double(3.5)") == "6"
+
+
+async def test_what_saves_is_imported_by_the_first_save_or_ahead_where_a_profile_says_so(world: World) -> None:
+    loaded = "import sys\n'cloudpickle' in sys.modules"
+    for session_id, profile in (("late", "python"), ("ahead", "forked")):
+        await world.open(session_id, profile)
+        assert await world.run(loaded, session_id) == str(profile == "forked")
+        assert await world.run("def f(): return 7", session_id) == ""
+        fork = await world.fork(await world.snapshot(session_id))
+        assert await world.run("f()", fork) == "7"
 
 
 async def test_shared_values_stay_shared_and_deleted_names_deleted(world: World) -> None:

@@ -10,7 +10,7 @@ class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     ready_max: int = 8
     """Ready sessions of a node, all profiles together; 0 keeps none. How many there are follows demand. Each takes a place that no live
-    session wants, and about 3 MB. Profiles with egress have none: a session's way out is its own from its fork on."""
+    session wants, and a few MB. Profiles with egress have none: a session's way out is its own from its fork on."""
     by_profile: dict[str, int] = {}
     """At most so many of a profile; those not named share `ready_max`. 0 keeps none of it."""
     halflife_s: float = 60.0
