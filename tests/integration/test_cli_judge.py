@@ -39,6 +39,18 @@ def test_judge_tells_machines_the_same(tmp_path: Path) -> None:
     assert report["verdicts"][0]["message"] == "ZeroDivisionError: division by zero"
 
 
+def test_judge_takes_the_profiles_of_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("sandbox: {profiles: {mine: {prelude: 'OWN = 7'}}}\n")
+    manifest = tmp_path / "m.json"
+    manifest.write_text(json.dumps(MANIFEST | {"profile": "mine"}))
+    (tmp_path / "mine.py").write_text("def f(x): return x * 2")
+    command = ["judge", str(manifest), str(tmp_path / "mine.py")]
+    result = CliRunner().invoke(app, [*command, "--config", str(tmp_path / "run.yaml")])
+    assert (result.exit_code, "2 of 2 accepted" in result.output) == (0, True)
+    result = CliRunner().invoke(app, command)
+    assert (result.exit_code, "no sandbox profile 'mine'" in result.output) == (1, True)
+
+
 def test_judge_names_what_is_wrong_with_a_manifest(tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text('{"kind": "function", "function": "f", "tests": [{"arguments": 1}]}')
     result = CliRunner().invoke(app, ["judge", str(tmp_path / "m.json"), str(tmp_path / "m.json")])

@@ -1,4 +1,4 @@
-"""A repository at a commit in real jails: what sessions see of it, patches, tests before and after, and the environment's digest."""
+"""A repository at a commit in real jails: what sessions see of it, patches judged by its tests, and the environment's digest."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ import msgspec
 import pytest
 
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox import repository
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome
 from rollmesh.services.sandbox.environments import environment_digest
 from rollmesh.services.sandbox.node import SandboxCore
+from rollmesh.services.sandbox.oracle.judge import Judge
+from rollmesh.services.sandbox.oracle.manifest import ManifestError, RepositoryManifest, manifest_of
+from rollmesh.services.sandbox.oracle.verdict import Verdict
 from rollmesh.services.sandbox.repository_config import RepositoryConfig
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.errors import SandboxFailed
+from rollmesh.shared.errors import SandboxFailed, UnknownProfile
 from rollmesh.shared.ids import RandomIds
 
 BUGGY = "def add(a, b):\n    return a - b\n\ndef same(a):\n    return a\n"
@@ -33,6 +35,8 @@ class T(unittest.TestCase):
     def test_same(self): self.assertEqual(same(4), 4)
     def test_wild(self): self.assertEqual(add(1, 1), 7)
 """
+NAMED = RepositoryConfig(path="/elsewhere", commit="0" * 40, name="repo")
+AC, WA, RE = Verdict.AC, Verdict.WA, Verdict.RE
 ADD, SAME, WILD = (f"test_calc.T.{name}" for name in ("test_add", "test_same", "test_wild"))
 
 
@@ -81,9 +85,23 @@ async def open_session(sessions: Sessions, session_id: str = "s") -> None:
     await sessions.open(session_id, profile="repo", limits={}, ttl_s=0, owner="test")
 
 
-def plan(**changes: object) -> repository.TestPlan:
-    fields: dict[str, object] = {"tests": (ADD, SAME, WILD), "test_files": {"test_calc.py": TESTS.encode()}} | changes
-    return repository.TestPlan(profile="repo", directory="repo", test_s=8.0, **fields)  # type: ignore[arg-type]
+def manifest(**changes: object) -> RepositoryManifest:
+    tests = [{"name": name} for name in (ADD, SAME, WILD)]
+    fields = {"kind": "repository", "profile": "repo", "files": {"test_calc.py": TESTS}, "tests": tests} | changes
+    made = manifest_of(fields)
+    assert isinstance(made, RepositoryManifest)
+    return made
+
+
+async def verdicts(
+    sessions: Sessions, patch: bytes, wanted: RepositoryManifest | None = None, profile: ProfileConfig | None = None
+) -> dict[str, Verdict]:
+    config = SandboxConfig(profiles={"repo": profile or ProfileConfig(repository=NAMED)})
+    judge = Judge(sessions, config, clock=SystemClock(), ids=RandomIds())
+    report = await judge.judge(wanted or manifest(), {"solution.patch": patch})
+    assert all(judged.message for judged in report.verdicts if judged.verdict is not Verdict.AC)
+    assert sessions.counts().live == 0
+    return {judged.name: judged.verdict for judged in report.verdicts}
 
 
 async def test_sessions_have_the_commits_files_to_themselves_and_no_history(
@@ -129,17 +147,27 @@ async def test_repository_larger_than_the_disk_is_told_with_the_remedy(
 
 
 async def test_fork_of_a_session_has_its_changed_tree(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:
-    path, commit, patch = history
+    path, commit, _ = history
     profile = ProfileConfig(repository=RepositoryConfig(path=str(path), commit=commit, name="repo"))
     config = SandboxConfig(profiles={"repo": profile})
     async with SandboxCore(config, state_dir=tmp_path / "s", clock=SystemClock(), ids=RandomIds()) as core:
         await open_session(core.sessions)
-        assert (await repository.apply_patch(core.sessions, "s", "repo", patch, wall_s=5)).applied
-        await ran(core.sessions, "import os\nos.unlink('repo/link')")
+        await ran(core.sessions, f"import os\nos.unlink('repo/link')\nopen('repo/calc.py', 'w').write({FIXED!r})")
         saved = await core.branches.snapshot("s", ttl_s=0)
         await core.branches.fork("fork", saved.snapshot_id, ttl_s=0, owner="test")
         code = "import os\nopen('repo/calc.py').read(), os.path.lexists('repo/link')"
         assert await ran(core.sessions, code, "fork") == repr((FIXED, False))
+
+
+async def test_patch_is_judged_by_tests_on_both_trees(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:
+    path, commit, patch = history
+    async with node(tmp_path / "state", path, commit) as sessions:
+        for base in (b"", b"\n"):
+            assert await verdicts(sessions, base) == {ADD: WA, SAME: AC, WILD: WA}, (
+                "an empty patch leaves the tree as it is"
+            )
+        assert await verdicts(sessions, patch) == {ADD: AC, SAME: AC, WILD: WA}
+        assert await verdicts(sessions, patch, manifest(isolate=False)) == {ADD: AC, SAME: AC, WILD: WA}
 
 
 async def test_patch_applies_whole_or_not_at_all_and_only_inside(
@@ -148,42 +176,53 @@ async def test_patch_applies_whole_or_not_at_all_and_only_inside(
     path, commit, patch = history
     outside = b"--- /dev/null\n+++ b/../escaped\n@@ -0,0 +1 @@\n+x\n"
     async with node(tmp_path / "state", path, commit) as sessions:
-        await open_session(sessions)
-        for wrong in (b"junk", patch.replace(b"a - b", b"a * b"), outside):
-            refused = await repository.apply_patch(sessions, "s", "repo", wrong, wall_s=5)
-            assert not refused.applied
-            assert refused.message
-        assert (await repository.apply_patch(sessions, "s", "repo", patch, wall_s=5)).applied
-        assert await ran(sessions, "import os\nopen('repo/calc.py').read(), os.listdir('.')") == repr((FIXED, ["repo"]))
+        for wrong in (b"junk", patch.replace(b"a - b", b"a * b"), outside, patch + outside, b"\xff"):
+            assert await verdicts(sessions, wrong) == {ADD: RE, SAME: RE, WILD: RE}
 
 
-async def test_tests_on_base_and_patched_tree(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:
-    path, commit, patch = history
-    overwriting = b"--- /dev/null\n+++ b/test_calc.py\n@@ -0,0 +1 @@\n+raise SystemExit(0)\n"
-    async with node(tmp_path / "state", path, commit) as sessions:
-        good = await repository.compare(sessions, plan(), patch, session_id="good", owner="t")
-        assert (good.fail_to_pass, good.pass_to_pass, good.broken) == ((ADD,), (SAME,), ())
-        cheat = await repository.compare(sessions, plan(), overwriting, session_id="cheat", owner="t")
-        assert cheat.patch.applied
-        assert (cheat.fail_to_pass, cheat.pass_to_pass) == ((), (SAME,))
-        wrong = await repository.compare(sessions, plan(tests=(SAME,)), b"junk", session_id="wrong", owner="t")
-        assert (wrong.patch.applied, wrong.patched, wrong.broken) == (False, {}, (SAME,))
-        assert sessions.counts().live == 0
-
-
-async def test_test_that_never_ends_is_a_failed_one(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:
+@pytest.mark.parametrize("mode", [b"", b"new file mode 120000\n"], ids=["of its own", "behind a link"])
+async def test_patch_cannot_bring_its_own_version_of_a_hidden_test(
+    tmp_path: Path, history: tuple[Path, str, bytes], mode: bytes
+) -> None:
     path, commit, _ = history
-    endless = b"import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        while True: pass\n"
-    endless_plan = repository.TestPlan(
-        profile="repo",
-        directory="repo",
-        tests=("test_endless.T.test",),
-        test_files={"test_endless.py": endless},
-        test_s=1.0,
-    )
+    content = b"raise SystemExit(0)" if not mode else b"/dev/null"
+    patch = (
+        b"diff --git a/test_calc.py b/test_calc.py\n" + (mode or b"new file mode 100644\n")
+        + b"--- /dev/null\n+++ b/test_calc.py\n@@ -0,0 +1 @@\n+" + content + b"\n\\ No newline at end of file\n"
+    )  # fmt: skip
     async with node(tmp_path / "state", path, commit) as sessions:
-        _, passed = await repository.run_tests(sessions, endless_plan, session_id="s", owner="t")
-        assert passed == {"test_endless.T.test": False}
+        told = await verdicts(sessions, patch)
+    assert told == ({ADD: RE, SAME: RE, WILD: RE} if mode else {ADD: WA, SAME: AC, WILD: WA})
+
+
+async def test_test_that_never_ends_is_out_of_time(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:
+    path, commit, _ = history
+    endless = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        while True: pass\n"
+    wanted = manifest(files={"test_endless.py": endless}, tests=[{"name": "test_endless.T.test"}], limits={"wall_s": 1})
+    async with node(tmp_path / "state", path, commit) as sessions:
+        assert await verdicts(sessions, b"", wanted) == {"test_endless.T.test": Verdict.TLE}
+
+
+async def test_profile_without_repository_is_told(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:
+    path, commit, patch = history
+    async with node(tmp_path / "state", path, commit) as sessions:
+        with pytest.raises(UnknownProfile, match="has no repository here"):
+            await verdicts(sessions, patch, profile=ProfileConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"files": {"../x": ""}}, "relative paths"),
+        ({"files": {"/x": ""}}, "relative paths"),
+        ({"tests": [{"weight": 2}]}, r"tests\[0\].name must be given"),
+        ({"command": ["make"]}, "must have {test} in it"),
+        ({"profile": None}, "profile"),
+    ],
+)
+def test_manifest_that_makes_no_sense_names_the_field(changes: dict[str, object], cause: str) -> None:
+    with pytest.raises(ManifestError, match=cause):
+        manifest(**changes)
 
 
 # Environments ---------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ SUITES = {
     "test_sandbox_isolation.py": CLAIMS,
     "test_sandbox_languages.py": LANGUAGES,
     "test_sandbox_snapshots.py": SNAPSHOTS,
-    "test_sandbox_repository.py": "to_themselves or both_trees or only_inside",
+    "test_sandbox_repository.py": "to_themselves or both_trees or only_inside or own_version",
 }
 WHOLE = (
     "conformance/test_sandbox_engine.py",

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from rollmesh.services.cli.config import load_train_config
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.oracle.judge import Judge
@@ -17,11 +18,13 @@ from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.shared.ids import RandomIds
 
 
-async def judge_files(manifest_path: Path, paths: Sequence[Path]) -> Report:
-    """The report. Raises MeshError for files that cannot be read and for a host that cannot make jails."""
+async def judge_files(manifest_path: Path, paths: Sequence[Path], config_path: Path | None = None) -> Report:
+    """The report. The profiles are those of a run's configuration, if one is named. Raises MeshError for files that cannot be read and
+    for a host that cannot make jails."""
     manifest = read_manifest(manifest_path)
     files = _candidate(manifest, paths)
-    config, clock, ids = SandboxConfig(), SystemClock(), RandomIds()
+    config = SandboxConfig() if config_path is None else load_train_config(config_path).sandbox
+    clock, ids = SystemClock(), RandomIds()
     with tempfile.TemporaryDirectory(prefix="rollmesh-judge-") as folder:
         async with SandboxCore(config, state_dir=Path(folder), clock=clock, ids=ids) as core:
             return await Judge(core.sessions, config, clock=clock, ids=ids).judge(

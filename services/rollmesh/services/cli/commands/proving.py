@@ -37,6 +37,9 @@ def judge(
     files: Annotated[
         list[Path], typer.Argument(help="The candidate's files; a single one is the entry, whatever its name.")
     ],
+    config: Annotated[
+        Path | None, typer.Option(help="A run's configuration, whose sandbox profiles the manifest names.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Judge a candidate by hidden tests in jails on this machine: to try a manifest before a run depends on it."""
@@ -46,7 +49,7 @@ def judge(
 
         from rollmesh.services.cli.judge import as_plain, judge_files, table
 
-        report = asyncio.run(judge_files(manifest, files))
+        report = asyncio.run(judge_files(manifest, files, config))
         text = json.dumps(as_plain(report), indent=2) if as_json else table(report)
     typer.echo(text)
     raise typer.Exit(0 if report.num_accepted == report.num_tests else FAILED)

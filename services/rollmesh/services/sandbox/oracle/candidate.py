@@ -6,7 +6,7 @@ that does not load fails every test alike, and is not loaded again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from types import TracebackType
 from typing import Self
@@ -14,10 +14,12 @@ from typing import Self
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.oracle.cell import Cell
-from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict, failure_of
+from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict, require_ok
 from rollmesh.shared.errors import InvalidInput
 
 OpenCell = Callable[[], AbstractAsyncContextManager[Cell]]
+Prepare = Callable[[Cell], Awaitable[None]]
+"""What a fresh session with the candidate's files needs before its first question; raises `Failed`."""
 
 _PRELUDE = """
 from rollmesh.sandbox_runtime.judging.candidate import ask, load
@@ -31,13 +33,12 @@ class Candidate:
     """Asked through `ask` and `run`, which raise `Failed` for whatever is the candidate's doing."""
 
     def __init__(
-        self, open_cell: OpenCell, files: Mapping[str, bytes], *, entry: str, load: bool, isolate: bool
+        self, open_cell: OpenCell, files: Mapping[str, bytes], *, entry: str, prepare: Prepare | None, isolate: bool
     ) -> None:
-        """`load`: whether `entry` is imported as a module before the first question."""
         self._open_cell = open_cell
         self._files = files
         self._entry = entry
-        self._load = load
+        self._prepare_more = prepare
         self._isolate = isolate
         self._cell: Cell | None = None
         self._stack = AsyncExitStack()
@@ -65,14 +66,14 @@ class Candidate:
         """Call a function of the jail's side. The result is what the candidate says, whatever it is."""
         cell = await self._usable()
         try:
-            return self._fine(await cell.call(function, *arguments))
+            return require_ok(await cell.call(function, *arguments))
         except InvalidInput as error:  # it threw our side out of its session
             raise Failed(Verdict.RE, str(error)) from None
 
     async def run(self, program: Program) -> RunResult:
         """Run a program of its own. InvalidInput if this host lacks its language."""
         cell = await self._usable()
-        return self._fine(await cell.run(program))
+        return require_ok(await cell.run(program))
 
     async def end_test(self) -> float:
         """After each test: ends the session if the next may not have it. The seconds the candidate took."""
@@ -104,17 +105,20 @@ class Candidate:
             await cell.put(self._files)
         except InvalidInput as error:
             raise Failed(Verdict.RE, f"its files could not be written: {error}") from None
-        self._fine(await cell.run(Program(code=_PRELUDE)))
+        require_ok(await cell.run(Program(code=_PRELUDE)))
         cell.spent_s = 0.0
-        if self._load:
-            self._fine(await cell.call("load", self._entry))
+        if self._prepare_more is not None:
+            await self._prepare_more(cell)
 
     async def _close(self) -> None:
         self._cell = None
         await self._stack.aclose()
 
-    @staticmethod
-    def _fine(result: RunResult) -> RunResult:
-        if (failed := failure_of(result)) is not None:
-            raise failed
-        return result
+
+def loading(entry: str) -> Prepare:
+    """Import a file of the candidate's as a module."""
+
+    async def load(cell: Cell) -> None:
+        require_ok(await cell.call("load", entry))
+
+    return load

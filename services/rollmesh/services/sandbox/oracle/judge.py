@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenCell
+from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenCell, Prepare, loading
 from rollmesh.services.sandbox.oracle.cell import open_cell
 from rollmesh.services.sandbox.oracle.checking import CheckerCell
 from rollmesh.services.sandbox.oracle.manifest import (
@@ -24,12 +24,14 @@ from rollmesh.services.sandbox.oracle.manifest import (
     FunctionManifest,
     LimitsPerTest,
     Manifest,
+    RepositoryManifest,
     SqlManifest,
     StdioManifest,
     UnitManifest,
     name_of,
 )
 from rollmesh.services.sandbox.oracle.queries import try_sql
+from rollmesh.services.sandbox.oracle.repositories import patching, try_repository
 from rollmesh.services.sandbox.oracle.trials import try_function, try_stdio
 from rollmesh.services.sandbox.oracle.unit import try_unit
 from rollmesh.services.sandbox.oracle.verdict import Failed, JudgedTest, Report, Verdict
@@ -104,12 +106,20 @@ class Judge:
             self._opener(manifest.profile, request.limits, request.owner),
             request.files,
             entry=manifest.entry,
-            load=isinstance(manifest, FunctionManifest | UnitManifest),
+            prepare=self._preparation(manifest),
             isolate=manifest.isolate,
         )
         checker = manifest.checker if isinstance(manifest, FunctionManifest | StdioManifest) else None
         async with candidate, self._checker(checker, request.owner) as cell:
             yield self._put_to(candidate, request, cell), candidate
+
+    def _preparation(self, manifest: Manifest) -> Prepare | None:
+        match manifest:
+            case FunctionManifest() | UnitManifest():
+                return loading(manifest.entry)
+            case RepositoryManifest():
+                return patching(manifest, self._directory(manifest.profile))
+        return None
 
     def _put_to(self, candidate: Candidate, request: _Request, checker: CheckerCell | None) -> Trial:
         match request.manifest:
@@ -124,13 +134,27 @@ class Judge:
             case SqlManifest() as sql:
                 reference = self._opener(sql.profile, {}, request.owner)
                 return lambda index: try_sql(sql, sql.tests[index], candidate, reference)
+            case RepositoryManifest() as patched:
+                directory = self._directory(patched.profile)
+                return lambda index: try_repository(patched, patched.tests[index], candidate, directory)
 
     def _cpu_s(self, profile: str) -> float:
-        if profile not in self._config.profiles:
+        return self._profile(profile).resolved_limits().cpu_s
+
+    def _directory(self, profile: str) -> str:
+        """Where the profile's sessions have their repository, from their own directory."""
+        repository = self._profile(profile).repository
+        if repository is None:
             raise UnknownProfile(
-                f"no sandbox profile {profile!r} is configured here; see the manifest", profile=profile
+                f"sandbox profile {profile!r} has no repository here: configure `repository`, or name another in the manifest",
+                profile=profile,
             )
-        return self._config.profiles[profile].resolved_limits().cpu_s
+        return repository.name
+
+    def _profile(self, name: str) -> ProfileConfig:
+        if name not in self._config.profiles:
+            raise UnknownProfile(f"no sandbox profile {name!r} is configured here; see the manifest", profile=name)
+        return self._config.profiles[name]
 
     @asynccontextmanager
     async def _checker(self, checker: Checker | None, owner: str) -> AsyncIterator[CheckerCell | None]:

@@ -16,6 +16,8 @@ from rollmesh.services.sandbox.oracle.compare import TextCompare, ValueCompare, 
 from rollmesh.services.sandbox.oracle.unit_tests import test_names
 
 NUM_TESTS_MAX = 10_000
+TEST = "{test}"
+"""Stands for a test's name in the command of a repository."""
 
 
 class ManifestError(ValueError):
@@ -229,7 +231,37 @@ class SqlManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError("gold must be given, or rows in each test")
 
 
-Manifest = StdioManifest | FunctionManifest | UnitManifest | SqlManifest
+class RepositoryTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One test of the repository, by the name that its runner knows it by."""
+
+
+class RepositoryManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="repository"):
+    """A patch to the repository of a profile: applied to its tree, then the repository's own tests, each a process with exit status 0 or not.
+    They run beside the candidate's code, so a pass is evidence and no proof: see `repositories`."""
+
+    profile: str
+    """One that has a repository."""
+    entry: str = "solution.patch"
+    """The candidate's file: a unified diff with a/ and b/ prefixes. An empty one leaves the tree as it is, which shows what a patch must mend."""
+    command: tuple[str, ...] = ("python3", "-B", "-m", "unittest", TEST)
+    """Runs one test in the repository's directory; `{test}` stands for its name."""
+    files: dict[str, str] = {}
+    """Hidden test files by path in the repository, written after the patch over whatever lies there."""
+    tests: tuple[RepositoryTest, ...]
+    """In the order in which they run."""
+
+    def __post_init__(self) -> None:
+        self._check(self.tests)
+        for path in self.files:
+            if path.startswith("/") or not {"", ".", ".."}.isdisjoint(path.split("/")):
+                raise ValueError(f"files must have relative paths, got {path!r}")
+        if unnamed := [number for number, test in enumerate(self.tests) if not test.name]:
+            raise ValueError(f"tests[{unnamed[0]}].name must be given")
+        if not any(TEST in part for part in self.command):
+            raise ValueError(f"command must have {TEST} in it, got {list(self.command)}")
+
+
+Manifest = StdioManifest | FunctionManifest | UnitManifest | SqlManifest | RepositoryManifest
 
 
 class Named(Protocol):

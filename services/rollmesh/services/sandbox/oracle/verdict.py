@@ -93,6 +93,13 @@ def failure_of(result: RunResult) -> Failed | None:
     return Failed(_BY_OUTCOME.get(result.outcome, Verdict.RE), message)
 
 
+def require_ok(result: RunResult) -> RunResult:
+    """The result, if it is one. `Failed` for whatever the candidate did instead."""
+    if (failed := failure_of(result)) is not None:
+        raise failed
+    return result
+
+
 def one_line(text: str) -> str:
     """For people and for protobuf: a candidate's text may hold anything, lone surrogates included."""
     printable = "".join(char if char.isprintable() else " " for char in text[: 4 * MESSAGE_CHARS_MAX])

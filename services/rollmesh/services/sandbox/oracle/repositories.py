@@ -1,0 +1,94 @@
+"""Patches: the candidate's applied to a repository's tree, and the tests of that tree run one by one.
+
+    fresh session -> its patch applied -> hidden test files written over it -> each test a process of its own
+
+A patch that brings its own version of a hidden test file loses it: the files are written last. FAIL_TO_PASS are the tests that an empty
+patch fails, PASS_TO_PASS those that it passes.
+
+What a verdict here is worth: in-tree tests import the candidate's code and run beside it, in one process. The commands that start
+them, the patch tool and the files come from this side, and a test counts as passed only by the exit status of its own process; but code
+that is imported by a test can end that process with status 0, or change the test framework first. No wall of the sandbox prevents that:
+what must not be forged needs tests that talk to the candidate over a pipe, as the other kinds do. A pass is evidence against a patch
+that fails, not proof for one that wants to cheat.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rollmesh.sandbox_runtime.program import Program
+from rollmesh.services.sandbox.engine import RunResult
+from rollmesh.services.sandbox.oracle.candidate import Candidate, Prepare
+from rollmesh.services.sandbox.oracle.cell import Cell
+from rollmesh.services.sandbox.oracle.manifest import TEST, RepositoryManifest, RepositoryTest
+from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict, require_ok
+from rollmesh.shared.errors import InvalidInput
+
+_APPLY = """
+def _rollmesh(directory, patch):
+    import os, shutil, subprocess
+    patch = os.path.abspath(patch)
+    if not open(patch, "rb").read().strip():
+        return {"status": 0, "text": ""}
+    tool = ["git", "apply", "--whitespace=nowarn", patch] if shutil.which("git") else ["patch", "-p1", "-s", "-i", patch]
+    done = subprocess.run(tool, cwd=directory, stdin=subprocess.DEVNULL, capture_output=True)
+    return {"status": done.returncode, "text": (done.stdout + done.stderr).decode("utf-8", "replace")[:2000]}
+"""
+_TEST = """
+def _rollmesh(directory, command):
+    import os, signal, subprocess
+    process = subprocess.Popen(
+        command, cwd=directory, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        start_new_session=True)
+    try:
+        return {"status": process.wait(), "text": ""}
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.wait()
+"""
+"""Both are run by the session's interpreter, which itself runs none of the candidate's code; its time limit ends them."""
+
+
+def patching(manifest: RepositoryManifest, directory: str) -> Prepare:
+    """Apply the candidate's patch, all of it or nothing, by git where the host has it; then write the hidden files."""
+    hidden = {f"{directory}/{path}": text.encode() for path, text in manifest.files.items()}
+
+    async def patch(cell: Cell) -> None:
+        status, text = _said(require_ok(await cell.run(_program(_APPLY, directory, manifest.entry))))
+        if status != 0:
+            raise Failed(Verdict.RE, f"the patch does not apply: {text}")
+        try:
+            await cell.put(hidden)
+        except InvalidInput as error:  # a link or a directory in their place, or no room
+            raise Failed(Verdict.RE, f"the patched tree does not take the hidden test files: {error}") from None
+
+    return patch
+
+
+async def try_repository(
+    manifest: RepositoryManifest, test: RepositoryTest, candidate: Candidate, directory: str
+) -> None:
+    """Run one test on the patched tree."""
+    command = [part.replace(TEST, test.name) for part in manifest.command]
+    status, text = _said(await candidate.run(_program(_TEST, directory, command)))
+    if status != 0:
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        raise Failed(Verdict.WA, text or f"the test ended with {how}")
+
+
+def _program(helper: str, *arguments: str | Sequence[str]) -> Program:
+    return Program(code=f"{helper}\nimport json\nprint(json.dumps(_rollmesh(*json.loads({json.dumps(arguments)!r}))))")
+
+
+def _said(result: RunResult) -> tuple[int, str]:
+    """Exit status and text of a helper. `Failed` for anything else."""
+    try:
+        answer: Any = json.loads(result.stdout.splitlines()[-1])
+        return int(answer["status"]), str(answer["text"])
+    except (ValueError, LookupError, TypeError):
+        raise Failed(Verdict.RE, "the session's protocol was broken") from None
