@@ -1,7 +1,7 @@
 """Control groups, version 1 or 2 as found: a session's memory, swap, process count and cores as a whole, where they are writable.
 
 Runs on the host's side. One group per place in the pool, made once and used by one session after another, so that a session
-costs one write per controller: the service passes the open `cgroup.procs` descriptors, the session's pid 1 writes itself in.
+costs one write per controller: the service passes open files of the groups, the session's pid 1 writes itself in.
 Absent controllers are no error here: what then falls away is said in `walls`.
 """
 
@@ -40,10 +40,14 @@ class Group:
     _limits: Limits | None = field(default=None, init=False)
     _num_peaks: int = field(default=0, init=False)
 
-    def procs_fds(self) -> list[int]:
-        """Open `cgroup.procs` files to pass to a session; the caller closes them. In version 2 all controllers share one."""
-        distinct = dict.fromkeys(self.directories.values())
-        return [os.open(f"{path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC) for path in distinct]
+    def entrances(self) -> list[int]:
+        """Open files by which a single-threaded process enters, by writing 0; the caller closes them. In version 2 all controllers share one.
+
+        Version 1's `tasks` moves the writing thread alone: `cgroup.procs` would hold up every fork and exit on the host meanwhile.
+        """
+        name = "tasks" if self.version == 1 else "cgroup.procs"
+        paths = dict.fromkeys(self.directories.values())
+        return [os.open(f"{path}/{name}", os.O_WRONLY | os.O_CLOEXEC) for path in paths]
 
     def limit(self, limits: Limits) -> None:
         """Write the limits, unless they stand already."""

@@ -87,7 +87,7 @@ class Cell:
     uid: int
     socket_fd: int
     cgroup_fds: Sequence[int] = ()
-    """Open `cgroup.procs` files."""
+    """Open files of its cgroups, see `Group.entrances`."""
     egress_fd: int = -1
     """The session's egress port; -1 for none."""
     private_dir: str = mounts.PRIVATE_DIR
@@ -183,8 +183,8 @@ def _step(name: str, action: Callable[[], _T]) -> _T:
         raise ContainmentError(f"{name}: {error}") from error
 
 
-def _join_cgroups(procs_fds: Sequence[int]) -> None:
-    for fd in procs_fds:
+def _join_cgroups(entrances: Sequence[int]) -> None:
+    for fd in entrances:
         os.write(fd, b"0")
 
 

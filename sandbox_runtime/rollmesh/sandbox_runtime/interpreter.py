@@ -64,7 +64,7 @@ class Interpreter:
         name = f"<call {self.num_calls}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         if emit is not None:
-            self._live = LiveOutput(emit, self._limits.output_bytes)
+            self._live = LiveOutput(emit, self._limits.output_bytes, self._raise_late)
             self._stdout.emit = self._stderr.emit = self._live.add
         return self._guard(lambda: self._execute(code, name), wall_s)
 
@@ -126,13 +126,18 @@ class Interpreter:
             return
         kind = "wall" if number == signal.SIGALRM else "CPU"
         if self._live is None or self._is_late(self._live, kind):
-            raise TimeLimitError(f"{self._late or kind} time limit reached")
+            self._late = self._late or kind
+            self._raise_late()
+
+    def _raise_late(self) -> None:
+        raise TimeLimitError(f"{self._late} time limit reached")
 
     def _is_late(self, live: LiveOutput, kind: str) -> bool:
         """With live output the timer ticks: whether it is time to interrupt, which waits while a frame is being sent."""
         if not self._late and (kind == "CPU" or time.monotonic() >= self._deadline_s):
             self._late = kind
         if live.inside:
+            live.missed = bool(self._late)
             return False
         if not self._late:
             live.tick()

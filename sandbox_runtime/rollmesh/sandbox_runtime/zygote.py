@@ -4,7 +4,7 @@ It holds no secret, no environment and no descriptor but its control socket and 
 everything. It is pid 1 of its own pid namespace, so that its death, however it comes, ends every session. It speaks packets
 with the service:
 
-  in   open {id, place, uid, limits, egress, private_dir} with descriptors [session socket, cgroup.procs ..., egress port if egress is 1]; kill {id}
+  in   open {id, place, uid, limits, egress, private_dir} with descriptors [session socket, entrances of cgroups ..., egress port if egress is 1]; kill {id}
   out  ready; fatal {reason}; failed {id, reason}; ended {id, status, cpu_s, cpu_limit_s, rss_bytes}
 
 `ended` is sent when the kernel has reaped the whole pid namespace, or the session's warden all of it: nothing of the session is
@@ -37,6 +37,8 @@ _ALWAYS = (
     "rollmesh.sandbox_runtime.judging.program", "rollmesh.sandbox_runtime.judging.remote", "rollmesh.sandbox_runtime.judging.sql", "rollmesh.sandbox_runtime.judging.unit",
 )  # fmt: skip
 """What sessions themselves need or nearly every program imports."""
+_LATE = ("subprocess", "threading")
+"""What sessions import when they first need it. Every session would pay for the work of `threading` after a fork."""
 _UNLIMITED_S = 1 << 53
 """More than any process uses."""
 
@@ -209,7 +211,7 @@ def run_zygote(control: socket.socket, profile: Profile, blueprint: Blueprint) -
     """Warm up, contain, serve. A failure before serving is sent as `fatal` and ends the process."""
     privileges.die_with_parent()
     try:
-        namespace = _warm_up(profile)
+        namespace = _warm_up(profile, late=walls.MOUNT_NAMESPACE in blueprint.walls)
         ground = contain.contain_zygote(blueprint, read_only=profile.library_paths)
     except Exception as error:  # the one place where a failed start is recorded
         reason = f"{type(error).__name__}: {error}"
@@ -222,12 +224,17 @@ def run_zygote(control: socket.socket, profile: Profile, blueprint: Blueprint) -
     Zygote(control, ground, namespace).serve()
 
 
-def _warm_up(profile: Profile) -> dict[str, Any]:
-    """Import and execute what the profile declares; the namespace sessions begin with."""
+def _warm_up(profile: Profile, *, late: bool) -> dict[str, Any]:
+    """Import and execute what the profile declares; the namespace sessions begin with.
+
+    `late`: whether sessions can import later what few of them need. Without a root of their own they may not even be let into the
+    interpreter's directories, below a home for instance.
+    """
     sys.path.extend(profile.library_paths)
     if profile.pickler:
         late_import.offer("cloudpickle", profile.pickler)
-    for name in (*_ALWAYS, *profile.preload):
+    early = () if late else (*_LATE, *(["cloudpickle"] if profile.pickler else []))
+    for name in (*_ALWAYS, *early, *profile.preload):
         importlib.import_module(name)
     namespace: dict[str, Any] = {}
     for name in profile.tools:

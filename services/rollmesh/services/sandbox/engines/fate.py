@@ -20,11 +20,12 @@ _CLOCKS_APART = 0.2
 
 
 class MemoryKills:
-    """Kills for memory in a session's group, and whether its own limit was the reason."""
+    """Kills for memory in the group of a place, and whether its own limit was the reason. Asked at the end of each of its sessions, so that the
+    next begins where that ended."""
 
     def __init__(self, group: Group | None) -> None:
         self._group = group
-        self._kills, self._hits = self._read()
+        self._kills = self._hits = 0
 
     def any_new(self) -> bool:
         """Whether the kernel has killed in it since this was asked last, because of its own limit."""

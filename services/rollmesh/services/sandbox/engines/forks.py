@@ -58,6 +58,8 @@ class Forks:
         self._config = config
         self._keys = itertools.count()
         self._places: Places | None = None
+        self._memory_kills: dict[int, MemoryKills] = {}
+        """By place, whose sessions come one after another."""
 
     @property
     def started(self) -> bool:
@@ -78,13 +80,13 @@ class Forks:
         """Begin a session in a place, which is given back when it has ended. Raises SandboxFailed; the place is the caller's then."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        procs_fds: list[int] = []
+        entrances: list[int] = []
         key = str(next(self._keys))
         try:
             if place.group is not None:
                 place.group.limit(limits)
-                procs_fds = place.group.procs_fds()
-            ended = zygote.open(key, place, limits, (theirs.fileno(), *procs_fds), egress_fds)
+                entrances = place.group.entrances()
+            ended = zygote.open(key, place, limits, (theirs.fileno(), *entrances), egress_fds)
         except OSError as error:
             ours.close()
             raise SandboxFailed(f"cannot set the session's cgroup: {error}") from error
@@ -93,10 +95,11 @@ class Forks:
             raise
         finally:
             theirs.close()
-            for fd in procs_fds:
+            for fd in entrances:
                 os.close(fd)
         session = JailSession(ours, limits, self._config.files_bytes_max)
-        live = Live(key, session, zygote, place, limits, ended, MemoryKills(place.group))
+        kills = self._memory_kills.setdefault(place.index, MemoryKills(place.group))
+        live = Live(key, session, zygote, place, limits, ended, kills)
         ended.add_done_callback(lambda _: self._release(live))
         return live
 

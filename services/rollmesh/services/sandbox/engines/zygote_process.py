@@ -95,7 +95,7 @@ class ZygoteProcess:
     def open(
         self, session_id: str, place: Place, limits: Limits, fds: Sequence[int], egress_fds: Sequence[int] = ()
     ) -> asyncio.Future[Ended]:
-        """Ask for a session around `fds` = [its socket, cgroup.procs ...] and its egress port, if it has one; the future ends
+        """Ask for a session around `fds` = [its socket, entrances of its cgroups ...] and its egress port, if it has one; the future ends
         with the session."""
         packet = {
             "op": "open", "id": session_id, "place": place.index, "uid": place.uid, "limits": limits.as_dict(),
