@@ -313,10 +313,16 @@ class Slow:
         return await self._receive(session, wall_s)
 
 
-async def test_an_open_gets_the_session_that_is_being_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow(monkeypatch)
+@pytest.fixture
+async def slow(world: World, monkeypatch: pytest.MonkeyPatch) -> Slow:
+    """One session is open, and the next one is being made."""
+    made = Slow(monkeypatch)
     await world.open("a")
-    await slow.making.wait()
+    await made.making.wait()
+    return made
+
+
+async def test_an_open_gets_the_session_that_is_being_made(world: World, slow: Slow) -> None:
     opening = asyncio.create_task(world.open("b"))
     await asyncio.sleep(0)
     assert not opening.done()
@@ -328,10 +334,7 @@ async def test_an_open_gets_the_session_that_is_being_made(world: World, monkeyp
     world.require_balanced()
 
 
-async def test_only_one_open_waits_for_it(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow(monkeypatch)
-    await world.open("a")
-    await slow.making.wait()
+async def test_only_one_open_waits_for_it(world: World, slow: Slow) -> None:
     opening = [asyncio.create_task(world.open(name)) for name in "bc"]
     await until(lambda: world.engine.pool_counts().missed == 2)  # the first open of all, and the second of these
     slow.go.set()
@@ -341,10 +344,7 @@ async def test_only_one_open_waits_for_it(world: World, monkeypatch: pytest.Monk
     await world.look("c")
 
 
-async def test_an_open_that_is_cancelled_leaves_it_to_the_next(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Slow(monkeypatch)
-    await world.open("a")
-    await slow.making.wait()
+async def test_an_open_that_is_cancelled_leaves_it_to_the_next(world: World, slow: Slow) -> None:
     opening = asyncio.create_task(world.open("b"))
     await asyncio.sleep(0)
     opening.cancel()
@@ -356,12 +356,7 @@ async def test_an_open_that_is_cancelled_leaves_it_to_the_next(world: World, mon
     await world.look("b")
 
 
-async def test_an_open_whose_session_fails_in_the_making_gets_another(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = Slow(monkeypatch)
-    await world.open("a")
-    await slow.making.wait()
+async def test_an_open_whose_session_fails_in_the_making_gets_another(world: World, slow: Slow) -> None:
     opening = asyncio.create_task(world.open("b"))
     await asyncio.sleep(0)
     (made,) = (live for live in world.engine._pools._held)
