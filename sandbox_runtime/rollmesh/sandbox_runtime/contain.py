@@ -24,12 +24,11 @@ Not covered:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from rollmesh.sandbox_runtime import (
     landlock,
@@ -46,6 +45,7 @@ from rollmesh.sandbox_runtime import (
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.walls import Blueprint
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 NOBODY = 65534
@@ -71,6 +71,8 @@ class Ground:
     pid_namespace_fd: int
     proc_fd: int
     """A /proc directory, for id maps and handles of namespaces: the jail's root has none. Never seen by a session's code."""
+    namespaces: int = 0
+    """Flags of those that a session gets."""
     readable: Sequence[str] = ()
     """Where there is no root of its own: what of the host's may be read and executed."""
 
@@ -102,14 +104,16 @@ def contain_zygote(blueprint: Blueprint, *, read_only: Sequence[str]) -> Ground:
     pid_namespace_fd = os.open("/proc/thread-self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     readable = (*read_only, os.path.realpath(sys.base_prefix), sys.base_prefix)
     if walls.MOUNT_NAMESPACE in blueprint.walls:
-        _step("root", lambda: mounts.build_root(readable))
+        _step("root", mounts.build_root, readable)
     if walls.USER_NAMESPACE in blueprint.walls or os.geteuid() == 0:
         _step("bounding set", privileges.drop_bounding_set)
     _step("no new privileges", privileges.no_new_privileges)
+    landlock.abi()  # sessions inherit the answer
     return Ground(
         blueprint=blueprint,
         pid_namespace_fd=pid_namespace_fd,
         proc_fd=proc_fd,
+        namespaces=namespaces.flags_of(blueprint.walls),
         readable=(*mounts.SYSTEM, *readable),
     )
 
@@ -119,37 +123,32 @@ def contain_session(ground: Ground, cell: Cell) -> None:
     inner = NOBODY if ground.has(walls.USER_NAMESPACE) else cell.uid
     # kill(0) knows no pid namespace: a group shared with the zygote is one to kill it by
     _step("process group", os.setsid)
-    _step("cgroups", lambda: _join_cgroups(cell.cgroup_fds))
+    _step("cgroups", _join_cgroups, cell.cgroup_fds)
     if ground.has(walls.MOUNT_NAMESPACE):
         _raise_jail(ground, cell.limits, inner)
-    _step("private directory", lambda: surroundings.settle(cell.private_dir, alone=_is_alone(ground)))
-    _step("descriptors", lambda: _arrange_descriptors(cell.private_dir, cell.socket_fd, cell.egress_fd))
-    rules = _step("landlock", lambda: landlock.prepare(_paths(ground, cell))) if ground.has(walls.LANDLOCK) else -1
+    _step("private directory", surroundings.settle, cell.private_dir, alone=_is_alone(ground))
+    _step("descriptors", _arrange_descriptors, cell.private_dir, cell.socket_fd, cell.egress_fd)
+    rules = _step("landlock", landlock.prepare, _paths(ground, cell)) if ground.has(walls.LANDLOCK) else -1
     own_count = ground.has(walls.USER_NAMESPACE) or ground.has(walls.OWN_UID)
-    _step("rlimits", lambda: rlimits.apply(cell.limits, processes=own_count))
+    _step("rlimits", rlimits.apply, cell.limits, processes=own_count)
     if ground.has(walls.USER_NAMESPACE):
         _step("bounding set", privileges.drop_bounding_set)
     elif ground.has(walls.OWN_UID):
-        _step("uid", lambda: privileges.become(inner, inner))
+        _step("uid", privileges.become, inner, inner)
     if cell.warden:
-        _step("warden", lambda: _die_with(cell.warden))
+        _step("warden", _die_with, cell.warden)
     _step("capabilities", privileges.drop_capabilities)
     _step("no new privileges", privileges.no_new_privileges)
     if ground.has(walls.LANDLOCK):
-        _step("landlock", lambda: landlock.enforce(rules))
+        _step("landlock", landlock.enforce, rules)
     if ground.has(walls.SECCOMP):
-        _step("seccomp", lambda: seccomp.install(ground.blueprint.seccomp_filter))
+        _step("seccomp", seccomp.install, ground.blueprint.seccomp_filter)
 
 
 def _raise_jail(ground: Ground, limits: Limits, inner: int) -> None:
-    flags = namespaces.flags_of(ground.blueprint.walls)
-    _step("namespaces", lambda: namespaces.isolate_session(flags, proc=ground.proc_fd, inner=inner))
-    _step(
-        "private directory",
-        lambda: mounts.mount_private_dir(
-            bytes_max=limits.disk_bytes, inodes_max=limits.inodes_max, uid=inner, gid=inner
-        ),
-    )
+    _step("namespaces", namespaces.isolate_session, ground.namespaces, proc=ground.proc_fd, inner=inner)
+    room = {"bytes_max": limits.disk_bytes, "inodes_max": limits.inodes_max}
+    _step("private directory", mounts.mount_private_dir, **room, uid=inner, gid=inner)
     mounts.mount_terminals()
 
 
@@ -176,9 +175,9 @@ def _die_with(parent: int) -> None:
         raise OSError("it ended")
 
 
-def _step(name: str, action: Callable[[], _T]) -> _T:
+def _step(name: str, action: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     try:
-        return action()
+        return action(*args, **kwargs)
     except (OSError, ValueError) as error:
         raise ContainmentError(f"{name}: {error}") from error
 
@@ -195,7 +194,10 @@ def _arrange_descriptors(private_dir: str, socket_fd: int, egress_fd: int) -> No
     for target in (1, 2):
         os.dup2(os.open(private_dir, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600), target)
     # Out of the way first: 3 and 4 may be any descriptors of the zygote, each of these two included.
-    held = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, EGRESS_FD + 1) for fd in (socket_fd, egress_fd) if fd >= 0]
-    for target, fd in zip((SOCKET_FD, EGRESS_FD), held, strict=False):
-        os.dup2(fd, target, inheritable=False)
-    syscalls.call("close_range", SOCKET_FD + len(held), 0xFFFFFFFF, 0)
+    socket_fd = syscalls.duplicate(socket_fd, EGRESS_FD + 1)
+    last = SOCKET_FD
+    if egress_fd >= 0:
+        egress_fd = syscalls.duplicate(egress_fd, EGRESS_FD + 1)
+        last = os.dup2(egress_fd, EGRESS_FD, False)
+    os.dup2(socket_fd, SOCKET_FD, False)
+    syscalls.call("close_range", last + 1, 0xFFFFFFFF, 0)

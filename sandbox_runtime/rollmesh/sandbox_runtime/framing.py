@@ -18,10 +18,14 @@ FDS_MAX = 8
 
 Message = dict[str, Any]
 
+_encoder = json.JSONEncoder(separators=(",", ":"))
+_decoder = json.JSONDecoder()
+"""Made once: `json.dumps` with separators makes one per call, and what a fresh fork executes costs it a copy of each page it touches."""
+
 
 def encode(message: Message) -> bytes:
     """One frame."""
-    body = json.dumps(message, separators=(",", ":")).encode()
+    body = _encoder.encode(message).encode()
     return LENGTH.pack(len(body)) + body
 
 
@@ -40,7 +44,7 @@ def receive(connection: socket.socket) -> Message | None:
     """Blocking read of one frame, for the jail's side, which trusts the service; None when the service is gone."""
     header = receive_exactly(connection, LENGTH.size)
     body = header and receive_exactly(connection, LENGTH.unpack(header)[0])
-    return json.loads(body) if body else None
+    return _decoded(body) if body else None
 
 
 def receive_packet(connection: socket.socket) -> tuple[Message | None, list[int]]:
@@ -49,11 +53,20 @@ def receive_packet(connection: socket.socket) -> tuple[Message | None, list[int]
         data, fds, _, _ = socket.recv_fds(connection, PACKET_BYTES_MAX, FDS_MAX)
     except ConnectionResetError:  # closed with packets of ours unread
         return None, []
-    return (json.loads(data) if data else None), list(fds)
+    return (_decoded(data) if data else None), list(fds)
 
 
 def send_packet(connection: socket.socket, message: Message, fds: tuple[int, ...] = ()) -> None:
     """One control packet, descriptors attached."""
-    data = json.dumps(message, separators=(",", ":")).encode()
+    data = _encoder.encode(message).encode()
     assert len(data) <= PACKET_BYTES_MAX
-    socket.send_fds(connection, [data], fds)
+    if fds:
+        socket.send_fds(connection, [data], fds)
+    else:
+        connection.send(data)
+
+
+def _decoded(data: bytes) -> Message:
+    """Raises json.JSONDecodeError."""
+    message: Message = _decoder.decode(data.decode())
+    return message

@@ -8,7 +8,6 @@ A session's copy of the mount tree then costs only these few mounts, instead of 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 from collections.abc import Iterable
@@ -30,14 +29,15 @@ _ATTR_NOSUID = 0x2
 PRIVATE_DIR = "/session"
 """The session's working, home and temporary directory."""
 
-PTMX = "/dev/pts/ptmx"
+_TERMINALS = "/dev/pts"
+PTMX = _TERMINALS + "/ptmx"
 """Opens a terminal of the session's own; absent where the host lets none be mounted."""
 
 _BASE = "/tmp"
 _OLD_ROOT = "/.host"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-_TERMINALS_MAX = 8
+_TERMINALS_OPTIONS = "newinstance,ptmxmode=0666,max=8"
 _PASSWD = "nobody:x:65534:65534:nobody:/session:/bin/sh\n"
 
 
@@ -78,7 +78,7 @@ def _fill(read_only: Iterable[str]) -> None:
         with open(f"/etc/{name}", "w", encoding="ascii") as file:
             file.write(text)
     os.mkdir(PRIVATE_DIR)
-    os.mkdir(os.path.dirname(PTMX))
+    os.mkdir(_TERMINALS)
     os.symlink("pts/ptmx", "/dev/ptmx")
     for name in ("/tmp", "/dev/shm"):
         if not os.path.lexists(name):  # a library path below /tmp makes that a plain read-only directory
@@ -111,13 +111,11 @@ def mount_private_dir(*, bytes_max: int, inodes_max: int, uid: int, gid: int) ->
     """The session's own writable directory, bounded in bytes and files, gone with the last process of the namespace."""
     data = f"size={bytes_max},nr_inodes={inodes_max},mode=0700,uid={uid},gid={gid}"
     syscalls.mount("tmpfs", PRIVATE_DIR, "tmpfs", MS_NOSUID | MS_NODEV, data)
-    os.chdir(PRIVATE_DIR)
 
 
 def mount_terminals() -> None:
     """Pseudo-terminals of the session's own, for shells. A convenience and no wall: a host that refuses them leaves the session none."""
-    with contextlib.suppress(OSError):
-        folder = os.path.dirname(PTMX)
-        syscalls.mount(
-            "devpts", folder, "devpts", MS_NOSUID | MS_NOEXEC, f"newinstance,ptmxmode=0666,max={_TERMINALS_MAX}"
-        )
+    try:
+        syscalls.mount("devpts", _TERMINALS, "devpts", MS_NOSUID | MS_NOEXEC, _TERMINALS_OPTIONS)
+    except OSError:
+        return

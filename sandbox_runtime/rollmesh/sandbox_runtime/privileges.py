@@ -20,8 +20,8 @@ class _Data(ctypes.Structure):
     _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
 
 
-_Sets = _Data * 2
-"""Made once: a new ctypes type in every session would cost more than the call."""
+_THIS_PROCESS = _Header(version=_CAPABILITY_VERSION_3, pid=0)
+_EMPTY_SETS = (_Data * 2)()
 
 
 def die_with_parent() -> None:
@@ -50,8 +50,7 @@ def drop_bounding_set() -> None:
 def drop_capabilities() -> None:
     """Empty the ambient, effective, permitted and inheritable sets."""
     syscalls.prctl(syscalls.PR_CAP_AMBIENT, syscalls.PR_CAP_AMBIENT_CLEAR_ALL, "clear ambient capabilities")
-    header = _Header(version=_CAPABILITY_VERSION_3, pid=0)
-    syscalls.call("capset", ctypes.byref(header), ctypes.byref(_Sets()))
+    syscalls.call("capset", ctypes.byref(_THIS_PROCESS), ctypes.byref(_EMPTY_SETS))
 
 
 def no_new_privileges() -> None:

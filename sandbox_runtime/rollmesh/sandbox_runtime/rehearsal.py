@@ -7,18 +7,19 @@ code runs here.
 
 from __future__ import annotations
 
-import json
 import linecache
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from rollmesh.sandbox_runtime import framing
-from rollmesh.sandbox_runtime.interpreter import Interpreter
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.program import Program
+from rollmesh.sandbox_runtime.session import answer_all
 
 _TIMES = 20
 """More than the executions after which CPython 3.11 to 3.13 specialise a function."""
@@ -28,15 +29,22 @@ _SIGNALS = (signal.SIGALRM, signal.SIGPROF)
 
 
 def rehearse(namespace: Mapping[str, Any]) -> None:
-    """Run and answer a few lines as a session would; the zygote's own streams and signals are as before afterwards."""
+    """Answer a few requests as a session would, often; the zygote's own streams and signals are as before afterwards."""
     with _streams_and_signals_kept():
-        interpreter = Interpreter(namespace, Limits())
         for _ in range(_TIMES):
-            for code in _CODES:
-                request = json.loads(json.dumps({"verb": "run", "code": code}))
-                framing.encode(interpreter.run(request["code"], _WALL_S))
+            _answer_requests(namespace)
     for name in [name for name in linecache.cache if name.startswith("<call ")]:
         del linecache.cache[name]
+
+
+def _answer_requests(namespace: Mapping[str, Any]) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for code in _CODES:
+            request = {"verb": "run", "wall_s": _WALL_S, "stream": False, "files_bytes_max": 0}
+            ours.sendall(framing.encode(request | Program(code=code).as_message()))
+        ours.shutdown(socket.SHUT_WR)
+        answer_all(theirs, namespace, Limits())
 
 
 @contextmanager

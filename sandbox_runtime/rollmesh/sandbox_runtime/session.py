@@ -32,15 +32,19 @@ def _contain_and_serve(ground: contain.Ground, cell: contain.Cell, namespace: Ma
     except contain.ContainmentError as error:
         _report_refusal(cell.socket_fd, str(error))
         return
-    connection = socket.socket(fileno=contain.SOCKET_FD)
-    interpreter = Interpreter(namespace, cell.limits)
-    languages = Languages(interpreter, cell.limits)
+    answer_all(socket.socket(fileno=contain.SOCKET_FD), namespace, cell.limits)
+
+
+def answer_all(connection: socket.socket, namespace: Mapping[str, Any], limits: Limits) -> None:
+    """Say that a session is ready, then answer its requests until its socket ends."""
+    interpreter = Interpreter(namespace, limits)
+    languages = Languages(interpreter, limits)
     connection.sendall(framing.encode({"ready": True}))
     while (request := framing.receive(connection)) is not None:
         if request["verb"] in snapshot.VERBS:
             reply = snapshot.answer(request, connection, interpreter, namespace, languages.unsaved)
         else:
-            reply = _answer(interpreter, languages, request, cell.limits)
+            reply = _answer(interpreter, languages, request, limits)
         connection.sendall(framing.encode(reply))
 
 

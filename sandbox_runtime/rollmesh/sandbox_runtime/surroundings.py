@@ -35,6 +35,8 @@ def is_alone() -> bool:
 def settle(path: str, *, alone: bool) -> None:
     """Enter the private directory and make it home. Raises OSError."""
     os.chdir(path)
-    _here.private_dir, _here.alone = path, alone
-    os.environ["HOME"] = os.environ["TMPDIR"] = path
+    _here.alone = alone
+    if path != _here.private_dir:  # else the launcher's environment names it already
+        _here.private_dir = path
+        os.environ["HOME"] = os.environ["TMPDIR"] = path
     tempfile.tempdir = None

@@ -2,16 +2,25 @@
 
 Every wrapper raises OSError naming the step, so that a jail that can't be made says which mechanism refused. The library
 is loaded as `PyDLL`: the interpreter lock stays held, since the callers are single-threaded and a release would cost more
-than the calls.
+than the calls. Every session makes some thirty of these calls just after its fork, where each line executed costs a copy of the
+pages it touches: hence what little Python there is around them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import functools
 import os
 import platform
 
 _libc = ctypes.PyDLL(None, use_errno=True)
+_ARGUMENTS_MAX = 6
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+_syscall.argtypes = (ctypes.c_long, *(ctypes.c_void_p,) * _ARGUMENTS_MAX)
+"""Variadic in C, where a bare int would fill half a register; as void pointers ints, bytes and references all fill a whole one."""
+_REST = (0,) * _ARGUMENTS_MAX
 
 PR_SET_PDEATHSIG = 1
 PR_CAPBSET_DROP = 24
@@ -30,6 +39,7 @@ _NUMBERS = {
 }
 
 
+@functools.cache
 def number(name: str) -> int:
     """The system call's number here; raises OSError on an architecture without a table."""
     table = _NUMBERS.get(platform.machine())
@@ -48,12 +58,7 @@ def check(result: int, step: str) -> int:
 
 def call(name: str, *args: object, step: str = "") -> int:
     """A raw system call by name."""
-    return check(_libc.syscall(ctypes.c_long(number(name)), *(_wide(arg) for arg in args)), step or name)
-
-
-def _wide(arg: object) -> object:
-    """syscall() is variadic: a bare int would fill half a register."""
-    return ctypes.c_long(arg) if isinstance(arg, int) else arg
+    return check(_syscall(number(name), *args, *_REST[len(args) :]), step or name)
 
 
 def prctl(option: int, value: int, step: str, extra: int = 0) -> None:
@@ -81,6 +86,12 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 def umount(target: str, flags: int) -> None:
     """umount2(2)."""
     check(_libc.umount2(target.encode(), flags), f"umount {target}")
+
+
+def duplicate(fd: int, lowest: int) -> int:
+    """A copy of `fd`, numbered `lowest` or above, closed on exec. `fcntl.fcntl` would first raise an error to itself: its third
+    argument is no bytes."""
+    return check(_libc.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest), "dup")
 
 
 def sethostname(name: str) -> None:

@@ -32,13 +32,14 @@ from rollmesh.sandbox_runtime.session import serve_session
 from rollmesh.sandbox_runtime.walls import Blueprint
 
 _ALWAYS = (
-    "base64", "encodings.idna", "inspect", "tempfile", "traceback",
+    "base64", "inspect", "tempfile", "traceback",
     "rollmesh.sandbox_runtime.judging.candidate", "rollmesh.sandbox_runtime.judging.checking",
     "rollmesh.sandbox_runtime.judging.program", "rollmesh.sandbox_runtime.judging.remote", "rollmesh.sandbox_runtime.judging.sql", "rollmesh.sandbox_runtime.judging.unit",
 )  # fmt: skip
 """What sessions themselves need or nearly every program imports."""
-_LATE = ("subprocess", "threading")
-"""What sessions import when they first need it. Every session would pay for the work of `threading` after a fork."""
+_LATE = ("encodings.idna", "subprocess", "threading")
+"""What sessions import when they first need it. Every session would pay for the work of `threading` after a fork, and for the
+mappings of each shared library."""
 _UNLIMITED_S = 1 << 53
 """More than any process uses."""
 
@@ -52,6 +53,7 @@ class Zygote:
         self._namespace = namespace
         self._networks = namespaces.Networks(ground.proc_fd)
         self._poll = select.poll()
+        self._limits, self._limits_message = Limits(), Limits().as_dict()
         self._pids: dict[str, int] = {}
         self._killed: set[str] = set()
         """Of those, whom the service had killed."""
@@ -85,7 +87,7 @@ class Zygote:
     def _open(self, packet: framing.Message, fds: Sequence[int]) -> None:
         procs, ports = fds[1 : len(fds) - packet["egress"]], fds[len(fds) - packet["egress"] :]
         cell = contain.Cell(
-            limits=Limits(**packet["limits"]),
+            limits=self._checked(packet["limits"]),
             uid=packet["uid"],
             socket_fd=fds[0],
             cgroup_fds=tuple(procs),
@@ -102,6 +104,12 @@ class Zygote:
         _close_all(fds)
         self._powers[packet["id"]] = powers
         self._watch(packet["id"], pid)
+
+    def _checked(self, limits: framing.Message) -> Limits:
+        """Most sessions have those of the one before."""
+        if limits != self._limits_message:
+            self._limits, self._limits_message = Limits(**limits), limits
+        return self._limits
 
     def _fork(self, cell: contain.Cell, place: int, powers: warden.Powers | None) -> int:
         """The session's first process, or with `powers` its warden. Raises OSError."""
