@@ -225,7 +225,7 @@ async def test_a_dead_zygote_takes_its_pool_along_and_nobody_notices(world: Worl
     await until(lambda: world.num_ready() == 0)
     await world.open("second")
     assert (await world.engine.run("second", Program(code="6*7"), 5.0)).result == "42"
-    await world.ready(1)
+    await world.ready(2)
 
 
 async def test_an_unused_zygote_ends_with_its_pool_and_starts_anew(world: World) -> None:
@@ -233,7 +233,7 @@ async def test_an_unused_zygote_ends_with_its_pool_and_starts_anew(world: World)
     await world.open("other", "calc")
     await world.ready(1, "calc")
     await world.engine.end("s")
-    await until(lambda: world.engine._pools._filling is None)
+    await until(lambda: not world.engine._pools._making)
     await world.tend(IDLE_S)
     assert world.engine._zygotes.running("python") is None
     assert world.engine._zygotes.running("calc") is not None, "it has a session"
@@ -269,7 +269,8 @@ async def test_live_sessions_get_every_place(tmp_path: Path) -> None:
 async def test_a_pool_being_filled_gives_way(tmp_path: Path) -> None:
     async with world_of(tmp_path, sessions_max=3, starts_inflight_max=1) as world:
         await world.open("a")
-        assert world.engine._pools._filling is not None
+        await asyncio.sleep(0)
+        assert world.engine._pools._making
         await asyncio.gather(world.open("b", "calc"), world.open("c", "calc"))
         world.require_balanced()
 
@@ -342,6 +343,22 @@ async def test_only_one_open_waits_for_it(world: World, slow: Slow) -> None:
     assert world.engine.pool_counts().taken == 1
     await world.look("b")
     await world.look("c")
+
+
+async def test_a_pool_is_filled_two_at_a_time_and_both_may_be_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch, first=3)
+    await asyncio.gather(*(world.open(f"a{number}") for number in range(3)))
+    await until(lambda: len(world.engine._pools._making) == 2)
+    opening = [asyncio.create_task(world.open(name)) for name in "bc"]
+    await asyncio.sleep(0)
+    assert len(world.engine._pools._making) == 2, "three were wanted before, and now more"
+    slow.go.set()
+    await asyncio.gather(*opening)
+    counts = world.engine.pool_counts()
+    assert (counts.taken, counts.missed) == (2, 3)
+    world.require_balanced()
 
 
 async def test_an_open_that_is_cancelled_leaves_it_to_the_next(world: World, slow: Slow) -> None:

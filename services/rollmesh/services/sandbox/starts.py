@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from rollmesh.services.sandbox.metrics import START_WAIT_SECONDS
 from rollmesh.shared.clock import Clock
@@ -47,17 +47,12 @@ class Starts:
         try:
             yield
         finally:
-            self._give_back()
+            self.give_back()
 
-    @contextmanager
-    def spare_turn(self) -> Iterator[None]:
-        """Hold a turn that nobody waits for; only while `idle`."""
+    def take_spare(self) -> None:
+        """Hold a turn that nobody waits for, until `give_back`; only while `idle`."""
         assert self.idle
         self._num_inflight += 1
-        try:
-            yield
-        finally:
-            self._give_back()
 
     async def _take(self, tenant: str) -> None:
         if self.idle:
@@ -81,7 +76,7 @@ class Starts:
     def _leave(self, tenant: str, turn: asyncio.Future[None]) -> None:
         """Cancelled while it waited, or in the moment in which the turn came: then it is the next one's."""
         if turn.done() and not turn.cancelled():
-            self._give_back()
+            self.give_back()
             return
         queue = self._queues.get(tenant, deque())
         with suppress(ValueError):  # a turn that was given back meanwhile passed it by
@@ -89,7 +84,8 @@ class Starts:
         if not queue:
             self._queues.pop(tenant, None)
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """The end of a turn; the next is for who waits longest, tenant by tenant."""
         self._num_inflight -= 1
         while self._queues and self._num_inflight < self._inflight_max:
             tenant, queue = self._queues.popitem(last=False)

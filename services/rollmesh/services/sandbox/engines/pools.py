@@ -3,13 +3,14 @@
 A ready session has run nothing but the making of its jail; taken, it is the opener's fresh session. It has its profile's own limits, so
 an open that narrows them is made as ever; so is a session with egress, whose way out is named after it and handed over at the fork.
 
-Live sessions come first: ready ones are made when nobody waits for a turn to start and places are left over, one at a time, and give
+Live sessions come first: ready ones are made when nobody waits for a turn to start and places are left over, a few at a time, and give
 their places up when an open finds none free. made = taken + dropped + ready, at every moment.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import deque
@@ -32,16 +33,15 @@ _log = logging.getLogger(__name__)
 class _Pool:
     """Of one profile."""
 
-    def __init__(self, limits: Limits, most: int, halflife_s: float) -> None:
+    def __init__(self, profile: str, limits: Limits, most: int, halflife_s: float) -> None:
+        self.profile = profile
         self.limits = limits
         self.most = most
         self.demand = Demand(halflife_s)
         self.ready: deque[Live] = deque()
         """The oldest first."""
-        self.making: asyncio.Future[None] | None = None
-        """Done when the session that is being made is ready, or will not be."""
-        self.promised = False
-        """Whether an open waits for that one."""
+        self.making: deque[asyncio.Task[None]] = deque()
+        """Of those that no open waits for yet, the oldest first."""
 
 
 class Pools:
@@ -58,7 +58,8 @@ class Pools:
         self._held: set[Live] = set()
         """Ours, from their fork until they are taken or nothing of them is left."""
         self._tending: asyncio.Task[None] | None = None
-        self._filling: asyncio.Task[None] | None = None
+        self._making: set[asyncio.Task[None]] = set()
+        self._planned = False
         self._made = self._taken = self._missed = self._dropped = 0
 
     def start(self) -> None:
@@ -69,7 +70,7 @@ class Pools:
     async def close(self) -> None:
         """Nothing is ready or being made when this returns, and nothing will be."""
         tending, self._tending = self._tending, None
-        tasks = [task for task in (tending, self._filling) if task is not None]
+        tasks = [*self._making, *([tending] if tending is not None else [])]
         for task in tasks:
             task.cancel()
         if tasks:
@@ -84,7 +85,7 @@ class Pools:
         return PoolCounts(ready=ready, made=self._made, taken=self._taken, missed=self._missed, dropped=self._dropped)
 
     async def take(self, profile: str, limits: Limits) -> Live | None:
-        """A ready session, the caller's own from now on, if there is one that will do; or the one that is just being made, which is there
+        """A ready session, the caller's own from now on, if there is one that will do; or one that is just being made, which is there
         sooner than another that would have to share the cores with it."""
         now_s = self._clock.monotonic_s()
         self._opened_s[profile] = now_s
@@ -93,8 +94,8 @@ class Pools:
             return None
         pool.demand.opened(now_s)
         live = self._pop(pool)
-        if live is None and pool.making is not None and not pool.promised:
-            await _made(pool, pool.making)
+        if live is None and pool.making:
+            await _made(pool)
             live = self._pop(pool)
         if live is None:
             self._missed += 1
@@ -120,43 +121,42 @@ class Pools:
                     raise
 
     def refill(self) -> None:
-        """Somebody took a session or gave back a place: see whether sessions should be made."""
-        if self._tending is not None and self._filling is None and self._next() is not None:
-            self._filling = asyncio.create_task(self._fill(), name="sandbox pool filling")
-            self._filling.add_done_callback(self._filled)
+        """Somebody took a session or gave back a place: see whether sessions should be made, as soon as what is under way has gone on."""
+        if self._tending is not None and not self._planned:
+            self._planned = True
+            asyncio.get_running_loop().call_soon(self._refill)
 
     # Making -------------------------------------------------------------------------------------------------------
 
-    async def _fill(self) -> None:
-        while (profile := self._next()) is not None:
+    def _refill(self) -> None:
+        self._planned = False
+        while self._tending is not None and (profile := self._next()) is not None:
             try:
-                with self._starts.spare_turn():
-                    await self._make(profile, self._pools[profile])
+                self._make(self._pools[profile])
             except SandboxFailed as error:  # an open that meets the same tells its user
-                _log.warning("profile %r: no session can be kept ready: %s", profile, error)
+                _cannot_keep(profile, error)
                 return
-
-    def _filled(self, task: asyncio.Task[None]) -> None:
-        self._filling = None
-        _note_failure(task)
 
     def _next(self) -> str | None:
         """The profile that lacks most, if one more can be made now: it has a zygote, a turn is free, and places are left over."""
-        if not self._starts.idle or self._spare_places() <= 0 or len(self._held) >= self._config.pools.ready_max:
+        limits = self._config.pools
+        if len(self._making) >= limits.making_max or len(self._held) >= limits.ready_max:
+            return None
+        if not self._starts.idle or self._spare_places() <= 0:
             return None
         lacking = {
-            profile: num - len(self._pools[profile].ready)
+            profile: lack
             for profile, num in self._wanted().items()
-            if self._zygotes.running(profile) is not None and not self._unused(profile)
+            if (lack := num - len(self._pools[profile].ready) - len(self._pools[profile].making)) > 0
+            and self._zygotes.running(profile) is not None
+            and not self._unused(profile)
         }
-        most = max(lacking, key=lacking.__getitem__, default="")
-        return most if lacking.get(most, 0) > 0 else None
+        return max(lacking, key=lacking.__getitem__, default=None)
 
-    async def _make(self, profile: str, pool: _Pool) -> None:
-        """Raises SandboxFailed; nothing waits between the checks of `_next` and the fork."""
-        zygote = self._zygotes.running(profile)
+    def _make(self, pool: _Pool) -> None:
+        """Fork one and see to it that it becomes ready. Raises SandboxFailed."""
+        zygote = self._zygotes.running(pool.profile)
         assert zygote is not None
-        began_s = self._clock.monotonic_s()
         place = self._forks.places.take()
         try:
             live = self._forks.fork(zygote, place, pool.limits)
@@ -165,15 +165,34 @@ class Pools:
             raise
         self._held.add(live)
         live.ended.add_done_callback(lambda _: self._lost(pool, live))
-        pool.making = asyncio.get_running_loop().create_future()
-        try:
-            await self._forks.ready(live)
-            pool.ready.append(live)
-        finally:
-            pool.making.set_result(None)
-            pool.making = None
+        self._starts.take_spare()
+        task = asyncio.create_task(self._await_ready(pool, live), name=f"sandbox pool of {pool.profile}")
+        task.add_done_callback(lambda task: self._settle(task, pool, live))
+        self._making.add(task)
+        pool.making.append(task)
+
+    async def _await_ready(self, pool: _Pool, live: Live) -> None:
+        """Raises SandboxFailed."""
+        began_s = self._clock.monotonic_s()
+        await self._forks.ready(live)
+        pool.ready.append(live)
         self._made += 1
         pool.demand.made(self._clock.monotonic_s() - began_s)
+
+    def _settle(self, task: asyncio.Task[None], pool: _Pool, live: Live) -> None:
+        """It is ready, or was cancelled, before its first step perhaps, or failed."""
+        self._making.discard(task)
+        self._starts.give_back()
+        with contextlib.suppress(ValueError):  # an open waits for it
+            pool.making.remove(task)
+        if task.cancelled():
+            live.begin_end()
+        elif isinstance(error := task.exception(), SandboxFailed):
+            _cannot_keep(pool.profile, error)
+        elif error is not None:
+            _note_failure(task)
+        else:
+            self.refill()
 
     # Ending -------------------------------------------------------------------------------------------------------
 
@@ -204,8 +223,8 @@ class Pools:
 
     async def _has_given_way(self) -> bool:
         """Wait until a session of ours is gone; whether one is."""
-        if not self._give_way() and self._filling is not None:
-            self._filling.cancel()
+        if not self._give_way() and self._making:
+            next(iter(self._making)).cancel()
         if not self._held:
             return False
         endings = [live.ended for live in self._held]
@@ -247,13 +266,19 @@ class Pools:
         return self._forks.places.num_free - self._config.starts_inflight_max
 
 
-async def _made(pool: _Pool, making: asyncio.Future[None]) -> None:
-    """Wait for it; `Forks.ready` bounds how long that takes. A caller that is cancelled leaves the session to the pool."""
-    pool.promised = True
+async def _made(pool: _Pool) -> None:
+    """Wait for the oldest in the making; `Forks.ready` bounds how long that takes. A caller that is cancelled leaves it to another."""
+    made = pool.making.popleft()
     try:
-        await asyncio.wait([making])
-    finally:
-        pool.promised = False
+        await asyncio.wait([made])
+    except asyncio.CancelledError:
+        if not made.done():
+            pool.making.appendleft(made)
+        raise
+
+
+def _cannot_keep(profile: str, error: SandboxFailed) -> None:
+    _log.warning("profile %r: no session can be kept ready: %s", profile, error)
 
 
 def _note_failure(task: asyncio.Task[None]) -> None:
@@ -267,5 +292,5 @@ def _pools(config: SandboxConfig) -> dict[str, _Pool]:
     for name, profile in config.profiles.items():
         most = config.pools.by_profile.get(name, config.pools.ready_max)
         if most and not profile.egress:
-            pools[name] = _Pool(profile.resolved_limits(), most, config.pools.halflife_s)
+            pools[name] = _Pool(name, profile.resolved_limits(), most, config.pools.halflife_s)
     return pools

@@ -1,6 +1,7 @@
 """The service's end of a session's socket on the event loop: watched once for the life of the session.
 
-`loop.sock_recv` adds and removes the descriptor around every wait; for short calls these system calls cost more than the call. What arrives
+`loop.sock_recv` adds and removes the descriptor around every wait; for short calls these system calls cost more than the call. (The descriptor as
+a number: asyncio describes a socket object for an error that it raises to itself.) What arrives
 while nobody waits stays in the socket, and it is no longer watched until somebody does: a dead or babbling session must not keep the loop busy.
 """
 
@@ -36,7 +37,7 @@ class Wire:
             try:
                 return self._socket.recv(_PIECE_BYTES)
             except BlockingIOError:
-                loop.add_reader(self._socket, self._on_readable)
+                loop.add_reader(self._socket.fileno(), self._on_readable)
                 self._watched = True
         self._waiting = loop.create_future()
         try:
@@ -78,5 +79,5 @@ class Wire:
 
     def _unwatch(self) -> None:
         if self._watched:
-            asyncio.get_running_loop().remove_reader(self._socket)
+            asyncio.get_running_loop().remove_reader(self._socket.fileno())
             self._watched = False
