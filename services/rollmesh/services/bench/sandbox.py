@@ -6,7 +6,8 @@ apart, since a ratio says little without it; see `sandbox_rivals` for details.
 
 How to read it: CPU is of all processes together, the bench's own share included (about 0.2 ms for ours and the fork's, less for programs that are
 only spawned). `kernel` is the CPU of the kernel's threads on the whole machine meanwhile, per execution: the clearing away of namespaces happens there; it means
-something on a quiet machine only. Latency ends when the output is there; executions/s include the end of the session, until nothing of it is left.
+something on a quiet machine only. Latency ends when the output is there; executions/s include the end of the session, or of all processes of a
+program, until nothing of it is left.
 Targets: a fresh jail takes at most 2 times the CPU of a bare fork, and is 3 times as fast as bubblewrap + python at 1, 1.5 times at 8; a
 live call 20 times; p99 below 5 times p50 on a quiet machine.
 """

@@ -2,7 +2,7 @@
 
 Programs are started by posix_spawn and awaited by pidfd, the cheapest way there is: the bench's own share is in everybody's CPU.
 bubblewrap ends without waiting for its pid 1, and so would leave most of its CPU in nobody's books: while programs are measured this process
-adopts orphans (`adopting`) and waits for them.
+adopts orphans (`adopting`), and an execution is over, as that of a session, when nothing of it is left.
 What each isolates: `bare fork` and `bare python` nothing; bubblewrap all namespaces and a read-only root, no seccomp filter, no limits; firejail
 mount, pid, ipc, uts and network namespaces, a read-only root, no capabilities, its seccomp filter, no limits.
 """
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rollmesh.sandbox_runtime import launcher, syscalls
 from rollmesh.services.bench import warm_fork
@@ -79,15 +80,22 @@ class Program:
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = (shutil.which(command[0]) or command[0], *command[1:])
+        self._running: set[int] = set()
+        self._others: set[int] = set()
 
     async def prepare(self, num: int) -> None:
-        """Nothing."""
+        self._others = _children()
 
     async def once(self, worker: int) -> float:
         begin_s = time.perf_counter()
         pid, reading = _spawn(self._command)
+        self._running.add(pid)
         await _ended(pid)
         latency_s = time.perf_counter() - begin_s
+        self._running.discard(pid)
+        for orphan in _children() - self._others - self._running:
+            with contextlib.suppress(ProcessLookupError):  # another worker has waited for it
+                await _ended(orphan)
         printed = os.read(reading, 100)
         os.close(reading)
         _require(printed, self._command[0])
@@ -123,6 +131,10 @@ async def _ended(pid: int) -> None:
         loop.remove_reader(pidfd)
         os.close(pidfd)
         _wait_for_all()
+
+
+def _children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
 def _wait_for_all() -> None:
