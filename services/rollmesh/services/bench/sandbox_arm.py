@@ -56,7 +56,7 @@ class Lap:
 async def lap(arm: Arm, num: int, seconds: float) -> Lap:
     """`num` workers that execute one after another for so long."""
     await arm.prepare(num)
-    cpu_s, kernel_s, begin_s = tree_cpu_s(), kernel_cpu_s(), time.perf_counter()
+    cpu_s, kernel, begin_s = tree_cpu_s(), kernel_ticks(), time.perf_counter()
     until_s = begin_s + seconds
     latencies: list[float] = []
 
@@ -68,14 +68,14 @@ async def lap(arm: Arm, num: int, seconds: float) -> Lap:
         for worker in range(num):
             group.create_task(work(worker))
     wall_s = time.perf_counter() - begin_s
-    spent = Lap(latencies, wall_s, tree_cpu_s() - cpu_s, kernel_cpu_s() - kernel_s)
+    spent = Lap(latencies, wall_s, tree_cpu_s() - cpu_s, _since_s(kernel))
     await arm.settle()
     return spent
 
 
-def kernel_cpu_s() -> float:
-    """CPU seconds of the kernel's own threads, for whomever they work."""
-    ticks = 0
+def kernel_ticks() -> dict[str, int]:
+    """CPU time of each of the kernel's own threads, for whomever they work."""
+    ticks = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             try:
@@ -83,8 +83,13 @@ def kernel_cpu_s() -> float:
             except OSError:
                 continue
             if fields[1] == _KTHREADD:
-                ticks += int(fields[12])
-    return ticks / _TICKS_PER_S
+                ticks[path.name] = int(fields[12])
+    return ticks
+
+
+def _since_s(before: dict[str, int]) -> float:
+    """CPU seconds of those threads that are there now; workers come and go, and take their figures along."""
+    return sum(ticks - before.get(pid, 0) for pid, ticks in kernel_ticks().items()) / _TICKS_PER_S
 
 
 def percentile(values: list[float], share: float) -> float:
