@@ -71,8 +71,8 @@ class Ground:
     pid_namespace_fd: int
     proc_fd: int
     """A /proc directory, for id maps and handles of namespaces: the jail's root has none. Never seen by a session's code."""
-    namespaces: int = 0
-    """Flags of those that a session gets."""
+    namespaces: int
+    """Flags of those among the walls."""
     readable: Sequence[str] = ()
     """Where there is no root of its own: what of the host's may be read and executed."""
 

@@ -67,6 +67,6 @@ def send_packet(connection: socket.socket, message: Message, fds: tuple[int, ...
 
 
 def _decoded(data: bytes) -> Message:
-    """Raises json.JSONDecodeError."""
+    """Raises ValueError."""
     message: Message = _decoder.decode(data.decode())
     return message

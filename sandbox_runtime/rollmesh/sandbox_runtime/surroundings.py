@@ -32,11 +32,16 @@ def is_alone() -> bool:
     return _here.alone
 
 
+def reset() -> None:
+    """The environment names the private directory again, whatever an operator's code has made of it since the launcher began."""
+    os.environ["HOME"] = os.environ["TMPDIR"] = _here.private_dir
+
+
 def settle(path: str, *, alone: bool) -> None:
     """Enter the private directory and make it home. Raises OSError."""
     os.chdir(path)
     _here.alone = alone
-    if path != _here.private_dir:  # else the launcher's environment names it already
+    if path != _here.private_dir:  # else the zygote's environment names it already
         _here.private_dir = path
-        os.environ["HOME"] = os.environ["TMPDIR"] = path
+        reset()
     tempfile.tempdir = None

@@ -26,7 +26,17 @@ from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rollmesh.sandbox_runtime import contain, framing, late_import, namespaces, privileges, rehearsal, walls, warden
+from rollmesh.sandbox_runtime import (
+    contain,
+    framing,
+    late_import,
+    namespaces,
+    privileges,
+    rehearsal,
+    surroundings,
+    walls,
+    warden,
+)
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.session import serve_session
 from rollmesh.sandbox_runtime.walls import Blueprint
@@ -251,6 +261,7 @@ def _warm_up(profile: Profile, *, late: bool) -> dict[str, Any]:
         exec(compile(profile.prelude, "<prelude>", "exec"), namespace)  # noqa: S102 - the operator's own code
     if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"the preloaded modules started {num_threads - 1} threads; a fork would lose them")
+    surroundings.reset()
     rehearsal.rehearse(namespace)
     return namespace
 

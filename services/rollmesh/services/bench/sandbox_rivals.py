@@ -94,8 +94,10 @@ class Program:
         latency_s = time.perf_counter() - begin_s
         self._running.discard(pid)
         for orphan in _children() - self._others - self._running:
-            with contextlib.suppress(ProcessLookupError):  # another worker has waited for it
+            self._running.add(orphan)  # for one worker to wait for, whosever it is
+            with contextlib.suppress(ProcessLookupError):
                 await _ended(orphan)
+            self._running.discard(orphan)
         printed = os.read(reading, 100)
         os.close(reading)
         _require(printed, self._command[0])

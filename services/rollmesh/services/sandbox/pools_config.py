@@ -12,7 +12,8 @@ class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Ready sessions of a node, all profiles together; 0 keeps none. How many there are follows demand. Each takes a place that no live
     session wants, and a few MB. Profiles with egress have none: a session's way out is its own from its fork on."""
     making_max: int = 2
-    """Ready sessions in the making at a time: more fill a pool sooner and take more of the cores from live sessions meanwhile."""
+    """Ready sessions in the making at a time: more fill a pool sooner and take more of the cores from live sessions meanwhile. Of several
+    turns to start (`starts_inflight_max`) one is left to the sessions that are asked for."""
     by_profile: dict[str, int] = {}
     """At most so many of a profile; those not named share `ready_max`. 0 keeps none of it."""
     halflife_s: float = 60.0

@@ -78,7 +78,10 @@ class Forks:
 
     def fork(self, zygote: ZygoteProcess, place: Place, limits: Limits, egress_fds: tuple[int, ...] = ()) -> Live:
         """Begin a session in a place, which is given back when it has ended. Raises SandboxFailed; the place is the caller's then."""
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise SandboxFailed(f"cannot make a session's socket: {error}") from error
         ours.setblocking(False)
         entrances: list[int] = []
         key = str(next(self._keys))

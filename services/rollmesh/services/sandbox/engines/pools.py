@@ -10,38 +10,23 @@ their places up when an open finds none free. made = taken + dropped + ready, at
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
-from collections import deque
 from collections.abc import Mapping
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import PoolCounts
-from rollmesh.services.sandbox.engines.demand import Demand, shares
+from rollmesh.services.sandbox.engines.demand import shares
 from rollmesh.services.sandbox.engines.forks import Forks, Live
 from rollmesh.services.sandbox.engines.places import Place
+from rollmesh.services.sandbox.engines.ready_pool import ReadyPool
 from rollmesh.services.sandbox.engines.zygotes import Zygotes
 from rollmesh.services.sandbox.starts import Starts
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Overloaded, SandboxFailed
 
 _log = logging.getLogger(__name__)
-
-
-class _Pool:
-    """Of one profile."""
-
-    def __init__(self, profile: str, limits: Limits, most: int, halflife_s: float) -> None:
-        self.profile = profile
-        self.limits = limits
-        self.most = most
-        self.demand = Demand(halflife_s)
-        self.ready: deque[Live] = deque()
-        """The oldest first."""
-        self.making: deque[asyncio.Task[None]] = deque()
-        """Of those that no open waits for yet, the oldest first."""
 
 
 class Pools:
@@ -58,7 +43,9 @@ class Pools:
         self._held: set[Live] = set()
         """Ours, from their fork until they are taken or nothing of them is left."""
         self._tending: asyncio.Task[None] | None = None
-        self._making: set[asyncio.Task[None]] = set()
+        self._making: dict[asyncio.Task[None], None] = {}
+        """The oldest first."""
+        self._making_max = min(config.pools.making_max, max(1, config.starts_inflight_max - 1))
         self._planned = False
         self._made = self._taken = self._missed = self._dropped = 0
 
@@ -93,15 +80,14 @@ class Pools:
         if pool is None or limits != pool.limits:
             return None
         pool.demand.opened(now_s)
-        live = self._pop(pool)
-        if live is None and pool.making:
-            await _made(pool)
+        live = self._pop(pool) if pool.has_unowed else None
+        if live is None and pool.num_free > 0 and await pool.next_made():
             live = self._pop(pool)
         if live is None:
             self._missed += 1
         return live
 
-    def _pop(self, pool: _Pool) -> Live | None:
+    def _pop(self, pool: ReadyPool) -> Live | None:
         while pool.ready:
             live = pool.ready.pop()
             if live.quiet:
@@ -139,28 +125,27 @@ class Pools:
 
     def _next(self) -> str | None:
         """The profile that lacks most, if one more can be made now: it has a zygote, a turn is free, and places are left over."""
-        limits = self._config.pools
-        if len(self._making) >= limits.making_max or len(self._held) >= limits.ready_max:
+        if len(self._making) >= self._making_max or len(self._held) >= self._config.pools.ready_max:
             return None
         if not self._starts.idle or self._spare_places() <= 0:
             return None
         lacking = {
             profile: lack
             for profile, num in self._wanted().items()
-            if (lack := num - len(self._pools[profile].ready) - len(self._pools[profile].making)) > 0
+            if (lack := num - self._pools[profile].num_free) > 0
             and self._zygotes.running(profile) is not None
             and not self._unused(profile)
         }
         return max(lacking, key=lacking.__getitem__, default=None)
 
-    def _make(self, pool: _Pool) -> None:
+    def _make(self, pool: ReadyPool) -> None:
         """Fork one and see to it that it becomes ready. Raises SandboxFailed."""
         zygote = self._zygotes.running(pool.profile)
         assert zygote is not None
         place = self._forks.places.take()
         try:
             live = self._forks.fork(zygote, place, pool.limits)
-        except SandboxFailed:
+        except BaseException:
             self._forks.places.give_back(place)
             raise
         self._held.add(live)
@@ -168,23 +153,23 @@ class Pools:
         self._starts.take_spare()
         task = asyncio.create_task(self._await_ready(pool, live), name=f"sandbox pool of {pool.profile}")
         task.add_done_callback(lambda task: self._settle(task, pool, live))
-        self._making.add(task)
-        pool.making.append(task)
+        self._making[task] = None
+        pool.num_making += 1
 
-    async def _await_ready(self, pool: _Pool, live: Live) -> None:
+    async def _await_ready(self, pool: ReadyPool, live: Live) -> None:
         """Raises SandboxFailed."""
         began_s = self._clock.monotonic_s()
         await self._forks.ready(live)
-        pool.ready.append(live)
         self._made += 1
+        pool.made(live)
         pool.demand.made(self._clock.monotonic_s() - began_s)
 
-    def _settle(self, task: asyncio.Task[None], pool: _Pool, live: Live) -> None:
+    def _settle(self, task: asyncio.Task[None], pool: ReadyPool, live: Live) -> None:
         """It is ready, or was cancelled, before its first step perhaps, or failed."""
-        self._making.discard(task)
+        del self._making[task]
         self._starts.give_back()
-        with contextlib.suppress(ValueError):  # an open waits for it
-            pool.making.remove(task)
+        if task.cancelled() or task.exception() is not None:
+            pool.not_made()
         if task.cancelled():
             live.begin_end()
         elif isinstance(error := task.exception(), SandboxFailed):
@@ -223,8 +208,10 @@ class Pools:
 
     async def _has_given_way(self) -> bool:
         """Wait until a session of ours is gone; whether one is."""
-        if not self._give_way() and self._making:
-            next(iter(self._making)).cancel()
+        if not self._give_way():
+            going_on = [task for task in self._making if not task.done() and not task.cancelling()]
+            for task in going_on[-1:]:
+                task.cancel()
         if not self._held:
             return False
         endings = [live.ended for live in self._held]
@@ -239,7 +226,7 @@ class Pools:
         self._shrink(largest, len(largest.ready) - 1)
         return True
 
-    def _shrink(self, pool: _Pool, num: int) -> None:
+    def _shrink(self, pool: ReadyPool, num: int) -> None:
         while len(pool.ready) > num:
             self._drop(pool.ready.popleft())
 
@@ -247,7 +234,7 @@ class Pools:
         self._dropped += 1
         live.begin_end()
 
-    def _lost(self, pool: _Pool, live: Live) -> None:
+    def _lost(self, pool: ReadyPool, live: Live) -> None:
         """It has ended, if not as somebody's: asked to, or with its zygote."""
         self._held.discard(live)
         if live in pool.ready:
@@ -266,17 +253,6 @@ class Pools:
         return self._forks.places.num_free - self._config.starts_inflight_max
 
 
-async def _made(pool: _Pool) -> None:
-    """Wait for the oldest in the making; `Forks.ready` bounds how long that takes. A caller that is cancelled leaves it to another."""
-    made = pool.making.popleft()
-    try:
-        await asyncio.wait([made])
-    except asyncio.CancelledError:
-        if not made.done():
-            pool.making.appendleft(made)
-        raise
-
-
 def _cannot_keep(profile: str, error: SandboxFailed) -> None:
     _log.warning("profile %r: no session can be kept ready: %s", profile, error)
 
@@ -287,10 +263,10 @@ def _note_failure(task: asyncio.Task[None]) -> None:
         _log.error("%s failed", task.get_name(), exc_info=error)
 
 
-def _pools(config: SandboxConfig) -> dict[str, _Pool]:
+def _pools(config: SandboxConfig) -> dict[str, ReadyPool]:
     pools = {}
     for name, profile in config.profiles.items():
         most = config.pools.by_profile.get(name, config.pools.ready_max)
         if most and not profile.egress:
-            pools[name] = _Pool(name, profile.resolved_limits(), most, config.pools.halflife_s)
+            pools[name] = ReadyPool(name, profile.resolved_limits(), most, config.pools.halflife_s)
     return pools

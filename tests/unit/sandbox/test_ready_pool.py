@@ -1,0 +1,115 @@
+"""Who gets which session of a pool: first come, first served, with nobody overtaken, robbed or forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.engines.forks import Live
+from rollmesh.services.sandbox.engines.ready_pool import ReadyPool
+
+
+class Session:
+    """Stands for a live session: the pool only hands it on."""
+
+
+class Opens:
+    """Opens by name, and in which order they came back."""
+
+    def __init__(self, num_making: int) -> None:
+        self.pool = ReadyPool("python", Limits(), 8, 60.0)
+        self.pool.num_making = num_making
+        self.back: list[str] = []
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def come(self, *names: str) -> None:
+        for name in names:
+            self.tasks[name] = asyncio.create_task(self._wait(name))
+        await settle()
+
+    async def _wait(self, name: str) -> None:
+        await self.pool.next_made()
+        self.back.append(name)
+
+    async def make(self, num: int = 1) -> None:
+        for _ in range(num):
+            self.pool.made(cast(Live, Session()))
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_whoever_waits_longest_gets_the_first_that_is_ready() -> None:
+    opens = Opens(num_making=2)
+    await opens.come("a", "b")
+    assert opens.pool.num_free == 0
+    await opens.make()
+    assert opens.back == ["a"]
+    await opens.make()
+    assert opens.back == ["a", "b"]
+    assert len(opens.pool.ready) == opens.pool.num_free == 2, "the callers take them"
+
+
+async def test_nobody_who_comes_between_takes_what_is_owed() -> None:
+    opens = Opens(num_making=1)
+    await opens.come("a")
+    opens.pool.made(cast(Live, Session()))
+    assert not opens.pool.has_unowed
+    assert opens.pool.num_free == 0
+    await settle()
+    assert opens.back == ["a"]
+    assert opens.pool.has_unowed
+
+
+async def test_one_that_fails_disappoints_who_came_last() -> None:
+    opens = Opens(num_making=2)
+    await opens.come("a", "b")
+    opens.pool.not_made()
+    await settle()
+    assert opens.back == ["b"]
+    await opens.make()
+    assert opens.back == ["b", "a"]
+
+
+async def test_one_that_fails_disappoints_nobody_while_there_are_others() -> None:
+    opens = Opens(num_making=2)
+    await opens.come("a")
+    opens.pool.not_made()
+    await settle()
+    assert opens.back == []
+    await opens.make()
+    assert opens.back == ["a"]
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["before it was told", "after it was told"])
+async def test_an_open_that_is_cancelled_leaves_its_session_to_others(told: bool) -> None:
+    opens = Opens(num_making=2)
+    await opens.come("a", "b")
+    if told:
+        opens.pool.made(cast(Live, Session()))
+    opens.tasks["a"].cancel()
+    if not told:
+        opens.pool.made(cast(Live, Session()))
+    await settle()
+    assert opens.back == ([] if told else ["b"])
+    assert opens.pool.has_unowed, "b takes it, or whoever comes"
+    await opens.make()
+    assert opens.back == ["b"]
+    assert opens.pool.num_free == 2
+
+
+async def test_all_that_wait_are_told_when_nothing_is_made_any_more() -> None:
+    opens = Opens(num_making=2)
+    await opens.come("a", "b")
+    opens.tasks["b"].cancel()
+    opens.pool.not_made()
+    opens.pool.not_made()
+    await settle()
+    assert opens.back == ["a"]
+    assert opens.pool.num_free == 0
