@@ -300,6 +300,17 @@ async def test_jail_that_cannot_be_made_is_an_infra_failure_naming_the_step(tmp_
     await engine.close()
 
 
+async def test_a_prelude_moves_no_session_out_of_its_home(tmp_path: Path) -> None:
+    profile = {"prelude": "import os\nos.environ['HOME'] = os.environ['TMPDIR'] = '/elsewhere'"}
+    config = config_from_dict(SandboxConfig, {"profiles": {"python": profile}})
+    engine = JailEngine(config, state_dir=tmp_path / "state", ids=RandomIds())
+    await engine.start()
+    await open_session(engine, "s")
+    code = "import os, tempfile\n[os.environ['HOME'], tempfile.gettempdir(), os.getcwd()]"
+    assert (await engine.run("s", Program(code=code), 5.0)).result == str(["/session"] * 3)
+    await engine.close()
+
+
 async def test_prelude_and_library_paths_reach_every_session(tmp_path: Path) -> None:
     library = tmp_path / "library"
     library.mkdir()

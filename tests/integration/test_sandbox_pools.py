@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,96 +14,16 @@ import pytest
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.config import EgressConfig
-from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.engines.jail_session import JailSession, Reply
-from rollmesh.services.sandbox.pools_config import PoolsConfig
-from rollmesh.services.sandbox.sessions import Sessions
-from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import Overloaded
-from rollmesh.shared.ids import RandomIds
 
-from .process_tree import Process, descendants
-
-WAIT_S = 30.0
-IDLE_S = 50.0
-LOOK = """
-import os, resource, signal, sys, threading
-limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith('RLIMIT')}
-{
-    'limits': limits, 'pid': os.getpid(), 'files': sorted(os.listdir('.')), 'cwd': os.getcwd(), 'room': os.statvfs('.').f_bavail,
-    'names': sorted(globals()), 'threads': threading.active_count(), 'fds': sorted(os.listdir('/dev')), 'call': sys._getframe().f_code.co_filename,
-    'alarm': signal.getitimer(signal.ITIMER_PROF)[1], 'environment': dict(os.environ), 'groups': os.getgroups(), 'umask': os.umask(0o22),
-}
-"""
-
-
-class World:
-    """An engine under a manual clock; ready sessions follow real opens."""
-
-    def __init__(self, engine: JailEngine, config: SandboxConfig, clock: ManualClock) -> None:
-        self.engine = engine
-        self.sessions = Sessions(engine, config, clock)
-        self.clock = clock
-
-    async def open(self, session_id: str, profile: str = "python") -> None:
-        await self.engine.open(session_id, profile, self.engine.limits(profile))
-
-    async def ready(self, num: int, profile: str = "python") -> None:
-        await until(lambda: self.num_ready(profile) == num)
-
-    def num_ready(self, profile: str = "python") -> int:
-        self.require_balanced()
-        return self.engine.pool_counts().ready.get(profile, 0)
-
-    def require_balanced(self) -> None:
-        counts = self.engine.pool_counts()
-        assert counts.made == counts.taken + counts.dropped + sum(counts.ready.values())
-
-    async def look(self, session_id: str) -> str:
-        result = await self.engine.run(session_id, Program(code=LOOK), 5.0)
-        assert result.result, result.error_message
-        return result.result
-
-    async def tend(self, seconds: float = 1.5) -> None:
-        """Let time pass; the pools' keeper sleeps again when this returns."""
-        self.clock.advance(seconds)
-        await until(lambda: self.clock.num_sleepers() == 1)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - processes have no event to wait on
-            await asyncio.sleep(0.005)
-
-
-@asynccontextmanager
-async def world_of(tmp_path: Path, *, most: int = 4, **changes: object) -> AsyncIterator[World]:
-    pools = PoolsConfig(ready_max=most, halflife_s=10.0, zygote_idle_s=IDLE_S)
-    config = SandboxConfig(pools=pools, **changes)  # type: ignore[arg-type]
-    clock = ManualClock()
-    engine = JailEngine(config, state_dir=tmp_path, ids=RandomIds(), clock=clock)
-    await engine.start()
-    try:
-        await until(lambda: clock.num_sleepers() == 1)
-        yield World(engine, config, clock)
-    finally:
-        await engine.close()
+from .pools_world import IDLE_S, World, processes, records, until, world_of
 
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     async with world_of(tmp_path) as made:
         yield made
-
-
-def records(folder: Path) -> list[Path]:
-    """Of what should still be there, by the state directories in it."""
-    return [*folder.glob("*/launcher-*"), *folder.glob("*/groups-*"), *folder.glob("*/folders-*")]
-
-
-def processes() -> set[Process]:
-    return set(descendants(os.getpid()))
 
 
 async def test_a_session_that_was_ready_is_like_a_fresh_one(world: World) -> None:
@@ -296,96 +215,6 @@ async def test_none_are_kept_where_the_configuration_says_so(tmp_path: Path) -> 
         assert world.engine.pool_counts().made == 0
 
 
-class Slow:
-    """Sessions that are made, but for the first few, are ready only when `go` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, first: int = 1) -> None:
-        self.making = asyncio.Event()
-        self.go = asyncio.Event()
-        self._first = first
-        self._receive = JailSession.receive
-        monkeypatch.setattr(JailSession, "receive", lambda session, wall_s: self._answer(session, wall_s))
-
-    async def _answer(self, session: JailSession, wall_s: float) -> Reply:
-        self._first -= 1
-        if self._first < 0:
-            self.making.set()
-            await self.go.wait()
-        return await self._receive(session, wall_s)
-
-
-@pytest.fixture
-async def slow(world: World, monkeypatch: pytest.MonkeyPatch) -> Slow:
-    """One session is open, and the next one is being made."""
-    made = Slow(monkeypatch)
-    await world.open("a")
-    await made.making.wait()
-    return made
-
-
-async def test_an_open_gets_the_session_that_is_being_made(world: World, slow: Slow) -> None:
-    opening = asyncio.create_task(world.open("b"))
-    await asyncio.sleep(0)
-    assert not opening.done()
-    slow.go.set()
-    await opening
-    counts = world.engine.pool_counts()
-    assert (counts.taken, counts.missed) == (1, 1)
-    await world.look("b")
-    world.require_balanced()
-
-
-async def test_only_one_open_waits_for_it(world: World, slow: Slow) -> None:
-    opening = [asyncio.create_task(world.open(name)) for name in "bc"]
-    await until(lambda: world.engine.pool_counts().missed == 2)  # the first open of all, and the second of these
-    slow.go.set()
-    await asyncio.gather(*opening)
-    assert world.engine.pool_counts().taken == 1
-    await world.look("b")
-    await world.look("c")
-
-
-async def test_a_pool_is_filled_two_at_a_time_and_both_may_be_waited_for(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow = Slow(monkeypatch, first=3)
-    await asyncio.gather(*(world.open(f"a{number}") for number in range(3)))
-    await until(lambda: len(world.engine._pools._making) == 2)
-    opening = [asyncio.create_task(world.open(name)) for name in "bc"]
-    await asyncio.sleep(0)
-    assert len(world.engine._pools._making) == 2, "three were wanted before, and now more"
-    slow.go.set()
-    await asyncio.gather(*opening)
-    counts = world.engine.pool_counts()
-    assert (counts.taken, counts.missed) == (2, 3)
-    world.require_balanced()
-
-
-async def test_an_open_that_is_cancelled_leaves_it_to_the_next(world: World, slow: Slow) -> None:
-    opening = asyncio.create_task(world.open("b"))
-    await asyncio.sleep(0)
-    opening.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
-    slow.go.set()
-    await world.open("b")
-    assert world.engine.pool_counts().taken == 1
-    await world.look("b")
-
-
-async def test_an_open_whose_session_fails_in_the_making_gets_another(world: World, slow: Slow) -> None:
-    opening = asyncio.create_task(world.open("b"))
-    await asyncio.sleep(0)
-    (made,) = (live for live in world.engine._pools._held)
-    made.begin_end()
-    await made.ended
-    slow.go.set()
-    await opening
-    counts = world.engine.pool_counts()
-    assert (counts.taken, counts.missed) == (0, 2)
-    await world.look("b")
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's kernel may not carry the driver")
 async def test_other_drivers_have_ready_sessions_too(tmp_path: Path) -> None:
     before = processes()
@@ -396,20 +225,6 @@ async def test_other_drivers_have_ready_sessions_too(tmp_path: Path) -> None:
         await world.engine.run("a", Program(code="open('left', 'w').write('x')"), 5.0)
         assert (await world.engine.run("b", Program(code="import os; os.listdir('.')"), 5.0)).result == "[]"
         assert world.engine.pool_counts().taken == 1
-    assert world.num_ready() == 0
-    await until(lambda: processes() <= before)
-    assert records(tmp_path) == []
-
-
-async def test_close_leaves_nothing_ready_or_being_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = processes()
-    async with world_of(tmp_path / "filled") as world:
-        await asyncio.gather(*(world.open(f"a{number}") for number in range(3)))
-        await world.ready(3)
-    async with world_of(tmp_path / "filling") as world:
-        slow = Slow(monkeypatch, first=3)
-        await asyncio.gather(*(world.open(f"a{number}") for number in range(3)))
-        await slow.making.wait()
     assert world.num_ready() == 0
     await until(lambda: processes() <= before)
     assert records(tmp_path) == []

@@ -31,6 +31,7 @@ WHOLE = (
     "integration/test_sandbox_isolation.py",
     "integration/test_sandbox_networks.py",
     "integration/test_sandbox_pools.py",
+    "integration/test_sandbox_pools_making.py",
 )
 HERE = Path(__file__).parent
 ROOTS = ("protos", "shared", "services", "trainer", "sandbox_runtime")

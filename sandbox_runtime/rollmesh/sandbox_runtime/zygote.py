@@ -97,7 +97,7 @@ class Zygote:
     def _open(self, packet: framing.Message, fds: Sequence[int]) -> None:
         procs, ports = fds[1 : len(fds) - packet["egress"]], fds[len(fds) - packet["egress"] :]
         cell = contain.Cell(
-            limits=self._checked(packet["limits"]),
+            limits=self._limits_of(packet["limits"]),
             uid=packet["uid"],
             socket_fd=fds[0],
             cgroup_fds=tuple(procs),
@@ -115,10 +115,10 @@ class Zygote:
         self._powers[packet["id"]] = powers
         self._watch(packet["id"], pid)
 
-    def _checked(self, limits: framing.Message) -> Limits:
-        """Most sessions have those of the one before."""
-        if limits != self._limits_message:
-            self._limits, self._limits_message = Limits(**limits), limits
+    def _limits_of(self, message: framing.Message) -> Limits:
+        """Most sessions have those of the one before, which are not made and checked again."""
+        if message != self._limits_message:
+            self._limits, self._limits_message = Limits(**message), message
         return self._limits
 
     def _fork(self, cell: contain.Cell, place: int, powers: warden.Powers | None) -> int:

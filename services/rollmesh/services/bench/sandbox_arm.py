@@ -56,7 +56,7 @@ class Lap:
 async def lap(arm: Arm, num: int, seconds: float) -> Lap:
     """`num` workers that execute one after another for so long."""
     await arm.prepare(num)
-    cpu_s, kernel, begin_s = tree_cpu_s(), kernel_ticks(), time.perf_counter()
+    cpu_s, kernel, begin_s = tree_cpu_s(), _kernel_ticks(), time.perf_counter()
     until_s = begin_s + seconds
     latencies: list[float] = []
 
@@ -73,7 +73,7 @@ async def lap(arm: Arm, num: int, seconds: float) -> Lap:
     return spent
 
 
-def kernel_ticks() -> dict[str, int]:
+def _kernel_ticks() -> dict[str, int]:
     """CPU time of each of the kernel's own threads, for whomever they work."""
     ticks = {}
     for path in Path("/proc").iterdir():
@@ -89,7 +89,7 @@ def kernel_ticks() -> dict[str, int]:
 
 def _since_s(before: dict[str, int]) -> float:
     """CPU seconds of those threads that are there now; workers come and go, and take their figures along."""
-    return sum(ticks - before.get(pid, 0) for pid, ticks in kernel_ticks().items()) / _TICKS_PER_S
+    return sum(ticks - before.get(pid, 0) for pid, ticks in _kernel_ticks().items()) / _TICKS_PER_S
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -1,7 +1,8 @@
 """How many ready sessions of a profile are worth keeping, from when it was opened. Arithmetic only.
 
-Opens drain a pool while one maker refills it, a session per `make_s` (where several are made at once, this keeps a few more than needed). What the opens have taken that the maker has not yet brought back is
-the backlog; a pool as large as the highest backlog would have served every one of them. That height is remembered and fades.
+Opens drain a pool while one maker refills it, a session per `make_s`. What the opens have taken that the maker has not yet brought back is
+the backlog; a pool as large as the highest backlog would have served every one of them. That height is remembered and fades. Where several are
+made at a time this keeps a few more than needed.
 """
 
 from __future__ import annotations
