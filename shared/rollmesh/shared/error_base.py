@@ -11,6 +11,10 @@ from enum import Enum
 from typing import ClassVar, NamedTuple
 
 DOMAIN = "rollmesh"
+MESSAGE_CHARS_MAX = 8_192
+"""Longest message kept. Requests bring texts of any length, and a message that quotes one must not keep all of it."""
+METADATA_CHARS_MAX = 1_024
+"""Longest value of the metadata kept."""
 
 
 class Code(Enum):
@@ -63,11 +67,14 @@ class MeshError(Exception):
         violations: Sequence[FieldViolation] = (),
         **metadata: object,
     ) -> None:
+        message = message[:MESSAGE_CHARS_MAX]
         super().__init__(message)
         self.message = message
         self.retry_after_s = self.retry_after_s_default if retry_after_s is None else retry_after_s
-        self.violations = tuple(violations)
-        self.metadata = {key: str(value) for key, value in metadata.items()}
+        self.violations = tuple(
+            FieldViolation(v.field[:METADATA_CHARS_MAX], v.description[:METADATA_CHARS_MAX]) for v in violations
+        )
+        self.metadata = {key: str(value)[:METADATA_CHARS_MAX] for key, value in metadata.items()}
 
     def __init_subclass__(cls) -> None:
         assert "reason" in cls.__dict__, f"{cls.__name__} must name its own reason"

@@ -53,7 +53,7 @@ __all__ = [
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "MeshError", "NoLearner", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "ProbeMismatch", "ResourceExhausted", "RunEnded", "RunExists",
-    "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable",
+    "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable", "UndecodableRequest",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
     "UnknownSplit", "UnknownUpdate", "UnknownVersion", "VersionConflict", "VersionRefused", "WeightsRejected", "WrongUpdate",
@@ -75,6 +75,12 @@ class InvalidSpec(InvalidInput):
     """The spec of a run cannot work; the message names the field."""
 
     reason = "INVALID_SPEC"
+
+
+class UndecodableRequest(InvalidInput):
+    """The bytes of a request are not a message of the method's request type."""
+
+    reason = "UNDECODABLE_REQUEST"
 
 
 class CorruptSnapshot(InvalidInput):

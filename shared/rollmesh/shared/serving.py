@@ -59,9 +59,11 @@ class JoinedServer:
         """host:port, once started."""
         return self._server.address
 
-    def add(self, add_to_server: Callable[[Any, Any], None], servicer: object) -> None:
-        """Serves `servicer`; before `start`."""
-        self._server.add(add_to_server, servicer)
+    def add(
+        self, add_to_server: Callable[[Any, Any], None], servicer: object, *, text_bytes_max: int | None = None
+    ) -> None:
+        """Serve `servicer` as `RpcServer.add` does; call it before `start`."""
+        self._server.add(add_to_server, servicer, text_bytes_max=text_bytes_max)
 
     async def wait(self) -> None:
         """Until the node was drained: what it had is finished, it only has to leave."""

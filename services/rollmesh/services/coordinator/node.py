@@ -32,6 +32,7 @@ from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import Internal, MeshError
 from rollmesh.shared.ids import IdSource, RandomIds
 from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.limits import TEXT_BYTES_MAX
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 
@@ -149,9 +150,10 @@ class CoordinatorNode:
         limit_s = self._config.server.deadline_s
         mesh = MeshFacts(self._offer, runs, keeper)
         coordinator = CoordinatorServicer(runs, keeper, self._clock, deadline_s=limit_s, mesh=mesh)
-        self._server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, coordinator)
+        add_coordinator = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
+        self._server.add(add_coordinator, coordinator, text_bytes_max=TEXT_BYTES_MAX)
         run = RunServicer(runs, keeper, outgoing, dead, mesh, clock=self._clock, deadline_s=limit_s)
-        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run)
+        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run, text_bytes_max=TEXT_BYTES_MAX)
 
     def _on_plan_ended(self, plan: asyncio.Task[None]) -> None:
         if not plan.cancelled() and (error := plan.exception()) is not None:

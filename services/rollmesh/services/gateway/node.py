@@ -21,6 +21,7 @@ from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.limits import TEXT_BYTES_MAX
 from rollmesh.shared.serving import JoinedServer
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 
@@ -90,9 +91,11 @@ class GatewayNode:
                 call_s=self._config.call_s,
             )
             await stack.enter_async_context(self._joined)
-            self._joined.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer)
+            limit = TEXT_BYTES_MAX
+            self._joined.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, text_bytes_max=limit)
             front = CoordinatorFront(coordinator, call_s=self._config.call_s)
-            self._joined.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, front)
+            add_front = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
+            self._joined.add(add_front, front, text_bytes_max=limit)
             await self._joined.start()
             self._stack = stack.pop_all()
         return self

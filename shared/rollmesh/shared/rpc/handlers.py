@@ -50,15 +50,15 @@ def behaviour_of(handler: Handler) -> Callable[..., Any]:
     return behaviour  # type: ignore[no-any-return]
 
 
-def rebuilt(handler: Handler, behaviour: Callable[..., Any]) -> Handler:
-    """A handler of the same arity and serializers around another behaviour."""
+def rebuilt(handler: Handler, behaviour: Callable[..., Any], decode: Callable[[bytes], Any] | None = None) -> Handler:
+    """Return a handler of the same arity and serializers (`decode`: with this deserializer) around another behaviour."""
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[handler.request_streaming, handler.response_streaming]
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return make(behaviour, decode or handler.request_deserializer, handler.response_serializer)
 
 
 def _wrap(

@@ -1,6 +1,6 @@
 """`RpcServer`: one gRPC server as every service of the mesh runs it.
 
-Order around each call, outermost first: trace, metrics (where they are on), token, errors, streams, deadline. Health (grpc.health.v1)
+Order around each call, outermost first: trace, metrics (where they are on), token, errors, streams, deadline, decoding. Health (grpc.health.v1)
 and reflection (v1, v1alpha) are always there. By default it binds to loopback and wants the run's token; beyond loopback it wants TLS credentials too.
 
     async with RpcServer(ServerConfig(), access=access) as server:
@@ -26,6 +26,7 @@ from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.addresses import advertised, require_local
 from rollmesh.shared.rpc.auth_interceptor import AuthInterceptor
 from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
+from rollmesh.shared.rpc.decode_interceptor import DecodeInterceptor
 from rollmesh.shared.rpc.error_interceptor import ErrorInterceptor
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
 from rollmesh.shared.rpc.metrics_interceptor import MetricsInterceptor
@@ -76,6 +77,7 @@ class RpcServer:
         # A unix socket is guarded by the file system; a certificate has no name for it.
         local_socket = self._config.address.startswith("unix:")
         self._credentials = None if local_socket else access.server_credentials()
+        self._text_bytes_max: dict[str, int] = {}
         self._server = grpc.aio.server(
             interceptors=[
                 TraceInterceptor(),
@@ -84,6 +86,7 @@ class RpcServer:
                 ErrorInterceptor(),
                 StreamInterceptor(self._config.streams_max),
                 DeadlineInterceptor(self._config.deadline_s),
+                DecodeInterceptor(self._text_bytes_max),
             ],
             options=_options(self._config),
             maximum_concurrent_rpcs=self._config.concurrent_rpcs_max,
@@ -92,9 +95,18 @@ class RpcServer:
         self._service_names: list[str] = []
         self._port = 0
 
-    def add(self, add_to_server: Callable[[Any, Any], None], servicer: object) -> None:
-        """Serves `servicer`; `add_to_server` is the generated `add_<Service>Servicer_to_server`. Before `start`."""
-        add_to_server(servicer, _Recorder(self._server, self._service_names))
+    def add(
+        self, add_to_server: Callable[[Any, Any], None], servicer: object, *, text_bytes_max: int | None = None
+    ) -> None:
+        """Serve `servicer`; `add_to_server` is the generated `add_<Service>Servicer_to_server`. Call it before `start`.
+
+        `text_bytes_max` limits each text in a request of this service, for services whose texts are stored in records.
+        """
+        recorder = _Recorder(self._server, self._service_names)
+        known = len(self._service_names)
+        add_to_server(servicer, recorder)
+        if text_bytes_max is not None:
+            self._text_bytes_max |= dict.fromkeys(self._service_names[known:], text_bytes_max)
 
     async def start(self) -> int:
         """Binds, serves, and returns the port (0 for a unix socket). Raises `ConfigError` or `AddressTaken` if it cannot bind."""

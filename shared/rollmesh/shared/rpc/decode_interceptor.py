@@ -1,0 +1,135 @@
+"""Requests that cannot be decoded, or that carry a text beyond its service's limit, end with INVALID_ARGUMENT.
+
+grpc.aio calls a deserializer outside of the handler, where no interceptor sees what it raises: the client would get UNKNOWN or INTERNAL
+without a reason. So the deserializer returns the failure in place of the message, and the handler raises it when it reads that message.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, UndecodableRequest
+from rollmesh.shared.rpc.handlers import Context, Handler, behaviour_of, rebuilt
+
+Decode = Callable[[bytes], Any]
+
+
+class _Refused:
+    """Stands for a message that the handler must not see."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: MeshError) -> None:
+        self.error = error
+
+
+class DecodeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Checks requests while they are decoded. `text_bytes_max` has the longest text of a request by service; absent means any."""
+
+    def __init__(self, text_bytes_max: Mapping[str, int]) -> None:
+        self._text_bytes_max = text_bytes_max
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        method = handler_call_details.method
+        limit = self._text_bytes_max.get(method.strip("/").rpartition("/")[0])
+        decode = _decoding(handler.request_deserializer, method, limit)
+        return rebuilt(handler, _reading(behaviour_of(handler), streams=handler.request_streaming), decode)
+
+
+def _decoding(decode: Decode, method: str, text_bytes_max: int | None) -> Decode:
+    def decoded(raw: bytes) -> Any:
+        try:
+            message = decode(raw)
+        except DecodeError as err:
+            return _Refused(
+                UndecodableRequest(
+                    f"{method} cannot decode a request of {len(raw)} bytes ({err}); encode it with the message type that "
+                    "the mesh's protos name for this method, with text in UTF-8",
+                    method=method,
+                )
+            )
+        if text_bytes_max is not None and len(raw) > text_bytes_max:
+            return _with_short_texts(message, text_bytes_max)
+        return message
+
+    return decoded
+
+
+def _with_short_texts(message: Message, limit: int) -> Message | _Refused:
+    for path, num_bytes in texts(message):
+        if num_bytes > limit:
+            what = f"must have at most {limit} bytes, got {num_bytes}; shorten it"
+            return _Refused(InvalidInput(f"`{path}` {what}", violations=[FieldViolation(path, what)]))
+    return message
+
+
+def texts(message: Message) -> Iterator[tuple[str, int]]:
+    """Yield the path and the size in bytes of every text in `message`, keys of maps included."""
+    for field, value in message.ListFields():
+        if field.type == FieldDescriptor.TYPE_STRING:
+            for text in value if field.is_repeated else (value,):
+                yield field.name, _num_bytes(text)
+        elif field.type == FieldDescriptor.TYPE_MESSAGE:
+            if field.message_type.GetOptions().map_entry:
+                yield from ((field.name, num_bytes) for num_bytes in _in_map(value))
+            else:
+                for one in value if field.is_repeated else (value,):
+                    yield from ((f"{field.name}.{path}", num_bytes) for path, num_bytes in texts(one))
+
+
+def _in_map(entries: Mapping[Any, Any]) -> Iterator[int]:
+    for pair in entries.items():
+        for part in pair:
+            if isinstance(part, str):
+                yield _num_bytes(part)
+            elif isinstance(part, Message):
+                yield from (num_bytes for _, num_bytes in texts(part))
+
+
+def _num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _reading(behaviour: Callable[..., Any], *, streams: bool) -> Callable[..., Any]:
+    """`behaviour` with requests that raise what they were refused for. Of the same kind, since grpc.aio looks at the kind."""
+    checked = _each if streams else _one
+    if inspect.isasyncgenfunction(behaviour):
+
+        async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+            async with aclosing(behaviour(checked(request), context)) as responses:
+                async for response in responses:
+                    yield response
+
+        return stream
+    if not inspect.iscoroutinefunction(behaviour):
+        return behaviour  # not implemented by the servicer, whatever the request is
+
+    async def call(request: Any, context: Context) -> Any:
+        return await behaviour(checked(request), context)
+
+    return call
+
+
+def _one(request: Any) -> Any:
+    if isinstance(request, _Refused):
+        raise request.error
+    return request
+
+
+async def _each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _one(request)

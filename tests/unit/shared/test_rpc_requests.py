@@ -1,0 +1,158 @@
+"""What a server does with requests that it cannot decode, and what refused requests leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rollmesh.shared import errors
+from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.channel import MeshChannel, open_channel
+from rollmesh.shared.rpc.server import RpcServer, ServerConfig
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import run_pb2, run_pb2_grpc, weights_pb2, weights_pb2_grpc
+
+ACCESS = Access(token="token")
+NOT_UTF_8 = b"\x0a\x02\xff\xff"
+GARBAGE = b"\xff\xff\xff"
+RUN, BLOB = "/rollmesh.v1.RunService/", "/rollmesh.v1.BlobService/"
+
+
+class Held:
+    """An object that can be observed through a weak reference, as a local of a handler's frame."""
+
+
+class Runs(run_pb2_grpc.RunServiceServicer):
+    """Reject everything that can be decoded."""
+
+    def __init__(self) -> None:
+        self.held: list[weakref.ref[Held]] = []
+
+    async def GetRun(self, request: run_pb2.GetRunRequest, context: Any) -> run_pb2.GetRunResponse:
+        held = Held()
+        self.held.append(weakref.ref(held))
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answer.set_exception(errors.UnknownRun(f"there is no run {request.run!r}"))
+        await answer
+        raise AssertionError(held)
+
+    async def WatchRun(self, request: run_pb2.WatchRunRequest, context: Any) -> AsyncIterator[run_pb2.WatchRunResponse]:
+        held = Held()
+        self.held.append(weakref.ref(held))
+        raise errors.UnknownRun(f"there is no run {request.run!r}")
+        yield held
+
+    async def ChangeRun(self, request: run_pb2.ChangeRunRequest, context: Any) -> run_pb2.ChangeRunResponse:
+        return run_pb2.ChangeRunResponse()
+
+
+class Blobs(weights_pb2_grpc.BlobServiceServicer):
+    async def Put(self, requests: AsyncIterator[weights_pb2.PutRequest], context: Any) -> weights_pb2.PutResponse:
+        return weights_pb2.PutResponse(existed=any([True async for _ in requests]))
+
+
+@asynccontextmanager
+async def served(runs: Runs, *, text_bytes_max: int | None = None) -> AsyncIterator[MeshChannel]:
+    async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
+        server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, text_bytes_max=text_bytes_max)
+        server.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, Blobs())
+        await server.start()
+        async with open_channel(server.address, access=ACCESS) as channel:
+            yield channel
+
+
+async def send(channel: MeshChannel, method: str, *requests: bytes, streams: bool) -> None:
+    """Send raw bytes to a method of either kind of request. Raises MeshError."""
+
+    async def messages() -> AsyncIterator[bytes]:
+        for request in requests:
+            yield request
+
+    begin = channel.stream_stream if streams else channel.unary_stream
+    with typed_errors():
+        await begin(method)(messages() if streams else requests[0]).read()
+
+
+@pytest.mark.parametrize("raw", [GARBAGE, NOT_UTF_8], ids=["garbage", "not-utf-8"])
+@pytest.mark.parametrize(
+    ("method", "before"),
+    [
+        (f"{RUN}GetRun", None),
+        (f"{RUN}WatchRun", None),
+        (f"{RUN}SubmitTasks", None),
+        (f"{BLOB}Put", ()),
+        (f"{BLOB}Put", (b"",)),
+    ],
+    ids=["unary", "response-stream", "not-implemented", "request-stream", "second-message"],
+)
+async def test_bytes_that_are_not_the_message_are_an_invalid_argument(
+    method: str, before: tuple[bytes, ...] | None, raw: bytes
+) -> None:
+    async with served(Runs()) as channel:
+        with pytest.raises(errors.MeshError) as caught:
+            await send(channel, method, *(before or ()), raw, streams=before is not None)
+    if method.endswith("SubmitTasks"):
+        assert isinstance(caught.value, errors.Unimplemented)
+        return
+    assert isinstance(caught.value, errors.UndecodableRequest)
+    assert method in str(caught.value)
+    assert f"{len(raw)} bytes" in str(caught.value)
+
+
+async def test_health_and_reflection_reject_them_as_well() -> None:
+    async with served(Runs()) as channel:
+        for method, streams in (
+            ("/grpc.health.v1.Health/Check", False),
+            ("/grpc.health.v1.Health/Watch", False),
+            ("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo", True),
+        ):
+            with pytest.raises(errors.UndecodableRequest):
+                await send(channel, method, NOT_UTF_8, streams=streams)
+
+
+async def test_a_text_beyond_the_services_limit_is_rejected_by_its_path() -> None:
+    long = "x" * 101
+    requests = {
+        "run": (f"{RUN}GetRun", run_pb2.GetRunRequest(run=long)),
+        "spec.run": (f"{RUN}ChangeRun", run_pb2.ChangeRunRequest(spec={"run": long})),
+        "changes.key": (f"{RUN}ChangeRun", run_pb2.ChangeRunRequest(changes=[{}, {"key": long}])),
+    }
+    async with served(Runs(), text_bytes_max=100) as channel:
+        for path, (method, request) in requests.items():
+            with pytest.raises(errors.InvalidInput) as caught:
+                await send(channel, method, request.SerializeToString(), streams=False)
+            assert caught.value.violations[0].field == path
+            assert "at most 100 bytes, got 101" in str(caught.value)
+        many = run_pb2.ChangeRunRequest(changes=[{"key": "x" * 100}] * 3)
+        await send(channel, f"{RUN}ChangeRun", many.SerializeToString(), streams=False)
+        digest = weights_pb2.PutRequest(digest=long)
+        await send(channel, f"{BLOB}Put", digest.SerializeToString(), streams=True)
+
+
+@pytest.mark.parametrize("method", ["GetRun", "WatchRun"])
+async def test_a_refused_request_is_freed_without_a_garbage_collection(method: str) -> None:
+    runs = Runs()
+    async with served(runs) as channel:
+        gc.disable()
+        try:
+            for _ in range(3):
+                with pytest.raises(errors.MeshError):
+                    await send(channel, f"{RUN}{method}", b"", streams=False)
+            with pytest.raises(errors.MeshError):
+                await send(channel, f"{RUN}SubmitTasks", b"", streams=False)  # the earlier calls have ended
+            assert [held() for held in runs.held] == [None] * 3
+        finally:
+            gc.enable()
+
+
+def test_an_error_keeps_a_bounded_part_of_what_it_quotes() -> None:
+    large = "x" * 1_000_000
+    error = errors.InvalidInput(large, violations=[errors.FieldViolation("f", large)], name=large)
+    kept = [error.message, str(error), error.metadata["name"], error.violations[0].description]
+    assert max(map(len, kept)) < 10_000
