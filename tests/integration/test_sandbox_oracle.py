@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,15 @@ async def test_requests_that_cannot_be_judged_are_errors(tmp_path: Path) -> None
             await judged(stub, {**ADD, "limits": {"wall_s": 1}}, limits=pb.SandboxLimits(wall_s=2))
         with pytest.raises(InvalidInput, match="at most the manifest's|the profile's"):
             await judged(stub, ADD, limits=pb.SandboxLimits(wall_s=2000))
+        for name, value in (
+            ("wall_s", math.nan),
+            ("cpu_s", -math.inf),
+            ("processes_max", -1),
+            ("disk_bytes", -(2**63)),
+        ):
+            with pytest.raises(InvalidInput, match=rf"`limits.{name}`: must be finite and >= 0, got") as caught:
+                await judged(stub, ADD, limits=pb.SandboxLimits(**{name: value}))
+            assert caught.value.violations[0].field == f"limits.{name}"
         with pytest.raises(UnknownProfile):
             await judged(stub, {**ADD, "profile": "cobol"})
         with pytest.raises(BrokenOracle, match="SyntaxError"):

@@ -35,7 +35,7 @@ class HiddenTests:
 
     async def answer(self, request: sandbox_pb2.RunTestsRequest) -> sandbox_pb2.RunTestsResponse:
         """The verdicts. Raises MeshError, never for what the candidate did."""
-        limits = LimitsPerTest(**{name: getattr(request.limits, name) for name in LimitsPerTest.__struct_fields__})
+        limits = _limits(request.limits)
         files = {file.path: file.content for file in request.files}
         report = await self._judge.judge(self._manifest(request), files, limits=limits, owner=request.owner)
         return _encode(report)
@@ -69,6 +69,15 @@ def require_hidden(config: SandboxConfig) -> None:
                 f"oracles: {config.oracles} and {shown}, which jails are shown, lie one in the other; keep hidden tests apart",
                 path=config.oracles,
             )
+
+
+def _limits(asked: sandbox_pb2.SandboxLimits) -> LimitsPerTest:
+    """Raise InvalidInput with the field and its range."""
+    try:
+        return LimitsPerTest(**{name: getattr(asked, name) for name in LimitsPerTest.__struct_fields__})
+    except ValueError as error:
+        field, _, what = str(error).partition(" ")
+        raise _invalid(field, what) from None
 
 
 def _encode(report: Report) -> sandbox_pb2.RunTestsResponse:
