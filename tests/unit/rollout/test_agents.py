@@ -14,7 +14,7 @@ from rollmesh.services.rollout.agents.single_turn import SingleTurnAgent
 from rollmesh.services.rollout.agents.tool_calling import ToolCall, parse_call
 from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, RolloutConfig, SamplingConfig
 from rollmesh.services.rollout.environment import Environment
-from rollmesh.services.rollout.testing import LocalMesh, lease
+from rollmesh.services.rollout.testing import DEMO_FORMAT, LocalMesh, lease
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import ConfigError, EngineFailed, SandboxFailed, StaleWeights
@@ -147,7 +147,7 @@ async def test_unknown_tool_and_broken_json_are_answered_to_the_model() -> None:
     ],
 )
 def test_parse_call_takes_the_call_that_ends_the_turn(text: str, call: ToolCall | None) -> None:
-    assert parse_call(text, FormatConfig(), ["calculator"]) == call
+    assert parse_call(text, DEMO_FORMAT, ["calculator"]) == call
 
 
 async def test_a_session_used_up_by_the_model_is_opened_again() -> None:

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
+from rollmesh.services.rollout.tools import tool_schema
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import Message
 
@@ -47,14 +49,15 @@ def theirs(model_dir: Path) -> Any:
 def test_prompt_equals_apply_chat_template(
     ours: ChatTokenizer, theirs: Any, messages: list[tuple[str, str]], tools: tuple[str, ...]
 ) -> None:
+    schemas = [tool_schema(name, ToolConfig(profile="calc")) for name in tools]
     expected = theirs.apply_chat_template(
         [{"role": role, "content": content} for role, content in messages],
-        tools=[{"type": "function", "function": {"name": name}} for name in tools] or None,
+        tools=schemas or None,
         add_generation_prompt=True,
         tokenize=True,
         return_dict=False,
     )
-    got = ours.encode_prompt([Message(role=role, content=content) for role, content in messages], tools)
+    got = ours.encode_prompt([Message(role=role, content=content) for role, content in messages], schemas)
     assert got.dtype == np.int32
     assert got.tolist() == list(expected)
 

@@ -83,7 +83,7 @@ class BareLoop:
             EpisodeParts(
                 config=config,
                 agent=load_agent(config.agent, config.agent_options),
-                tokenizer=load_tokenizer(model),
+                tokenizer=load_tokenizer(model, config.format),
                 generator=EngineGenerator(self.engine),
                 sandbox=LocalSandbox({config.tools["calculator"].function: calc.call}),
                 scorer=DirectScorer(self._config.reward),

@@ -8,6 +8,7 @@ from rollmesh.services.coordinator.offer import MeshOffer
 from rollmesh.services.mesh.config import SERVING, BusConfig, MeshConfig
 from rollmesh.services.mesh.place import Place
 from rollmesh.services.mesh.security import NetworkConfig, SecurityConfig
+from rollmesh.services.mesh.tool_descriptions import rollout_config
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.config import to_yaml
@@ -31,6 +32,7 @@ def public_config(config: MeshConfig) -> MeshConfig:
     """`config` without what is this host's own: its files with secrets, its addresses, and what a command added for itself."""
     fields = {name: getattr(config, name) for name in MeshConfig.__struct_fields__}
     fields["bus"] = BusConfig(embedded=config.bus.embedded)
+    fields["rollout"] = rollout_config(config)  # a joining host need not have the profiles' modules
     fields["security"], fields["network"] = SecurityConfig(), NetworkConfig()
     for name in SERVING:
         server = msgspec.structs.replace(fields[name].server, address=ServerConfig().address, advertise="")

@@ -17,6 +17,7 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.data_snapshots import DataSnapshots
 from rollmesh.services.mesh.place import Place
+from rollmesh.services.mesh.tool_descriptions import rollout_config
 from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.oracles import AnswerFileConfig
 from rollmesh.shared.bus.bus import Bus
@@ -166,7 +167,7 @@ def _states_in_checkpoints(place: Place) -> list[Path]:
 def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.rollout.node import RolloutNode
 
-    config = place.config.rollout
+    config = rollout_config(place.config)
     if not config.model_dir:
         config = msgspec.structs.replace(config, model_dir=str(place.model_dir()))
     return RolloutNode(

@@ -10,32 +10,33 @@ from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.reward import RewardClientConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 
+ToolCallBody = Literal["bare", "json"]
+
 
 class FormatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The words of the conversation. The defaults are those of the demo's chat template."""
+    """Changes to the words of the conversation. What is unset comes from the model's chat template and its eos tokens."""
 
-    turn_end: str = "<|end|>"
-    """Ends an assistant turn; generation stops at it. Better a single token of the model: then it is matched by id."""
-    tool_call_start: str = "<tool_call>"
-    """Opens a tool call."""
-    tool_call_end: str = "</tool_call>"
-    """Closes a tool call; followed by `turn_end`."""
-    tool_call_body: Literal["bare", "json"] = "bare"
+    turn_end: str | None = None
+    """Ends an assistant turn; generation stops there. Must be what the chat template writes after one."""
+    tool_call_start: str | None = None
+    """Opens a tool call. Empty: the whole turn is the call."""
+    tool_call_end: str | None = None
+    """Closes a tool call; the end of the turn follows."""
+    tool_call_body: ToolCallBody | None = None
     """What stands inside: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}."""
-    observation: str = "<|tool|>{text}<|end|><|assistant|>"
-    """What is appended after a turn to tell the model something, up to where it goes on. Tags count around `{text}` only:
-    the text itself is encoded without special tokens, so a tool's output cannot open a turn."""
+    observation: str | None = None
+    """What is appended after a turn to show the model a tool's result, up to where its next turn begins. Tags count around `{text}`
+    only: the text itself is encoded without special tokens, so a tool's output cannot open a turn."""
     tool_role: str = "tool"
     """Role of an observation in the text view of the episode."""
     assistant_role: str = "assistant"
     """Role of the policy in the text view of the episode."""
 
     def __post_init__(self) -> None:
-        if self.observation.count("{text}") != 1:
+        if self.observation is not None and self.observation.count("{text}") != 1:
             raise ValueError(f"observation must hold {{text}} exactly once, got {self.observation!r}")
-        for name in ("turn_end", "tool_call_start", "tool_call_end"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must not be empty")
+        if self.turn_end == "":
+            raise ValueError("turn_end must not be empty, got ''; remove the key to take it from the chat template")
 
 
 class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,7 +89,7 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a tool named by a task runs."""
+    """Where a tool named by a task runs, and how the prompt describes it."""
 
     profile: str
     """Sandbox profile of the session it runs in. Tools of one profile share the episode's session."""
@@ -98,6 +99,10 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Language of that code: python, bash, c, cpp, javascript, sqlite, duckdb. Those the sandbox has are listed by its error."""
     arguments: tuple[str, ...] = ()
     """What every run gets as arguments; of sqlite and duckdb the path of the database file in the session."""
+    description: str = ""
+    """What the prompt says about it. Empty: the docstring of the profile's function."""
+    parameters: dict[str, Any] = {}
+    """JSON schema of its arguments in the prompt. Empty: from the signature of the profile's function."""
 
     def __post_init__(self) -> None:
         if self.function and (self.language != "python" or self.arguments):
@@ -211,7 +216,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     session_ttl_s: float = 900.0
     """Idle time after which a sandbox ends a session that this worker lost, seconds. Longer than the longest turn."""
     format: FormatConfig = msgspec.field(default_factory=FormatConfig)
-    """The words of the conversation."""
+    """Changes to the words of the conversation, which come from the model's chat template."""
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)
     """How training episodes sample."""
     eval_sampling: SamplingConfig | None = None

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollmesh.services.rollout.agent import LimitReached, Task, ToolResult, Turn
-from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, SamplingConfig
+from rollmesh.services.rollout.chat_format import ChatFormat
+from rollmesh.services.rollout.config import LimitsConfig, SamplingConfig
 from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary
 from rollmesh.services.rollout.metrics import TOOL_CALLS
@@ -58,7 +59,6 @@ class EpisodeState:
     tokenizer: Tokenizer
     tools: ToolBox
     clock: Clock
-    format: FormatConfig
     sampling: SamplingConfig
     limits: LimitsConfig
     recorder: Recorder
@@ -72,6 +72,10 @@ class EpisodeState:
     """The first infra failure."""
     marked: list[Sample] = field(default_factory=list)
     stage_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def format(self) -> ChatFormat:
+        return self.tokenizer.format
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -151,7 +155,7 @@ class Environment:
         """Tells the model something, in the format's observation frame, up to where it goes on."""
         state = self._state
         text = shorten(text, state.limits.observation_chars_max)
-        before, after = state.format.observation.split("{text}")
+        before, after = state.format.frame
         encoder = state.tokenizer
         parts = [encoder.encode_markup(before), encoder.encode_text(text), encoder.encode_markup(after)]
         message = Message(role=state.format.tool_role, content=text)
@@ -160,7 +164,7 @@ class Environment:
     def context(self, messages: Sequence[Message], *, source: Source = Source.PROMPT) -> None:
         """Begins anew with other messages: what was said so far stays a sample of its own."""
         state = self._state
-        token_ids = state.tokenizer.encode_prompt(messages, state.task.tools)
+        token_ids = state.tokenizer.encode_prompt(messages, self._tools.schemas)
         self._head, self._tokens, self._num_tokens = ROOT, [], 0
         self._give(Role.CONTEXT, source, token_ids, messages)
 
@@ -198,7 +202,8 @@ class Environment:
         return self._state.task
 
     @property
-    def format(self) -> FormatConfig:
+    def format(self) -> ChatFormat:
+        """The words of the conversation, from the model's chat template."""
         return self._state.format
 
     @property
@@ -238,7 +243,7 @@ class Environment:
         if not self.tokens_left:
             raise state.end_at("tokens")
         state.num_turns += 1
-        words = (state.format.turn_end,) if stop is None else tuple(stop)
+        words = state.format.turn_ends if stop is None else tuple(stop)
         ids = {word: state.tokenizer.token_id(word) for word in words}
         return SamplingParams(
             temperature=sampling.temperature if temperature is None else temperature,
@@ -275,7 +280,7 @@ class Environment:
         state = self._state
         token_ids = spans[0].token_ids if len(spans) == 1 else np.concatenate([span.token_ids for span in spans])
         text = state.tokenizer.decode(token_ids)
-        message = Message(role=state.format.assistant_role, content=text.removesuffix(state.format.turn_end))
+        message = Message(role=state.format.assistant_role, content=state.format.without_end(text))
         self._head = state.recorder.add_generated(self._head, spans, params, train=train, message=message)
         self._grow(token_ids)
         state.num_tokens += token_ids.size

@@ -106,7 +106,6 @@ class EpisodeRunner:
             tokenizer=parts.tokenizer,
             tools=ToolBox(parts.sandbox, config.tools, lease.task.tools, lease.key, config.session_ttl_s),
             clock=parts.clock,
-            format=config.format,
             sampling=sampling,
             limits=config.limits,
             recorder=Recorder(lease.seed),

@@ -11,6 +11,7 @@ They count what is open at each moment, so that a test can see that nothing is l
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -19,11 +20,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+import msgspec
 import numpy as np
 
 from rollmesh.services.rollout.agent import Agent
 from rollmesh.services.rollout.agents.tool_calling import ToolCallingAgent
-from rollmesh.services.rollout.config import RolloutConfig
+from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
+from rollmesh.services.rollout.config import FormatConfig, RolloutConfig
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
 from rollmesh.services.rollout.ports import SandboxSession
 from rollmesh.services.rollout.progress import Progress
@@ -51,11 +54,26 @@ _TAG = re.compile(r"<\|\w+\|>|</?\w+>")
 _FIRST_TAG = 2**20
 
 
+DEMO_FORMAT = ChatFormat(
+    turn_ends=("<|end|>",),
+    tool_call_start="<tool_call>",
+    tool_call_end="</tool_call>",
+    tool_call_body="bare",
+    observation="<|tool|>{text}<|end|><|assistant|>",
+)
+"""The words of the demo's chat template."""
+
+
 class CharTokenizer:
     """One id per character; one per tag such as `<|end|>` or `</answer>`, numbered as they come up."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: FormatConfig | None = None) -> None:
         self._tags: dict[str, int] = {}
+        changes = {
+            name: value for name, value in msgspec.structs.asdict(words or FormatConfig()).items() if value is not None
+        }
+        turn_end = changes.pop("turn_end", "<|end|>")
+        self.format = dataclasses.replace(DEMO_FORMAT, turn_ends=(turn_end,), **changes)
 
     def encode_text(self, text: str) -> IntArray:
         return np.asarray([ord(char) for char in text], dtype=np.int32)
@@ -69,8 +87,9 @@ class CharTokenizer:
             end = match.end()
         return np.asarray([*ids, *(ord(char) for char in text[end:])], dtype=np.int32)
 
-    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[str]) -> IntArray:
-        system = f"<|system|>{' '.join(tools)}<|end|>" if tools else ""
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> IntArray:
+        names = [tool["function"]["name"] for tool in tools]
+        system = f"<|system|>{' '.join(names)}<|end|>" if names else ""
         body = "".join(f"<|{message.role}|>{message.content}<|end|>" for message in messages)
         return self.encode_markup(f"{system}{body}<|assistant|>")
 
@@ -343,7 +362,7 @@ class LocalMesh:
     clock: Clock = field(default_factory=SystemClock)
 
     def __post_init__(self) -> None:
-        self.tokenizer = CharTokenizer()
+        self.tokenizer = CharTokenizer(self.config.format)
         self.generator = ScriptedGenerator(self.tokenizer, self.script, self.steps)
         self.sandbox = LocalSandbox(self.functions)
         self.scorer = FixedScorer(self.rewards)

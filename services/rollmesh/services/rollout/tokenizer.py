@@ -9,14 +9,16 @@ The libraries load with the first tokenizer, not with this module.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
+from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema, derive_format, tools_text
+from rollmesh.services.rollout.config import FormatConfig
 from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.shared.trajectory import IntArray, Message
 
@@ -26,6 +28,11 @@ MARKUP_CACHE_MAX = 256
 class Tokenizer(Protocol):
     """What an episode needs of a tokenizer. Arrays are int32 [n]."""
 
+    @property
+    def format(self) -> ChatFormat:
+        """The words of its conversations. Raises `ConfigError` for configured words that the chat template never writes."""
+        ...
+
     def encode_text(self, text: str) -> IntArray:
         """Plain text: no special token comes out of it."""
         ...
@@ -34,8 +41,8 @@ class Tokenizer(Protocol):
         """Text in which tags mean special tokens."""
         ...
 
-    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[str]) -> IntArray:
-        """A conversation up to where the assistant goes on. Raises `InvalidInput` if the template refuses it."""
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> IntArray:
+        """A conversation up to where the assistant's turn begins. Raises `InvalidInput` if the template rejects it."""
         ...
 
     def decode(self, token_ids: IntArray) -> str:
@@ -50,9 +57,14 @@ class Tokenizer(Protocol):
 class ChatTokenizer:
     """A tokenizer of the `tokenizers` library with a Jinja chat template."""
 
-    def __init__(self, core: Any, render: Callable[..., str]) -> None:
+    def __init__(
+        self, core: Any, render: Callable[..., str], *, eos: Sequence[str] = (), words: FormatConfig | None = None
+    ) -> None:
+        """`eos` are the tokens that end a sequence, `words` the changes to what the template writes."""
         self._core = core
-        self._render = render
+        self._template = render
+        self._eos = tuple(eos)
+        self._changes = words or FormatConfig()
         # The words around observations are few and come with every turn.
         self._markup = lru_cache(maxsize=MARKUP_CACHE_MAX)(self._encode_shared)
 
@@ -71,15 +83,31 @@ class ChatTokenizer:
         ids.setflags(write=False)
         return ids
 
-    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[str]) -> IntArray:
-        described = [{"type": "function", "function": {"name": name}} for name in tools]
-        text = self._render(
-            messages=[{"role": m.role, "content": m.content} for m in messages],
-            tools=described or None,
-            documents=None,
-            add_generation_prompt=True,
-        )
-        return self._encode(text)
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> IntArray:
+        told = [{"role": m.role, "content": m.content} for m in messages]
+        if not tools:
+            return self._encode(self._render(told, None, True))
+        if self.format.renders_tools:
+            return self._encode(self._render(told, tools, True))
+        return self._encode(self._with_tools_text(told, tools_text(tools, self.format)))
+
+    @cached_property
+    def format(self) -> ChatFormat:
+        special = [token.content for token in self._core.get_added_tokens_decoder().values()]
+        return derive_format(self._changes, self._render, special=special, eos=self._eos)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] | None, prompt: bool) -> str:
+        return self._template(messages=messages, tools=tools or None, documents=None, add_generation_prompt=prompt)
+
+    def _with_tools_text(self, messages: list[dict[str, str]], text: str) -> str:
+        """In the system message; before the first message where the template has no system role."""
+        first = messages[0]
+        if first["role"] == "system":
+            return self._render([_after(first, text), *messages[1:]], None, True)
+        try:
+            return self._render([{"role": "system", "content": text}, *messages], None, True)
+        except InvalidInput:
+            return self._render([{**first, "content": f"{text}\n\n{first['content']}"}, *messages[1:]], None, True)
 
     def decode(self, token_ids: IntArray) -> str:
         text: str = self._core.decode(token_ids.tolist(), skip_special_tokens=False)
@@ -94,8 +122,11 @@ class ChatTokenizer:
         return np.asarray(self._core.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
 
-def load_tokenizer(model_dir: str | Path) -> ChatTokenizer:
-    """The tokenizer in a model folder. Raises `ConfigError` naming the file that is missing or does not fit."""
+def load_tokenizer(model_dir: str | Path, words: FormatConfig | None = None) -> ChatTokenizer:
+    """The tokenizer in a model folder, with changes to the words of its conversations.
+
+    Raises `ConfigError` naming the file that is missing or does not fit.
+    """
     from tokenizers import Tokenizer as Core
 
     folder = Path(model_dir)
@@ -108,7 +139,20 @@ def load_tokenizer(model_dir: str | Path) -> ChatTokenizer:
         raise ConfigError(f"{path}: not a tokenizer.json of the tokenizers library: {err}", file=path) from err
     core.no_padding()
     core.no_truncation()
-    return ChatTokenizer(core, _renderer(folder))
+    return ChatTokenizer(core, _renderer(folder), eos=_eos_tokens(folder, core), words=words)
+
+
+def _eos_tokens(folder: Path, core: Any) -> list[str]:
+    """The tokens that end a sequence: the tokenizer's, then those of generation_config.json, or else of config.json."""
+    found = [_token_text(value) for value in [_read_config(folder / "tokenizer_config.json").get("eos_token")] if value]
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        ids = _read_config(path).get("eos_token_id") if path.is_file() else None
+        if ids is not None:
+            numbers = ids if isinstance(ids, list) else [ids]
+            found += [token for token in map(core.id_to_token, numbers) if token is not None]
+            break
+    return [token for token in dict.fromkeys(found) if core.token_to_id(token) is not None]
 
 
 def _renderer(folder: Path) -> Callable[..., str]:
@@ -175,6 +219,10 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str:
             f"{folder}: no chat template; expected {path} or `chat_template` in tokenizer_config.json", file=path
         )
     return source
+
+
+def _after(message: dict[str, str], text: str) -> dict[str, str]:
+    return {**message, "content": f"{message['content']}\n\n{text}"}
 
 
 def _token_text(value: Any) -> str:

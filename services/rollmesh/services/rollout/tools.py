@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from rollmesh.services.rollout.agent import ToolResult
+from rollmesh.services.rollout.chat_format import ToolSchema
 from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.ports import Sandbox, SandboxSession
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
@@ -46,6 +47,11 @@ class ToolBox:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._tools)
+
+    @property
+    def schemas(self) -> tuple[ToolSchema, ...]:
+        """The tools as the prompt describes them."""
+        return tuple(tool_schema(name, tool) for name, tool in self._tools.items())
 
     async def open(self) -> None:
         """Opens the sessions that the tools need."""
@@ -107,6 +113,15 @@ class ToolBox:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self._stack.__aexit__(exc_type, exc, traceback)
+
+
+def tool_schema(name: str, tool: ToolConfig) -> ToolSchema:
+    """A tool as chat templates expect it. A tool without a configured schema takes one text."""
+    argument = "text" if tool.function else "code"
+    one_text = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
+    description = tool.description or ("" if tool.function else f"Run {tool.language} code and return its output.")
+    function = {"name": name, "description": description, "parameters": tool.parameters or one_text}
+    return {"type": "function", "function": function}
 
 
 def result_text(result: ExecResult) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollmesh.services.rollout.agent import LimitReached, Task
-from rollmesh.services.rollout.config import FormatConfig
+from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.trajectory import FinishReason
 
@@ -42,25 +42,33 @@ class ToolCallingAgent:
                 env.observe((await env.tool(call.name, call.text)).text)
 
 
-def parse_call(text: str, words: FormatConfig, tools: Sequence[str]) -> ToolCall | None:
+def parse_call(text: str, words: ChatFormat, tools: Sequence[str]) -> ToolCall | None:
     """The tool call that a turn ends with; None if it doesn't end with one."""
-    text = text.removesuffix(words.turn_end).rstrip()
-    if not text.endswith(words.tool_call_end):
+    body = words.without_end(text).rstrip()
+    if not body.endswith(words.tool_call_end):
         return None
-    _, opened, body = text.removesuffix(words.tool_call_end).rpartition(words.tool_call_start)
-    if not opened:
-        return None
+    body = body.removesuffix(words.tool_call_end)
+    if words.tool_call_start:
+        _, opened, body = body.rpartition(words.tool_call_start)
+        if not opened:
+            return None
     if words.tool_call_body == "json":
-        return _json_call(body)
+        call = _json_call(body)
+        # Without words around a call, any turn that is not one is an answer.
+        return None if call.error and not words.tool_call_start else call
     return ToolCall(tools[0] if tools else "", body)
 
 
 def _json_call(body: str) -> ToolCall:
-    """{"name": ..., "arguments": ...}: the arguments are text, or an object whose only value is the text, or JSON for the tool."""
+    """{"name": ..., "arguments": ...}, or a list of one such object; some models write "parameters" for the arguments.
+
+    The arguments are text, or an object whose only value is the text, or JSON for the tool.
+    """
     try:
         call = json.loads(body)
-        name, arguments = str(call["name"]), call.get("arguments", "")
-    except (ValueError, TypeError, KeyError, AttributeError) as err:
+        call = call[0] if isinstance(call, list) else call
+        name, arguments = str(call["name"]), call.get("arguments", call.get("parameters", ""))
+    except (ValueError, TypeError, LookupError, AttributeError) as err:
         return ToolCall("", "", f"error: a tool call is a JSON object with name and arguments ({type(err).__name__})")
     if isinstance(arguments, dict) and len(arguments) == 1:
         (arguments,) = arguments.values()

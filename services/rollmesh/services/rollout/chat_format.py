@@ -1,0 +1,213 @@
+"""The words of a conversation, read from the model's chat template: what ends a turn, how a tool call and a tool's result are written.
+
+A template is a program, so it is asked by example: conversations with marked texts are rendered, and the words around the marks are
+the format. `rollout.format` overrides single words. Pure; collaborator: `tokenizer` (renders, knows the special tokens).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+from rollmesh.services.rollout.config import FormatConfig, ToolCallBody
+from rollmesh.shared.errors import ConfigError, InvalidInput
+
+ToolSchema = Mapping[str, Any]
+"""A tool as chat templates expect it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+Render = Callable[..., str]
+"""render(messages, tools, add_generation_prompt): text. Raises InvalidInput for a conversation that the template rejects."""
+
+_QUESTION, _ANSWER, _RESULT, _TOOL = "rollmesh question", "rollmesh answer", "rollmesh result", "rollmesh_tool"
+_CALL_ID = "rollmesh0"
+"""Some templates require an id of nine letters or digits."""
+_EXAMPLE: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": _TOOL,
+        "description": "rollmesh description",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]},
+    },
+}
+_KEY = "rollout.format.turn_end"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormat:
+    """The words of the conversation for one model."""
+
+    turn_ends: tuple[str, ...]
+    """Generation stops at these. The first is what the chat template writes after an assistant turn; the others are the model's
+    end-of-sequence tokens."""
+    tool_call_start: str
+    """Opens a tool call. Empty: the whole turn is the call."""
+    tool_call_end: str
+    """Closes a tool call; the end of the turn follows."""
+    tool_call_body: ToolCallBody
+    """Content of a call: `bare` is the text for the task's first tool, `json` is {"name": ..., "arguments": {...} or text}."""
+    observation: str
+    """What is appended after a turn to show the model a tool's result, up to its next turn. Tags count around `{text}` only."""
+    tool_role: str = "tool"
+    assistant_role: str = "assistant"
+    renders_tools: bool = True
+    """False: the template ignores tools, so they are described in a system message (`tools_text`)."""
+
+    @property
+    def turn_end(self) -> str:
+        """What the chat template writes after an assistant turn."""
+        return self.turn_ends[0]
+
+    @property
+    def frame(self) -> tuple[str, str]:
+        """What stands before and after the text of an observation."""
+        before, _, after = self.observation.partition("{text}")
+        return before, after
+
+    def without_end(self, text: str) -> str:
+        """A turn's text without the token that ended it."""
+        return next((text.removesuffix(end) for end in self.turn_ends if text.endswith(end)), text)
+
+
+def derive_format(config: FormatConfig, render: Render, *, special: Sequence[str], eos: Sequence[str]) -> ChatFormat:
+    """The format of a model. `special` are its special tokens, `eos` those that end a sequence.
+
+    Raises `ConfigError` if no token ends a turn, or if the configured one is not what the template writes.
+    """
+    tail = _tail(render)
+    turn_end = _turn_end(config, tail, special, eos)
+    call = _written_call(render, turn_end) or ("<tool_call>", "</tool_call>", "json")
+    observation = config.observation or _observation(render, turn_end)
+    return ChatFormat(
+        turn_ends=tuple(dict.fromkeys((turn_end, *eos))),
+        tool_call_start=call[0] if config.tool_call_start is None else config.tool_call_start,
+        tool_call_end=call[1] if config.tool_call_end is None else config.tool_call_end,
+        tool_call_body=config.tool_call_body or call[2],
+        observation=observation,
+        tool_role=config.tool_role,
+        assistant_role=config.assistant_role,
+        renders_tools=_renders_tools(render),
+    )
+
+
+def tools_text(tools: Sequence[ToolSchema], words: ChatFormat) -> str:
+    """The tools in words, for templates that ignore them."""
+    described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    body = '{"name": NAME, "arguments": {...}}' if words.tool_call_body == "json" else "TEXT"
+    how = f"{words.tool_call_start}{body}{words.tool_call_end}"
+    return f"You can call these tools, one per turn:\n{described}\nTo call one, end your turn with {how}"
+
+
+# Turns ----------------------------------------------------------------------------------------------------------------
+
+
+def _tail(render: Render) -> str:
+    """What the template writes after the text of an assistant turn."""
+    try:
+        text = render([_user(), _said(_ANSWER)], None, False)
+    except InvalidInput as err:
+        raise ConfigError(f"the chat template must render a question and an answer: {err}", key="model") from err
+    _, found, tail = text.rpartition(_ANSWER)
+    if not found:
+        raise ConfigError(
+            "the chat template does not write what the assistant says; use that of a chat model", key="model"
+        )
+    return tail
+
+
+def _turn_end(config: FormatConfig, tail: str, special: Sequence[str], eos: Sequence[str]) -> str:
+    found = _first_of(special, tail) or tail.strip()
+    if config.turn_end is None:
+        end = found or next(iter(eos), "")
+        if not end:
+            raise ConfigError(
+                f"`{_KEY}`: the chat template writes nothing after an assistant turn and the model has no eos_token; name the "
+                "token that ends a turn",
+                key=_KEY,
+            )
+        return end
+    if config.turn_end in tail:
+        return config.turn_end
+    why = "the chat template never writes it there" if config.turn_end in special else "the model has no such token"
+    written = f"it writes {tail!r}; use {found!r}, or remove the key" if found else "it writes nothing; remove the key"
+    raise ConfigError(
+        f"`{_KEY}`: must be what the chat template writes after an assistant turn, got {config.turn_end!r}: {why}; {written}",
+        key=_KEY,
+    )
+
+
+def _first_of(tokens: Sequence[str], text: str) -> str:
+    """The token that comes first in `text`, the longest of those that begin at the same place."""
+    found = [(text.index(token), -len(token), token) for token in tokens if token and token in text]
+    return min(found)[2] if found else ""
+
+
+# Tools ----------------------------------------------------------------------------------------------------------------
+
+
+def _observation(render: Render, turn_end: str) -> str:
+    """A tool's result by the template; a user turn where it knows no tools."""
+    tool_result = {"role": "tool", "name": _TOOL, "tool_call_id": _CALL_ID, "content": _RESULT}
+    for said, result, tools in (
+        (_called(), tool_result, [_EXAMPLE]),
+        (_said(_ANSWER), tool_result, None),
+        (_said(_ANSWER), {"role": "user", "content": _RESULT}, None),
+    ):
+        try:
+            text = render([_user(), said, result], tools, True)
+        except InvalidInput:
+            continue
+        end = text.find(turn_end, max(0, text.find(_ANSWER)))
+        at = text.find(_RESULT, max(0, end))
+        if -1 not in (text.find(_ANSWER), end, at):
+            return f"{text[end + len(turn_end) : at]}{{text}}{text[at + len(_RESULT) :]}"
+    raise ConfigError(
+        "`rollout.format.observation`: the chat template renders neither a tool's result nor a second user turn; give the key",
+        key="rollout.format.observation",
+    )
+
+
+def _written_call(render: Render, turn_end: str) -> tuple[str, str, ToolCallBody] | None:
+    """Start, end and body of a tool call as the template writes it; None if it writes none."""
+    try:
+        plain = render([_user(), _said(_ANSWER)], [_EXAMPLE], False)
+        text = render([_user(), _called()], [_EXAMPLE], False)
+    except InvalidInput:
+        return None
+    turn = text[len(commonprefix([plain, text])) :]
+    if _ANSWER not in turn:
+        return None
+    at = turn.index(_ANSWER)
+    end = turn.find(turn_end, at)
+    turn = turn[: end if end != -1 else None].strip()
+    if _TOOL in turn and "{" in turn:
+        start, _, _ = turn.partition("{")
+        return start.strip().rstrip("[").strip(), turn.rpartition("}")[2].lstrip("]").strip(), "json"
+    start, _, rest = turn.partition(_ANSWER)
+    # A bare call without words around it could not be told from an answer.
+    return (start.strip(), rest.strip(), "bare") if start.strip() and rest.strip() else None
+
+
+def _renders_tools(render: Render) -> bool:
+    try:
+        return _TOOL in render([_user()], [_EXAMPLE], True)
+    except InvalidInput:
+        return False
+
+
+def _user() -> dict[str, Any]:
+    return {"role": "user", "content": _QUESTION}
+
+
+def _said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _called() -> dict[str, Any]:
+    function = {"name": _TOOL, "arguments": {"text": _ANSWER}}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": _CALL_ID, "type": "function", "function": function}],
+    }

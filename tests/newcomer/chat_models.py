@@ -1,0 +1,141 @@
+"""Small chat models in the style of released ones, made with plain transformers and tokenizers as a user would.
+
+A style is the special tokens, the eos token and the chat template. The templates are short rewrites, not copies: they write what those
+of the released models write around turns, tools and tool results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+_CHATML = """\
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == 'system' %}{{ messages[0].content }}
+
+{% endif %}You may call these functions:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% elif messages[0].role == 'system' %}<|im_start|>system
+{{ messages[0].content }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% elif message.role != 'system' %}<|im_start|>{{ message.role }}
+{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+_LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- set role = 'ipython' if message.role == 'tool' else message.role %}
+{{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' }}
+{%- if tools and loop.first %}Given these functions, answer with JSON {"name": ..., "parameters": ...}:
+{% for tool in tools %}{{ tool | tojson(indent=4) }}
+{% endfor %}
+{%- endif %}
+{%- if message.tool_calls %}
+{{- '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' }}
+{{- message.tool_calls[0].function.arguments | tojson }}{{- '}' }}
+{%- else %}{{- message.content | trim }}{%- endif %}
+{{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+
+_MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools and loop.last %}{{- '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.role == 'tool' %}
+{%- if message.tool_call_id | length != 9 %}{{ raise_exception('a tool call id has nine characters') }}{% endif %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- elif message.tool_calls %}
+{{- '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + ', "id": "' + call.id + '"}' }}
+{%- endfor %}
+{{- ']' + eos_token }}
+{%- elif message.role == 'assistant' %}{{- ' ' + message.content + eos_token }}
+{%- else %}{{ raise_exception('only user, assistant and tool roles are supported') }}
+{%- endif %}
+{%- endfor %}"""
+
+_GEMMA = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role not in ('user', 'assistant') %}{{ raise_exception('role ' + message.role + ' is not supported') }}{% endif %}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}
+{{- '<start_of_turn>' + ('model' if message.role == 'assistant' else 'user') + '\\n' + message.content | trim + '<end_of_turn>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}"""
+
+
+@dataclass(frozen=True)
+class Style:
+    """What makes a tokenizer one of a family."""
+
+    template: str
+    special: tuple[str, ...]
+    eos: str
+    bos: str | None = None
+    eos_more: tuple[str, ...] = ()
+    """Further tokens that generation_config.json names as ends."""
+
+
+STYLES = {
+    "chatml": Style(_CHATML, ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), "<|im_end|>", eos_more=("<|endoftext|>",)),
+    "llama3": Style(
+        _LLAMA3,
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"),
+        "<|eot_id|>",
+        bos="<|begin_of_text|>",
+        eos_more=("<|end_of_text|>", "<|eom_id|>"),
+    ),
+    "mistral": Style(
+        _MISTRAL,
+        ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        "</s>",
+        bos="<s>",
+    ),
+    "gemma": Style(
+        _GEMMA, ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"), "<eos>", bos="<bos>", eos_more=("<end_of_turn>",)
+    ),
+}  # fmt: skip
+
+
+def save_chat_tokenizer(name: str, folder: Path, *, words: tuple[str, ...] = ("sort dbca abcd",)) -> int:
+    """Trains a byte-level tokenizer and saves it with its chat template; returns its number of tokens."""
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+    style = STYLES[name]
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    core.train_from_iterator(words, trainer)
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in style.special])
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=core, eos_token=style.eos, bos_token=style.bos
+    )
+    tokenizer.chat_template = style.template
+    tokenizer.save_pretrained(folder)
+    ends = [core.token_to_id(token) for token in (style.eos, *style.eos_more)]
+    GenerationConfig(eos_token_id=ends).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    return int(core.get_vocab_size())

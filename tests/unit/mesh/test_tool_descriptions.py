@@ -1,0 +1,46 @@
+"""Tools are described by the functions of their sandbox profiles, whose source is read and never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.services.mesh.tool_descriptions import rollout_config
+from rollmesh.services.rollout.config import ToolConfig
+from rollmesh.services.rollout.tools import tool_schema
+from rollmesh.shared.config import config_from_dict
+
+
+def described(tool: dict[str, object], profile: dict[str, object]) -> ToolConfig:
+    values = {"rollout": {"tools": {"mine": {"profile": "own", **tool}}}, "sandbox": {"profiles": {"own": profile}}}
+    return rollout_config(config_from_dict(MeshConfig, values)).tools["mine"]
+
+
+def test_the_demos_calculator_is_described_by_its_docstring_and_signature() -> None:
+    function = tool_schema("calculator", rollout_config(MeshConfig()).tools["calculator"])["function"]
+    assert function["description"].startswith("The value of `text`")
+    assert function["parameters"] == {
+        "type": "object",
+        "properties": {"text": {"type": "string"}},
+        "required": ["text"],
+    }
+
+
+def test_a_users_module_is_read_and_not_run(tmp_path: Path) -> None:
+    source = "raise SystemExit('run')\ndef look(number: int) -> str:\n    '''Look up a number.'''\n"
+    (tmp_path / "mine.py").write_text(source)
+    tool = described({"function": "look"}, {"tools": ["mine"], "library_paths": [str(tmp_path)]})
+    assert tool.description == "Look up a number."
+    assert tool.parameters["properties"] == {"number": {"type": "integer"}}
+
+
+def test_configured_words_come_first_and_a_prelude_counts() -> None:
+    profile: dict[str, object] = {"prelude": "def look(text):\n    '''From the prelude.'''\n"}
+    assert described({"function": "look"}, profile).description == "From the prelude."
+    assert described({"function": "look", "description": "Mine."}, profile).description == "Mine."
+
+
+def test_a_tool_for_code_takes_code() -> None:
+    function = tool_schema("python", rollout_config(MeshConfig()).tools["python"])["function"]
+    assert function["description"] == "Run python code and return its output."
+    assert list(function["parameters"]["properties"]) == ["code"]
