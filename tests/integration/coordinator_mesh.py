@@ -27,6 +27,7 @@ from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
+from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
@@ -234,30 +235,17 @@ class MeshParts:
     async def finished(
         self, lease: coordinator_pb2.EpisodeLease, *, step: int, incarnation: int = 0
     ) -> coordinator_pb2.EpisodeReport:
-        """Store a payload with one sample, and make its report."""
-        sample_id = f"{lease.key.episode}.0"
-        episode = types_pb2.Episode(
-            key=lease.key, purpose=lease.purpose, samples=[types_pb2.Sample(sample_id=sample_id, policy="main")]
-        )
+        """Store a payload with one sample of 9 tokens, 5 of them trainable, and make its report."""
+        episode = episode_of(lease, step=step, incarnation=incarnation)
         payload = episode.SerializeToString()
         stream = await self.bus.open(run_streams(lease.key.run).samples.name)
         sequence = await stream.append(payload, msg_id=f"{lease.key.episode}.{lease.key.attempt}")
-        value = float(lease.key.episode.endswith(".0"))
-        ok = types_pb2.REWARD_OUTCOME_OK
-        meta = types_pb2.SampleMeta(
-            sample_id=sample_id,
-            policy="main",
-            steps=[types_pb2.StepSpan(step=step, incarnation=incarnation, num_tokens=5)],
-            num_tokens=9,
-            rewards=[types_pb2.Reward(name="correct", value=value, segment=-1, scorer="exact@1", outcome=ok)],
-            trainable=True,
-        )
         return coordinator_pb2.EpisodeReport(
             lease_id=lease.lease_id,
             key=lease.key,
             outcome=coordinator_pb2.EPISODE_OUTCOME_COMPLETED,
             payload=types_pb2.PayloadRef(sequence=sequence, size_bytes=len(payload)),
-            samples=[meta],
+            samples=[sample_meta(episode, sample) for sample in episode.samples],
         )
 
     async def report(self, reports: Sequence[coordinator_pb2.EpisodeReport]) -> list[str]:
@@ -280,6 +268,51 @@ class MeshParts:
         batch = await self.lease(update)
         assert batch.lease_id, batch.waiting_for
         return (await self.commit(update, [batch.lease_id])).digest
+
+
+def episode_of(
+    lease: coordinator_pb2.EpisodeLease, *, step: int, incarnation: int = 0, num_samples: int = 1
+) -> types_pb2.Episode:
+    """A prompt of 4 tokens and an action of 5, and samples over both; the first episode of a group is correct."""
+    prompt = types_pb2.Segment(
+        parent=-1,
+        role=types_pb2.SEGMENT_ROLE_CONTEXT,
+        source=types_pb2.SEGMENT_SOURCE_PROMPT,
+        token_ids=bytes(16),
+        sampling=-1,
+    )
+    action = types_pb2.Segment(
+        parent=0,
+        role=types_pb2.SEGMENT_ROLE_ACTION,
+        source=types_pb2.SEGMENT_SOURCE_POLICY,
+        token_ids=bytes(20),
+        logprobs=bytes(20),
+        loss_mask=b"\1" * 5,
+        version=types_pb2.PolicyVersion(policy="main", step=step, incarnation=incarnation),
+        kv_step_oldest=step,
+        sampling=0,
+    )
+    value = float(lease.key.episode.endswith(".0"))
+    ok = types_pb2.REWARD_OUTCOME_OK
+    reward = types_pb2.Reward(name="correct", value=value, segment=-1, scorer="exact@1", outcome=ok)
+    samples = [
+        types_pb2.Sample(
+            sample_id=f"{lease.key.episode}.{number}",
+            policy="main",
+            leaf=1,
+            rewards=[reward],
+            weight=1.0,
+            trainable=True,
+        )
+        for number in range(num_samples)
+    ]
+    return types_pb2.Episode(
+        key=lease.key,
+        purpose=lease.purpose,
+        segments=[prompt, action],
+        sampling_params=[types_pb2.SamplingParams(temperature=1.0, max_tokens=5)],
+        samples=samples,
+    )
 
 
 async def stream_of(message: T) -> AsyncIterator[T]:

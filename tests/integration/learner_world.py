@@ -20,7 +20,8 @@ import numpy as np
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.codec.trajectory import encode_episode, encode_rewards, sample_meta
+from rollmesh.shared.codec.metadata import sample_meta
+from rollmesh.shared.codec.trajectory import encode_episode, encode_rewards, encode_sample
 from rollmesh.shared.digest import next_digest
 from rollmesh.shared.errors import (
     CommitConflict,
@@ -146,6 +147,8 @@ class World(run_pb2_grpc.RunServiceServicer):
         self.commands: asyncio.Queue[int] = asyncio.Queue()
         self.make: Callable[[str, int], Episode] = lambda g, i: episode(g, i, steps=(self.step,), reward=float(i % 2))
         self.mask_below_step = 0
+        self.restamp: dict[str, int] = {}
+        """Sample id -> step that its payload is stamped with, whatever its metadata says."""
         self.refuse_steps: dict[int, str] = {}
         """Steps that no node can serve, and why; the learner is told on WatchRun."""
         self.stalled: Callable[[], bool] = lambda: False
@@ -265,7 +268,7 @@ class World(run_pb2_grpc.RunServiceServicer):
                     rewards = encode_rewards(sample.rewards)
                     context.members.add(sample_id=sample.sample_id, rewards=rewards, end="ready")
                     leased = reply.samples.add(group=group, task=f"task-{group}", mask_below_step=self.mask_below_step)
-                    leased.meta.CopyFrom(sample_meta(made, sample))
+                    leased.meta.CopyFrom(sample_meta(encode_episode(made), encode_sample(sample)))
         return reply
 
     def _held(self, lease_id: str) -> Batch:
@@ -287,6 +290,8 @@ class World(run_pb2_grpc.RunServiceServicer):
             ids = [s.sample_id for s in one.samples]
             if self.faults.unreadable & set(ids):
                 message.segments[1].logprobs = b""
+            if ids[0] in self.restamp:
+                message.segments[1].version.step = self.restamp[ids[0]]
             yield run_pb2.FetchSamplesResponse(episode=message, sample_ids=ids)
 
     async def RenewBatch(self, request: run_pb2.RenewBatchRequest, context: Any) -> run_pb2.RenewBatchResponse:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from rollmesh.services.client import Batch, Client, Tensor, Trainer
-from rollmesh.services.client.batch import UNREADABLE
 from rollmesh.services.client.trainer import NoBatch
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
@@ -123,7 +122,7 @@ async def test_nothing_is_leased_before_weights_are_published(running: RunningWo
         assert (await next_batch(trainer)).update == 1
 
 
-async def test_left_out_and_unreadable_samples_are_dropped_with_their_reasons(running: RunningWorld) -> None:
+async def test_dropped_samples_keep_their_reasons(running: RunningWorld) -> None:
     world = running.world
     async with client_of(running) as client, await client.run("r").attach() as trainer:
         await trainer.publish(WEIGHTS)
@@ -132,7 +131,19 @@ async def test_left_out_and_unreadable_samples_are_dropped_with_their_reasons(ru
         await trainer.commit(batch, dropped={name: "TOO_LONG"})
         assert world.commits[1].dropped == {name: "TOO_LONG"}
         assert len(world.commits[1].used) == len(batch.samples) - 1
-        assert UNREADABLE not in world.commits[1].dropped.values()
+
+
+async def test_a_payload_that_contradicts_its_metadata_is_dropped_though_the_gateway_sent_it(
+    running: RunningWorld,
+) -> None:
+    world = running.world
+    async with client_of(running) as client, await client.run("r").attach() as trainer:
+        await trainer.publish(WEIGHTS)
+        world.restamp = {"g0.1": 7}
+        batch = await next_batch(trainer)
+        assert dict(batch.unreadable) == {"g0.1": "METADATA_MISMATCH"}
+        await trainer.commit(batch)
+    assert world.commits[1].dropped == {"g0.1": "METADATA_MISMATCH"}
 
 
 async def test_a_lost_reply_does_not_count_twice(running: RunningWorld) -> None:

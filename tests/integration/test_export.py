@@ -117,6 +117,18 @@ async def test_a_reader_passes_a_payload_that_is_lost_by_the_cursor_in_the_error
     assert len(await streamed(mesh, caught.value.metadata["cursor"])) == 5
 
 
+async def test_an_episode_that_contradicts_its_metadata_comes_as_a_failure_and_the_rest_follows(
+    mesh: MeshParts,
+) -> None:
+    reports = [await mesh.finished(lease, step=0) for lease in await mesh.acquire(6)]
+    reports[2].samples[0].steps[0].num_tokens += 1
+    reports[2].samples[0].num_tokens += 1
+    await mesh.report(reports)
+    found = await streamed(mesh)
+    assert [r.failure.reason for r in found] == ["", "", "METADATA_MISMATCH", "", "", ""]
+    assert (found[2].HasField("episode"), bool(found[2].task.task_id), bool(found[2].cursor)) == (False, True, True)
+
+
 async def test_a_reader_that_hangs_up_costs_nothing_and_a_stopped_run_ends_the_stream(mesh: MeshParts) -> None:
     await generate(mesh, 2)
     assert len(await streamed(mesh, num=2)) == 2

@@ -15,12 +15,13 @@ import pytest_asyncio
 from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.gateway.node import GatewayNode
 from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.errors import MeshError, PayloadLost, Unavailable, WrongUpdate
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2 as pb
-from rollmesh.v1 import run_pb2, run_pb2_grpc, types_pb2
+from rollmesh.v1 import run_pb2, run_pb2_grpc
 
-from .coordinator_mesh import ACCESS, GATEWAY, MeshParts, coordinator_mesh, eventually
+from .coordinator_mesh import ACCESS, GATEWAY, MeshParts, coordinator_mesh, episode_of, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _numbers = itertools.count()
@@ -74,20 +75,15 @@ async def test_an_episode_with_several_samples_is_sent_once(mesh: MeshParts) -> 
     await mesh.begin(group_size=1, batch_groups=1)
     (lease,) = await mesh.acquire(1)
     report = await mesh.finished(lease, step=0)
-    names = [f"{lease.key.episode}.{n}" for n in range(3)]
-    samples = [types_pb2.Sample(sample_id=name, policy="main") for name in names]
+    episode = episode_of(lease, step=0, num_samples=3)
     stream = await mesh.bus.open(run_streams(mesh.name).samples.name)
-    payload = types_pb2.Episode(key=lease.key, samples=samples).SerializeToString()
-    report.payload.sequence = await stream.append(payload, msg_id="several")
-    metas = [types_pb2.SampleMeta.FromString(report.samples[0].SerializeToString()) for _ in names]
-    for meta, name in zip(metas, names, strict=True):
-        meta.sample_id = name
+    report.payload.sequence = await stream.append(episode.SerializeToString(), msg_id="several")
     del report.samples[:]
-    report.samples.extend(metas)
+    report.samples.extend(sample_meta(episode, sample) for sample in episode.samples)
     assert await mesh.report([report]) == [""]
     batch = await mesh.lease(1)
     (fetched,) = await mesh.fetch(batch.lease_id)
-    assert list(fetched.sample_ids) == names
+    assert list(fetched.sample_ids) == [sample.sample_id for sample in episode.samples]
     state = await mesh.state()
     assert state.samples.reserved == state.samples.live == 3
 
@@ -104,6 +100,23 @@ async def test_a_payload_that_is_not_what_was_reported_is_answered_with_its_fail
     assert "does not hold sample" in answer.failure.message
     assert list(answer.sample_ids) == [report.samples[0].sample_id]
     assert not answer.HasField("episode")
+
+
+async def test_the_stamps_in_the_payload_decide_not_what_the_worker_reported(mesh: MeshParts) -> None:
+    await mesh.begin(group_size=1, batch_groups=2)
+    leases = await mesh.acquire(2)
+    reports = [await mesh.finished(lease, step=0) for lease in leases]
+    reports[0].samples[0].steps[0].num_tokens -= 1
+    assert await mesh.report(reports) == ["", ""]
+    batch = await mesh.lease(1)
+    found = {one.sample_ids[0]: one for one in await mesh.fetch(batch.lease_id)}
+    false, true = (found[report.samples[0].sample_id] for report in reports)
+    assert (false.failure.reason, false.HasField("episode")) == ("METADATA_MISMATCH", False)
+    assert "`steps` was reported as" in false.failure.message
+    assert true.HasField("episode")
+    await mesh.commit(1, [batch.lease_id], dropped=list(false.sample_ids))
+    letters = await mesh.call(mesh.run.ListDead, run_pb2.ListDeadRequest(run=mesh.name))
+    assert [letter.letter.payload_sequence for letter in letters.letters] == [reports[0].payload.sequence]
 
 
 async def test_a_lost_payload_can_be_dropped_and_the_rest_trained(mesh: MeshParts) -> None:

@@ -16,7 +16,8 @@ from rollmesh.services.learner.moments import AtMoment, Moment, pass_by
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clients.trainer import RunAddress
-from rollmesh.shared.codec.trajectory import decode_key, encode_episode, sample_meta
+from rollmesh.shared.codec.metadata import sample_meta
+from rollmesh.shared.codec.trajectory import decode_key, encode_episode
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.trainer.checkpoint_files import list_checkpoints
@@ -42,7 +43,8 @@ async def report_of(mesh: MeshParts, lease: coordinator_pb2.EpisodeLease) -> coo
     segments = (made.segments[0], replace(made.segments[1], version=version))
     sample = replace(made.samples[0], sample_id=f"{key.episode}.0")
     made = replace(made, key=key, segments=segments, samples=(sample,))
-    payload = encode_episode(made).SerializeToString()
+    message = encode_episode(made)
+    payload = message.SerializeToString()
     stream = await mesh.bus.open(run_streams(key.run).samples.name)
     sequence = await stream.append(payload, msg_id=f"{key.episode}.{key.attempt}")
     return coordinator_pb2.EpisodeReport(
@@ -50,7 +52,7 @@ async def report_of(mesh: MeshParts, lease: coordinator_pb2.EpisodeLease) -> coo
         key=lease.key,
         outcome=coordinator_pb2.EPISODE_OUTCOME_COMPLETED,
         payload=types_pb2.PayloadRef(sequence=sequence, size_bytes=len(payload)),
-        samples=[sample_meta(made, sample)],
+        samples=[sample_meta(message, message.samples[0])],
     )
 
 

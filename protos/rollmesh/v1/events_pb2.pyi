@@ -58,7 +58,9 @@ class _DeadKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeadKind.Val
     DEAD_KIND_TASK: _DeadKind.ValueType  # 1
     """A task whose episode used up its tries. Can be replayed unless it was an evaluation's."""
     DEAD_KIND_PAYLOAD: _DeadKind.ValueType  # 2
-    """A stored payload that cannot be read; its samples end as filtered(UNREADABLE). Cannot be replayed."""
+    """A stored payload that cannot be read, or that contradicts the reported metadata. The trainer drops its samples. Cannot be
+    replayed.
+    """
 
 class DeadKind(_DeadKind, metaclass=_DeadKindEnumTypeWrapper):
     """What a dead letter is about."""
@@ -68,7 +70,9 @@ DEAD_KIND_UNSPECIFIED: DeadKind.ValueType  # 0
 DEAD_KIND_TASK: DeadKind.ValueType  # 1
 """A task whose episode used up its tries. Can be replayed unless it was an evaluation's."""
 DEAD_KIND_PAYLOAD: DeadKind.ValueType  # 2
-"""A stored payload that cannot be read; its samples end as filtered(UNREADABLE). Cannot be replayed."""
+"""A stored payload that cannot be read, or that contradicts the reported metadata. The trainer drops its samples. Cannot be
+replayed.
+"""
 Global___DeadKind: _TypeAlias = DeadKind  # noqa: Y015
 
 @_typing.final

@@ -684,7 +684,10 @@ class FetchSamplesResponse(_message.Message):
 
     @_builtins.property
     def failure(self) -> _types_pb2.Failure:
-        """Set if the stored payload cannot be read: commit the samples named above as DROPPED, e.g. with reason UNREADABLE."""
+        """Set if the samples named above cannot be trained on: commit them as DROPPED with this reason. PAYLOAD_LOST: the stored payload
+        cannot be read. METADATA_MISMATCH: the reported metadata of a sample, above all `SampleMeta.steps`, contradicts the stamps in
+        the payload, so that its staleness is not known.
+        """
 
     def __init__(
         self,
@@ -1077,6 +1080,7 @@ class StreamSamplesResponse(_message.Message):
     EPISODE_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     cursor: _builtins.str
     """Opaque: its place in the stream, to go on after it."""
     @_builtins.property
@@ -1087,16 +1091,21 @@ class StreamSamplesResponse(_message.Message):
     def task(self) -> _types_pb2.Task:
         """The task it is about."""
 
+    @_builtins.property
+    def failure(self) -> _types_pb2.Failure:
+        """Set if the episode cannot be used, with the reasons of FetchSamplesResponse.failure; `episode` is absent."""
+
     def __init__(
         self,
         *,
         episode: _types_pb2.Episode | None = ...,
         task: _types_pb2.Task | None = ...,
         cursor: _builtins.str = ...,
+        failure: _types_pb2.Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "failure", b"failure", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "episode", b"episode", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "episode", b"episode", "failure", b"failure", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

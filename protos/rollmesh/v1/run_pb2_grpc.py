@@ -205,7 +205,7 @@ class RunServiceServicer(object):
         NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
         ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
         DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
-        cannot be read is no error of the call: its message carries `failure`.
+        cannot be read, or that contradicts the reported metadata, does not fail the call: its message carries `failure`.
         INVALID_ARGUMENT: shard index not below shard count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

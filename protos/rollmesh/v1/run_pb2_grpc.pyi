@@ -100,7 +100,7 @@ class RunServiceStub:
       NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
       ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
       DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
-        cannot be read is no error of the call: its message carries `failure`.
+        cannot be read, or that contradicts the reported metadata, does not fail the call: its message carries `failure`.
       INVALID_ARGUMENT: shard index not below shard count.
     """
     RenewBatch: _grpc.UnaryUnaryMultiCallable[_run_pb2.RenewBatchRequest, _run_pb2.RenewBatchResponse]
@@ -230,7 +230,7 @@ class RunServiceAsyncStub(RunServiceStub):
       NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
       ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
       DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
-        cannot be read is no error of the call: its message carries `failure`.
+        cannot be read, or that contradicts the reported metadata, does not fail the call: its message carries `failure`.
       INVALID_ARGUMENT: shard index not below shard count.
     """
     RenewBatch: _aio.UnaryUnaryMultiCallable[_run_pb2.RenewBatchRequest, _run_pb2.RenewBatchResponse]  # type: ignore[assignment]
@@ -399,7 +399,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
           ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
           DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
-            cannot be read is no error of the call: its message carries `failure`.
+            cannot be read, or that contradicts the reported metadata, does not fail the call: its message carries `failure`.
           INVALID_ARGUMENT: shard index not below shard count.
         """
 

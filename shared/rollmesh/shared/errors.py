@@ -50,7 +50,7 @@ __all__ = [
     "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle", "Cancelled", "CatchingUp", "ChangeRefused", "Code",
     "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
     "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "HasLearner", "HashMismatch",
-    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "MeshError", "NoLearner", "NotFound",
+    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "MeshError", "MetadataMismatch", "NoLearner", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "ProbeMismatch", "ResourceExhausted", "RunEnded", "RunExists",
     "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable", "UndecodableRequest",
@@ -411,3 +411,9 @@ class PayloadLost(DataLoss):
     """The sample stream no longer holds a payload."""
 
     reason = "PAYLOAD_LOST"
+
+
+class MetadataMismatch(DataLoss):
+    """The reported metadata of a sample contradicts the stamps in its payload."""
+
+    reason = "METADATA_MISMATCH"

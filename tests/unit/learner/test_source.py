@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rollmesh.services.learner.source import BatchAssembler
-from rollmesh.shared.codec.trajectory import encode_episode, encode_rewards, sample_meta
+from rollmesh.shared.codec.metadata import sample_meta
+from rollmesh.shared.codec.trajectory import encode_episode, encode_rewards, encode_sample
 from rollmesh.shared.errors import PayloadLost
 from rollmesh.shared.trajectory import (
     Episode,
@@ -50,7 +51,7 @@ def episode(name: str, *segments: Segment, samples: tuple[Sample, ...] = ()) -> 
 
 
 def leased(made: Episode, sample: Sample | None = None, *, below: int = 0, staleness: int = 1) -> run_pb2.LeasedSample:
-    meta = sample_meta(made, sample or made.samples[0])
+    meta = sample_meta(encode_episode(made), encode_sample(sample or made.samples[0]))
     return run_pb2.LeasedSample(meta=meta, group="g", task="t", staleness=staleness, mask_below_step=below)
 
 

@@ -226,20 +226,3 @@ def test_a_malformed_episode_is_not_even_sent() -> None:
     broken = dataclasses.replace(episode.segments[1], logprobs=np.zeros(1, np.float32))
     with pytest.raises(InvalidInput, match=r"segments\[1\]\.logprobs: 1 values for 2 tokens"):
         codec.encode_episode(dataclasses.replace(episode, segments=(episode.segments[0], broken)))
-
-
-# Metadata -------------------------------------------------------------------------------------------------------------
-
-
-def test_sample_meta_counts_trainable_policy_tokens_by_the_weights_that_sampled_them() -> None:
-    episode = episodes.rich_episode()
-    meta = codec.sample_meta(episode, episode.samples[0])
-    assert [(s.step, s.incarnation, s.num_tokens) for s in meta.steps] == [(3, 0, 2), (4, 0, 3)]
-    assert meta.num_tokens == 3 + 2 + 3 + 2 + 1
-    assert meta.steps[0].step == episode.oldest_step(episode.samples[0])
-    assert [r.name for r in meta.rewards] == ["correct", "format", "judge", "length"]
-
-
-def test_sample_meta_of_another_policy_counts_none_of_this_ones_tokens() -> None:
-    episode = episodes.rich_episode()
-    assert not codec.sample_meta(episode, episode.samples[1]).steps

@@ -21,7 +21,8 @@ from rollmesh.services.rollout.lease import decode_lease
 from rollmesh.services.rollout.sample_log import BusSampleLog
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.clock import SystemClock
-from rollmesh.shared.codec.trajectory import encode_key, episode_to_bytes, sample_meta
+from rollmesh.shared.codec.metadata import sample_meta
+from rollmesh.shared.codec.trajectory import encode_episode, encode_key
 from rollmesh.shared.config import load_config
 from rollmesh.shared.membership import Membership, PassiveHandler
 from rollmesh.shared.rpc.channel import open_channel
@@ -92,7 +93,8 @@ def _sample(key: EpisodeKey) -> Sample:
 async def _store(
     lease: coordinator_pb2.EpisodeLease, episode: Episode, samples: BusSampleLog
 ) -> coordinator_pb2.EpisodeReport:
-    payload = episode_to_bytes(episode)
+    message = encode_episode(episode)
+    payload = message.SerializeToString(deterministic=True)
     message_id = f"{episode.key.episode}.{episode.key.attempt}"
     sequence = await samples.append(episode.key.run, payload, message_id=message_id)
     return coordinator_pb2.EpisodeReport(
@@ -100,7 +102,7 @@ async def _store(
         key=encode_key(episode.key),
         outcome=coordinator_pb2.EPISODE_OUTCOME_COMPLETED,
         payload=types_pb2.PayloadRef(sequence=sequence, size_bytes=len(payload)),
-        samples=[sample_meta(episode, sample) for sample in episode.samples],
+        samples=[sample_meta(message, sample) for sample in message.samples],
     )
 
 

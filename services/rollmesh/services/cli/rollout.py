@@ -40,6 +40,7 @@ RESUME_S = 0.5
 TELL_S = 1.0
 """Pause between looks at the run's state."""
 STATE_S_MAX = 10.0
+_log = logging.getLogger(__name__)
 _SUFFIX = "-rollout"
 _NAME_CHARS_MAX = 64 - len(_SUFFIX)
 
@@ -164,6 +165,9 @@ class Rollout:
         async with open_channel(mesh.gateway_address, access=mesh.access) as channel:
             stub: Any = run_pb2_grpc.RunServiceStub(channel)
             async for response in stream_samples(stub, mesh.run, self.clock):
+                if response.HasField("failure"):
+                    _log.warning("an episode is skipped: %s", response.failure.message)
+                    continue
                 for line in sample_lines(response.episode, response.task):
                     self._take(line, file)
             with typed_errors():

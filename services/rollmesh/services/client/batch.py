@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollmesh.v1 import run_pb2, types_pb2
-
-UNREADABLE = "UNREADABLE"
-"""Reason of samples whose payload cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class Batch:
     lease_id: str
     samples: Sequence[BatchSample]
     """In the order of the lease."""
-    unreadable: Sequence[str]
-    """Ids of leased samples whose payload cannot be read; `Trainer.commit` leaves them out."""
+    unreadable: Mapping[str, str]
+    """Reasons (PAYLOAD_LOST, METADATA_MISMATCH) by id of leased samples that cannot be trained on; `Trainer.commit` drops them."""
     groups: Sequence[types_pb2.GroupContext]
     """Rewards of every scored member of every group in the batch, trained or not: what a baseline is taken over."""

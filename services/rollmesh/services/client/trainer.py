@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rollmesh.services.client.batch import UNREADABLE, Batch, BatchSample
+from rollmesh.services.client.batch import Batch, BatchSample
 from rollmesh.services.client.tensors import Array, write_safetensors
 from rollmesh.shared.clients.renewal import Renewal
 from rollmesh.shared.clients.trainer import Attached, Committed, TrainerClient
@@ -99,14 +99,14 @@ class Trainer:
 
     async def _fetch(self, lease: run_pb2.LeaseBatchResponse) -> Batch:
         found: dict[str, BatchSample] = {}
-        unreadable: set[str] = set()
+        unreadable: dict[str, str] = {}
 
         async def receive() -> None:
             leased = {sample.meta.sample_id: sample for sample in lease.samples}
-            async with aclosing(self._verbs.episodes(lease.lease_id)) as episodes:
+            async with aclosing(self._verbs.episodes(lease.lease_id, lease.samples)) as episodes:
                 async for message in episodes:
                     if message.HasField("failure"):
-                        unreadable.update(message.sample_ids)
+                        unreadable.update(dict.fromkeys(message.sample_ids, message.failure.reason))
                         continue
                     found.update({name: BatchSample(leased[name], message.episode) for name in message.sample_ids})
 
@@ -120,7 +120,7 @@ class Trainer:
             update=self.update + 1,
             lease_id=lease.lease_id,
             samples=[found[name] for name in names if name in found],
-            unreadable=sorted(unreadable),
+            unreadable=unreadable,
             groups=list(lease.groups),
         )
 
@@ -134,7 +134,7 @@ class Trainer:
         """
         self._check_open(batch.lease_id)
         fates: dict[str, str | None] = {sample.sample_id: None for sample in batch.samples}
-        fates |= dict.fromkeys(batch.unreadable, UNREADABLE)
+        fates |= batch.unreadable
         fates |= dict(dropped or {})
         committed = await self._verbs.commit_update(batch.update, batch.lease_id, fates, applied=applied)
         self._lease_id = ""

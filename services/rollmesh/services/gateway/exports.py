@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from rollmesh.services.gateway.payloads import EpisodeRef, read_episode
+from rollmesh.services.gateway.payloads import EpisodeRef, episode_ref, read_episode
 from rollmesh.shared.bus.bus import Bus, Record, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.errors import DataLoss, FieldViolation, HasLearner, InvalidInput, PayloadLost, UnknownRun
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
@@ -95,8 +96,7 @@ class _Story:
     def _scored(self, fact: events_pb2.EpisodeScored, place: Place) -> _Scored:
         task = self.tasks[fact.group]
         self._close(fact.group)
-        ids = tuple(sorted(sample.sample_id for sample in fact.samples))
-        return _Scored(place, task, EpisodeRef(fact.payload.sequence, ids))
+        return _Scored(place, task, episode_ref(fact.payload.sequence, fact.samples))
 
     def _close(self, group: str) -> None:
         self.num_open[group] -= 1
@@ -107,11 +107,13 @@ class _Story:
 async def _response(samples: StreamLog, scored: _Scored) -> run_pb2.StreamSamplesResponse:
     cursor = format_cursor(scored.place)
     try:
-        episode = await read_episode(samples, scored.ref)
+        read = await read_episode(samples, scored.ref)
     except PayloadLost as error:
         what = f"{samples.name} does not hold the payload {scored.ref.sequence} of {', '.join(scored.ref.sample_ids)}"
         raise PayloadLost(f"{what}; cursor {cursor} goes on after it", cursor=cursor) from error
-    return run_pb2.StreamSamplesResponse(episode=episode, task=scored.task, cursor=cursor)
+    if read.error is not None:
+        return run_pb2.StreamSamplesResponse(task=scored.task, cursor=cursor, failure=encode_failure(read.error))
+    return run_pb2.StreamSamplesResponse(episode=read.episode, task=scored.task, cursor=cursor)
 
 
 def format_cursor(place: Place) -> str:

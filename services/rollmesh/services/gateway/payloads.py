@@ -1,7 +1,8 @@
 """Payloads of a batch lease, read from the run's sample stream by sequence.
 
-A payload that is there and cannot be read would come back with every lease: it is answered with its failure, so that the trainer
-drops its samples, and recorded as a dead letter. One that is gone is PAYLOAD_LOST: that may be a lease of long ago.
+A payload that cannot be read, or that contradicts the metadata of a leased sample, would come back with every lease: it is answered
+with its failure, so that the trainer drops its samples, and recorded as a dead letter. One that is gone is PAYLOAD_LOST: that may be a
+lease of long ago.
 
 An episode is read once per fetch and sent once, with the leased samples of it. Shards hold whole episodes, dealt out in the order of
 their samples' ids, so that the same lease is always sharded alike and no shard is more than one episode larger than another.
@@ -21,7 +22,9 @@ from rollmesh.services.gateway.metrics import BYTES, EPISODES
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import Code, MeshError, PayloadLost
+from rollmesh.shared.codec.failure import encode_failure
+from rollmesh.shared.codec.metadata import check_metadata
+from rollmesh.shared.errors import DataLoss, MeshError, MetadataMismatch, PayloadLost
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
@@ -32,30 +35,38 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRef:
-    """An episode in the sample stream, and the leased samples of it, sorted."""
+    """An episode in the sample stream, and the reported metadata of those samples of it that are asked for, sorted by id."""
 
     sequence: int
-    sample_ids: tuple[str, ...]
+    metas: tuple[types_pb2.SampleMeta, ...]
+
+    @property
+    def sample_ids(self) -> list[str]:
+        return [meta.sample_id for meta in self.metas]
+
+
+def episode_ref(sequence: int, metas: Iterable[types_pb2.SampleMeta]) -> EpisodeRef:
+    return EpisodeRef(sequence, tuple(sorted(metas, key=lambda meta: meta.sample_id)))
 
 
 def episodes_of(samples: Iterable[run_pb2.LeasedSample]) -> list[EpisodeRef]:
     """The episodes that hold `samples`, by their first sample's id. Raises PayloadLost for a sample without payload."""
-    found: dict[int, list[str]] = {}
+    found: dict[int, list[types_pb2.SampleMeta]] = {}
     for sample in samples:
         if sample.payload.sequence == 0:
             raise _lost(sample.meta.sample_id, "it was reported without a payload")
-        found.setdefault(sample.payload.sequence, []).append(sample.meta.sample_id)
-    episodes = [EpisodeRef(sequence, tuple(sorted(ids))) for sequence, ids in found.items()]
+        found.setdefault(sample.payload.sequence, []).append(sample.meta)
+    episodes = [episode_ref(sequence, metas) for sequence, metas in found.items()]
     return sorted(episodes, key=lambda episode: episode.sample_ids)
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
-    """A payload, or why it cannot be read."""
+class Read:
+    """A payload, or why it cannot be trained on."""
 
     ref: EpisodeRef
-    episode: types_pb2.Episode | None = None
-    why: str = ""
+    episode: types_pb2.Episode | None
+    error: DataLoss | None = None
 
 
 def shard(episodes: Sequence[EpisodeRef], index: int, num: int) -> Sequence[EpisodeRef]:
@@ -80,10 +91,10 @@ class Payloads:
             log = await self._bus.open(run_streams(run).samples.name)
         except UnknownStream as error:
             raise _lost(episodes[0].sample_ids[0], "the sample stream is gone") from error
-        waiting: deque[asyncio.Task[_Read]] = deque()
+        waiting: deque[asyncio.Task[Read]] = deque()
         try:
             for episode in episodes:
-                waiting.append(asyncio.create_task(_read(log, episode)))
+                waiting.append(asyncio.create_task(read_episode(log, episode)))
                 if len(waiting) >= self._reads_max:
                     yield await self._checked(run, waiting.popleft())
             while waiting:
@@ -93,32 +104,32 @@ class Payloads:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _checked(self, run: str, reading: asyncio.Task[_Read]) -> run_pb2.FetchSamplesResponse:
+    async def _checked(self, run: str, reading: asyncio.Task[Read]) -> run_pb2.FetchSamplesResponse:
         read = await reading
-        if read.episode is not None:
+        if read.error is None:
             return run_pb2.FetchSamplesResponse(episode=read.episode, sample_ids=read.ref.sample_ids)
-        await self._bury(run, read)
-        failure = types_pb2.Failure(code=Code.DATA_LOSS.value, reason=PayloadLost.reason, message=read.why)
-        return run_pb2.FetchSamplesResponse(sample_ids=read.ref.sample_ids, failure=failure)
+        await self._bury(run, read.ref, read.error)
+        return run_pb2.FetchSamplesResponse(sample_ids=read.ref.sample_ids, failure=encode_failure(read.error))
 
-    async def _bury(self, run: str, read: _Read) -> None:
+    async def _bury(self, run: str, ref: EpisodeRef, error: DataLoss) -> None:
         """A letter per payload, however often it is fetched. Losing it harms no sample."""
         letter = events_pb2.DeadLetter(
             kind=events_pb2.DEAD_KIND_PAYLOAD,
-            subject=read.ref.sample_ids[0],
-            cause=read.why,
+            subject=ref.sample_ids[0],
+            cause=error.message,
             who=self._who,
             time_unix_s=self._clock.wall_s(),
-            payload_sequence=read.ref.sequence,
+            payload_sequence=ref.sequence,
         )
         try:
             dead = await self._bus.open(run_streams(run).dead.name)
-            await dead.append(letter.SerializeToString(), msg_id=f"payload-{read.ref.sequence}", deadline_s=BURY_S_MAX)
-        except MeshError as error:
-            _log.warning("run %s: %s; it could not be recorded: %s", run, read.why, error)
+            await dead.append(letter.SerializeToString(), msg_id=f"payload-{ref.sequence}", deadline_s=BURY_S_MAX)
+        except MeshError as unstored:
+            _log.warning("run %s: %s; it could not be recorded: %s", run, error, unstored)
 
 
-async def _read(log: StreamLog, ref: EpisodeRef) -> _Read:
+async def read_episode(log: StreamLog, ref: EpisodeRef) -> Read:
+    """Return the payload behind `ref`, or its error if it is not what was reported. Raises PayloadLost if it is gone."""
     try:
         record = await log.read_direct(ref.sequence)
     except UnknownRecord as error:
@@ -126,21 +137,16 @@ async def _read(log: StreamLog, ref: EpisodeRef) -> _Read:
     try:
         episode = types_pb2.Episode.FromString(record.payload)
     except DecodeError:
-        return _Read(ref, why=f"record {ref.sequence} of {log.name} is no episode: {len(record.payload)} bytes")
-    missing = set(ref.sample_ids) - {sample.sample_id for sample in episode.samples}
-    if missing:
-        return _Read(ref, why=f"record {ref.sequence} of {log.name} does not hold sample {min(missing)}")
+        what = f"record {ref.sequence} of {log.name} is not an episode: {len(record.payload)} bytes; drop its samples"
+        return Read(ref, None, PayloadLost(what))
+    try:
+        for meta in ref.metas:
+            check_metadata(episode, meta)
+    except MetadataMismatch as error:
+        return Read(ref, None, error)
     count(EPISODES)
     count(BYTES, amount=len(record.payload))
-    return _Read(ref, episode=episode)
-
-
-async def read_episode(log: StreamLog, ref: EpisodeRef) -> types_pb2.Episode:
-    """The payload behind `ref`. Raises PayloadLost if it is gone or is not what was reported."""
-    read = await _read(log, ref)
-    if read.episode is None:
-        raise _lost(ref.sample_ids[0], read.why)
-    return read.episode
+    return Read(ref, episode)
 
 
 def _lost(sample_id: str, why: str) -> PayloadLost:

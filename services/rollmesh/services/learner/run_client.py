@@ -55,7 +55,7 @@ class RunClient(TrainerClient):
     async def _fetch(self, lease: BatchLease, arriving: Callable[[], Awaitable[None]]) -> Fetched:
         batch = BatchAssembler(lease.samples)
         announced = False
-        async with aclosing(self.episodes(lease.lease_id)) as episodes:
+        async with aclosing(self.episodes(lease.lease_id, lease.samples)) as episodes:
             async for message in episodes:
                 batch.add(message)
                 if not announced:

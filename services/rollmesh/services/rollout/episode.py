@@ -31,7 +31,8 @@ from rollmesh.services.rollout.time_limit import time_limit
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tools import ToolBox
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.codec.trajectory import encode_key, episode_to_bytes, sample_meta
+from rollmesh.shared.codec.metadata import sample_meta
+from rollmesh.shared.codec.trajectory import encode_episode, encode_key
 from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, InvalidInput
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.trajectory import Episode, Purpose, Sample
@@ -186,7 +187,8 @@ class EpisodeRunner:
 
     async def _hand_over(self, lease: Lease, episode: Episode) -> Report:
         with boundary("rollout"):
-            payload = episode_to_bytes(episode)
+            message = encode_episode(episode)
+            payload = message.SerializeToString(deterministic=True)
         with boundary("bus"), tracing.span("store", SERVICE):
             message_id = f"{lease.key.episode}.{lease.key.attempt}"
             sequence = await self._parts.samples.append(lease.key.run, payload, message_id=message_id)
@@ -197,7 +199,7 @@ class EpisodeRunner:
             key=encode_key(lease.key),
             outcome=coordinator_pb2.EPISODE_OUTCOME_COMPLETED,
             payload=types_pb2.PayloadRef(sequence=sequence, size_bytes=len(payload)),
-            samples=[sample_meta(episode, sample) for sample in episode.samples],
+            samples=[sample_meta(message, sample) for sample in message.samples],
         )
 
     def _failed(self, lease: coordinator_pb2.EpisodeLease, err: EpisodeFailed) -> Report:

@@ -7,7 +7,7 @@ attach, and the depot's address until it is told another; it decides nothing.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -16,7 +16,9 @@ import grpc
 
 from rollmesh.shared.clients.patience import PatienceConfig, persist
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import NotReady, NotUploaded
+from rollmesh.shared.codec.failure import encode_failure
+from rollmesh.shared.codec.metadata import check_metadata
+from rollmesh.shared.errors import MetadataMismatch, NotReady, NotUploaded
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -125,8 +127,15 @@ class TrainerClient:
         )
         return reply
 
-    async def episodes(self, lease_id: str) -> AsyncGenerator[run_pb2.FetchSamplesResponse]:
-        """The lease's episodes, in any order; one try, to be repeated from the start. Raises `PayloadLost`, `UnknownLease`."""
+    async def episodes(
+        self, lease_id: str, leased: Iterable[run_pb2.LeasedSample]
+    ) -> AsyncGenerator[run_pb2.FetchSamplesResponse]:
+        """The lease's episodes, in any order; one try, to be repeated from the start. Raises `PayloadLost`, `UnknownLease`.
+
+        `leased` are the samples of the lease. An episode that contradicts their metadata comes as a failure, also if the gateway did
+        not notice.
+        """
+        metas = {sample.meta.sample_id: sample.meta for sample in leased}
         request = run_pb2.FetchSamplesRequest(
             run=self.where.run, trainer_epoch=self._epoch, lease_id=lease_id, num_shards=1
         )
@@ -134,7 +143,7 @@ class TrainerClient:
         try:
             with typed_errors():
                 async for message in call:
-                    yield message
+                    yield _checked(message, metas)
         finally:
             call.cancel()
 
@@ -235,6 +244,21 @@ class TrainerClient:
 
     def _holding(self) -> dict[str, Any]:
         return {**self._names(), "trainer_epoch": self._epoch}
+
+
+def _checked(
+    message: run_pb2.FetchSamplesResponse, metas: Mapping[str, types_pb2.SampleMeta]
+) -> run_pb2.FetchSamplesResponse:
+    """The message, or a failure in its place if its episode contradicts the metadata of a leased sample."""
+    if message.HasField("failure"):
+        return message
+    try:
+        for sample_id in message.sample_ids:
+            if sample_id in metas:
+                check_metadata(message.episode, metas[sample_id])
+    except MetadataMismatch as error:
+        return run_pb2.FetchSamplesResponse(sample_ids=message.sample_ids, failure=encode_failure(error))
+    return message
 
 
 def _disposed(sample_id: str, reason: str | None) -> run_pb2.DisposedSample:

@@ -281,31 +281,6 @@ def decode_group_context(message: types_pb2.GroupContext, field: str = "group") 
     return group
 
 
-def sample_meta(episode: Episode, sample: Sample) -> types_pb2.SampleMeta:
-    """What the coordinator must know of a sample: above all, which weights sampled how many of its trainable tokens."""
-    segments = episode.path_segments(sample)
-    tokens: dict[tuple[int, int], int] = {}
-    for segment in segments:
-        version = segment.version
-        if segment.source is not Source.POLICY or version is None or version.policy != sample.policy:
-            continue
-        if segment.num_trainable:
-            weights = (version.step, version.incarnation)
-            tokens[weights] = tokens.get(weights, 0) + segment.num_trainable
-    return types_pb2.SampleMeta(
-        sample_id=sample.sample_id,
-        policy=sample.policy,
-        leaf=sample.leaf,
-        steps=[
-            types_pb2.StepSpan(step=step, incarnation=incarnation, num_tokens=tokens[step, incarnation])
-            for step, incarnation in sorted(tokens)
-        ],
-        num_tokens=sum(segment.num_tokens for segment in segments),
-        rewards=encode_rewards(sample.rewards),
-        trainable=sample.trainable,
-    )
-
-
 # Enums ----------------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,96 @@
+"""Metadata of a sample, and its comparison with the stored payload.
+
+The coordinator judges the staleness bound by `SampleMeta.steps`, which a rollout worker reported. The stamps in the payload decide,
+because the engine wrote them: every reader that has a payload calls `check_metadata` before it trains on the tokens. The worker
+builds its report with `sample_meta`, so both sides count in the same way. Works on messages, because the gateway does not decode payloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollmesh.shared.errors import MetadataMismatch
+from rollmesh.v1 import types_pb2
+
+DEFAULT_POLICY = "main"
+_TOKEN_BYTES = 4
+
+
+def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample) -> types_pb2.SampleMeta:
+    """Return what the coordinator needs of a sample: above all, which weights sampled how many of its trainable tokens.
+
+    Raises `MetadataMismatch` for a sample whose path cannot be trained on.
+    """
+    policy = sample.policy or DEFAULT_POLICY
+    tokens: dict[tuple[int, int], int] = {}
+    num_tokens = 0
+    for segment in _path(episode, sample):
+        num_tokens += len(segment.token_ids) // _TOKEN_BYTES
+        num_trainable = len(segment.loss_mask) - segment.loss_mask.count(0)
+        if segment.source != types_pb2.SEGMENT_SOURCE_POLICY or not num_trainable:
+            continue
+        if not segment.HasField("version"):
+            raise _mismatch(sample.sample_id, "a trainable POLICY segment has no version")
+        if (segment.version.policy or DEFAULT_POLICY) == policy:
+            weights = (segment.version.step, segment.version.incarnation)
+            tokens[weights] = tokens.get(weights, 0) + num_trainable
+    return types_pb2.SampleMeta(
+        sample_id=sample.sample_id,
+        policy=policy,
+        leaf=sample.leaf,
+        steps=[
+            types_pb2.StepSpan(step=step, incarnation=incarnation, num_tokens=tokens[step, incarnation])
+            for step, incarnation in sorted(tokens)
+        ],
+        num_tokens=num_tokens,
+        rewards=sample.rewards,
+        trainable=sample.trainable,
+    )
+
+
+def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> None:
+    """Compare reported metadata with the payload. Raises `MetadataMismatch`, which names the first field that differs.
+
+    Rewards are not compared: the finalizer may change them after the payload was stored.
+    """
+    sample = next((one for one in episode.samples if one.sample_id == meta.sample_id), None)
+    if sample is None:
+        raise _mismatch(
+            meta.sample_id, f"the payload of episode {episode.key.episode!r} does not hold sample {meta.sample_id}"
+        )
+    stamped = sample_meta(episode, sample)
+    for name, reported, stored in (
+        ("policy", meta.policy or DEFAULT_POLICY, stamped.policy),
+        ("leaf", meta.leaf, stamped.leaf),
+        ("trainable", meta.trainable, stamped.trainable),
+        ("steps", _spans(meta), _spans(stamped)),
+        ("num_tokens", meta.num_tokens, stamped.num_tokens),
+    ):
+        if reported != stored:
+            raise _mismatch(meta.sample_id, f"`{name}` was reported as {reported}, the payload has {stored}")
+
+
+def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> Iterator[types_pb2.Segment]:
+    """Yield the segments from the leaf to the root."""
+    index, above = sample.leaf, len(episode.segments)
+    while index != -1:
+        if not 0 <= index < above:
+            raise _mismatch(sample.sample_id, f"its path has segment {index}, expected one in [0, {above})")
+        segment = episode.segments[index]
+        if len(segment.token_ids) % _TOKEN_BYTES:
+            raise _mismatch(sample.sample_id, f"segment {index} has {len(segment.token_ids)} bytes of token ids")
+        if len(segment.loss_mask) not in (0, len(segment.token_ids) // _TOKEN_BYTES):
+            raise _mismatch(sample.sample_id, f"the loss mask of segment {index} does not have one value per token")
+        yield segment
+        index, above = segment.parent, index
+
+
+def _spans(meta: types_pb2.SampleMeta) -> list[tuple[int, int, int]]:
+    return sorted((span.step, span.incarnation, span.num_tokens) for span in meta.steps)
+
+
+def _mismatch(sample_id: str, what: str) -> MetadataMismatch:
+    return MetadataMismatch(
+        f"metadata and payload of sample {sample_id} contradict each other: {what}; drop the sample",
+        sample_id=sample_id,
+    )

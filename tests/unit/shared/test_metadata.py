@@ -1,0 +1,84 @@
+"""Metadata of a sample is counted from the stamps of its payload, and every contradiction between the two is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollmesh.shared.codec.metadata import check_metadata, sample_meta
+from rollmesh.shared.codec.trajectory import encode_episode
+from rollmesh.shared.errors import MetadataMismatch
+from rollmesh.v1 import types_pb2
+
+from . import episodes
+
+Change = Callable[[Any], object]
+
+
+def test_metadata_counts_trainable_policy_tokens_by_the_weights_that_sampled_them() -> None:
+    domain = episodes.rich_episode()
+    episode = encode_episode(domain)
+    meta = sample_meta(episode, episode.samples[0])
+    assert [(s.step, s.incarnation, s.num_tokens) for s in meta.steps] == [(3, 0, 2), (4, 0, 3)]
+    assert meta.num_tokens == 3 + 2 + 3 + 2 + 1
+    assert meta.steps[0].step == domain.oldest_step(domain.samples[0])
+    assert [r.name for r in meta.rewards] == ["correct", "format", "judge", "length"]
+
+
+def test_metadata_of_another_policy_counts_none_of_this_ones_tokens() -> None:
+    episode = encode_episode(episodes.rich_episode())
+    assert not sample_meta(episode, episode.samples[1]).steps
+
+
+def test_metadata_made_from_a_payload_agrees_with_it_also_after_rewards_changed() -> None:
+    episode = encode_episode(episodes.rich_episode())
+    for sample in episode.samples:
+        meta = sample_meta(episode, sample)
+        del meta.rewards[:]
+        check_metadata(episode, meta)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda m: setattr(m.steps[0], "step", 5), "steps"),
+        (lambda m: setattr(m.steps[0], "incarnation", 1), "steps"),
+        (lambda m: setattr(m.steps[0], "num_tokens", 1), "steps"),
+        (lambda m: m.steps.pop(), "steps"),
+        (lambda m: setattr(m, "num_tokens", 1), "num_tokens"),
+        (lambda m: setattr(m, "leaf", 2), "leaf"),
+        (lambda m: setattr(m, "policy", "other"), "policy"),
+        (lambda m: setattr(m, "trainable", False), "trainable"),
+        (lambda m: setattr(m, "sample_id", "e9.7"), "does not hold sample e9.7"),
+    ],
+)
+def test_metadata_that_contradicts_its_payload_is_found(change: Change, names: str) -> None:
+    episode = encode_episode(episodes.rich_episode())
+    meta = sample_meta(episode, episode.samples[0])
+    change(meta)
+    with pytest.raises(MetadataMismatch, match=names) as caught:
+        check_metadata(episode, meta)
+    assert caught.value.metadata["sample_id"] == meta.sample_id
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda e: setattr(e.segments[1].version, "step", 4), "steps"),
+        (lambda e: setattr(e.segments[1], "loss_mask", b"\1\0"), "steps"),
+        (lambda e: setattr(e.segments[1], "loss_mask", b"\1"), "loss mask"),
+        (lambda e: setattr(e.segments[1], "token_ids", b"\1"), "token ids"),
+        (lambda e: e.segments[1].ClearField("version"), "no version"),
+        (lambda e: setattr(e.segments[3], "parent", 3), "path"),
+        (lambda e: setattr(e.samples[0], "leaf", 99), "path"),
+        (lambda e: setattr(e.samples[0], "leaf", -2), "path"),
+    ],
+)
+def test_a_payload_that_contradicts_its_metadata_is_found(change: Change, names: str) -> None:
+    episode = encode_episode(episodes.rich_episode())
+    meta = sample_meta(episode, episode.samples[0])
+    change(episode)
+    with pytest.raises(MetadataMismatch, match=names):
+        check_metadata(types_pb2.Episode.FromString(episode.SerializeToString()), meta)
