@@ -15,6 +15,7 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.engines.zygote_process import Ended
 from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.services.sandbox.sessions import End, Sessions
 from rollmesh.shared.clock import SystemClock
@@ -39,6 +40,34 @@ os.waitpid(child, 0)
 WAIT_S = 30.0
 CONFIG = SandboxConfig(grace_s=0.5, start_timeout_s=90.0, pools=PoolsConfig(ready_max=0))
 LOWERED = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass"
+AT_TICKS = """
+import resource, signal, time
+seen = []
+signal.signal(signal.SIGPROF, lambda *_: seen.append(time.monotonic()))
+signal.setitimer(signal.ITIMER_PROF, 1e-6, 1e-6)
+while len(seen) < 20: pass
+period = min(later - earlier for earlier, later in zip(seen[5:], seen[6:]))
+resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+while True:
+    time.sleep(max(0.0, seen[-1] + period - 2e-4 - time.monotonic()))
+    ticks = len(seen)
+    while len(seen) == ticks: pass
+"""
+"""Runs only around each clock tick, for which it is charged the whole tick: the kernel kills it at a limit that it has hardly used."""
+
+
+BOMB = """
+import os, signal
+reading, writing = os.pipe()
+if not os.fork():
+    os.read(reading, 1)
+    held = b"x" * (300 << 20)
+    os._exit(0)
+held = b"x" * (400 << 20)
+os.write(writing, b"x")
+signal.pause()
+"""
+"""The first process is the larger one: it is the one that the kernel kills."""
 
 
 class Node:
@@ -47,13 +76,16 @@ class Node:
     def __init__(self, engine: JailEngine) -> None:
         self.engine = engine
         self.sessions = Sessions(engine, CONFIG, SystemClock())
+        self.pid = 0
+        """Of the session opened last, its pid 1, as seen from here."""
 
     async def open(self, session_id: str = "s") -> int:
-        """Its pid 1, as seen from here."""
+        """Open a session and return its `pid`."""
         before = {process.pid for process in descendants(os.getpid())}
         await self.sessions.open(session_id, profile="python", limits={}, ttl_s=0, owner="test")
         new = [process for process in descendants(os.getpid()) if process.pid not in before]
-        return new[-1].pid
+        self.pid = new[-1].pid
+        return self.pid
 
     @property
     def ended(self) -> dict[End, int]:
@@ -103,10 +135,18 @@ async def test_an_idle_session_killed_from_outside_is_infra_at_its_next_command(
         ("import os; os.kill(1, 9); os.kill(os.getpid(), 9); os._exit(7)", Outcome.EXITED),
         ("import os; os.close(3); import time; time.sleep(9)", Outcome.EXITED),
         (LOWERED, Outcome.EXITED),
+        (AT_TICKS, Outcome.EXITED),
         ("import ctypes; ctypes.string_at(0)", Outcome.EXITED),
         ("import os; os.abort()", Outcome.EXITED),
     ],
-    ids=["signals and exit", "closes its socket", "lowers its CPU limit", "faults", "aborts"],
+    ids=[
+        "signals and exit",
+        "closes its socket",
+        "lowers its CPU limit",
+        "lowers it and runs at ticks alone",
+        "faults",
+        "aborts",
+    ],
 )
 async def test_what_a_program_does_to_its_session_is_its_own(node: Node, code: str, outcome: Outcome) -> None:
     await node.open()
@@ -114,6 +154,43 @@ async def test_what_a_program_does_to_its_session_is_its_own(node: Node, code: s
         result = await node.sessions.run("s", Program(code=code), 9.0)
     assert (result.outcome, result.session_alive) == (outcome, False), result.error_message
     assert node.ended == {End.DIED: 1}
+
+
+async def test_a_program_over_its_memory_limit_is_told_so_every_time(node: Node) -> None:
+    await node.open()
+    if group_of(node) is None:
+        pytest.skip("no memory cgroup is writable here")
+    await node.sessions.close("s")
+    for _ in range(8):
+        await node.open()
+        async with asyncio.timeout(WAIT_S):
+            result = await node.sessions.run("s", Program(code=BOMB), 9.0)
+        assert (result.outcome, result.session_alive) == (Outcome.MEMORY, False), result.error_message
+    assert node.ended == {End.CLOSED: 1, End.DIED: 8}
+
+
+async def test_the_account_of_memory_is_complete_when_the_end_is_known(node: Node) -> None:
+    await node.open()
+    live, kills = node.engine._live["s"], [False, True]
+    live.memory_kills.any_new = kills.pop  # type: ignore[method-assign]
+    reaped = live.zygote._sessions[live.key]
+    live.zygote._finish(live.key, Ended(status=-signal.SIGKILL))
+    assert reaped.done()
+    assert not live.ended.done()
+    ended = await node.engine._forks.gone(live)
+    assert ended.out_of_memory
+
+
+async def test_a_forged_reply_does_not_use_up_the_account_of_memory(node: Node) -> None:
+    await node.open()
+    live, kills = node.engine._live["s"], [False, True]
+    live.memory_kills.any_new = kills.pop  # type: ignore[method-assign]
+    forged = "import json, os, struct; b = json.dumps({'outcome': 'ok', 'exit_status': -9}).encode(); "
+    forged += "os.write(3, struct.pack('<I', len(b)) + b); __import__('signal').pause()"
+    assert (await node.sessions.run("s", Program(code=forged), 9.0)).outcome is Outcome.MEMORY
+    os.kill(node.pid, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        assert (await node.sessions.run("s", Program(code="1"), 1.0)).outcome is Outcome.MEMORY
 
 
 def group_of(node: Node) -> cgroups.Group | None:

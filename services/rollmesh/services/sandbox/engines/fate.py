@@ -13,6 +13,7 @@ from __future__ import annotations
 import signal
 
 from rollmesh.sandbox_runtime.cgroups import Group
+from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.engines.zygote_process import Ended
 
 _CLOCKS_APART = 0.2
@@ -37,10 +38,15 @@ class MemoryKills:
         return (self._group.num_oom_kills(), self._group.num_limit_hits()) if self._group is not None else (0, 0)
 
 
-def killed_from_outside(ended: Ended, *, out_of_memory: bool) -> bool:
-    """Of a session that ended before we asked for it."""
-    out_of_cpu = used_up(ended.cpu_s, ended.cpu_limit_s)
-    return ended.status == -signal.SIGKILL and not out_of_memory and not out_of_cpu
+def killed_from_outside(ended: Ended, limits: Limits) -> bool:
+    """Return whether a session that ended before we asked for it was killed by another process on the host or by its kernel.
+
+    A kill at a CPU limit below the session's own counts as the program's doing, whatever CPU time is reported: only the program can
+    have lowered the limit, and one that runs just around each clock tick is charged many times the time that it uses.
+    """
+    lowered = ended.cpu_limit_s < limits.cpu_total_s
+    out_of_cpu = lowered or used_up(ended.cpu_s, ended.cpu_limit_s)
+    return ended.status == -signal.SIGKILL and not ended.out_of_memory and not out_of_cpu
 
 
 def used_up(cpu_s: float, limit_s: float) -> bool:

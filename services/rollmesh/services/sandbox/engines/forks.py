@@ -12,7 +12,7 @@ import itertools
 import os
 import socket
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import SandboxConfig
@@ -34,9 +34,10 @@ class Live:
     place: Place
     limits: Limits
     ended: asyncio.Future[Ended]
+    """Done when nothing of the session is left and its place is free."""
     memory_kills: MemoryKills
     out_of_memory: bool = False
-    """Whether the kernel killed for memory in it; known when it has ended."""
+    """Whether the kernel has killed a process of the session for the session's own memory limit, as far as was asked."""
     closing: bool = False
     """Whether we have begun to end it."""
 
@@ -44,6 +45,13 @@ class Live:
         """Have it killed; `ended` tells when nothing of it is left."""
         self.closing = True
         self.zygote.kill(self.key)
+
+    def killed_for_memory(self) -> bool:
+        """Return whether the kernel has killed for memory since this was last asked. `out_of_memory` remembers every such kill: a forged
+        reply can make the service ask at a moment that the program chooses."""
+        new = self.memory_kills.any_new()
+        self.out_of_memory = self.out_of_memory or new
+        return new
 
     @property
     def quiet(self) -> bool:
@@ -89,7 +97,7 @@ class Forks:
             if place.group is not None:
                 place.group.limit(limits)
                 entrances = place.group.entrances()
-            ended = zygote.open(key, place, limits, (theirs.fileno(), *entrances), egress_fds)
+            reaped = zygote.open(key, place, limits, (theirs.fileno(), *entrances), egress_fds)
         except OSError as error:
             ours.close()
             raise SandboxFailed(f"cannot set the session's cgroup: {error}") from error
@@ -102,15 +110,17 @@ class Forks:
                 os.close(fd)
         session = JailSession(ours, limits, self._config.files_bytes_max)
         kills = self._memory_kills.setdefault(place.index, MemoryKills(place.group))
-        live = Live(key, session, zygote, place, limits, ended, kills)
-        ended.add_done_callback(lambda _: self._release(live))
+        live = Live(key, session, zygote, place, limits, asyncio.get_running_loop().create_future(), kills)
+        reaped.add_done_callback(lambda done: self._release(live, done.result()))
         return live
 
-    def _release(self, live: Live) -> None:
-        """Nothing of the session is left: the one place where a place is given back."""
-        live.out_of_memory = live.memory_kills.any_new()
+    def _release(self, live: Live, ended: Ended) -> None:
+        """Nothing of the session is left: the one place where a place is given back. Only then is `live.ended` done, so that whoever
+        reads it finds the whole account."""
+        live.killed_for_memory()
         live.session.close()
         self.places.give_back(live.place)
+        live.ended.set_result(replace(ended, out_of_memory=live.out_of_memory))
 
     async def ready(self, live: Live, session_id: str = "") -> None:
         """Wait until it is contained. Raises SandboxFailed when it has ended instead; ends it if cancelled.

@@ -235,13 +235,13 @@ class JailEngine:
             return killed(Outcome.TIME, wall_s + self._config.grace_s)
         except SessionGone:
             ended = await self._ended_by_itself(session_id, live, gone=True)
-            return explain(ended, live.limits, out_of_memory=live.out_of_memory)
+            return explain(ended, live.limits)
         except ProtocolBroken as error:
             await self._ended_by_itself(session_id, live)
             return exited(f"the session's protocol was broken: {error}")
         if reply.refused:
             raise InvalidInput(reply.refused, session=session_id)
-        result = to_result(reply, live.memory_kills.any_new)
+        result = to_result(reply, live.killed_for_memory)
         if not result.session_alive:
             await self.end(session_id)
         return result
@@ -304,6 +304,6 @@ class JailEngine:
             raise UnknownSession(f"session {session_id!r} was closed while it was used")
         if ended.lost:
             raise SandboxFailed("the session was lost with its zygote", session=session_id)
-        if unasked and killed_from_outside(ended, out_of_memory=live.out_of_memory):
+        if unasked and killed_from_outside(ended, live.limits):
             raise SandboxFailed("the session was killed from outside; is the host out of memory?", session=session_id)
         return ended

@@ -38,9 +38,9 @@ def to_result(reply: Reply, killed_for_memory: Callable[[], bool]) -> RunResult:
     )
 
 
-def explain(ended: Ended, limits: Limits, *, out_of_memory: bool) -> RunResult:
+def explain(ended: Ended, limits: Limits) -> RunResult:
     """Why a session ended by itself: the kernel's memory or CPU limit, or its own doing."""
-    if out_of_memory:
+    if ended.status < 0 and ended.out_of_memory:
         return killed(Outcome.MEMORY)
     if ended.status < 0 and used_up(ended.cpu_s, limits.cpu_total_s):
         return killed(Outcome.TIME)

@@ -37,6 +37,8 @@ class Ended:
     cpu_limit_s: float = 0.0
     """At which the kernel would have killed it."""
     lost: bool = False
+    out_of_memory: bool = False
+    """Whether the kernel killed a process of the session for the session's own memory limit."""
     refused: str = ""
     """Why it never began."""
 
