@@ -1,8 +1,8 @@
 """Whether two result sets of queries are the same answer. Pure; for the service's side, where expected results live.
 
 Rows are a multiset unless the order counts, which it does when the expected query orders at its top level. Columns are compared by
-position, their names not at all. Null equals null only. Numbers are equal within a tolerance whatever their type, so 1 equals 1.0;
-text never equals a number.
+position, their names not at all. Null equals null only. Two integers must be equal. Other numbers are equal within a tolerance
+whatever their type, so 1 equals 1.0; text never equals a number.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _rows_equal(expected: Row, actual: Row, tolerance: float) -> bool:
 
 
 def _cells_equal(one: Any, other: Any, tolerance: float) -> bool:
-    if one == other:
-        return True
+    if one == other or (isinstance(one, int) and isinstance(other, int)):
+        return bool(one == other)
     if _is_number(one) and _is_number(other):
         return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance)
     if isinstance(one, tuple) and isinstance(other, tuple) and one[:1] == other[:1] and len(one) == len(other):

@@ -13,6 +13,7 @@ left by then. A warden that was itself killed leaves that to the zygote.
 
 from __future__ import annotations
 
+import builtins
 import gc
 import importlib
 import os
@@ -50,6 +51,8 @@ _ALWAYS = (
 _LATE = ("encodings.idna", "subprocess", "threading")
 """What sessions import when they first need it. Every session would pay for the work of `threading` after a fork, and for the
 mappings of each shared library."""
+_OWN_FRAMES = 64
+"""More than the stack frames of the jail's own code below any foreign code."""
 _UNLIMITED_S = 1 << 53
 """More than any process uses."""
 
@@ -261,9 +264,16 @@ def _warm_up(profile: Profile, *, late: bool) -> dict[str, Any]:
         exec(compile(profile.prelude, "<prelude>", "exec"), namespace)  # noqa: S102 - the operator's own code
     if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"the preloaded modules started {num_threads - 1} threads; a fork would lose them")
+    _make_usual()
     surroundings.reset()
     rehearsal.rehearse(namespace)
     return namespace
+
+
+def _make_usual() -> None:
+    """Give sessions what `python FILE` would: the builtins that `-S` omits, and 1000 stack frames. `exit` does not close stdin."""
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
+    sys.setrecursionlimit(sys.getrecursionlimit() + _OWN_FRAMES)
 
 
 def _public_functions(module: ModuleType) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def test_values_compare_strictly(expected: Any, given: Any, same: bool) -> None:
 def test_tolerance_is_relative_and_absolute_below_one() -> None:
     assert same_value(0.3, 0.1 + 0.2, 1e-9)
     assert same_value(1e9, 1e9 + 1, 1e-6)
+    assert not same_value(10**9, 10**9 + 1, 1e-6), "two integers"
     assert same_value([{"a": 0.0}], [{"a": 1e-7}], 1e-6)
     assert not same_value(1.0, 1.1, 1e-6)
     assert not same_value(1.0, 10**400, 1e-6)
@@ -86,13 +87,39 @@ def test_deep_given_value_is_followed_only_as_far_as_expected() -> None:
         ("numbers", "inf", "inf", "AC"),
         ("numbers", "1", "inf", "WA"),
         ("numbers", "1 2", "1", "WA"),
+        ("numbers", "998244353", "998244352", "WA"),
+        ("numbers", "9007199254740993", "9007199254740992", "WA"),
+        ("numbers", "1" * 5000 + "7", "1" * 5000 + "8", "WA"),
+        ("numbers", "1" * 5000, "+0" + "1" * 5000, "AC"),
+        ("numbers", "007 -0", "7 0", "AC"),
+        ("numbers", "12", "1_2", "WA"),
+        ("numbers", "12", "１２", "WA"),
+        ("numbers", "12", "\u0661\u0662", "WA"),
+        ("numbers", "1e3 .5 5.", "1000 0.5 5", "AC"),
+        ("numbers", "1e999999999", "1e999999998", "WA"),
+        ("numbers", "1e99999999999999999999", "2", "WA"),
+        ("exact", "a\n", "a\r\n", "AC"),
+        ("exact", "a\n", "a\u00a0\n", "WA"),
+        ("exact", "a\n", "a\u2003\n", "WA"),
+        ("exact", "a\n", "a\x1c\n", "WA"),
+        ("tokens", "a b", "a\u00a0b", "WA"),
+        ("tokens", "a b", " \ta\v\f\r\nb ", "AC"),
+        ("tokens", "a\x1cb", "a b", "WA"),
     ],
 )
 def test_texts_compare_as_the_manifest_says(how: TextCompare, expected: str, given: str, verdict: str) -> None:
     assert compare_text(expected, given, how, 1e-6).name == verdict
 
 
-@pytest.mark.parametrize("text", ["NaN", "[Infinity]", "[" * 100_000, "9" * 10_000, '{"a":1,"a":1}', "", "{}x"])
+def test_numbers_without_tolerance_are_compared_exactly() -> None:
+    assert compare_text("1000000000000000007.0", "1000000000000000009.0", "numbers", 0.0) is Verdict.WA
+    assert compare_text("0.1", "0.1000000000000000055", "numbers", 0.0) is Verdict.WA
+    assert compare_text("0.10", "1e-1", "numbers", 0.0) is Verdict.AC
+
+
+@pytest.mark.parametrize(
+    "text", ["1e999", "[-1e999]", "NaN", "[Infinity]", "[" * 100_000, "9" * 10_000, '{"a":1,"a":1}', "", "{}x"]
+)
 def test_strict_json_refuses_by_value_error(text: str) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - its only promise
         strict_json(text)

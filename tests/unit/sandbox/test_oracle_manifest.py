@@ -14,10 +14,12 @@ from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.oracle.hidden_tests import require_hidden
 from rollmesh.services.sandbox.oracle.manifest import (
     FunctionManifest,
+    Manifest,
     ManifestError,
     StdioManifest,
     manifest_of,
     parse_manifest,
+    require_room,
 )
 from rollmesh.services.sandbox.oracle.store import OracleStore
 from rollmesh.shared.errors import ConfigError, UnknownOracle
@@ -113,6 +115,27 @@ def test_store_refuses_a_file_that_changed(tmp_path: Path) -> None:
     os.unlink(path)
     with pytest.raises(UnknownOracle, match="has changed"):
         store.manifest("a")
+
+
+def test_manifest_with_more_expected_output_than_is_kept_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    long = manifest_of({**STDIO, "tests": [{"stdout": "x"}, {"stdout": "y" * 99 + "\n"}]})
+    with pytest.raises(
+        ManifestError, match=r"tests\[1\].stdout: must be shorter than `output_bytes` \(100\), got 100 bytes"
+    ):
+        require_room(long, 100)
+    require_room(long, 101)
+    wide = manifest_of({**FUNCTION, "tests": [{"arguments": [], "expected": list(range(100))}]})
+    with pytest.raises(ManifestError, match=r"tests\[0\].expected"):
+        require_room(wide, 300)
+    checked = {"compare": "checker", "checker": {"source": "def check(*_): return True"}}
+    require_room(manifest_of({**STDIO, **checked}), 1)
+    (tmp_path / "long.json").write_text(json.dumps({**STDIO, "tests": [{"stdout": "x" * 1000}]}))
+
+    def check(manifest: Manifest) -> None:
+        require_room(manifest, 1000)
+
+    with pytest.raises(RecordError, match=r'long.json:1: field "tests\[0\].stdout"'):
+        OracleStore(tmp_path, check)
 
 
 def test_missing_store_is_a_config_error(tmp_path: Path) -> None:

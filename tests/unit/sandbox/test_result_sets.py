@@ -78,3 +78,9 @@ def test_any_shuffle_is_the_same_answer_and_a_lost_row_is_not(rows: list[list[An
     assert same(rows, shuffled, ordered=False)
     if rows:
         assert not same(rows, shuffled[1:], ordered=False)
+
+
+def test_two_integers_must_be_equal_whatever_the_tolerance() -> None:
+    assert not same([[1_000_000]], [[1_000_001]], ordered=True, tolerance=1e-3)
+    assert not same([[1_000_000]], [[1_000_001]], ordered=False, tolerance=1e-3)
+    assert same([[1_000_000]], [[1_000_001.0]], ordered=False, tolerance=1e-3)

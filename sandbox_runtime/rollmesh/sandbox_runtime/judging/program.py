@@ -1,26 +1,28 @@
 """Runs the candidate's Python file as a program: a fork of the warm session with the test's standard input.
 
-What it prints is the session's own output, bounded and cut there. Its end is told as a status; nothing it does to this process
-can make more of that than a status. Nothing of it outlives the call.
+The interpreter itself executes the file as its main program and then finalizes as at the end of `python FILE`: it joins threads,
+calls the functions of `atexit`, flushes the streams and destroys the objects that are left.
+
+What the program prints is the session's own output, bounded and cut there. Its end is reported as a status; nothing it does to this
+process can make more of that than a status. Nothing of it outlives the call.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import json
 import math
 import os
 import resource
-import runpy
 import signal
 import sys
-import traceback
+from types import ModuleType
 from typing import NoReturn
 
 from rollmesh.sandbox_runtime.surroundings import is_alone, private_dir
 
-OUT_OF_MEMORY = 86
-"""Exit status that stands for an uncaught MemoryError."""
 _DESCRIPTORS_MAX = 1024
 
 
@@ -48,17 +50,16 @@ def _end_all(child: int) -> None:
 
 
 def _be_program(path: str, stdin: str, cpu_s: float) -> NoReturn:
-    status = 1
     try:
         os.setsid()
         _arrange(stdin, cpu_s)
-        status = _execute(path)
+        _execute(path)
     finally:
-        os._exit(status)
+        os._exit(1)
 
 
 def _arrange(stdin: str, cpu_s: float) -> None:
-    """Standard streams of a program of its own, the usual signals, and its share of CPU."""
+    """Give the program its own standard streams, the usual signals, and its share of CPU."""
     for number in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -70,41 +71,41 @@ def _arrange(stdin: str, cpu_s: float) -> None:
     os.lseek(source, 0, os.SEEK_SET)
     os.dup2(source, 0)
     os.closerange(3, _DESCRIPTORS_MAX)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the program
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    _set_stream("stdin", 0, "r")
+    _set_stream("stdout", 1, "w")
+    _set_stream("stderr", 2, "w", buffering=1, errors="backslashreplace")
 
 
-def _execute(path: str) -> int:
-    """As the interpreter would: run, wait for threads, flush. The status."""
+def _set_stream(name: str, descriptor: int, mode: str, *, buffering: int = -1, errors: str = "strict") -> None:
+    """Under both names: the interpreter flushes both, and the second keeps the buffer open when a program wraps it again."""
+    stream = os.fdopen(descriptor, mode, buffering, "utf-8", errors, closefd=False)
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
+
+
+def _execute(path: str) -> NoReturn:
+    """Run the file as the main program and end this process as the interpreter would."""
     sys.argv = [path]
     sys.path.insert(0, private_dir())
     sys.dont_write_bytecode = True
-    status = 0
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except SystemExit as end:
-        status = _status_of(end)
-    except MemoryError:
-        status = OUT_OF_MEMORY
-    except BaseException:  # noqa: BLE001 - the interpreter's own last resort: print it, end with 1
-        traceback.print_exc()
-        status = 1
-    if (threading := sys.modules.get("threading")) is not None:  # else it has started none
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return status or 1
-    return status
+    atexit.register(
+        _keep_modules, dict(sys.modules)
+    )  # before the program registers any, so it is called after all of them
+    sys.modules["__main__"] = ModuleType("__main__")
+    name = os.fsencode(path)
+    file = _fopen(name, b"r")
+    failed = not file or ctypes.pythonapi.PyRun_SimpleFileExFlags(ctypes.c_void_p(file), name, 1, None)
+    ctypes.pythonapi.Py_Exit(1 if failed else 0)
+    raise AssertionError("Py_Exit returned")
 
 
-def _status_of(end: SystemExit) -> int:
-    if end.code is None:
-        return 0
-    if isinstance(end.code, int):
-        return end.code & 0xFF
-    print(end.code, file=sys.stderr)
-    return 1
+def _keep_modules(warm: dict[str, ModuleType]) -> None:
+    """Hide the modules of the zygote from finalization. The program has no object in them, and destroying them would copy their pages."""
+    for name, module in warm.items():
+        if sys.modules.get(name) is module:
+            del sys.modules[name]
+
+
+_fopen = ctypes.CDLL(None).fopen
+_fopen.restype = ctypes.c_void_p
+_fopen.argtypes = (ctypes.c_char_p, ctypes.c_char_p)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from decimal import Decimal
 from typing import Any, Literal, NoReturn
 
 from rollmesh.services.sandbox.oracle.verdict import Verdict
@@ -14,11 +16,18 @@ from rollmesh.services.sandbox.oracle.verdict import Verdict
 TextCompare = Literal["exact", "tokens", "numbers", "checker"]
 ValueCompare = Literal["equal", "numbers", "checker"]
 
+_WHITE_SPACE = " \t\n\r\v\f"
+"""What separates words and may end a line. Every other character, a no-break space for instance, is part of the answer."""
+_WORD = re.compile(f"[^{_WHITE_SPACE}]+")
+_INTEGER = re.compile("[+-]?[0-9]+")
+_NUMERAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
 
 def strict_json(text: str | bytes) -> Any:
-    """The value of a JSON text. ValueError for what JSON has not: NaN, Infinity, a key twice, depth or digits without end."""
+    """The value of a JSON text. ValueError for what JSON has not: NaN, Infinity, numbers that only an infinity stands for, a key twice,
+    depth or digits without end."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -43,9 +52,9 @@ def same_value(expected: Any, given: Any, tolerance: float = 0.0) -> bool:
 
 
 def same_number(expected: float, given: float, tolerance: float) -> bool:
-    """Equal, or within the tolerance times the larger of 1 and the expected magnitude."""
-    if expected == given:
-        return True
+    """Equal, or within the tolerance times the larger of 1 and the expected magnitude. Two integers must be equal."""
+    if expected == given or (isinstance(expected, int) and isinstance(given, int)):
+        return expected == given
     try:
         return bool(tolerance) and abs(given - expected) <= tolerance * max(1.0, abs(expected))
     except OverflowError:
@@ -54,33 +63,45 @@ def same_number(expected: float, given: float, tolerance: float) -> bool:
 
 def compare_text(expected: str, given: str, how: TextCompare, tolerance: float) -> Verdict:
     """AC, PE or WA of a program's output."""
+    ours, theirs = _WORD.findall(expected), _WORD.findall(given)
     if how == "numbers":
-        return Verdict.AC if _same_tokens(expected.split(), given.split(), tolerance) else Verdict.WA
-    same_tokens = expected.split() == given.split()
+        return Verdict.AC if _same_words(ours, theirs, tolerance) else Verdict.WA
     if how == "tokens":
-        return Verdict.AC if same_tokens else Verdict.WA
+        return Verdict.AC if ours == theirs else Verdict.WA
     if _lines(expected) == _lines(given):
         return Verdict.AC
-    return Verdict.PE if same_tokens else Verdict.WA
+    return Verdict.PE if ours == theirs else Verdict.WA
 
 
 def _lines(text: str) -> list[str]:
-    """Without white space at the ends of lines and without empty lines at the end: nobody means those."""
-    return "\n".join(line.rstrip() for line in text.split("\n")).rstrip("\n").split("\n")
+    """Lines without white space at their ends, and without empty lines at the end of the text."""
+    return "\n".join(line.rstrip(_WHITE_SPACE) for line in text.split("\n")).rstrip("\n").split("\n")
 
 
-def _same_tokens(expected: list[str], given: list[str], tolerance: float) -> bool:
+def _same_words(expected: list[str], given: list[str], tolerance: float) -> bool:
     return len(expected) == len(given) and all(
         ours == theirs or _same_numeral(ours, theirs, tolerance) for ours, theirs in zip(expected, given, strict=True)
     )
 
 
 def _same_numeral(expected: str, given: str, tolerance: float) -> bool:
-    try:
-        wanted, found = float(expected), float(given)
-    except ValueError:
+    """Whether two words are numerals of ASCII with the same value, or near enough unless both are integers."""
+    if not (_NUMERAL.fullmatch(expected) and _NUMERAL.fullmatch(given)):
         return False
-    return math.isfinite(wanted) and math.isfinite(found) and same_number(wanted, found, tolerance)
+    try:
+        wanted, found = Decimal(expected), Decimal(given)
+    except ArithmeticError:  # an exponent of more than 18 digits
+        return False
+    if wanted == found or (_INTEGER.fullmatch(expected) and _INTEGER.fullmatch(given)):
+        return wanted == found
+    return tolerance > 0 and math.isfinite(float(wanted)) and same_number(float(wanted), float(found), tolerance)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
 
 
 def _refuse_constant(name: str) -> NoReturn:

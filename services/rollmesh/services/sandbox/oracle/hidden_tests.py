@@ -27,11 +27,11 @@ class HiddenTests:
 
     def __init__(self, sessions: Sessions, config: SandboxConfig, *, clock: Clock, ids: IdSource) -> None:
         """ConfigError or RecordError for a store that cannot be used."""
+        self._judge = Judge(sessions, config, clock=clock, ids=ids)
         self._store: OracleStore | None = None
         if config.oracles:
             require_hidden(config)
-            self._store = OracleStore(config.oracles)
-        self._judge = Judge(sessions, config, clock=clock, ids=ids)
+            self._store = OracleStore(config.oracles, check=self._judge.check)
 
     async def answer(self, request: sandbox_pb2.RunTestsRequest) -> sandbox_pb2.RunTestsResponse:
         """The verdicts. Raises MeshError, never for what the candidate did."""

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenCell, Prepare, loading
 from rollmesh.services.sandbox.oracle.cell import open_cell
@@ -24,11 +25,13 @@ from rollmesh.services.sandbox.oracle.manifest import (
     FunctionManifest,
     LimitsPerTest,
     Manifest,
+    ManifestError,
     RepositoryManifest,
     SqlManifest,
     StdioManifest,
     UnitManifest,
     name_of,
+    require_room,
 )
 from rollmesh.services.sandbox.oracle.queries import try_sql
 from rollmesh.services.sandbox.oracle.repositories import patching, try_repository
@@ -37,7 +40,7 @@ from rollmesh.services.sandbox.oracle.unit import try_unit
 from rollmesh.services.sandbox.oracle.verdict import Failed, JudgedTest, Report, Verdict
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import InvalidInput, Overloaded, UnknownProfile
+from rollmesh.shared.errors import FieldViolation, InvalidInput, Overloaded, UnknownProfile
 from rollmesh.shared.ids import IdSource
 
 Trial = Callable[[int], Awaitable[None]]
@@ -70,8 +73,12 @@ class Judge:
     async def judge(
         self, manifest: Manifest, files: Mapping[str, bytes], *, limits: LimitsPerTest | None = None, owner: str = ""
     ) -> Report:
-        """Verdicts. Raises InvalidInput for limits above the manifest's, and as opening and using sessions does."""
+        """Verdicts. Raises InvalidInput for limits above the manifest's or too low for it, and as opening and using sessions does."""
         request = _Request(manifest, files, _narrow(manifest.limits, limits or LimitsPerTest()), owner or "RunTests")
+        try:
+            require_room(manifest, int(request.limits["output_bytes"]) or self._limits(manifest.profile).output_bytes)
+        except ManifestError as error:
+            raise InvalidInput(f"`manifest`: {error}", violations=[FieldViolation("manifest", str(error))]) from None
         if self._num_asked >= self._config.judgements_inflight_max + self._config.judgements_queued_max:
             raise Overloaded(
                 f"{self._num_asked} judgements wait or go on at this sandbox node; wait or go to another node",
@@ -83,6 +90,11 @@ class Judge:
                 return await self._run(manifest, trial, candidate)
         finally:
             self._num_asked -= 1
+
+    def check(self, manifest: Manifest) -> None:
+        """ManifestError for a manifest that no candidate could pass under the limits of its profile, if that is configured."""
+        if manifest.profile in self._config.profiles:
+            require_room(manifest, manifest.limits.output_bytes or self._limits(manifest.profile).output_bytes)
 
     async def _run(self, manifest: Manifest, trial: Trial, candidate: Candidate) -> Report:
         verdicts: list[JudgedTest] = []
@@ -126,7 +138,7 @@ class Judge:
             case FunctionManifest() as function:
                 return lambda index: try_function(function, function.tests[index], candidate, checker)
             case StdioManifest() as stdio:
-                cpu_s = request.limits["cpu_s"] or self._cpu_s(stdio.profile)
+                cpu_s = request.limits["cpu_s"] or self._limits(stdio.profile).cpu_s
                 return lambda index: try_stdio(stdio, stdio.tests[index], candidate, checker, cpu_s)
             case UnitManifest() as unit:
                 oracle = self._opener(unit.oracle_profile, {}, request.owner)
@@ -138,8 +150,8 @@ class Judge:
                 directory = self._directory(patched.profile)
                 return lambda index: try_repository(patched, patched.tests[index], candidate, directory)
 
-    def _cpu_s(self, profile: str) -> float:
-        return self._profile(profile).resolved_limits().cpu_s
+    def _limits(self, profile: str) -> Limits:
+        return self._profile(profile).resolved_limits()
 
     def _directory(self, profile: str) -> str:
         """Where the profile's sessions have their repository, from their own directory."""

@@ -6,6 +6,7 @@ that silently isn't run is worse than one that fails.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from typing import Any, Literal, Protocol
@@ -127,9 +128,9 @@ class StdioManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=
     """In the order in which they run."""
     compare: TextCompare = "exact"
     """`exact`: the same lines, white space at their ends and empty lines at the end apart; otherwise the same tokens are PE.
-    `tokens`: the same words in any white space. `numbers`: the same, numerals within `tolerance`. `checker`."""
+    `tokens`: the same words in any white space. `numbers`: the same, numerals within `tolerance`. `checker`. White space is that of ASCII."""
     tolerance: float = 1e-6
-    """Of `numbers`: relative, and absolute below 1."""
+    """Of `numbers`: relative, and absolute below 1. Two integers must be equal; 0 compares decimal fractions exactly, too."""
     checker: Checker | None = None
     """Of `checker`; it gets the texts of stdin, expected and given stdout."""
 
@@ -153,7 +154,7 @@ class FunctionManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fiel
     """`equal`: the same JSON value, where 1 equals 1.0 and true is no number. `numbers`: the same, numbers within `tolerance`.
     `checker`."""
     tolerance: float = 1e-6
-    """Of `numbers`: relative, and absolute below 1."""
+    """Of `numbers`: relative, and absolute below 1. Two integers must be equal."""
     checker: Checker | None = None
     """Of `checker`; it gets the values of arguments, expected and result."""
 
@@ -220,7 +221,7 @@ class SqlManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ordered: bool = False
     """Whether the order of rows counts."""
     tolerance: float = 1e-6
-    """Of numbers: relative, and absolute below 1."""
+    """Of numbers: relative, and absolute below 1. Two integers must be equal."""
     tests: tuple[SqlTest, ...]
     """In the order in which they run."""
 
@@ -274,6 +275,22 @@ class Named(Protocol):
 def name_of(test: Named, index: int) -> str:
     """Its name, or its number from 1."""
     return test.name or str(index + 1)
+
+
+def require_room(manifest: Manifest, output_bytes: int) -> None:
+    """ManifestError if an expected output is longer than what is kept of a candidate's, which therefore could never pass. One byte is
+    left for the end of the last line."""
+    if isinstance(manifest, StdioManifest | FunctionManifest) and manifest.checker is None:
+        for number, test in enumerate(manifest.tests):
+            field, text = (
+                ("stdout", test.stdout) if isinstance(test, StdioTest) else ("expected", json.dumps(test.expected))
+            )
+            if (length := len(text.encode("utf-8", "replace"))) >= output_bytes:
+                raise ManifestError(
+                    f"must be shorter than `output_bytes` ({output_bytes}), got {length} bytes; "
+                    f"raise `output_bytes` in the limits of the manifest and of profile {manifest.profile!r}",
+                    f"tests[{number}].{field}",
+                )
 
 
 def check_comparing(how: str, tolerance: float, checker: Checker | None) -> None:

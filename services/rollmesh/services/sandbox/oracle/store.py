@@ -12,7 +12,8 @@ memory. A file changed since is refused, never read half old and half new.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,16 @@ class _Place:
 
 
 class OracleStore:
-    """Manifests by reference. Raises ConfigError or RecordError for a place or a manifest that cannot be used."""
+    """Manifests by reference. Raises ConfigError or RecordError for a place or a manifest that cannot be used. `check` raises
+    ManifestError for a manifest that this node cannot judge by."""
 
-    def __init__(self, source: str | Path) -> None:
+    def __init__(self, source: str | Path, check: Callable[[Manifest], None] = lambda _: None) -> None:
         self._source = Path(source)
         self._places: dict[str, _Place] = {}
         try:
-            for ref, place in _scan(self._source):
+            for ref, place, manifest in _scan(self._source):
+                with _naming(place):
+                    check(manifest)
                 if ref in self._places:
                     raise _wrong(place, f"oracle_ref {ref!r} stands at {_where(self._places[ref])} already", _REF_FIELD)
                 self._places[ref] = place
@@ -85,7 +89,7 @@ def read_manifest(path: Path) -> Manifest:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a manifest", path=path) from error
 
 
-def _scan(source: Path) -> Iterator[tuple[str, _Place]]:
+def _scan(source: Path) -> Iterator[tuple[str, _Place, Manifest]]:
     if not source.is_dir():
         yield from _lines(source, "")
         return
@@ -95,18 +99,18 @@ def _scan(source: Path) -> Iterator[tuple[str, _Place]]:
             yield from _lines(path, f"{ref}:")
         elif path.suffix == ".json":
             place = _Place(path, _stamp(path), 0, path.stat().st_size, 0)
-            _read(place)
-            yield ref, place
+            yield ref, place, _read(place)[1]
 
 
-def _lines(path: Path, prefix: str) -> Iterator[tuple[str, _Place]]:
+def _lines(path: Path, prefix: str) -> Iterator[tuple[str, _Place, Manifest]]:
     stamp, offset, line = _stamp(path), 0, 0
     with path.open("rb") as file:
         while raw := file.readline(MANIFEST_BYTES_MAX + 1):
             line += 1
             if raw.strip():
                 place = _Place(path, stamp, offset, len(raw), line)
-                yield prefix + _decode(raw, place)[0], place
+                ref, manifest = _decode(raw, place)
+                yield prefix + ref, place, manifest
             offset += len(raw)
 
 
@@ -129,8 +133,15 @@ def _decode(raw: bytes, place: _Place) -> tuple[str, Manifest]:
         ref = value.pop(_REF_FIELD, "") if isinstance(value, dict) else ""
         if not isinstance(ref, str) or not ref:
             raise _wrong(place, "must be a string that names the manifest", _REF_FIELD)
-    try:
+    with _naming(place):
         return ref, manifest_of(value)
+
+
+@contextmanager
+def _naming(place: _Place) -> Iterator[None]:
+    """A ManifestError as a RecordError that names file and line."""
+    try:
+        yield
     except ManifestError as error:
         raise _wrong(place, error.cause, error.field) from None
 

@@ -6,7 +6,6 @@ import json
 import signal
 from typing import Any
 
-from rollmesh.sandbox_runtime.judging.program import OUT_OF_MEMORY
 from rollmesh.sandbox_runtime.program import PYTHON, Program
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.oracle.candidate import Candidate
@@ -15,7 +14,7 @@ from rollmesh.services.sandbox.oracle.compare import compare_text, same_value, s
 from rollmesh.services.sandbox.oracle.manifest import FunctionManifest, FunctionTest, StdioManifest, StdioTest
 from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict
 
-_SIGNALS = {-signal.SIGXCPU: Verdict.TLE, -signal.SIGKILL: Verdict.MLE, OUT_OF_MEMORY: Verdict.MLE}
+_SIGNALS = {-signal.SIGXCPU: Verdict.TLE, -signal.SIGKILL: Verdict.MLE}
 """SIGKILL: within the session only the kernel kills so, for memory, or the program itself."""
 
 
@@ -69,8 +68,8 @@ async def _printed(manifest: StdioManifest, test: StdioTest, candidate: Candidat
 
 
 def _require_success(result: RunResult) -> None:
-    said = read_answer(result)
-    status = said.get("status") if isinstance(said, dict) else None
+    answer = read_answer(result)
+    status = answer.get("status") if isinstance(answer, dict) else None
     if type(status) is not int:
         raise Failed(Verdict.RE, "the session's protocol was broken")
     if status == 0:
@@ -78,9 +77,11 @@ def _require_success(result: RunResult) -> None:
     if result.truncated:
         raise Failed(Verdict.OLE, "more was printed than the limit")
     how = f"signal {-status}" if status < 0 else f"status {status}"
-    raise Failed(_SIGNALS.get(status, Verdict.RE), f"the program ended with {how}: {_last_line(result.stderr)}")
+    said = _last_line(result.stderr)
+    verdict = Verdict.MLE if said.startswith("MemoryError") else _SIGNALS.get(status, Verdict.RE)
+    raise Failed(verdict, f"the program ended with {how}: {said or 'nothing on stderr'}")
 
 
 def _last_line(text: str) -> str:
     lines = text.strip().splitlines()
-    return lines[-1] if lines else "nothing on stderr"
+    return lines[-1] if lines else ""
