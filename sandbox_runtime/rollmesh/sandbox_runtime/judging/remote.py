@@ -1,30 +1,40 @@
-"""The candidate's side of hidden tests that call it: looks up, calls, and keeps the objects that have no form as a value.
+"""The candidate's side of hidden tests that call it: looks up, calls, copies, and keeps the objects that have no form as a value.
 
 As in `candidate`, nothing here is trusted: it runs among the candidate's code, and all it sends is data.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from rollmesh.sandbox_runtime.judging.candidate import find
+from rollmesh.sandbox_runtime.judging.candidate import MODULE
 from rollmesh.sandbox_runtime.judging.values import decode, encode
 
 OBJECTS_MAX = 10_000
+ITEMS_MAX = 10_000
+"""Of one object that is copied."""
 _objects: list[object] = []
+_numbers: dict[int, int] = {}
+"""Of the kept objects, by identity."""
 
 
 def look_up(name: str) -> str:
-    """An attribute of the candidate's module, or of object N for `@N.name`: `{"value": ...}`, `{"callable": true}` or `{"error": [...]}`."""
+    """An attribute of the candidate's module, or of object N for `@N.name`: `{"value": ...}`, `{"callable": true}`,
+    `{"exception": [names of the class and its bases]}` or `{"error": [...]}`."""
 
     def found() -> dict[str, Any]:
         number, _, attribute = name.removeprefix("@").partition(".")
-        target = getattr(_objects[int(number)], attribute) if name.startswith("@") else find(name)
+        target = _of(int(number), attribute) if name.startswith("@") else _of(None, name)
+        if isinstance(target, type) and issubclass(target, Exception):
+            return {"exception": _names(target)}
         return {"callable": True} if callable(target) else {"value": encode(target, _keep)}
 
-    return _told(found)
+    return _replied(found)
 
 
 def invoke(question: str) -> str:
@@ -32,30 +42,60 @@ def invoke(question: str) -> str:
 
     def called() -> dict[str, Any]:
         asked = json.loads(question)
-        target = find(asked["name"]) if asked["object"] is None else getattr(_objects[asked["object"]], asked["name"])
         arguments = decode(asked["arguments"], _take)
         keywords = decode(asked["keywords"], _take)
-        return {"value": encode(target(*arguments, **keywords), _keep)}
+        return {"value": encode(_of(asked["object"], asked["name"])(*arguments, **keywords), _keep)}
 
-    return _told(called)
+    return _replied(called)
 
 
-def _told(action: Callable[[], dict[str, Any]]) -> str:
+def contents(number: str) -> str:
+    """Copy object N: `{"value": ...}` is a dict for a mapping, a list for anything else to iterate over, and a number for what has
+    only a length."""
+    return _replied(lambda: {"value": encode(_copied(_objects[int(number)]), _keep)})
+
+
+def _copied(value: Any) -> dict[Any, Any] | list[Any] | int:
+    kind = type(value)
+    if not hasattr(kind, "__iter__"):
+        return len(value)
+    if hasattr(kind, "keys") and hasattr(kind, "__getitem__"):
+        return {key: value[key] for key in _bounded(value.keys())}
+    return _bounded(value)
+
+
+def _bounded(items: Any) -> list[Any]:
+    found = list(itertools.islice(items, ITEMS_MAX + 1))
+    if len(found) > ITEMS_MAX:
+        raise ValueError(f"more than {ITEMS_MAX} items")
+    return found
+
+
+def _replied(action: Callable[[], dict[str, Any]]) -> str:
     try:
         return json.dumps(action())
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever the candidate raises is its answer
-        names = [kind.__name__ for kind in type(error).__mro__]
-        return json.dumps({"error": [names, str(error)[:1000]]})
+        return json.dumps({"error": [_names(type(error)), str(error)[:1000]]})
 
 
-def _keep(value: object) -> int:
-    if len(_objects) >= OBJECTS_MAX:
-        raise MemoryError(f"more than {OBJECTS_MAX} objects are held")
-    _objects.append(value)
-    return len(_objects) - 1
+def _names(kind: type) -> list[str]:
+    return [base.__name__ for base in kind.__mro__]
 
 
-def _take(number: Any) -> object:
+def _of(number: int | None, name: str) -> Any:
+    return operator.attrgetter(name)(sys.modules[MODULE] if number is None else _objects[number])
+
+
+def _keep(value: object) -> dict[str, Any]:
+    if id(value) not in _numbers:
+        if len(_objects) >= OBJECTS_MAX:
+            raise MemoryError(f"more than {OBJECTS_MAX} objects are held")
+        _objects.append(value)
+        _numbers[id(value)] = len(_objects) - 1
+    return {"stream" if hasattr(type(value), "__next__") else "object": _numbers[id(value)]}
+
+
+def _take(_tag: str, number: Any) -> object:
     return _objects[number]

@@ -1,23 +1,41 @@
-"""Python values as JSON and back, between a candidate's jail and its hidden tests: builtin types only, kept apart by tags.
+"""Python values as JSON and back, between a candidate's jail and its hidden tests: plain data only, kept apart by tags.
 
-Numbers, text, booleans, None and lists are JSON's own; every JSON object is one tag with its content. Decoding makes builtin values and
-handles of objects, never an instance of a foreign class: equality, truth and arithmetic are then Python's, not the sender's.
+Numbers, text, booleans, None and lists are JSON's own; every JSON object is one tag with its content. Decoding makes values of Python's own
+classes and handles of objects, never an instance of a foreign class: equality, truth and arithmetic are then Python's, not the sender's.
 """
 
 from __future__ import annotations
 
 import base64
+import importlib
 import json
+import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
-_BASES: tuple[Callable[[Any], Any], ...] = (int, float, str, list, dict, tuple, set, frozenset, bytes)
+_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque,
+    "range": lambda bounds: range(*bounds), "complex": lambda parts: complex(*parts),
+    "keys": lambda keys: dict.fromkeys(keys).keys(), "iterator": iter,
+}  # fmt: skip
+"""Tag -> the value from the list of its parts."""
+_PARTS: dict[type, Callable[[Any], tuple[str, list[Any]]]] = {
+    range: lambda value: ("range", [value.start, value.stop, value.step]),
+    complex: lambda value: ("complex", [value.real, value.imag]),
+    type({}.keys()): lambda value: ("keys", list(value)),
+}
+_VIEWS = (type({}.values()), type({}.items()))
+_BASES: tuple[Callable[[Any], Any], ...] = (
+    int, float, complex, str, list, dict, tuple, set, frozenset, deque, bytes
+)  # fmt: skip
+_BY_TEXT = {"Decimal": "decimal", "Fraction": "fractions"}
+"""Class -> module, of numbers whose text is all there is to them."""
 _FLOATS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
-def encode(value: Any, keep: Callable[[object], Any]) -> Any:
-    """Plain JSON values for a value; `keep` makes the content of the tag `object` of what has no form of its own."""
+def encode(value: Any, keep: Callable[[object], dict[str, Any]]) -> Any:
+    """Plain JSON values for a value; `keep` makes the tag and the content for what has no form here."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -27,25 +45,34 @@ def encode(value: Any, keep: Callable[[object], Any]) -> Any:
         return [encode(entry, keep) for entry in value]
     if kind is dict:
         return {"dict": [[encode(key, keep), encode(entry, keep)] for key, entry in value.items()]}
-    if kind in (tuple, set, frozenset):
+    if kind in (tuple, set, frozenset, deque):
         return {kind.__name__: [encode(entry, keep) for entry in value]}
     if kind in (bytes, bytearray):
         return {"bytes": base64.b64encode(value).decode()}
+    if kind in _PARTS:
+        tag, parts = _PARTS[kind](value)
+        return {tag: [encode(part, keep) for part in parts]}
     return _encode_other(value, keep)
 
 
-def _encode_other(value: Any, keep: Callable[[object], Any]) -> Any:
-    """Subclasses of builtin types (enums, named tuples, counters, numpy's scalars) as the builtin; objects by handle."""
+def _encode_other(value: Any, keep: Callable[[object], dict[str, Any]]) -> Any:
+    """Subclasses of builtin types (enums, named tuples, counters, numpy's scalars) as the builtin; other objects as `keep` does."""
     for base in _BASES:
         if isinstance(value, base):  # type: ignore[arg-type]
             return encode(base(value), keep)
+    if isinstance(value, _VIEWS):
+        return encode(list(value), keep)
+    for name, module in _BY_TEXT.items():
+        if isinstance(value, getattr(sys.modules.get(module), name, ())):
+            return {name: str(value)}
     if callable(to_list := getattr(value, "tolist", None)):
         return encode(to_list(), keep)
-    return {"object": keep(value)}
+    return keep(value)
 
 
-def decode(plain: Any, take: Callable[[Any], Any]) -> Any:
-    """The value of plain JSON values; `take` makes the handle of an object. ValueError or TypeError for what `encode` never makes."""
+def decode(plain: Any, take: Callable[[str, Any], Any]) -> Any:
+    """The value of plain JSON values; `take` makes a value of a tag that is not known here and its content. ValueError or TypeError for
+    what `encode` never makes."""
     if isinstance(plain, list):
         return [decode(entry, take) for entry in plain]
     if not isinstance(plain, dict):
@@ -61,9 +88,9 @@ def decode(plain: Any, take: Callable[[Any], Any]) -> Any:
         return _FLOATS[content]
     if tag == "bytes":
         return base64.b64decode(content, validate=True)
-    if tag == "object":
-        return take(content)
-    raise ValueError(f"unknown tag {tag!r}")
+    if tag in _BY_TEXT:
+        return getattr(importlib.import_module(_BY_TEXT[tag]), tag)(str(content))
+    return take(tag, content)
 
 
 def loads(text: str) -> Any:

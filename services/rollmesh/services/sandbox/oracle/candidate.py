@@ -24,7 +24,7 @@ Prepare = Callable[[Cell], Awaitable[None]]
 _PRELUDE = """
 from rollmesh.sandbox_runtime.judging.candidate import ask, load
 from rollmesh.sandbox_runtime.judging.program import run_program
-from rollmesh.sandbox_runtime.judging.remote import invoke, look_up
+from rollmesh.sandbox_runtime.judging.remote import contents, invoke, look_up
 from rollmesh.sandbox_runtime.judging.sql import query
 """
 
@@ -53,6 +53,11 @@ class Candidate:
     ) -> None:
         await self._stack.aclose()
 
+    @property
+    def spent_s(self) -> float:
+        """Seconds that the candidate took in this test so far."""
+        return self._spent_s + (self._cell.spent_s if self._cell is not None else 0.0)
+
     def source(self) -> str:
         """Text of the entry. `Failed` if there is none."""
         try:
@@ -77,9 +82,9 @@ class Candidate:
 
     async def end_test(self) -> float:
         """After each test: ends the session if the next may not have it. The seconds the candidate took."""
-        spent_s, self._spent_s = self._spent_s, 0.0
+        spent_s, self._spent_s = self.spent_s, 0.0
         if self._cell is not None:
-            spent_s, self._cell.spent_s = spent_s + self._cell.spent_s, 0.0
+            self._cell.spent_s = 0.0
             if self._isolate or not self._cell.alive:
                 await self._close()
         return spent_s

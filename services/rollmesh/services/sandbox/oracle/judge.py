@@ -142,7 +142,8 @@ class Judge:
                 return lambda index: try_stdio(stdio, stdio.tests[index], candidate, checker, cpu_s)
             case UnitManifest() as unit:
                 oracle = self._opener(unit.oracle_profile, {}, request.owner)
-                return lambda index: try_unit(unit, unit.tests[index], candidate, oracle)
+                wall_s = request.limits["call_s"] or self._limits(unit.profile).call_s
+                return lambda index: try_unit(unit, unit.tests[index], candidate, oracle, wall_s)
             case SqlManifest() as sql:
                 reference = self._opener(sql.profile, {}, request.owner)
                 return lambda index: try_sql(sql, sql.tests[index], candidate, reference)

@@ -34,7 +34,7 @@ class LimitsPerTest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Limits of one test; 0 means the profile's, which are also the most."""
 
     wall_s: float = 0.0
-    """Wall seconds of one question to the candidate, and of its loading."""
+    """Wall seconds of one question to the candidate, and of its loading; of a unit test, of all its questions together."""
     cpu_s: float = 0.0
     """CPU seconds of the same."""
     memory_bytes: int = 0
@@ -183,8 +183,8 @@ class UnitManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Profile of the tests' jail: what they may import."""
     tests: tuple[UnitTest, ...] = ()
     """Those to run; empty means all in the source."""
-    questions_max: int = 1000
-    """Uses of the candidate by one test."""
+    questions_max: int = 10_000
+    """Uses of the candidate by one test. An item of a generator is one."""
 
     def __post_init__(self) -> None:
         try:

@@ -19,11 +19,13 @@ from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict
 from rollmesh.shared.errors import BrokenOracle
 
 _PRELUDE = "from rollmesh.sandbox_runtime.judging.unit import resume, start"
-_VERBS = ("look_up", "invoke")
+_VERBS = ("look_up", "invoke", "contents")
 
 
-async def try_unit(manifest: UnitManifest, test: UnitTest, candidate: Candidate, open_oracle: OpenCell) -> None:
-    """Run one test to its end."""
+async def try_unit(
+    manifest: UnitManifest, test: UnitTest, candidate: Candidate, open_oracle: OpenCell, wall_s: float
+) -> None:
+    """Run one test to its end. `wall_s` bounds the time of the candidate as a whole."""
     async with open_oracle() as cell:
         _loaded(await cell.run(Program(code=_PRELUDE)))
         said = await _said(cell, "start", manifest.source, test.name, manifest.module)
@@ -32,6 +34,8 @@ async def try_unit(manifest: UnitManifest, test: UnitTest, candidate: Candidate,
                 _conclude(said)
                 return
             reply = await _answer(candidate, *said["ask"])
+            if candidate.spent_s > wall_s:
+                raise Failed(Verdict.TLE, f"the candidate took more than {wall_s} s in all")
             said = await _said(cell, "resume", reply)
         raise Failed(Verdict.RE, f"the test used the candidate more than {manifest.questions_max} times")
 
