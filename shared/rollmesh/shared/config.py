@@ -1,7 +1,8 @@
 """The one configuration loader: defaults < YAML file < `key=value` overrides, into a frozen tree of msgspec structs.
 
-Strict: an unknown key, a wrong type, a value out of range, a missing file or broken YAML is one `ConfigError` that names the
-key as a path (`rollout.turns_max`), what was expected, what was found, and the line or override it came from.
+Strict: an unknown key, a wrong type, a value out of range, a missing file or broken YAML is a mistake that names the key as a path
+(`rollout.turns_max`), what was expected, what was found, and the line or override it came from. All mistakes are found in one pass: after
+each, the key is taken out (or renamed to the one that was meant) and the rest is read. Several become one `ConfigError`.
 
 YAML is read as YAML 1.1 with two repairs: `1e-4` is a number, and a key given twice is an error rather than a silent loss.
 """
@@ -11,15 +12,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
-from rollmesh.shared.errors import ConfigError, FieldViolation
+from rollmesh.shared.errors import ConfigError, FieldViolation, MeshError
 
 T = TypeVar("T")
+MISTAKES_MAX = 50
+"""Most mistakes listed at once."""
 
 _MSGSPEC_ERROR = re.compile(r"^(?P<what>.*?)(?: - at `\$?(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"^Object contains unknown field `(?P<name>[^`]*)`$")
@@ -32,10 +36,32 @@ def load_config(type_: type[T], path: str | Path | None = None, overrides: Seque
     Keys of overrides are dotted (`learner.optimizer.lr=3e-4`; a number indexes a list), values are YAML.
     Raises `ConfigError`.
     """
+    config, mistakes = read_config(type_, path, overrides)
+    if config is None or mistakes:
+        raise all_in_one(mistakes)
+    return config
+
+
+def read_config(
+    type_: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()
+) -> tuple[T | None, list[ConfigError]]:
+    """As `load_config`, but returns the mistakes, with what remains without them; None if nothing does.
+
+    Raises `ConfigError` only for a file or an override that cannot be read at all.
+    """
     file = Path(path) if path is not None else None
     tree, lines = _read_file(file) if file is not None else ({}, {})
     origins = _apply_overrides(tree, overrides)
-    return _convert(type_, tree, _Places(file, lines, origins))
+    return _convert_all(type_, tree, _Places(file, lines, origins))
+
+
+def all_in_one(mistakes: Sequence[MeshError]) -> MeshError:
+    """One error for all; a single mistake stays itself."""
+    if len(mistakes) == 1:
+        return mistakes[0]
+    lines = "".join(f"\n  {number}. {mistake}" for number, mistake in enumerate(mistakes, 1))
+    violations = [violation for mistake in mistakes for violation in mistake.violations]
+    return ConfigError(f"{len(mistakes)} mistakes:{lines}", violations=violations)
 
 
 def config_from_dict(type_: type[T], values: dict[str, Any], overrides: Sequence[str] = ()) -> T:
@@ -181,30 +207,72 @@ class _Places:
 
 
 def _convert(type_: type[T], tree: dict[str, Any], places: _Places) -> T:
-    try:
-        return msgspec.convert(tree, type_)
-    except msgspec.ValidationError as err:
-        raise _config_error(type_, tree, str(err), places) from err
+    config, mistakes = _convert_all(type_, tree, places)
+    if config is None or mistakes:
+        raise all_in_one(mistakes)
+    return config
 
 
-def _config_error(type_: type, tree: dict[str, Any], text: str, places: _Places) -> ConfigError:
+def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple[T | None, list[ConfigError]]:
+    mistakes: list[ConfigError] = []
+    rest = msgspec.to_builtins(tree)
+    while len(mistakes) < MISTAKES_MAX:
+        try:
+            return msgspec.convert(rest, type_), mistakes
+        except msgspec.ValidationError as err:
+            mistake = _mistake(type_, rest, str(err))
+            mistakes.append(mistake.error(places))
+            if not _without(rest, mistake):
+                break
+    return None, mistakes
+
+
+@dataclass(frozen=True, slots=True)
+class _Mistake:
+    """One thing wrong with a tree."""
+
+    path: str
+    what: str
+    meant: str = ""
+    """The key that an unknown one was probably meant to be."""
+
+    def error(self, places: _Places) -> ConfigError:
+        key = self.path.lstrip(".") or "(top)"
+        return ConfigError(
+            f"{places.of(self.path)}: `{key}`: {self.what}",
+            violations=[FieldViolation(key, self.what)],
+            key=key,
+            file=places.file or "",
+        )
+
+
+def _mistake(type_: type, tree: dict[str, Any], text: str) -> _Mistake:
     match = _MSGSPEC_ERROR.match(text)
     assert match is not None
     what, path = match["what"], _with_keys(type_, tree, match["path"] or "", text)
     names = _field_names(type_, path, tree)
     if unknown := _UNKNOWN_FIELD.match(what):
-        path, what = f"{path}.{unknown['name']}", f"unknown key{_did_you_mean(unknown['name'], names)}"
-    elif missing := _MISSING_FIELD.match(what):
-        path, what = f"{path}.{missing['name']}", "required, but not given"
-    elif (word := what.split(maxsplit=1)[:1]) and word[0].strip("`") in names:
-        path = f"{path}.{word[0].strip('`')}"  # a range error of __post_init__ begins with the field it is about
-    else:
-        what = _with_value(what, tree, path)
-    key = path.lstrip(".") or "(top)"
-    where = places.of(path)
-    return ConfigError(
-        f"{where}: `{key}`: {what}", violations=[FieldViolation(key, what)], key=key, file=places.file or ""
-    )
+        meant = _close_to(unknown["name"], names)
+        return _Mistake(f"{path}.{unknown['name']}", f"unknown key{_did_you_mean(meant, names)}", meant)
+    if missing := _MISSING_FIELD.match(what):
+        return _Mistake(f"{path}.{missing['name']}", "required, but not given")
+    if (word := what.split(maxsplit=1)[:1]) and word[0].strip("`") in names:
+        return _Mistake(f"{path}.{word[0].strip('`')}", what)  # a range error begins with the field it is about
+    return _Mistake(path, _with_value(what, tree, path))
+
+
+def _without(tree: dict[str, Any], mistake: _Mistake) -> bool:
+    """Take a mistake out of the tree, in place: the key itself, or what lacks it. False if only the whole tree is left to blame."""
+    steps = _steps(mistake.path)
+    while steps:
+        found, holder = _look_up_steps(tree, steps[:-1])
+        key = steps.pop()
+        if found and isinstance(holder, dict) and key in holder:
+            value = holder.pop(key)
+            if mistake.meant and mistake.meant not in holder:
+                holder[mistake.meant] = value
+            return True
+    return False
 
 
 def _with_keys(type_: type, tree: dict[str, Any], path: str, text: str) -> str:
@@ -234,10 +302,13 @@ def _fails_alone(type_: type, tree: dict[str, Any], path: str, key: str, text: s
     return False
 
 
-def _did_you_mean(name: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean `{close[0]}`?"
+def _close_to(name: str, names: Sequence[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, names, n=1, cutoff=0.6)), "")
+
+
+def _did_you_mean(meant: str, names: Sequence[str]) -> str:
+    if meant:
+        return f"; did you mean `{meant}`?"
     return f"; known keys: {', '.join(names)}" if names else ""
 
 
@@ -257,8 +328,12 @@ def _steps(path: str) -> list[str | int]:
 
 
 def _look_up(tree: object, path: str) -> tuple[bool, Any]:
+    return _look_up_steps(tree, _steps(path))
+
+
+def _look_up_steps(tree: object, steps: Sequence[str | int]) -> tuple[bool, Any]:
     node: Any = tree
-    for step in _steps(path):
+    for step in steps:
         try:
             node = node[step]
         except (KeyError, IndexError, TypeError):

@@ -45,14 +45,18 @@ class Registry:
         `Options` is a msgspec struct; the conversion is strict. A class without it takes no options. ConfigError naming the key.
         """
         cls = self.find(name, base_dir)
-        type_ = getattr(cls, "Options", None)
+        converted = self.options(name, options, base_dir)
+        return cls(**context, options=converted) if hasattr(cls, "Options") else cls(**context)
+
+    def options(self, name: str, options: Mapping[str, Any], base_dir: str | Path | None = None) -> msgspec.Struct:
+        """`options` as the struct of the class called `name`, with its defaults. ConfigError naming the key."""
+        type_: type[msgspec.Struct] = getattr(self.find(name, base_dir), "Options", _NoOptions)
         try:
-            converted = config_from_dict(type_ or _NoOptions, dict(options))
+            return config_from_dict(type_, dict(options))
         except ConfigError as error:
             raise ConfigError(
                 f"options of {self.kind} `{name}`: {error.message}", violations=error.violations
             ) from error
-        return cls(**context, options=converted) if type_ else cls(**context)
 
 
 class _NoOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

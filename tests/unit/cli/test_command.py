@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from rollmesh.services.cli.__main__ import app
@@ -49,6 +50,7 @@ def config_file(folder: Path, text: str = "") -> Path:
     path = folder / "mine.yaml"
     path.write_text(
         "data: {source: {kind: jsonl, path: tasks.jsonl}}\nrollout: {limits: {context_tokens_max: 512}}\n"
+        "inference: {engine_options: {context_max: 512}}\n"
         f"counts: {{sandbox: 0}}\n{text}"
     )
     return path
@@ -77,8 +79,93 @@ def test_every_configuration_in_the_repository_resolves_and_says_what_it_is_for(
     assert all(re.search(rf"^# {word} ", head, re.MULTILINE) for word in ("Hardware", "Purpose", "Expected"))
     done = command("check", str(path), "run.seed=5")
     assert done.exit_code == 0, done.output
-    (tmp_path / "resolved.yaml").write_text(done.stdout)
     assert "seed: 5" in done.stdout
+    resolved = ROOT / "configs" / f"{path.stem}.resolved-for-test.yaml"  # user files are looked up beside it
+    try:
+        resolved.write_text(done.stdout)
+        again = command("check", str(resolved))
+    finally:
+        resolved.unlink()
+    assert again.stdout == done.stdout, "the defaults are written out as settings that mean the same"
+
+
+def test_check_writes_out_the_defaults_in_force(tmp_path: Path, model: Path) -> None:
+    done = command("check", str(config_file(tmp_path, f"model: {model}\nrun: {{eval_every: 0}}\n")))
+    assert done.exit_code == 0, done.output
+    found = yaml.safe_load(done.stdout)
+    assert found["learner"]["recipe_options"]["optimizer"]["lr"] == 1e-6, "safe for a model of billions of parameters"
+    assert found["learner"]["recipe_options"]["loss"]["name"] == "ppo_clip"
+    assert found["inference"]["engine_options"]["dtype"] == "float32"
+    assert found["reward"]["finalizer"]["options"], "the finalizer's"
+    assert found["rollout"]["format"]["turn_end"] == "<|end|>"
+    assert re.search(
+        r"model0? with [\d.]+k parameters, grpo with loss \w+, lr 1e-06, stop token <\|end\|>, context 512, bound 2",
+        done.stderr,
+    )
+
+
+def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> None:
+    text = (
+        f"model: {model}\nrun: {{updates_maks: 3, group_size: 0, eval_every: 0, seed: much}}\n"
+        "reward: {scorers: [{scorer: 'scorer.py:Scorer', name: correct}, {scorer: exakt, name: other}]}\n"
+        "learner: {device: 'cuda:7', recipe_options: {optimizer: {lrr: 1}}}\n"
+    )
+    path = config_file(tmp_path, text)
+    (tmp_path / "scorer.py").write_text("class Scorer:\n    def score(self, item): return 1.0\n")
+    overrides = [
+        "rollout.agent=agent.py:Agent",
+        "rollout.format.turn_end=<|im_end|>",
+        "inference.engine_options.context_max=9999",
+    ]
+    done = command("check", str(path), *overrides, "data.source.path=gone.jsonl")
+    assert done.exit_code == 2
+    for expected in (
+        r"mine.yaml:\d+: `run.updates_maks`: unknown key; did you mean `updates_max`\?",
+        r"mine.yaml:\d+: `run.group_size`: group_size",
+        r"mine.yaml:\d+: `run.seed`: Expected `int`",
+        r"gone.jsonl: No such file",
+        r"`rollout.agent`: .*there is no file .*agent.py",
+        r"`reward.scorers\[0\]`: .*must have a method `async def score",
+        r"`reward.scorers\[1\]`: there is no scorer `exakt`",
+        r"`learner.device`: there is no 'cuda:7' here",
+        r"`learner`: recipe_options: .*`optimizer.lrr`: unknown key",
+        r"`inference.engine_options.context_max`: 9999 is beyond the model's 512 positions",
+        r"`rollout.format.turn_end`: .*got '<\|im_end\|>': the model has no such token; it writes '<\|end\|>'",
+    ):
+        assert re.search(expected, done.stderr), (expected, done.stderr)
+    assert done.stderr.startswith("error: 11 mistakes:"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"model_type": "gpt2"}, r"`model`: the engine cannot serve it: .*gpt2"),
+        ({"max_position_embeddings": 64}, r"context_max`: 512 is beyond the model's 64 positions .*at most 64"),
+    ],
+)
+def test_a_model_that_the_engine_cannot_serve_is_told_by_check(
+    tmp_path: Path, model: Path, change: dict[str, object], expected: str
+) -> None:
+    folder = tmp_path / "changed"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    done = command("check", str(config_file(tmp_path, "model: changed\nrun: {eval_every: 0}\n")))
+    assert done.exit_code == 2
+    assert re.search(expected, done.stderr)
+
+
+def test_fewer_held_out_tasks_than_an_evaluation_wants_are_told(tmp_path: Path, model: Path) -> None:
+    path = config_file(tmp_path, f"model: {model}\nrun: {{eval_every: 1, eval_split: train}}\n")
+    done = command("check", str(path))
+    assert "note: run.eval_tasks is 320, but the train split has 40 tasks" in done.stderr
+
+
+def test_a_prompt_longer_than_the_context_is_told(tmp_path: Path, model: Path) -> None:
+    path = config_file(tmp_path, f"model: {model}\nrun: {{eval_every: 0}}\n")
+    (tmp_path / "tasks.jsonl").write_text(json.dumps({"question": "1" * 600, "answer": "2"}) + "\n" + TASKS)
+    message = refused("check", str(path))
+    assert re.search(r"the prompt of task .* has 60\d tokens, the context 512", message)
 
 
 def test_demo_needs_no_file_outside_the_package() -> None:
@@ -106,7 +193,7 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
         ("run.publish_every=4", r"publish_every = 4 with max_staleness = 2: .*raise max_staleness or lower publish_every"),
         ("run.name=my/run", r"`run.name`: name must be .* got 'my/run'"),
         ("run.success_reward=corect", r"`run.success_reward`: no scorer gives .*`corect`; known: correct"),
-        ("run.eval_split=dev", r"`run.eval_split`: 'dev' is no split; known: train, validation, test"),
+        ("run.eval_split=dev", r"`run.eval_split` must be one of train, validation, test; got 'dev'"),
         ("counts.sandbox=0", r"`counts.sandbox`: 0, but tasks use the tool `calculator`; set it to 1"),
         ("data.source.tools=[abacus]", r"`data.source.tools`: there is no tool `abacus`; known: calculator, python"),
         ("data.selector.name=best", r"there is no selector `best`; known: uniform, thompson"),
@@ -131,16 +218,16 @@ def test_missing_configuration_is_told() -> None:
     )
 
 
-def test_missing_task_file_is_told(tmp_path: Path) -> None:
-    path = config_file(tmp_path)
+def test_missing_task_file_is_told(tmp_path: Path, model: Path) -> None:
+    path = config_file(tmp_path, f"model: {model}\n")
     (tmp_path / "tasks.jsonl").unlink()
     assert re.search(
         r"cannot read .*tasks.jsonl: No such file .*give the path of a JSONL file", refused("check", str(path))
     )
 
 
-def test_malformed_task_line_is_told_with_line_and_field(tmp_path: Path) -> None:
-    path = config_file(tmp_path)
+def test_malformed_task_line_is_told_with_line_and_field(tmp_path: Path, model: Path) -> None:
+    path = config_file(tmp_path, f"model: {model}\n")
     (tmp_path / "tasks.jsonl").write_text(TASKS + '{"question": "3+3"}\n')
     message = refused("check", str(path))
     assert re.search(r'tasks.jsonl:3: field "answer": is missing; the line has question', message)

@@ -14,7 +14,8 @@ import msgspec
 from rollmesh.services.data.config import GeneratedSource
 from rollmesh.services.data.generated import GeneratedConfig
 from rollmesh.services.mesh.config import MeshConfig
-from rollmesh.shared.config import load_config
+from rollmesh.shared.config import load_config, read_config
+from rollmesh.shared.errors import ConfigError
 
 DEMO_CONFIG = Path(__file__).parent / "demo.yaml"
 """The demo's configuration, part of the package; `configs/demo.yaml` is a link to it."""
@@ -63,6 +64,11 @@ class TrainConfig(MeshConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _demonstrated(self) -> object:
         return (self.made_model and self.made_model.tasks) or self.data.source
+
+
+def read_train_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig | None, list[ConfigError]]:
+    """The configuration and the mistakes in the file; see `rollmesh.shared.config.read_config`."""
+    return read_config(TrainConfig, path, overrides)
 
 
 def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

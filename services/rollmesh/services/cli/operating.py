@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from rollmesh.services.cli.check import check
-from rollmesh.services.cli.config import TrainConfig, load_train_config
+from rollmesh.services.cli.check import load_checked
+from rollmesh.services.cli.config import TrainConfig
 from rollmesh.services.cli.fleet_client import FleetClient, MeshStatus
 from rollmesh.services.cli.interrupts import Interrupts, Stopped
 from rollmesh.services.cli.mesh_address import MeshAddress
@@ -37,8 +37,7 @@ Say = Callable[[str], None]
 
 def up(path: Path, overrides: Sequence[str], *, command: list[str], out: Path | None, say: Say) -> None:
     """Runs a mesh without a run until it is told to stop. Raises MeshError."""
-    config, base_dir = load_train_config(path, overrides), path.parent.resolve()
-    check(config, base_dir)
+    config, base_dir = load_checked(path, overrides), path.parent.resolve()
     folder = new_folder(config, origin_now(command, base_dir), out)
     with folder.log.open("a", encoding="utf-8") as log:
         set_up_logging(stream=log)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollmesh.services.cli.check import check
-from rollmesh.services.cli.config import DEMO_CONFIG, TrainConfig, load_train_config
+from rollmesh.services.cli.check import load_checked, notes
+from rollmesh.services.cli.config import DEMO_CONFIG, TrainConfig
 from rollmesh.services.cli.display import open_view
+from rollmesh.services.cli.in_force import headline, in_force
 from rollmesh.services.cli.resume import open_resumption
 from rollmesh.services.cli.run_folder import RunFolder, new_folder, origin_now
 from rollmesh.services.cli.session import Session
@@ -21,11 +22,10 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.telemetry import set_up_logging
 
 
-def check_file(path: Path, overrides: Sequence[str]) -> str:
-    """The resolved configuration as YAML. Raises ConfigError or RecordError."""
-    config = load_train_config(path, overrides)
-    check(config, path.parent)
-    return to_yaml(config)
+def check_file(path: Path, overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """The configuration in force as YAML, and what is worth knowing about it. Raises InvalidInput with every mistake."""
+    config, base_dir = load_checked(path, overrides), path.parent
+    return to_yaml(in_force(config, base_dir)), [headline(config, base_dir), *notes(config, base_dir)]
 
 
 def train(
@@ -49,9 +49,11 @@ def train(
         for note in resumed.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
     else:
-        config, base_dir = load_train_config(path, overrides), path.parent.resolve()
-        check(config, base_dir)  # before anything is made: a mistake leaves no folder behind
+        config, base_dir = load_checked(path, overrides), path.parent.resolve()
+        # Every mistake was found before anything is made: none leaves a folder behind.
         folder = new_folder(config, origin_now(command, base_dir), out)
+    for line in (headline(config, base_dir), *notes(config, base_dir)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return _run(folder, config, base_dir, console, in_process=in_process)
 
 

@@ -91,7 +91,7 @@ def build_engine(
 
     Raises ConfigError, or RecordError for a malformed answer file.
     """
-    scorers = [_build_scorer(scorer, base_dir) for scorer in config.scorers]
+    scorers = [build_scorer(scorer, base_dir) for scorer in config.scorers]
     _check_weights(config.finalizer, scorers)
     if sandbox is not None:
         for configured in scorers:
@@ -114,7 +114,8 @@ def build_engine(
     )
 
 
-def _build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> ConfiguredScorer:
+def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> ConfiguredScorer:
+    """One scorer, made with its options. Raises ConfigError."""
     scorer = SCORERS.make(config.scorer, config.options, base_dir)
     if not inspect.iscoroutinefunction(getattr(scorer, "score", None)):
         raise ConfigError(

@@ -21,6 +21,7 @@ An instance serves many episodes at once: keep what belongs to an episode in loc
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ class Agent(Protocol):
 def load_agent(name: str, options: Mapping[str, Any], base_dir: str | Path | None = None) -> Agent:
     """The agent called `name` in the config, made with its options. Raises `ConfigError`."""
     agent = AGENTS.make(name, options, base_dir)
-    if not callable(getattr(agent, "run", None)):
-        raise ConfigError(f"agent `{name}` has no method run(task, env)", name=name)
+    if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
+        raise ConfigError(f"agent `{name}` must have a method `async def run(self, task, env)`", name=name)
     made: Agent = agent
     return made

@@ -13,7 +13,8 @@ from rollmesh.trainer.losses import DecoupledPpoConfig, PpoClipConfig, TisConfig
 from rollmesh.trainer.optim import OptimizerConfig
 from rollmesh.trainer.update import UpdateConfig
 
-_OPTIMIZER = OptimizerConfig(lr=7e-4, betas=(0.9, 0.95), clip_norm=1.0, warmup_updates=3)
+_OPTIMIZER = OptimizerConfig(lr=1e-6, betas=(0.9, 0.95), clip_norm=1.0, warmup_updates=3)
+"""The learning rate of a real model. A tiny one names its own."""
 
 GRPO = UpdateConfig(
     advantage=AdvantageConfig(name="grpo"),

@@ -73,12 +73,15 @@ def train(
 
 @app.command()
 def check(config: Annotated[Path, typer.Argument(help="A configuration file.")], overrides: Overrides = None) -> None:
-    """Find every mistake in a configuration before a run, and print what it resolves to."""
+    """Find every mistake in a configuration before a run, and print every setting with the value in force."""
     with told_once():
         from rollmesh.services.cli import train as runs
 
         set_up_compute()
-        typer.echo(runs.check_file(config, overrides or []), nl=False)
+        text, lines = runs.check_file(config, overrides or [])
+    typer.echo(text, nl=False)
+    for line in lines:
+        typer.echo(line, err=True)
 
 
 def _subject(config: Path | None, resume: Path | None, overrides: list[str]) -> tuple[Path, list[str]]:
