@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.node import SandboxCore
+from rollmesh.services.sandbox.output_relay import OutputRelay
 from rollmesh.services.sandbox.sessions import End
 from rollmesh.services.sandbox.tenants_config import TenantQuota, TenantsConfig
 from rollmesh.shared.clock import ManualClock
@@ -277,3 +278,69 @@ async def test_the_node_describes_its_profiles_languages_and_walls(tmp_path: Pat
     profiles = {profile.name: profile for profile in said.profiles}
     assert profiles["python"].limits.memory_bytes == 512 << 20
     assert len({profile.digest for profile in profiles.values()}) == len(profiles)
+
+
+FORGED = """
+import json, os, struct
+body = json.dumps({forged}).encode()
+frame = memoryview(struct.pack("<I", len(body)) + body)
+while frame:
+    frame = frame[os.write(3, frame):]
+"""
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "{'refused': 'A' * 12_000_000}",
+        "{'refused': 'A' * 4_000_000}",
+        "{'outcome': 'ok', 'exit_status': 10**12}",
+        "{'outcome': 'ok', 'lost': [''] * 500_000}",
+    ],
+    ids=["refusal above a frame", "refusal", "exit status", "lost"],
+)
+async def test_what_one_session_answers_breaks_no_other_sessions_call(tmp_path: Path, forged: str) -> None:
+    async with serving(tmp_path) as (_, stub, _):
+        client = Client(stub)
+        await client.open("victim")
+        await client.open("attacker")
+        await client.send(
+            "victim", run=pb.RunCode(language="python", code="input_ = 0\nimport time; time.sleep(0.5)\n6*7")
+        )
+        answer = await client.ask(
+            "attacker", run=pb.RunCode(language="python", code=FORGED.replace("{forged}", forged))
+        )
+        assert answer.result.outcome == pb.EXEC_OUTCOME_EXITED, answer
+        assert (await client.read()).result.result == "42"
+
+
+async def test_an_answer_above_a_message_is_refused_alone(tmp_path: Path) -> None:
+    limits: dict[str, int | float] = {"disk_bytes": 32 << 20}
+    profiles = {"python": ProfileConfig(limits=limits)}
+    async with serving(tmp_path, files_bytes_max=16 << 20, profiles=profiles) as (_, stub, _):
+        client = Client(stub)
+        await client.open()
+        await client.run("open('large', 'wb').write(bytes(10 << 20))")
+        answer = await client.ask("s", get_files=pb.GetFiles(paths=["large"]))
+        assert (answer.failure.reason, answer.failure.code) == ("PAYLOAD_TOO_LARGE", 8), answer
+        assert (await client.run("6*7")).result == "42"
+
+
+async def test_a_session_that_says_why_at_length_is_refused_in_a_few_words(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, stub, _):
+        client = Client(stub)
+        await client.open()
+        answer = await client.ask("s", call=pb.CallFunction(function="f" * 100_000))
+        assert answer.failure.reason == "INVALID_INPUT"
+        assert 900 < len(answer.failure.message) <= 1500
+        assert (await client.run("6*7")).result == "42"
+
+
+async def test_output_above_a_message_comes_in_several() -> None:
+    answers: asyncio.Queue[Any] = asyncio.Queue()
+    relay = OutputRelay(pb.WorkRequest(request_id="1", session_id="s"), answers, 40)
+    relay.pass_on(1, "x" * 25)
+    relay.pass_on(2, "y")
+    assert [(piece.output.descriptor, piece.output.text) for piece in relay.take()] == [
+        (1, "x" * 10), (1, "x" * 10), (1, "x" * 5), (2, "y"),
+    ]  # fmt: skip

@@ -11,10 +11,14 @@ import socket
 import struct
 from typing import Any
 
+from rollmesh.sandbox_runtime.output import clip
+
 LENGTH = struct.Struct("<I")
 PACKET_BYTES_MAX = 8192
 """A control packet; they carry numbers and short names only."""
 FDS_MAX = 8
+REFUSAL_BYTES_MAX = 1000
+"""Of the text that says why a request was refused, or why a session did not begin."""
 
 Message = dict[str, Any]
 
@@ -27,6 +31,11 @@ def encode(message: Message) -> bytes:
     """One frame."""
     body = _encoder.encode(message).encode()
     return LENGTH.pack(len(body)) + body
+
+
+def refusal(reason: str) -> Message:
+    """The reply to a request that is refused."""
+    return {"refused": clip(reason, REFUSAL_BYTES_MAX)[0]}
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int) -> bytes | None:

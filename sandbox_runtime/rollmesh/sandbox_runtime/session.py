@@ -50,7 +50,7 @@ def answer_all(connection: socket.socket, namespace: Mapping[str, Any], limits: 
 
 def _report_refusal(socket_fd: int, reason: str) -> None:
     """Write to wherever the socket is by now: containment may have failed before or after moving it."""
-    frame = framing.encode({"ready": False, "reason": reason})
+    frame = framing.encode({"ready": False, "reason": reason[: framing.REFUSAL_BYTES_MAX]})
     for fd in (socket_fd, contain.SOCKET_FD):
         try:
             os.write(fd, frame)
@@ -68,14 +68,14 @@ def _answer(
             return _run(languages, request, wall_s)
         case "call":
             if not interpreter.has_function(request["function"]):
-                return {"refused": f"no function {request['function']!r} in this session"}
+                return framing.refusal(f"no function {request['function']!r} in this session")
             return interpreter.call(request["function"], request["arguments"], wall_s)
         case "put":
             return _refusable(lambda: files.put(request["files"]))
         case "get":
             return _refusable(lambda: files.get(request["paths"], request["bytes_max"]))
         case verb:
-            return {"refused": f"unknown verb {verb!r}"}
+            return framing.refusal(f"unknown verb {verb!r}")
 
 
 def _run(languages: Languages, request: framing.Message, wall_s: float) -> framing.Message:
@@ -83,7 +83,7 @@ def _run(languages: Languages, request: framing.Message, wall_s: float) -> frami
     try:
         reply = languages.run(wanted, wall_s, _emit if request["stream"] else None)
     except Refused as error:
-        return {"refused": str(error)}
+        return framing.refusal(str(error))
     if wanted.return_paths:
         reply["files"], cut = files.collect(wanted.return_paths, request["files_bytes_max"])
         reply["truncated"] = reply.get("truncated", False) or cut
@@ -102,4 +102,4 @@ def _refusable(action: Callable[[], dict[str, str]]) -> framing.Message:
     try:
         return {"files": action()}
     except (OSError, ValueError) as error:
-        return {"refused": str(error)}
+        return framing.refusal(str(error))

@@ -23,8 +23,10 @@ from rollmesh.sandbox_runtime.records import RecordWriter, SectionReader, TooLar
 VERBS = frozenset({"snapshot", "restore"})
 NUM_SECTIONS = 2
 
-_LOST_MAX = 200
-_NAME_CHARS_MAX = 120
+LOST_MAX = 200
+"""Names in a reply's `lost`; one more entry says how many were left out."""
+NAME_CHARS_MAX = 120
+"""Of each of them."""
 _READ_BYTES = 1 << 16
 
 
@@ -62,16 +64,13 @@ def _save(
     except BaseException as error:  # noqa: BLE001 - foreign code runs while it is pickled
         writer.abort()
         too_large = isinstance(error, TooLarge)
-        return {
-            "refused": "too large" if too_large else f"{type(error).__name__}: {error}"[:500],
-            "too_large": too_large,
-        }
+        return framing.refusal("too large" if too_large else _described(error)) | {"too_large": too_large}
     return {"lost": _clipped([*also_lost, *lost])}
 
 
 def _clipped(lost: list[str]) -> list[str]:
-    names = [name[:_NAME_CHARS_MAX].encode("utf-8", "replace").decode() for name in lost[:_LOST_MAX]]
-    return [*names, f"<{len(lost) - _LOST_MAX} more>"] if len(lost) > _LOST_MAX else names
+    names = [name[:NAME_CHARS_MAX].encode("utf-8", "replace").decode() for name in lost[:LOST_MAX]]
+    return [*names, f"<{len(lost) - LOST_MAX} more>"] if len(lost) > LOST_MAX else names
 
 
 def _restore(connection: socket.socket, interpreter: Interpreter, base: Mapping[str, Any]) -> framing.Message:
@@ -86,6 +85,10 @@ def _restore(connection: socket.socket, interpreter: Interpreter, base: Mapping[
             if not refused:
                 read(io.BufferedReader(section, _READ_BYTES))
         except Exception as error:  # noqa: BLE001 - an archive can be wrong in any way
-            refused = f"{type(error).__name__}: {error}"[:500]
+            refused = _described(error)
         section.skip()
-    return {"refused": refused} if refused else {}
+    return framing.refusal(refused) if refused else {}
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

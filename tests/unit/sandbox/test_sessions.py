@@ -219,3 +219,11 @@ def test_counts_add_up_at_every_moment(actions: list[tuple[str, str]]) -> None:
             assert set(sessions.owners()) == set(engine._files), "the engine holds exactly the live sessions"
 
     asyncio.run(play())
+
+
+async def test_a_command_for_too_many_files_is_refused_with_their_number() -> None:
+    sessions, _, _ = make()
+    await open_session(sessions)
+    with pytest.raises(InvalidInput, match="at most 4096 files, got 5000"):
+        await sessions.get_files("s", [f"f{number}" for number in range(5000)])
+    await sessions.put_files("s", {f"f{number}": b"" for number in range(4096)})

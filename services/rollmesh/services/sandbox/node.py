@@ -34,13 +34,29 @@ from rollmesh.v1 import coordinator_pb2, sandbox_pb2_grpc
 class SandboxCore:
     """What a node serves. `state_dir` is its own and kept over restarts: leftovers of an earlier life are found through it."""
 
-    def __init__(self, config: SandboxConfig, *, state_dir: Path, clock: Clock, ids: IdSource) -> None:
+    def __init__(
+        self,
+        config: SandboxConfig,
+        *,
+        state_dir: Path,
+        clock: Clock,
+        ids: IdSource,
+        server: ServerConfig | None = None,
+    ) -> None:
+        """`server` is what serves it; the default bounds answers by the default size of a message."""
         self._config = config
         self._engine = make_engine(config, state_dir=state_dir, ids=ids, clock=clock)
         self.sessions = Sessions(self._engine, config, clock)
         self.snapshots = Snapshots(state_dir / "snapshots", config.snapshots, clock=clock, ids=ids)
         self.branches = Branches(self._engine, self.sessions, self.snapshots)
-        self.servicer = SandboxServicer(self.sessions, self.branches, config, clock=clock, ids=ids)
+        self.servicer = SandboxServicer(
+            self.sessions,
+            self.branches,
+            config,
+            clock=clock,
+            ids=ids,
+            message_bytes_max=(server or ServerConfig()).message_bytes_max,
+        )
         self._reapers: list[asyncio.Task[None]] = []
 
     @property
@@ -96,7 +112,9 @@ class SandboxNode:
         ids: IdSource | None = None,
         server: ServerConfig | None = None,
     ) -> None:
-        self.core = SandboxCore(config, state_dir=state_dir, clock=clock or SystemClock(), ids=ids or RandomIds())
+        self.core = SandboxCore(
+            config, state_dir=state_dir, clock=clock or SystemClock(), ids=ids or RandomIds(), server=server
+        )
         self._joined = JoinedServer(
             kind=coordinator_pb2.NODE_KIND_SANDBOX,
             node_id=node_id,

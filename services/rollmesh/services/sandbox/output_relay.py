@@ -10,11 +10,15 @@ import asyncio
 
 from rollmesh.v1 import sandbox_pb2
 
+_CHARACTER_BYTES_MAX = 4
+"""In UTF-8."""
+
 
 class OutputRelay:
-    """For one command. `pass_on` is what the engine calls."""
+    """For one command. `pass_on` is what the engine calls; a message of a stream has at most `bytes_max` bytes of text."""
 
-    def __init__(self, request: sandbox_pb2.WorkRequest, answers: asyncio.Queue[Answer]) -> None:
+    def __init__(self, request: sandbox_pb2.WorkRequest, answers: asyncio.Queue[Answer], bytes_max: int) -> None:
+        self._chars_max = max(1, bytes_max // _CHARACTER_BYTES_MAX)
         self._request_id = request.request_id
         self._session_id = request.session_id
         self._answers = answers
@@ -35,9 +39,11 @@ class OutputRelay:
             sandbox_pb2.WorkResponse(
                 request_id=self._request_id,
                 session_id=self._session_id,
-                output=sandbox_pb2.OutputPiece(descriptor=descriptor, text="".join(texts)),
+                output=sandbox_pb2.OutputPiece(descriptor=descriptor, text=text[at : at + self._chars_max]),
             )
             for descriptor, texts in pieces
+            for text in ["".join(texts)]
+            for at in range(0, len(text), self._chars_max)
         ]
 
 

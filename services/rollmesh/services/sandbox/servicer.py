@@ -25,8 +25,10 @@ from rollmesh.services.sandbox.oracle.hidden_tests import HiddenTests
 from rollmesh.services.sandbox.output_relay import Answer, OutputRelay
 from rollmesh.services.sandbox.sessions import Holder, Sessions
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import Internal, InvalidInput, MeshError
+from rollmesh.shared.errors import Internal, InvalidInput, MeshError, PayloadTooLarge
 from rollmesh.shared.ids import IdSource
+from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
+from rollmesh.shared.rpc.status import MESSAGE_CHARS_MAX, METADATA_CHARS_MAX
 from rollmesh.shared.telemetry import log_context, tracing
 from rollmesh.shared.telemetry.metrics import observe
 from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc, types_pb2
@@ -59,13 +61,22 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
     """See the module's docstring and protos/rollmesh/v1/sandbox.proto."""
 
     def __init__(
-        self, sessions: Sessions, branches: Branches, config: SandboxConfig, *, clock: Clock, ids: IdSource
+        self,
+        sessions: Sessions,
+        branches: Branches,
+        config: SandboxConfig,
+        *,
+        clock: Clock,
+        ids: IdSource,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
+        """`message_bytes_max` is the server's: an answer above it would end its stream, and with it the commands of other sessions."""
         self._sessions = sessions
         self._branches = branches
         self._config = config
         self._clock = clock
         self._ids = ids
+        self._message_bytes_max = message_bytes_max
         self._tests = HiddenTests(sessions, config, clock=clock, ids=ids)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -151,7 +162,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         """Never raises: a refusal and a bug are answers, too."""
         verb = request.WhichOneof("command") or ""
         with log_context(session=request.session_id), tracing.span_below(request.traceparent, verb, "sandbox"):
-            relay = OutputRelay(request, answers)
+            relay = OutputRelay(request, answers, self._message_bytes_max // 2)
             answers.put_nowait(await self._answered(request, holder, relay.pass_on))
 
     async def _answered(
@@ -160,12 +171,21 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         answer = sandbox_pb2.WorkResponse(request_id=request.request_id, session_id=request.session_id)
         try:
             await self._carry_out(request, answer, holder, on_output)
+            self._require_sendable(answer)
         except MeshError as error:
             answer.failure.CopyFrom(_failure(error))
         except Exception:  # noqa: BLE001 - a bug of ours in one command must not take the others' stream along
             _log.exception("command %s failed", request.WhichOneof("command"))
             answer.failure.CopyFrom(_failure(Internal("the command failed inside the sandbox service; see its log")))
         return answer
+
+    def _require_sendable(self, answer: sandbox_pb2.WorkResponse) -> None:
+        """Raise PayloadTooLarge for an answer that gRPC would not send."""
+        if (size := answer.ByteSize()) > self._message_bytes_max:
+            raise PayloadTooLarge(
+                f"the command was carried out, but its answer has {size} bytes and a message at most {self._message_bytes_max}; "
+                "request less at once, or raise `message_bytes_max` on both sides"
+            )
 
     async def _carry_out(
         self,
@@ -291,7 +311,7 @@ def _failure(error: MeshError) -> types_pb2.Failure:
     return types_pb2.Failure(
         code=error.code.value,
         reason=error.reason,
-        message=error.message,
-        metadata=error.metadata,
+        message=error.message[:MESSAGE_CHARS_MAX],
+        metadata={key: value[:METADATA_CHARS_MAX] for key, value in error.metadata.items()},
         retry_after_s=error.retry_after_s or 0.0,
     )

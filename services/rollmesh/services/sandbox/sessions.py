@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -27,6 +27,8 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import AlreadyExists, Draining, InvalidInput, Overloaded, SandboxFailed, UnknownSession
 
 _DRAIN_POLL_S = 0.1
+_PATHS_MAX = 4096
+"""Files of one command: their names are checked on the event loop, which all sessions share."""
 
 
 class End(Enum):
@@ -128,8 +130,7 @@ class Sessions:
         self, session_id: str, program: Program, wall_s: float, on_output: OnOutput | None = None
     ) -> RunResult:
         """Execute source text; `wall_s` 0 means the session's limit. Raises as the engine does, InvalidInput for a path that leads out."""
-        for path in program.return_paths:
-            _require_inside(path)
+        _require_inside(program.return_paths)
         async with self._commanding(session_id) as lease:
             result = await self._engine.run(session_id, program, _wall(lease.limits, wall_s), on_output)
             return self._noted(session_id, lease, result)
@@ -142,15 +143,13 @@ class Sessions:
 
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
         """Write files. Raises as the engine does, InvalidInput for a path that leads out."""
-        for path in files:
-            _require_inside(path)
+        _require_inside(files)
         async with self._commanding(session_id):
             await self._engine.put_files(session_id, files)
 
     async def get_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
         """Read files. Raises as the engine does, InvalidInput for a path that leads out."""
-        for path in paths:
-            _require_inside(path)
+        _require_inside(paths)
         async with self._commanding(session_id):
             return await self._engine.get_files(session_id, paths, self._config.files_bytes_max)
 
@@ -320,8 +319,11 @@ def _narrow(profile: Limits, asked: Mapping[str, float]) -> Limits:
     return replace(profile, **{name: type(getattr(profile, name))(value) for name, value in asked.items() if value})
 
 
-def _require_inside(path: str) -> None:
-    """A hint to the honest: the guarantee is that files are handled inside the jail."""
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise InvalidInput(f"file paths must be relative and without '..', got {path!r}")
+def _require_inside(paths: Collection[str]) -> None:
+    """A hint to the honest: the guarantee is that files are handled inside the jail. Raise InvalidInput for the first bad path."""
+    if len(paths) > _PATHS_MAX:
+        raise InvalidInput(f"a command handles at most {_PATHS_MAX} files, got {len(paths)}; split it")
+    for path in paths:
+        parts = PurePosixPath(path).parts
+        if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+            raise InvalidInput(f"file paths must be relative and without '..', got {path!r}")

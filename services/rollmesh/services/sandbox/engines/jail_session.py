@@ -1,7 +1,8 @@
 """One session as the service sees it: requests and replies on its socket, under a deadline. What it replies is hostile.
 
-Replies are length-bounded before they are read and decoded into a strict schema. A deadline passed, a reply that does not fit
-the schema or a cancelled request ends the session: afterwards nobody knows what it would answer next.
+Replies are bounded in length before they are read, in the number of their strings before they are decoded into a strict schema, and in
+every field before they are returned. A deadline passed, a reply that does not fit or a cancelled request ends the session: afterwards
+its next answer cannot be foreseen.
 """
 
 from __future__ import annotations
@@ -12,27 +13,35 @@ import binascii
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import msgspec
 
 from rollmesh.sandbox_runtime import framing, records
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.snapshot import NUM_SECTIONS
+from rollmesh.sandbox_runtime.snapshot import LOST_MAX, NAME_CHARS_MAX, NUM_SECTIONS
 from rollmesh.services.sandbox.engine import OnOutput, SavePiece
 from rollmesh.services.sandbox.engines.wire import Wire
 
 _OVERHEAD_BYTES = 1 << 16
 _NOTICES_MAX = 4096
 """Characters that a jail adds of its own to what a program printed."""
+_QUOTES_MAX = 200 + 2 * (LOST_MAX + 1)
+"""Of a reply without files: of the names and texts of its fields, and of `lost`."""
+_ESCAPED_MAX = 12
+"""Bytes of a character in JSON."""
+
+_Text = Annotated[str, msgspec.Meta(max_length=framing.REFUSAL_BYTES_MAX)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a session may say; absent fields have no meaning for the request at hand."""
 
     ready: bool = False
-    reason: str = ""
-    refused: str = ""
+    reason: _Text = ""
+    refused: _Text = ""
     outcome: str = ""
     stdout: str = ""
     stderr: str = ""
@@ -41,14 +50,14 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
     error_message: str = ""
     traceback: str = ""
     truncated: bool = False
-    wall_s: float = 0.0
-    cpu_s: float = 0.0
+    wall_s: _Seconds = 0.0
+    cpu_s: _Seconds = 0.0
     descriptor: int = 0
     """1 or 2: no reply but a piece of output ahead of it, in `text`."""
     text: str = ""
-    exit_status: int = 0
+    exit_status: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     files: dict[str, str] = {}
-    lost: list[str] = []
+    lost: list[Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]] = []
     too_large: bool = False
 
     def decoded_files(self) -> dict[str, bytes]:
@@ -77,9 +86,23 @@ def _frame(message: dict[str, Any]) -> bytes:
     return framing.LENGTH.pack(len(body)) + body
 
 
-def _decoded(body: bytearray | memoryview) -> Reply:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bounds:
+    """What the reply to a request may hold."""
+
+    frame_bytes: int
+    wall_s: float
+    paths: frozenset[str] = frozenset()
+    files_bytes: int = 0
+
+
+def _decoded(data: bytearray, end: int, paths: frozenset[str] = frozenset()) -> Reply:
+    """The frame that ends there. Every string, of which a decoder makes an object, shows at least one quote that is not escaped."""
+    quotes = data.count(b'"', 0, end) - data.count(b'\\"', 0, end)
+    if quotes > _QUOTES_MAX + 4 * len(paths):
+        raise ProtocolBroken(f"a reply of more strings than its request has answers: {quotes} quotes")
     try:
-        return _decoder.decode(body)
+        return _decoder.decode(memoryview(data)[framing.LENGTH.size : end])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolBroken(str(error)) from error
 
@@ -92,15 +115,16 @@ class JailSession:
         self._busy = False
         self._closed = False
         self._output_bytes = limits.output_bytes
-        # JSON escapes a character in at most 12 bytes; there are six texts of at most output_bytes characters each.
+        self._files_bytes_max = files_bytes_max
         self._text_max = 2 * limits.output_bytes + _NOTICES_MAX
-        self._frame_bytes_max = 6 * 12 * limits.output_bytes + 2 * files_bytes_max + _OVERHEAD_BYTES
+        # There are six texts of at most output_bytes characters each.
+        self._frame_bytes_max = 6 * _ESCAPED_MAX * limits.output_bytes + _OVERHEAD_BYTES
 
     async def receive(self, timeout_s: float) -> Reply:
         """The next reply. Raises TimeoutError, SessionGone, ProtocolBroken."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
-                return await self._read()
+                return await self._read(self._bounds({}, timeout_s))
 
     async def request(self, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None = None) -> Reply:
         """Send a request, return its reply; pieces of output ahead of it go to `on_output`, together at most four times what the
@@ -108,22 +132,22 @@ class JailSession:
 
         Raises TimeoutError, SessionGone, ProtocolBroken.
         """
+        bounds = self._bounds(message, timeout_s)
         with self._in_use():
             async with asyncio.timeout(timeout_s):
                 await self._send(_frame(message))
                 data = bytearray()
                 if on_output is not None:
-                    data = await self._pass_on(on_output)
-                reply = await self._read(data)
-                self._require_asked(message, reply)
-                return reply
+                    data = await self._pass_on(on_output, bounds)
+                return await self._read(bounds, data)
 
     async def save(self, bytes_max: int, save: SavePiece, timeout_s: float) -> Reply:
         """Request a snapshot, hand its records to `save`, return the reply. Raises as `request`, and what `save` raises."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
                 await self._send(_frame({"verb": "snapshot", "bytes_max": bytes_max}))
-                return await self._read(await self._records(bytes_max, save))
+                data = await self._records(bytes_max, save)
+                return await self._read(self._bounds({}, timeout_s), data)
 
     async def restore(self, snapshot: AsyncIterator[bytes], timeout_s: float) -> Reply:
         """Send a snapshot into a fresh session. Raises as `request`, and what `snapshot` raises."""
@@ -132,7 +156,7 @@ class JailSession:
                 await self._send(_frame({"verb": "restore"}))
                 async for piece in snapshot:
                     await self._send(piece)
-                return await self._read()
+                return await self._read(self._bounds({}, timeout_s))
 
     @property
     def quiet(self) -> bool:
@@ -188,12 +212,12 @@ class JailSession:
             num_ended += size < records.RECORD_BYTES
         return data
 
-    async def _pass_on(self, on_output: OnOutput) -> bytearray:
+    async def _pass_on(self, on_output: OnOutput, bounds: _Bounds) -> bytearray:
         """Take pieces of output until a frame is none; that frame's bytes."""
         data, room = bytearray(), 4 * self._output_bytes
         while True:
-            end, data = await self._whole_frame(data)
-            piece = _decoded(data[framing.LENGTH.size : end])
+            end, data = await self._whole_frame(bounds, data)
+            piece = _decoded(data, end, bounds.paths)
             if not piece.descriptor:
                 return data
             room -= len(piece.text)
@@ -202,34 +226,50 @@ class JailSession:
             on_output(piece.descriptor, piece.text)
             del data[:end]
 
-    async def _whole_frame(self, data: bytearray) -> tuple[int, bytearray]:
+    async def _whole_frame(self, bounds: _Bounds, data: bytearray) -> tuple[int, bytearray]:
         """`data` read on until it holds a frame, and where that ends."""
         data = await self._piece(framing.LENGTH.size, data)
         (size,) = framing.LENGTH.unpack_from(data)
-        if size > self._frame_bytes_max:
-            raise ProtocolBroken(f"a frame of {size} bytes; at most {self._frame_bytes_max} are allowed")
+        if size > bounds.frame_bytes:
+            raise ProtocolBroken(f"a frame of {size} bytes; at most {bounds.frame_bytes} are allowed")
         return framing.LENGTH.size + size, await self._piece(framing.LENGTH.size + size, data)
 
-    async def _read(self, data: bytearray | None = None) -> Reply:
-        end, data = await self._whole_frame(data or bytearray())
+    async def _read(self, bounds: _Bounds, data: bytearray | None = None) -> Reply:
+        end, data = await self._whole_frame(bounds, data or bytearray())
         if len(data) != end:
             raise ProtocolBroken("an unasked frame")
-        reply = _decoded(memoryview(data)[framing.LENGTH.size :])
+        reply = _decoded(data, end, bounds.paths)
         if reply.descriptor:
             raise ProtocolBroken("unasked output")
+        self._require_bounded(reply, bounds)
         return reply
 
-    def _require_asked(self, message: dict[str, Any], reply: Reply) -> None:
-        """Code in the jail can write replies itself: names and sizes that nobody asked for end here. Raises ProtocolBroken."""
-        asked = message.get("paths") or message.get("return_paths") or ()
-        if not set(reply.files).issubset(asked):
-            raise ProtocolBroken("files that nobody asked for")
-        room = message.get("bytes_max") or message.get("files_bytes_max") or 0
-        if sum(len(text) * 3 // 4 - 2 for text in reply.files.values()) > room:
-            raise ProtocolBroken(f"files of more than {room} bytes")
+    def _bounds(self, message: dict[str, Any], timeout_s: float) -> _Bounds:
+        """Of the reply to `message`, which comes within `timeout_s`."""
+        paths = message.get("paths") or message.get("return_paths")
+        if not paths:
+            return _Bounds(frame_bytes=self._frame_bytes_max, wall_s=timeout_s)
+        names_bytes = _ESCAPED_MAX * (sum(map(len, paths)) + len(paths))
+        return _Bounds(
+            frame_bytes=self._frame_bytes_max + 2 * self._files_bytes_max + names_bytes,
+            wall_s=timeout_s,
+            paths=frozenset(paths),
+            files_bytes=message.get("bytes_max") or message.get("files_bytes_max") or 0,
+        )
+
+    def _require_bounded(self, reply: Reply, bounds: _Bounds) -> None:
+        """Code in the jail can write replies itself: names and sizes that were not asked for end here. Raises ProtocolBroken."""
+        if not bounds.paths.issuperset(reply.files):
+            raise ProtocolBroken("files that were not asked for")
+        if sum(len(text) * 3 // 4 - 2 for text in reply.files.values()) > bounds.files_bytes:
+            raise ProtocolBroken(f"files of more than {bounds.files_bytes} bytes")
         texts = (reply.stdout, reply.stderr, reply.result, reply.error_type, reply.error_message, reply.traceback)
         if max(map(len, texts)) > self._text_max:
             raise ProtocolBroken(f"a text of more than {self._text_max} characters")
+        if len(reply.lost) > LOST_MAX + 1:
+            raise ProtocolBroken(f"{len(reply.lost)} lost names; at most {LOST_MAX + 1} are allowed")
+        if reply.wall_s > bounds.wall_s:
+            raise ProtocolBroken(f"a command of {reply.wall_s} s that was answered within {bounds.wall_s} s")
 
     async def _piece(self, num_bytes: int, data: bytearray) -> bytearray:
         """Read on until `data` has that many bytes. Nothing follows a reply, so more than asked for is never lost silently."""
