@@ -1,0 +1,69 @@
+"""Meshes to play against: one in this process, and one of processes under the supervisor whose services are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
+from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
+from rollmesh.v1 import coordinator_pb2_grpc, run_pb2_grpc
+
+from ..chaos.world import World, mesh_config, save_model_folder, world
+from ..integration.coordinator_mesh import ACCESS, coordinator_mesh
+from .ends import Ends
+
+HOSTS = {name: (name,) for name in ("nats", "coordinator", "gateway", "depot", "reward", "data")}
+"""Processes of the mesh in which services are killed; the player is its worker and its trainer."""
+NATS_SERVER = "nats-server"
+READY_S = 60.0
+
+
+@asynccontextmanager
+async def quiet_mesh(folder: Path) -> AsyncIterator[Ends]:
+    """Real nats-server, coordinator, gateway, data, reward and depot in this process; nothing is killed."""
+    async with coordinator_mesh(folder) as parts:
+        yield Ends(parts.run, parts.coordinator, parts.address, parts.bus, ACCESS)
+
+
+@asynccontextmanager
+async def process_mesh(folder: Path) -> AsyncIterator[tuple[Ends, World]]:
+    """The same services as processes that the supervisor restarts."""
+    config = mesh_config(save_model_folder(folder / "model"))
+    async with world(folder, config, HOSTS) as mesh, AsyncExitStack() as stack:
+        place = mesh.place
+        port = place.folder("nats") / "port"
+        await mesh.until("nats serves", port.is_file, limit_s=READY_S)
+        bus = await JetStreamBus.connect(
+            f"nats://127.0.0.1:{port.read_text().strip()}", login=BusLogin.of(place.access)
+        )
+        stack.push_async_callback(bus.close)
+        channels = ChannelConfig(wait_for_ready=True)
+        outer = await stack.enter_async_context(open_channel(place.gateway, access=place.access, config=channels))
+        inner = await stack.enter_async_context(open_channel(place.coordinator, access=place.access, config=channels))
+        yield (
+            Ends(
+                run_pb2_grpc.RunServiceStub(outer),
+                coordinator_pb2_grpc.CoordinatorServiceStub(inner),
+                place.coordinator,
+                bus,
+                place.access,
+            ),
+            mesh,
+        )
+
+
+async def kill_at_random(mesh: World, rng: random.Random, killed: Counter[str]) -> None:
+    """SIGKILL a process of the mesh every one to four seconds, until cancelled."""
+    while True:
+        await asyncio.sleep(rng.uniform(1.0, 4.0))
+        victim = rng.choice([*mesh.pids, NATS_SERVER])
+        if victim == NATS_SERVER:
+            killed[victim] += mesh.kill_nats_server() > 0
+        elif victim in mesh.pids:
+            killed[victim] += mesh.kill(victim) > 0

@@ -1,0 +1,240 @@
+"""A model of the contract of RunService, written from the text of the protos: it shares no arithmetic with the coordinator.
+
+The model knows what the player sent and what it was answered. Staleness is computed from the stamps that the player, as a worker,
+wrote into its payloads, never from metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+class Violation(AssertionError):
+    """The mesh broke the contract; the message says how."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise Violation unless `condition` holds."""
+    if not condition:
+        raise Violation(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Trained POLICY tokens that one set of weights sampled."""
+
+    step: int
+    incarnation: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class MadeSample:
+    """A sample that the player wrote and reported."""
+
+    sample_id: str
+    group: str
+    episode: str
+    reward: float
+    trainable: bool
+    stamps: tuple[Stamp, ...]
+    """In the payload."""
+    reported: tuple[Stamp, ...]
+    """In the metadata."""
+
+    @property
+    def contradicted(self) -> bool:
+        """Whether metadata and payload differ."""
+        return self.stamps != self.reported
+
+
+@dataclass(slots=True)
+class HeldBatch:
+    """A batch that the player leased."""
+
+    lease_id: str
+    update: int
+    eta: int
+    samples: tuple[str, ...]
+    mask_below: Mapping[str, int]
+    unreadable: set[str] = field(default_factory=set)
+    """Samples that FetchSamples answered with a failure."""
+    fetched: bool = False
+    in_doubt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """An update as committed. `dropped` are (sample id, reason)."""
+
+    update: int
+    lease_ids: tuple[str, ...]
+    applied: bool
+    used: tuple[str, ...]
+    dropped: frozenset[tuple[str, str]]
+    digest: str
+    eta: int
+    """The bound under which its batch was leased."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a trainer stored: the updates behind its weights."""
+
+    commits: tuple[Commit, ...]
+
+    @property
+    def update(self) -> int:
+        return len(self.commits)
+
+    @property
+    def digest(self) -> str:
+        return self.commits[-1].digest if self.commits else ""
+
+
+def digest_of(before: str, update: int, used: Iterable[str]) -> str:
+    """digest_k as CommitUpdateResponse.digest documents it."""
+    fields = [before, str(update), *sorted(used, key=lambda name: name.encode())]
+    hashed = hashlib.sha256()
+    for text in fields:
+        data = text.encode()
+        hashed.update(len(data).to_bytes(8, "big") + data)
+    return hashed.hexdigest()
+
+
+@dataclass(slots=True)
+class RunModel:
+    """One run as its trainer and worker may rely on it."""
+
+    eta: int
+    mask: bool
+    keeps_no_checkpoints: bool
+    epoch: int = 0
+    incarnation: int = 0
+    commits: list[Commit] = field(default_factory=list)
+    """Updates that stand."""
+    rollbacks: list[tuple[int, int]] = field(default_factory=list)
+    """(update gone back to, incarnation that began)."""
+    published: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Weights digest by (step, incarnation)."""
+    samples: dict[str, MadeSample] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
+    """In a reported checkpoint, or committed by a trainer that keeps none."""
+    batch: HeldBatch | None = None
+    lease_ids: set[str] = field(default_factory=set)
+    """Every batch lease ever granted."""
+    returned: set[str] = field(default_factory=set)
+    """Batch leases of this epoch that the player released."""
+    checkpoint_update: int = 0
+    stopped: bool = False
+    num_undone: int = 0
+
+    # Reading ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def applied(self) -> int:
+        return len(self.commits)
+
+    @property
+    def digest(self) -> str:
+        return self.commits[-1].digest if self.commits else ""
+
+    @property
+    def is_published(self) -> bool:
+        """Whether anything may be leased: weights of this incarnation were published."""
+        return any(incarnation == self.incarnation for _, incarnation in self.published)
+
+    @property
+    def versions(self) -> list[tuple[int, int]]:
+        """(step, incarnation) of everything published, the newest last."""
+        return list(self.published)
+
+    def is_void(self, stamp: Stamp) -> bool:
+        return any(stamp.incarnation < began and stamp.step > to for to, began in self.rollbacks)
+
+    def group_members(self, group: str) -> dict[str, float]:
+        """Reward of every scored sample of a group."""
+        return {sample.sample_id: sample.reward for sample in self.samples.values() if sample.group == group}
+
+    def used_standing(self) -> set[str]:
+        return {name for commit in self.commits for name in commit.used}
+
+    # Checks -----------------------------------------------------------------------------------------------------------
+
+    def check_trainable(self, sample: MadeSample, stamps: Sequence[Stamp], batch: HeldBatch, reported: int) -> None:
+        """Require that `sample`, by these stamps, is within the bound of its batch, and that `reported` is its staleness."""
+        name, oldest = sample.sample_id, batch.update - 1 - batch.eta
+        require(not any(map(self.is_void, stamps)), f"{name} holds tokens of undone weights: {stamps}")
+        require(all(stamp.step < batch.update for stamp in stamps), f"{name} is from the future: {stamps}")
+        below = batch.mask_below.get(name, 0)
+        if not self.mask:
+            require(below == 0, f"{name} is masked below {below} under `drop`")
+        elif any(stamp.step < oldest for stamp in stamps):
+            require(below == oldest, f"{name} is masked below {below}, not {oldest}")
+        trained = [stamp.step for stamp in stamps if stamp.step >= below]
+        require(bool(trained) or not stamps, f"{name} has no token within the bound: {stamps}")
+        staleness = batch.update - 1 - min(trained) if trained else -1
+        require(
+            staleness <= batch.eta, f"{name}: staleness {staleness} at update {batch.update} is beyond eta {batch.eta}"
+        )
+        require(
+            reported == staleness, f"{name}: staleness {reported} was reported, {staleness} follows from the stamps"
+        )
+
+    def check_fresh(self, names: Iterable[str]) -> None:
+        """Require that no weights contain any of these samples already."""
+        names = set(names)
+        twice = names & self.used_standing()
+        require(not twice, f"leased again though standing updates used them: {sorted(twice)}")
+        gone = names & self.trained
+        require(not gone, f"leased again though a checkpoint made them TRAINED: {sorted(gone)}")
+
+    # Facts ------------------------------------------------------------------------------------------------------------
+
+    def commit_of(self, update: int, batch: HeldBatch | None, *, applied: bool, dropped: Mapping[str, str]) -> Commit:
+        """What committing this would be."""
+        leased = batch.samples if batch else ()
+        used = tuple(name for name in leased if name not in dropped) if applied else ()
+        return Commit(
+            update=update,
+            lease_ids=(batch.lease_id,) if batch else (),
+            applied=applied,
+            used=used,
+            dropped=frozenset(dropped.items()),
+            digest=digest_of(self.digest, update, used),
+            eta=batch.eta if batch else self.eta,
+        )
+
+    def committed(self, commit: Commit) -> None:
+        self.check_fresh(commit.used)
+        self.commits.append(commit)
+        self.batch = None
+        if self.keeps_no_checkpoints:
+            self.checkpointed(commit.update)
+
+    def checkpointed(self, update: int) -> None:
+        for commit in self.commits[self.checkpoint_update : update]:
+            self.trained.update(commit.used)
+        self.checkpoint_update = max(self.checkpoint_update, update)
+
+    def rolled_back(self, update: int) -> None:
+        self.num_undone += len(self.commits) - update
+        self.commits = self.commits[:update]
+        self.incarnation += 1
+        self.rollbacks.append((update, self.incarnation))
+        self.checkpoint_update = min(self.checkpoint_update, update)
+
+    def lags(self) -> Counter[int]:
+        """Used samples of standing updates by staleness, from the stamps in the payloads."""
+        found: Counter[int] = Counter()
+        for commit in self.commits:
+            for name in commit.used:
+                steps = [stamp.step for stamp in self.samples[name].stamps]
+                if self.mask:
+                    steps = [step for step in steps if step >= commit.update - 1 - commit.eta]
+                if steps:
+                    found[commit.update - 1 - min(steps)] += 1
+        return found

@@ -1,0 +1,58 @@
+"""Many sequences against one mesh, and a table of what they showed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from .ends import Ends
+from .player import Plan, Player, Result
+
+
+async def play_all(
+    ends: Ends, plans: Sequence[Plan], *, parallel: int, on_result: Callable[[Result], None] = lambda _: None
+) -> list[Result]:
+    """Play every plan, each in a run that is named after its seed; at most `parallel` at a time."""
+    room = asyncio.Semaphore(parallel)
+
+    async def one(plan: Plan) -> Result:
+        async with room:
+            result = await play(ends, plan)
+        on_result(result)
+        return result
+
+    return await asyncio.gather(*map(one, plans))
+
+
+async def play(ends: Ends, plan: Plan) -> Result:
+    """Play one plan."""
+    run = f"contract-{plan.seed}"
+    async with ends.worker(run) as node_id:
+        return await Player(ends, plan, run=run, node_id=node_id).play()
+
+
+def to_text(results: Sequence[Result]) -> str:
+    """Totals, answers by code, and every violation with its newest calls."""
+    calls: Counter[str] = Counter()
+    for result in results:
+        calls.update(_codes(result))
+    lines = [
+        f"{len(results)} sequences, {sum(r.calls for r in results)} calls (fewest {min(r.calls for r in results)}), "
+        f"{sum(r.updates for r in results)} standing updates, {sum(r.undone for r in results)} undone, "
+        f"{sum(r.samples_used for r in results)} samples used, {sum(r.batches_short for r in results)} batches short, "
+        f"{sum(r.rejected for r in results)} invalid requests",
+        "answers: " + ", ".join(f"{code} {count}" for code, count in calls.most_common()),
+    ]
+    for result in results:
+        if result.violation:
+            lines += [f"seed {result.seed}: VIOLATION: {result.violation}", *(f"    {line}" for line in result.log)]
+    lines.append(f"{sum(bool(r.violation) for r in results)} violations")
+    return "\n".join(lines)
+
+
+def _codes(result: Result) -> Counter[str]:
+    codes: Counter[str] = Counter()
+    for key, count in result.counts.items():
+        codes[key.rpartition(" ")[2]] += count
+    return codes

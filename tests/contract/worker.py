@@ -1,0 +1,315 @@
+"""The player as a rollout worker: episodes with payloads, truthful, late, repeated, contradictory or malformed."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollmesh.v1 import coordinator_pb2 as pb
+from rollmesh.v1 import types_pb2
+
+from .calls import Answer, Calls
+from .ends import Ends
+from .model import MadeSample, RunModel, Stamp, require
+
+OK = types_pb2.REWARD_OUTCOME_OK
+COMPLETED = pb.EPISODE_OUTCOME_COMPLETED
+REJOINING = ("UNKNOWN_NODE",)
+"""After a restart of the coordinator, until the worker has joined again."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """Leases and reports episodes of one run."""
+
+    ends: Ends
+    calls: Calls
+    model: RunModel
+    rng: random.Random
+    run: str
+    node_id: str
+    lenient: bool
+    """Episode leases may be lost without the player's doing: services are killed, or terms are short."""
+    leases: list[pb.EpisodeLease] = field(default_factory=list)
+    last: pb.EpisodeReport | None = None
+    """The last report that was recorded."""
+    seen: set[str] = field(default_factory=set)
+
+    async def acquire(self, num_max: int, wait_s: float = 0.2) -> int:
+        """Lease episodes; returns how many."""
+        request = pb.AcquireRolloutsRequest(node_id=self.node_id, num_max=num_max, wait_s=wait_s)
+        answer = await self.calls.call(self.ends.coordinator.AcquireRollouts, request, also_lost=REJOINING)
+        require(answer.ok, f"AcquireRollouts was answered {answer}")
+        require(len(answer.response.leases) <= num_max, "more leases than were asked for")
+        for lease in answer.response.leases:
+            require(lease.key.run == self.run, f"{lease.lease_id} is of another run")
+            require(lease.lease_id not in self.seen, f"episode lease {lease.lease_id} was granted twice")
+            require(
+                (lease.step_min, self.model.incarnation) >= (0, lease.incarnation_min), f"{lease.lease_id}: {lease}"
+            )
+            self.seen.add(lease.lease_id)
+        self.leases.extend(answer.response.leases)
+        return len(answer.response.leases)
+
+    async def renew(self) -> None:
+        """Renew what is held; what is gone is forgotten."""
+        request = pb.RenewLeasesRequest(node_id=self.node_id, lease_ids=[lease.lease_id for lease in self.leases])
+        answer = await self.calls.call(self.ends.coordinator.RenewLeases, request, also_lost=REJOINING)
+        require(answer.ok, f"RenewLeases was answered {answer}")
+        gone = set(answer.response.gone)
+        require(gone <= set(request.lease_ids), "a lease is gone that was not held")
+        self.leases = [lease for lease in self.leases if lease.lease_id not in gone]
+
+    async def report_all(self) -> None:
+        """Report every held episode, each in a random way; some are kept for later."""
+        kept = [lease for lease in self.leases if self.rng.random() < 0.04]
+        done = [lease for lease in self.leases if lease not in kept]
+        self.leases = kept
+        if done:
+            await self.report([await self.finished(lease) for lease in done])
+
+    async def report(self, reports: list[tuple[pb.EpisodeReport, list[MadeSample]]]) -> None:
+        request = pb.ReportEpisodesRequest(node_id=self.node_id, reports=[report for report, _ in reports])
+        answer = await self.calls.call(self.ends.coordinator.ReportEpisodes, request, also_lost=REJOINING)
+        require(answer.ok, f"a valid report was answered {answer}")
+        require(len(answer.response.results) == len(reports), "not one result per report")
+        for (report, samples), result in zip(reports, answer.response.results, strict=True):
+            if result:
+                lost = self.lenient or bool(self.model.rollbacks) or self.model.stopped
+                require(result == "UNKNOWN_LEASE" and lost, f"report of {report.lease_id} was answered {result!r}")
+                continue
+            self.last = report
+            if report.outcome == COMPLETED:
+                self.model.samples.update((sample.sample_id, sample) for sample in samples)
+
+    async def repeat(self) -> None:
+        """Send the last report again: recorded before, or its group has ended meanwhile."""
+        if self.last is not None:
+            request = pb.ReportEpisodesRequest(node_id=self.node_id, reports=[self.last])
+            answer = await self.calls.call(self.ends.coordinator.ReportEpisodes, request, also_lost=REJOINING)
+            require(answer.ok and answer.response.results[0] in ("", "UNKNOWN_LEASE"), f"repeated: {answer}")
+
+    async def finished(self, lease: pb.EpisodeLease) -> tuple[pb.EpisodeReport, list[MadeSample]]:
+        """An episode as it might end; its payload is stored."""
+        report = pb.EpisodeReport(lease_id=lease.lease_id, key=lease.key, outcome=COMPLETED)
+        luck = self.rng.random()
+        if luck < 0.06:
+            report.outcome = pb.EPISODE_OUTCOME_CANCELLED if luck < 0.02 else pb.EPISODE_OUTCOME_INFRA_FAILURE
+            report.failure.message = "agent: the player chose to fail"
+            return report, []
+        return report, await self._complete(lease, report)
+
+    async def _complete(self, lease: pb.EpisodeLease, report: pb.EpisodeReport) -> list[MadeSample]:
+        num = self.rng.choices((0, 1, 2), (2, 80, 18))[0]
+        episode = types_pb2.Episode(key=lease.key, purpose=lease.purpose, sampling_params=[PARAMS])
+        made = []
+        for number in range(num):
+            sample_id = f"{lease.key.episode}-{number}"
+            stamps = self._stamps()
+            leaf = _add_path(episode, stamps)
+            reward = float(self.rng.random() < 0.5)
+            trainable = self.rng.random() < 0.96
+            value = types_pb2.Reward(name="correct", value=reward, segment=-1, scorer="player@1", outcome=OK)
+            episode.samples.add(
+                sample_id=sample_id, leaf=leaf, policy="main", rewards=[value], weight=1.0, trainable=trainable
+            )
+            reported = self._lie(stamps) if self.rng.random() < 0.03 else stamps
+            report.samples.append(_meta(sample_id, leaf, reported, value, stamps, trainable=trainable))
+            made.append(MadeSample(sample_id, lease.key.group, lease.key.episode, reward, trainable, stamps, reported))
+        report.payload.CopyFrom(await self.calls.persist(lambda: self.ends.store(episode)))
+        return made
+
+    def _stamps(self) -> tuple[Stamp, ...]:
+        """Mostly of the newest weights; sometimes of two versions, of old or of undone ones, or of none at all."""
+        versions = self.model.versions
+        luck = self.rng.random()
+        if luck < 0.02:
+            return ()
+        chosen = [versions[-1]]
+        if luck < 0.2:
+            chosen = sorted({self.rng.choice(versions[-3:]), versions[-1]})
+        elif luck < 0.26:
+            chosen = [self.rng.choice(versions)]
+        return tuple(Stamp(step, incarnation, self.rng.randint(1, 4)) for step, incarnation in chosen)
+
+    def _lie(self, stamps: tuple[Stamp, ...]) -> tuple[Stamp, ...]:
+        """Metadata that contradicts the payload: a step that looks fresher, or tokens that are not there."""
+        step, incarnation = self.model.versions[-1]
+        if len(stamps) == 1 and (stamps[0].step, stamps[0].incarnation) != (step, incarnation):
+            return (Stamp(step, incarnation, stamps[0].num_tokens),)
+        return tuple(Stamp(s.step, s.incarnation, s.num_tokens + 1) for s in stamps)
+
+    # Malformed --------------------------------------------------------------------------------------------------------
+
+    async def malformed(self) -> None:
+        """A report that must not be recorded, followed by the truth, which must be."""
+        if not self.leases:
+            return
+        lease = self.leases.pop()
+        report, samples = await self.finished(lease)
+        broken = pb.EpisodeReport()
+        broken.CopyFrom(report)
+        spoil = self.rng.choice(SPOILS if samples else SPOILS_WITHOUT_SAMPLES)
+        spoil(broken)
+        request = pb.ReportEpisodesRequest(node_id=self.node_id, reports=[broken])
+        answer = await self.calls.call(self.ends.coordinator.ReportEpisodes, request, also_lost=REJOINING)
+        rejected = answer.code == "INVALID_ARGUMENT" or (answer.ok and answer.response.results[0] != "")
+        require(rejected, f"a report spoiled by {spoil.__name__} was answered {answer} {_results(answer)}")
+        await self.report([(report, samples)])
+
+
+def _results(answer: Answer) -> list[str]:
+    return list(answer.response.results) if answer.ok else []
+
+
+PARAMS = types_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=8, seed=1)
+
+
+def _add_path(episode: types_pb2.Episode, stamps: tuple[Stamp, ...]) -> int:
+    """Append a root and one action per stamp; returns the leaf's index."""
+    episode.segments.add(
+        parent=-1,
+        role=types_pb2.SEGMENT_ROLE_CONTEXT,
+        source=types_pb2.SEGMENT_SOURCE_PROMPT,
+        token_ids=struct.pack("<3i", 1, 2, 3),
+        sampling=-1,
+    )
+    for stamp in stamps:
+        num = stamp.num_tokens
+        version = types_pb2.PolicyVersion(policy="main", step=stamp.step, incarnation=stamp.incarnation)
+        episode.segments.add(
+            parent=len(episode.segments) - 1,
+            role=types_pb2.SEGMENT_ROLE_ACTION,
+            source=types_pb2.SEGMENT_SOURCE_POLICY,
+            token_ids=struct.pack(f"<{num}i", *range(num)),
+            logprobs=struct.pack(f"<{num}f", *[-0.5] * num),
+            loss_mask=bytes([1] * num),
+            version=version,
+            kv_step_oldest=stamp.step,
+            sampling=0,
+        )
+    return len(episode.segments) - 1
+
+
+def _meta(
+    sample_id: str,
+    leaf: int,
+    reported: tuple[Stamp, ...],
+    reward: types_pb2.Reward,
+    real: tuple[Stamp, ...],
+    *,
+    trainable: bool,
+) -> types_pb2.SampleMeta:
+    spans = [types_pb2.StepSpan(step=s.step, incarnation=s.incarnation, num_tokens=s.num_tokens) for s in reported]
+    return types_pb2.SampleMeta(
+        sample_id=sample_id,
+        policy="main",
+        leaf=leaf,
+        steps=spans,
+        num_tokens=3 + sum(s.num_tokens for s in real),
+        rewards=[reward],
+        trainable=trainable,
+    )
+
+
+# Ways to spoil a report -----------------------------------------------------------------------------------------------
+
+
+def _no_lease(report: pb.EpisodeReport) -> None:
+    report.key.episode = "g999.9"
+
+
+def _attempt(report: pb.EpisodeReport) -> None:
+    report.key.attempt += 1
+
+
+def _outcome(report: pb.EpisodeReport) -> None:
+    report.outcome = 77  # type: ignore[assignment]
+
+
+def _lease_of_another(report: pb.EpisodeReport) -> None:
+    report.lease_id = "g999.9#1"
+
+
+def _nan(report: pb.EpisodeReport) -> None:
+    report.samples[0].rewards[0].value = math.nan
+
+
+def _infinity(report: pb.EpisodeReport) -> None:
+    report.samples[0].rewards[0].value = math.inf
+
+
+def _same_id(report: pb.EpisodeReport) -> None:
+    report.samples.append(report.samples[0])
+
+
+def _empty_id(report: pb.EpisodeReport) -> None:
+    report.samples[0].sample_id = ""
+
+
+def _long_id(report: pb.EpisodeReport) -> None:
+    report.samples[0].sample_id = "x" * 1_000_000
+
+
+def _other_policy(report: pb.EpisodeReport) -> None:
+    report.samples[0].policy = "other"
+
+
+def _many_tokens(report: pb.EpisodeReport) -> None:
+    report.samples[0].num_tokens = 2**63 - 1
+
+
+def _negative_tokens(report: pb.EpisodeReport) -> None:
+    report.samples[0].num_tokens = -1
+
+
+def _negative_step(report: pb.EpisodeReport) -> None:
+    del report.samples[0].steps[:]
+    report.samples[0].steps.add(step=-3, incarnation=0, num_tokens=1)
+
+
+def _strange_incarnation(report: pb.EpisodeReport) -> None:
+    del report.samples[0].steps[:]
+    report.samples[0].steps.add(step=0, incarnation=1_000, num_tokens=1)
+
+
+def _negative_incarnation(report: pb.EpisodeReport) -> None:
+    del report.samples[0].steps[:]
+    report.samples[0].steps.add(step=0, incarnation=-1, num_tokens=1)
+
+
+def _many_span_tokens(report: pb.EpisodeReport) -> None:
+    del report.samples[0].steps[:]
+    report.samples[0].steps.add(step=0, incarnation=0, num_tokens=2**63 - 1)
+
+
+def _no_payload(report: pb.EpisodeReport) -> None:
+    report.payload.sequence = 0
+
+
+def _negative_leaf(report: pb.EpisodeReport) -> None:
+    report.samples[0].leaf = -7
+
+
+SPOILS_WITHOUT_SAMPLES: list[Callable[[pb.EpisodeReport], None]] = [_no_lease, _attempt, _outcome, _lease_of_another]
+SPOILS: list[Callable[[pb.EpisodeReport], None]] = [
+    *SPOILS_WITHOUT_SAMPLES,
+    _nan,
+    _infinity,
+    _same_id,
+    _empty_id,
+    _long_id,
+    _other_policy,
+    _many_tokens,
+    _negative_tokens,
+    _negative_step,
+    _strange_incarnation,
+    _negative_incarnation,
+    _many_span_tokens,
+    _no_payload,
+    _negative_leaf,
+]
