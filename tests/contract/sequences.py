@@ -37,11 +37,17 @@ def to_text(results: Sequence[Result]) -> str:
     calls: Counter[str] = Counter()
     for result in results:
         calls.update(_codes(result))
+    totals = {
+        "calls": sum(r.calls for r in results),
+        "calls in the shortest": min(r.calls for r in results),
+        "standing updates": sum(r.updates for r in results),
+        "updates undone": sum(r.undone for r in results),
+        "samples used": sum(r.samples_used for r in results),
+        "batches short": sum(r.batches_short for r in results),
+        "invalid requests": sum(r.rejected for r in results),
+    }
     lines = [
-        f"{len(results)} sequences, {sum(r.calls for r in results)} calls (fewest {min(r.calls for r in results)}), "
-        f"{sum(r.updates for r in results)} standing updates, {sum(r.undone for r in results)} undone, "
-        f"{sum(r.samples_used for r in results)} samples used, {sum(r.batches_short for r in results)} batches short, "
-        f"{sum(r.rejected for r in results)} invalid requests",
+        f"{len(results)} sequences: " + ", ".join(f"{num} {what}" for what, num in totals.items()),
         "answers: " + ", ".join(f"{code} {count}" for code, count in calls.most_common()),
     ]
     for result in results:

@@ -7,7 +7,6 @@ import random
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import types_pb2
