@@ -8,13 +8,17 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import save_file
 
 from rollmesh.services.cli.clean import CleanOptions, clean_folder
 from rollmesh.services.cli.config import TrainConfig
 from rollmesh.services.cli.disk_need import disk_need, in_words
+from rollmesh.services.cli.resume import open_resumption
 from rollmesh.services.cli.run_folder import RunFolder, new_folder, origin_now
 from rollmesh.services.cli.series import Point, encode_line
+from rollmesh.services.cli.show import list_samples
+from rollmesh.services.cli.train import train
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.mesh.config import RunConfig
 from rollmesh.services.mesh.run_lock import RunFolderBusy, owned
@@ -70,10 +74,32 @@ def test_a_dry_run_names_the_same_and_removes_nothing(tmp_path: Path) -> None:
     assert [r.path for r in named] == [r.path for r in removed]
 
 
-def test_what_a_resume_needs_goes_only_when_asked_for(tmp_path: Path) -> None:
-    folder = run_folder(tmp_path)
+@pytest.mark.parametrize("ended", ["", "updates_max"])
+def test_what_a_resume_needs_goes_only_when_asked_for(tmp_path: Path, ended: str) -> None:
+    folder = run_folder(tmp_path, ended=ended)
+    clean_folder(folder.root, CleanOptions())
+    assert left(folder) == KEPT | {"nats", "coordinator", "checkpoints"}
     clean_folder(folder.root, CleanOptions(for_good=True))
     assert left(folder) == KEPT | {"checkpoints"}
+
+
+def test_a_run_without_its_ledger_says_so_when_it_is_resumed_or_read(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    clean_folder(folder.root, CleanOptions(for_good=True))
+    (folder.root / "addresses.json").write_text("{}")
+    folder.audit.write_text("{}")
+    with pytest.raises(ConfigError, match="was removed by `rollmesh clean --for-good`, so it cannot be resumed"):
+        open_resumption(folder.root, [])
+    with pytest.raises(ConfigError, match=r"were removed by `rollmesh clean --for-good`; what remains is its audit"):
+        list_samples(folder.root, 10)
+
+
+def test_a_second_owner_changes_nothing_in_a_run_that_is_running(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path)
+    before = folder.config.read_text(), left(folder)
+    with owned(folder.root), pytest.raises(RunFolderBusy, match="goes on in process"):
+        train(folder.root, ["run.updates_max=7"], command=["rollmesh"], console=Console())
+    assert (folder.config.read_text(), left(folder)) == (before[0], before[1] | {"owner.lock"})
 
 
 def test_a_running_run_and_a_folder_that_is_none_are_left_alone(tmp_path: Path) -> None:

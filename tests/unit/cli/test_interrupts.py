@@ -11,7 +11,8 @@ import pytest
 from rollmesh.services.cli.interrupts import EXIT_INTERRUPTED, Interrupts, Stopped
 
 
-async def test_first_signal_stops_work_and_waits_for_its_clean_up() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_first_signal_stops_work_and_waits_for_its_clean_up(number: signal.Signals) -> None:
     cleaned, noticed = [], []
 
     async def work() -> None:
@@ -21,10 +22,20 @@ async def test_first_signal_stops_work_and_waits_for_its_clean_up() -> None:
             cleaned.append(True)
 
     with Interrupts(notice=lambda: noticed.append(True)) as interrupts:
-        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), number)
         with pytest.raises(Stopped):
             await interrupts.unless_stopped(work())
     assert (cleaned, noticed) == ([True], [True])
+
+
+async def test_a_hang_up_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert await interrupts.unless_stopped(asyncio.sleep(0, "done")) == "done"
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_work_that_is_done_gives_its_result_and_handlers_are_put_back() -> None:

@@ -28,9 +28,22 @@ def audit_folder(
     folder = RunFolder(root.resolve())
     folder.read_origin()
     config = load_train_config(folder.config)
+    if folder.ledger_was_removed:
+        return _stored(folder, as_json=as_json)
     found = asyncio.run(_audit(folder, config, name or config.run.name, _checkpoint(folder, checkpoint), sample))
     text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else found.to_text()
     return found.holds, text
+
+
+def _stored(folder: RunFolder, *, as_json: bool) -> tuple[bool, str]:
+    """The audit that was written before the ledger was removed."""
+    text = folder.audit.read_text(encoding="utf-8")
+    try:
+        found = msgspec.json.decode(text, type=AuditReport)
+    except msgspec.DecodeError as err:
+        raise ConfigError(f"{folder.audit}: cannot be read as an audit: {err}", path=folder.audit) from err
+    note = f"The ledger was removed by `rollmesh clean --for-good`; this audit was made before, see {folder.audit}.\n"
+    return found.holds, text if as_json else note + found.to_text()
 
 
 def _checkpoint(folder: RunFolder, named: Path | None) -> Path | None:

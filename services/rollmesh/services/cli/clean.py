@@ -1,8 +1,8 @@
 """`rollmesh clean`: what a run folder can do without, found first, removed afterwards.
 
 Kept in any case: configuration, origin, model, series, metrics, report, logs, and the newest checkpoints. Without `for_good`, all that a
-resume needs stays too: a run that can go on keeps its ledger. Of a run that has ended, the ledger goes only after its audit was written to
-audit.json and holds.
+resume needs stays too, the ledger above all: a run that has ended can be resumed under other limits. With it the ledger is removed after
+its audit was written to audit.json, which `rollmesh audit` prints from then on.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import msgspec
 
 from rollmesh.services.cli.audit import audit_folder
 from rollmesh.services.cli.run_folder import RunFolder
-from rollmesh.services.cli.series import read_series
 from rollmesh.services.mesh.run_lock import owned
+from rollmesh.shared.errors import MeshError
 
-AUDIT_NAME = "audit.json"
 _CHECKPOINT = re.compile(r"update-(\d+)\.(\d+)")
 _LEDGER = ("nats", "coordinator")
 _CACHES = ("depot", "inference-*", "sandbox-*")
@@ -50,12 +49,11 @@ def clean_folder(root: Path, options: CleanOptions) -> tuple[list[Removal], str]
     folder = RunFolder(root.resolve())
     folder.read_origin()
     with owned(folder.root):
-        ended = bool(read_series(folder.series).last.ended)
         removals = [*_checkpoints(folder, options.keep_last), *_caches(folder)]
         remark = ""
-        if options.for_good or ended:
-            remark = "" if options.for_good or options.dry_run else _audited(folder)
-            removals += [] if remark else _ledger(folder, "the run has ended" if ended else "asked for: no resume")
+        if options.for_good:
+            removals += _ledger(folder)
+            remark = "" if options.dry_run else _audited(folder)
         if not options.dry_run:
             for removal in removals:
                 _remove(Path(removal.path))
@@ -81,17 +79,21 @@ def _caches(folder: RunFolder) -> Iterator[Removal]:
             yield _removal(path, "made again when it is needed")
 
 
-def _ledger(folder: RunFolder, why: str) -> list[Removal]:
+def _ledger(folder: RunFolder) -> list[Removal]:
+    why = "asked for: the run cannot be resumed without it"
     return [_removal(folder.root / name, why) for name in _LEDGER if (folder.root / name).exists()]
 
 
 def _audited(folder: RunFolder) -> str:
-    """Writes the audit of an ended run. Why its ledger must stay; empty if it may go."""
-    if not (folder.root / "nats").exists():
+    """Write the audit of a ledger that is about to be removed. Returns a remark if it could not be made or does not hold."""
+    if not folder.was_started or folder.ledger_was_removed:
         return ""
-    holds, report = audit_folder(folder.root, as_json=True)
-    (folder.root / AUDIT_NAME).write_text(report, encoding="utf-8")
-    return "" if holds else f"the ledger stays: its audit does not hold, see {folder.root / AUDIT_NAME}"
+    try:
+        holds, report = audit_folder(folder.root, as_json=True)
+    except MeshError as error:
+        return f"warning: the ledger could not be audited before it was removed: {error}"
+    folder.audit.write_text(report, encoding="utf-8")
+    return "" if holds else f"warning: the audit of the removed ledger does not hold; see {folder.audit}"
 
 
 def _removal(path: Path, why: str) -> Removal:

@@ -1,4 +1,6 @@
-"""Ctrl-C: the first asks for an orderly stop, the second leaves at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an orderly stop, the second leaves at once.
+
+SIGHUP comes when the terminal or its SSH session is closed. Under `nohup` it is ignored, as the user asked.
 
 with Interrupts(leave=view.close) as interrupts:
     await interrupts.unless_stopped(slow())      # raises Stopped as soon as a stop is asked for
@@ -13,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
+from rollmesh.shared.stop_signals import stop_signals
+
 T = TypeVar("T")
 
 EXIT_INTERRUPTED = 130
@@ -23,7 +27,7 @@ class Stopped(Exception):
 
 
 class Interrupts:
-    """Handles SIGINT and SIGTERM of this process while entered; from the main thread, in a running event loop."""
+    """Handles SIGINT, SIGTERM and SIGHUP of this process while entered; from the main thread, in a running event loop."""
 
     def __init__(self, *, leave: Callable[[], None] = lambda: None, notice: Callable[[], None] = lambda: None) -> None:
         """`leave` puts the terminal in order before the process ends at once; `notice` is told of the first signal."""
@@ -35,7 +39,7 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             self._before[number] = signal.signal(number, self._handle)
         return self
 

@@ -36,6 +36,12 @@ def open_resumption(root: Path, overrides: list[str]) -> Resumption:
     Raises ConfigError if it isn't a run's folder, its configuration is unusable or no checkpoint is whole; ChangeRefused.
     """
     folder, config, base_dir = open_folder(root, overrides)
+    if folder.ledger_was_removed:
+        raise ConfigError(
+            f"{folder.root}: the ledger of this run was removed by `rollmesh clean --for-good`, so it cannot be resumed; start a new "
+            f"run from a checkpoint in {folder.checkpoints} (model=CHECKPOINT)",
+            path=folder.root,
+        )
     changes = _changes(folder, load_train_config(folder.config), config)
     check_changes(changes)
     check(config, base_dir)

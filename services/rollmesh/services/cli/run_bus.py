@@ -20,8 +20,14 @@ async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
 
     Raises ConfigError if the run never had one, BusUnavailable if it cannot be reached.
     """
-    if not (folder.root / "addresses.json").exists():
+    if not folder.was_started:
         raise ConfigError(f"{folder.root}: the run was never started, there is nothing to read; start it first")
+    if folder.ledger_was_removed:
+        raise ConfigError(
+            f"{folder.root}: the ledger and the streams of this run were removed by `rollmesh clean --for-good`; "
+            f"what remains is its audit in {folder.audit.name}",
+            path=folder.root,
+        )
     place = open_place(config, run_dir=folder.root, base_dir=Path(folder.read_origin().base_dir))
     async with _server(place) as url, _connected(place, url) as bus:
         yield bus

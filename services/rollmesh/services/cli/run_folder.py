@@ -5,6 +5,7 @@ runs/<name>-<time>/
   model/          the model made for the run         checkpoints/  plain transformers folders
   series.jsonl    the run as it was watched          metrics.jsonl, tensorboard/   per update, by the learner
   summary.json  report.html  report.png              run.log       what the services logged
+  audit.json      the audit that was made before the ledger was removed
   traces/         spans, for `rollmesh trace`        metrics/      where each process serves its metrics
   nats/  coordinator/  depot/  ...                   the services' own
 """
@@ -94,6 +95,20 @@ class RunFolder:
     @property
     def log(self) -> Path:
         return self.root / "run.log"
+
+    @property
+    def audit(self) -> Path:
+        return self.root / "audit.json"
+
+    @property
+    def was_started(self) -> bool:
+        """Whether services have run over this folder."""
+        return (self.root / "addresses.json").exists()
+
+    @property
+    def ledger_was_removed(self) -> bool:
+        """Whether `rollmesh clean --for-good` removed the streams of the embedded server."""
+        return self.audit.exists() and not (self.root / "nats").exists()
 
     def read_origin(self) -> Origin:
         """ConfigError if this is no run's folder."""

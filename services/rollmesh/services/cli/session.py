@@ -1,5 +1,7 @@
 """One run from the command line: make the model, start the mesh, watch until the end, write summary and report.
 
+The caller holds the lock of the run folder (`mesh.run_lock`), since a session writes there from its first step to its last.
+
     folder -> model -> mesh -> watch -> learner is done -> last evaluation -> checkpoint, summary.json, report.html
 
 Whatever ends it, the folder is left so that `rollmesh train FOLDER` goes on from the newest checkpoint.
@@ -24,7 +26,6 @@ from rollmesh.services.cli.stall import unless_stalled
 from rollmesh.services.cli.summary import Outcome, Summary
 from rollmesh.services.cli.watch import Recorder, Watcher
 from rollmesh.services.mesh.mesh import Mesh
-from rollmesh.services.mesh.run_lock import owned
 from rollmesh.services.mesh.running import RunningMesh
 from rollmesh.services.mesh.supervisor import Supervisor
 from rollmesh.shared.clock import Clock, SystemClock
@@ -83,7 +84,7 @@ class Session:
     def _mesh(self) -> RunningMesh:
         config, root = run_config(self.folder, self.config), self.folder.root
         if config.processes.enabled and not self.in_process:
-            return Supervisor(config, run_dir=root, base_dir=self.base_dir, on_event=self.view.event)
+            return Supervisor(config, run_dir=root, base_dir=self.base_dir, on_event=self.view.event, holds_lock=True)
         return Mesh(config, run_dir=root, base_dir=self.base_dir)
 
     def _tell_disk(self) -> None:
@@ -104,8 +105,6 @@ class Session:
             stack.callback(recorder.close)
             self.view.phase("starting the services")
             mesh = self._mesh()
-            if isinstance(mesh, Mesh):
-                stack.enter_context(owned(self.folder.root))  # a supervisor owns it by itself
             await interrupts.unless_stopped(stack.enter_async_context(mesh))
             watcher = Watcher(
                 mesh.place.gateway, mesh.place.access, mesh.place.run, recorder, self.clock, stall_s=run.stall_s

@@ -17,6 +17,7 @@ from rollmesh.services.cli.resume import open_resumption
 from rollmesh.services.cli.run_folder import RunFolder, new_folder, origin_now
 from rollmesh.services.cli.session import Session
 from rollmesh.services.cli.summary import Summary
+from rollmesh.services.mesh.run_lock import owned
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.telemetry import set_up_logging
@@ -43,18 +44,24 @@ def train(
     """
     if path.is_dir():
         if out is not None:
-            raise ConfigError(f"--out {out}: a run that goes on stays in its folder; leave --out away")
-        resumed = open_resumption(path, list(overrides))
-        folder, config, base_dir = resumed.folder, resumed.config, resumed.base_dir
-        for note in resumed.notes:
-            console.print(note, markup=False, highlight=False, soft_wrap=True)
-    else:
-        config, base_dir = load_checked(path, overrides), path.parent.resolve()
-        # Every mistake was found before anything is made: none leaves a folder behind.
-        folder = new_folder(config, origin_now(command, base_dir), out)
-    for line in (headline(config, base_dir), *notes(config, base_dir)):
+            raise ConfigError(
+                f"--out {out} cannot be used with a run's folder, because a resumed run stays in it; remove --out"
+            )
+        RunFolder(path).read_origin()
+        with owned(path.resolve()):  # before anything is read or written: another process may be running the run
+            resumed = open_resumption(path, list(overrides))
+            _print(console, *resumed.notes)
+            return _run(resumed.folder, resumed.config, resumed.base_dir, console, in_process=in_process)
+    config, base_dir = load_checked(path, overrides), path.parent.resolve()
+    # Every mistake was found before anything is made: none leaves a folder behind.
+    folder = new_folder(config, origin_now(command, base_dir), out)
+    with owned(folder.root):
+        return _run(folder, config, base_dir, console, in_process=in_process)
+
+
+def _print(console: Console, *lines: str) -> None:
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return _run(folder, config, base_dir, console, in_process=in_process)
 
 
 def demo(
@@ -72,6 +79,7 @@ def demo(
 
 
 def _run(folder: RunFolder, config: TrainConfig, base_dir: Path, console: Console, *, in_process: bool) -> Summary:
+    _print(console, headline(config, base_dir), *notes(config, base_dir))
     with folder.log.open("a", encoding="utf-8") as log:
         set_up_logging(config.telemetry.logging(), stream=log)
         try:

@@ -7,7 +7,7 @@
 
 The hosts share the folder (token, addresses), in any order of start. Part `nats` is the embedded server; the others find its port
 in the folder, or a cluster by the config's bus.url. A host ends when a part of it ends: code 0 if in good order (the run is over,
-the worker has drained), 1 if not, so that a supervisor starts it again; 2 for a config that cannot work. SIGTERM and SIGINT stop it in good
+the worker has drained), 1 if not, so that a supervisor starts it again; 2 for a config that cannot work. SIGTERM, SIGINT and SIGHUP stop it in good
 order (a learner finishes its update and writes a checkpoint) within `stop_s`, with code 143; a second one ends it at once.
 """
 
@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -34,6 +33,7 @@ from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.config import load_config
 from rollmesh.shared.errors import ConfigError, MeshError
+from rollmesh.shared.stop_signals import stop_signals
 from rollmesh.shared.telemetry import set_up_logging
 
 _FINISH_SHARE = 0.8
@@ -204,10 +204,10 @@ async def _server_gone(server: EmbeddedServer) -> None:
 
 
 async def _signalled() -> None:
-    """Until SIGTERM or SIGINT. The next one ends the process, as if there were no handler."""
+    """Wait for SIGTERM, SIGINT or, unless it is ignored, SIGHUP. The next one ends the process, as if there were no handler."""
     came = asyncio.Event()
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
+    signals = stop_signals()
     for one in signals:
         loop.add_signal_handler(one, came.set)
     try:

@@ -64,14 +64,19 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         on_event: Callable[[ProcessEvent], None] = lambda _: None,
         clock: Clock | None = None,
+        holds_lock: bool = False,
     ) -> None:
-        """`parts` leaves out others (default: all and nats); `hosts` names processes with several parts instead."""
+        """`parts` leaves out others (default: all and nats); `hosts` names processes with several parts instead.
+
+        `holds_lock`: the caller holds `run_lock.owned` of the run folder, because it writes there before the mesh starts.
+        """
         self.place: Place = open_place(config, run_dir=run_dir, base_dir=base_dir)
         self._hosts = hosts or {part: (part,) for part in (all_parts(config) if parts is None else parts)}
         self._command = command
         self._environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})}
         self._on_event = on_event
         self._clock = clock or SystemClock()
+        self._holds_lock = holds_lock
         self._children: dict[str, Child] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stack = AsyncExitStack()
@@ -99,7 +104,8 @@ class Supervisor:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            stack.enter_context(owned(self.place.run_dir))
+            if not self._holds_lock:
+                stack.enter_context(owned(self.place.run_dir))
             await self._until_addresses_are_free()
             self._write_config()
             events = ProcessLog(self.place.run_dir / FILE, clock=self._clock, on_event=self._on_event)

@@ -50,11 +50,13 @@ def replay(
 def clean(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs that are not running.")],
     keep_last: Annotated[int, typer.Option(min=1, help="Checkpoints that stay, the newest.")] = 1,
-    for_good: Annotated[bool, typer.Option("--for-good", help="Also what a resume needs: ledger and streams.")] = False,
+    for_good: Annotated[
+        bool, typer.Option("--for-good", help="Also remove what a resume needs: ledger and streams.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints, cached weights, and the streams of runs that have ended."""
+    """Remove old checkpoints and cached weights; with --for-good also ledger and streams, after an audit."""
     with told_once():
         from rollmesh.services.cli.clean import CleanOptions, clean_folder
 
