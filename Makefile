@@ -10,7 +10,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check protos verify lint-protos sim soak leaks chaos attack bench clean
+.PHONY: setup demo test check protos verify lint-protos sim soak leaks chaos attack verdicts bench clean
 
 setup: $(VENV)/.installed
 
@@ -59,6 +59,10 @@ chaos: setup ## ROUNDS of random kills and pauses of every process of a demo run
 
 attack: setup ## every attack on the sandbox, as root and as an ordinary user; the table of docs/sandbox.md
 	$(BIN)/python -m tests.attack --write docs/sandbox.md
+
+verdicts: setup ## the table of right and wrong candidates, as root and as an ordinary user, and under plain python
+	$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 900 tests/verdicts
+	$(BIN)/python -m pytest -q -m slow --timeout 900 tests/integration/test_sandbox_unprivileged.py -k verdicts
 
 bench: setup ## figures of docs/benchmarks.md
 	$(BIN)/rollmesh bench

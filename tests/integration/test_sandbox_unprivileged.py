@@ -32,6 +32,7 @@ WHOLE = (
     "integration/test_sandbox_networks.py",
     "integration/test_sandbox_pools.py",
     "integration/test_sandbox_pools_making.py",
+    "verdicts/test_verdicts.py",
 )
 HERE = Path(__file__).parent
 ROOTS = ("protos", "shared", "services", "trainer", "sandbox_runtime")

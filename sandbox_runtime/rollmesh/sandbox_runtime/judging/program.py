@@ -10,6 +10,7 @@ process can make more of that than a status. Nothing of it outlives the call.
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import ctypes
 import json
@@ -78,7 +79,7 @@ def _arrange(stdin: str, cpu_s: float) -> None:
 
 def _set_stream(name: str, descriptor: int, mode: str, *, buffering: int = -1, errors: str = "strict") -> None:
     """Under both names: the interpreter flushes both, and the second keeps the buffer open when a program wraps it again."""
-    stream = os.fdopen(descriptor, mode, buffering, "utf-8", errors, closefd=False)
+    stream = os.fdopen(descriptor, mode, buffering, "utf-8", errors, "\n", closefd=False)
     setattr(sys, name, stream)
     setattr(sys, f"__{name}__", stream)
 
@@ -92,6 +93,7 @@ def _execute(path: str) -> NoReturn:
         _keep_modules, dict(sys.modules)
     )  # before the program registers any, so it is called after all of them
     sys.modules["__main__"] = ModuleType("__main__")
+    vars(sys.modules["__main__"])["__builtins__"] = builtins
     name = os.fsencode(path)
     file = _fopen(name, b"r")
     failed = not file or ctypes.pythonapi.PyRun_SimpleFileExFlags(ctypes.c_void_p(file), name, 1, None)

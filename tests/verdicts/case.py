@@ -1,0 +1,31 @@
+"""One candidate of the tables of verdicts, and how it is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A candidate's file, the hidden test for it, and the verdict that a person gave it."""
+
+    name: str
+    verdict: str
+    source: str
+    manifest: Mapping[str, Any]
+    evasion: bool = False
+    """Whether it tries to be accepted without the right answer."""
+    plain: bool = True
+    """Whether plain python can run it, too: of a program in python."""
+    message: str = ""
+    """Text that the message of the verdict must hold."""
+    secret: str = ""
+    """Text that the message must not hold."""
+
+
+def require_different_names(cases: tuple[Case, ...]) -> None:
+    """AssertionError if two have one name."""
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names), sorted(name for name in names if names.count(name) > 1)

@@ -1,0 +1,95 @@
+"""Candidates of unusual form get the verdicts that persons gave them; programs behave as under plain python."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.node import SandboxCore
+from rollmesh.services.sandbox.oracle.compare import compare_text
+from rollmesh.services.sandbox.oracle.judge import Judge
+from rollmesh.services.sandbox.oracle.manifest import manifest_of
+from rollmesh.services.sandbox.oracle.verdict import JudgedTest, Verdict
+from rollmesh.shared.clock import SystemClock
+from rollmesh.shared.ids import RandomIds
+
+from .case import Case, require_different_names
+from .functions import FUNCTIONS
+from .programs_right import RIGHT
+from .programs_wrong import WRONG
+from .units_right import RIGHT as UNITS_RIGHT
+from .units_wrong import UNITS_WRONG
+
+PROGRAMS = (*RIGHT, *WRONG)
+UNITS = (*UNITS_RIGHT, *UNITS_WRONG)
+
+
+@pytest.fixture
+async def judge(tmp_path: Path) -> AsyncIterator[Judge]:
+    config, clock, ids = SandboxConfig(grace_s=0.3, judgements_inflight_max=3), SystemClock(), RandomIds()
+    async with SandboxCore(config, state_dir=tmp_path, clock=clock, ids=ids) as core:
+        yield Judge(core.sessions, config, clock=clock, ids=ids)
+        assert core.sessions.counts().live == 0
+
+
+async def misjudged(judge: Judge, cases: tuple[Case, ...]) -> dict[str, str]:
+    """Cases whose verdict or message is not the expected one, and what they got."""
+    require_different_names(cases)
+
+    async def problem(case: Case) -> str:
+        manifest = manifest_of(dict(case.manifest))
+        (judged,) = (await judge.judge(manifest, {manifest.entry: case.source.encode()})).verdicts
+        return _problem(case, judged)
+
+    found = await asyncio.gather(*map(problem, cases))
+    return {case.name: text for case, text in zip(cases, found, strict=True) if text}
+
+
+def _problem(case: Case, judged: JudgedTest) -> str:
+    wanted = judged.verdict.name in case.verdict.split() and case.message in judged.message
+    leaks = bool(case.secret) and case.secret in judged.message
+    return "" if wanted and not leaks else f"{judged.verdict.name} {judged.message}"
+
+
+async def test_programs(judge: Judge) -> None:
+    assert await misjudged(judge, PROGRAMS) == {}
+
+
+async def test_functions_and_ways_to_compare(judge: Judge) -> None:
+    assert await misjudged(judge, FUNCTIONS) == {}
+
+
+async def test_hidden_unit_tests(judge: Judge) -> None:
+    assert await misjudged(judge, UNITS) == {}
+
+
+@pytest.mark.slow
+def test_plain_python_accepts_the_same_programs(tmp_path: Path) -> None:
+    cases = [case for case in PROGRAMS if case.plain]
+    with ThreadPoolExecutor(4) as pool:
+        accepted = pool.map(lambda case: accepted_by_plain_python(case, tmp_path), cases)
+    assert [case.name for case, plain in zip(cases, accepted, strict=True) if plain != (case.verdict == "AC")] == []
+
+
+def accepted_by_plain_python(case: Case, folder: Path) -> bool:
+    """Whether the interpreter runs the program to a status of 0 and it prints what the hidden test expects."""
+    (test,) = case.manifest["tests"]
+    folder = Path(tempfile.mkdtemp(dir=folder))
+    (folder / "solution.py").write_bytes(case.source.encode())
+    (folder / "stdin").write_text(test["stdin"])
+    with (folder / "stdin").open("rb") as stdin:
+        done = subprocess.run(
+            [sys.executable, "-X", "utf8", str(folder / "solution.py")],
+            stdin=stdin, capture_output=True, timeout=60, cwd=folder, check=False, env={"PATH": os.environ["PATH"]},
+        )  # fmt: skip
+    output = done.stdout.decode("utf-8", "replace")
+    return done.returncode == 0 and compare_text(test["stdout"], output, "exact", 0.0) is Verdict.AC
