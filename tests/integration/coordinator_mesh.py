@@ -23,7 +23,7 @@ from rollmesh.services.reward.node import RewardNode
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.bus.bus import Bus
-from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.bus.embedded_server import EmbeddedServer, EmbeddedServerConfig
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
@@ -165,12 +165,12 @@ class MeshParts:
         await self.put(content)
         return await self.put(manifest)
 
-    async def put(self, content: bytes) -> str:
+    async def put(self, content: bytes, owner: str = "test") -> str:
         digest = hashlib.sha256(content).hexdigest()
         depot = (await self.coordinator.GetFleet(coordinator_pb2.GetFleetRequest(kind=DEPOT))).nodes[0]
         async with open_channel(depot.address, access=ACCESS) as channel:
             stub = weights_pb2_grpc.BlobServiceStub(channel)
-            head = weights_pb2.PutRequest(digest=digest, size_bytes=len(content), owner="test", data=content)
+            head = weights_pb2.PutRequest(digest=digest, size_bytes=len(content), owner=owner, data=content)
             with typed_errors():
                 await stub.Put(stream_of(head))
         return digest
@@ -327,10 +327,12 @@ async def eventually(condition: Callable[[], Awaitable[bool]], limit_s: float = 
 
 
 @asynccontextmanager
-async def coordinator_mesh(tmp_path: Path, config: CoordinatorConfig = CONFIG) -> AsyncIterator[MeshParts]:
-    """All parts, joined and ready."""
+async def coordinator_mesh(
+    tmp_path: Path, config: CoordinatorConfig = CONFIG, *, store: EmbeddedServerConfig | None = None
+) -> AsyncIterator[MeshParts]:
+    """All parts, joined and ready. `store` configures nats-server."""
     async with AsyncExitStack() as stack:
-        nats = await stack.enter_async_context(EmbeddedServer(tmp_path / "nats", login=LOGIN))
+        nats = await stack.enter_async_context(EmbeddedServer(tmp_path / "nats", login=LOGIN, config=store))
         bus = await JetStreamBus.connect(nats.url, login=LOGIN)
         stack.push_async_callback(bus.close)
         parts = MeshParts(folder=tmp_path, nats=nats, bus=bus, stack=stack, config=config)

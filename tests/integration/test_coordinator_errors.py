@@ -330,6 +330,17 @@ async def stopping_nothing(mesh: MeshParts) -> None:
     await mesh.call(mesh.run.StopRun, pb.StopRunRequest(run="nothing"))
 
 
+@brings("DeleteRun", "NOT_FOUND", "UNKNOWN_RUN")
+async def deleting_nothing(mesh: MeshParts) -> None:
+    await mesh.call(mesh.run.DeleteRun, pb.DeleteRunRequest(run="nothing"))
+
+
+@brings("DeleteRun", "FAILED_PRECONDITION", "RUN_LIVE")
+async def deleting_what_is_live(mesh: MeshParts) -> None:
+    await mesh.create()
+    await mesh.call(mesh.run.DeleteRun, pb.DeleteRunRequest(run=mesh.name))
+
+
 # ChangeRun, exports, dead letters -------------------------------------------------------------------------------------
 
 
@@ -426,6 +437,9 @@ async def replaying_after_the_end(mesh: MeshParts) -> None:
 
 ELSEWHERE = {
     ("CreateRun", "FAILED_PRECONDITION", "MESH_BUSY"): "test_cli_up: it takes inference nodes",
+    ("CreateRun", "RESOURCE_EXHAUSTED", "DISK_FULL"): "test_ended_runs",
+    ("CreateRun", "RESOURCE_EXHAUSTED", "OVERLOADED"): "test_ended_runs",
+    ("DeleteRun", "UNAVAILABLE", "NOT_READY"): "test_ended_runs",
     ("StreamSamples", "DATA_LOSS", "PAYLOAD_LOST"): "test_export",
 }
 """Promised errors that other tests bring about."""

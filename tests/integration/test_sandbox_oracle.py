@@ -77,14 +77,15 @@ async def test_requests_that_cannot_be_judged_are_errors(tmp_path: Path) -> None
             await judged(stub, {**ADD, "limits": {"wall_s": 1}}, limits=pb.SandboxLimits(wall_s=2))
         with pytest.raises(InvalidInput, match="at most the manifest's|the profile's"):
             await judged(stub, ADD, limits=pb.SandboxLimits(wall_s=2000))
-        for name, value in (
-            ("wall_s", math.nan),
-            ("cpu_s", -math.inf),
-            ("processes_max", -1),
-            ("disk_bytes", -(2**63)),
+        for limits in (
+            pb.SandboxLimits(wall_s=math.nan),
+            pb.SandboxLimits(cpu_s=-math.inf),
+            pb.SandboxLimits(processes_max=-1),
+            pb.SandboxLimits(disk_bytes=-(2**63)),
         ):
+            name = limits.ListFields()[0][0].name
             with pytest.raises(InvalidInput, match=rf"`limits.{name}`: must be finite and >= 0, got") as caught:
-                await judged(stub, ADD, limits=pb.SandboxLimits(**{name: value}))
+                await judged(stub, ADD, limits=limits)
             assert caught.value.violations[0].field == f"limits.{name}"
         with pytest.raises(UnknownProfile):
             await judged(stub, {**ADD, "profile": "cobol"})

@@ -50,6 +50,11 @@ class DataServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_data__pb2.RestoreRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_data__pb2.RestoreResponse.FromString,
                 _registered_method=True)
+        self.ForgetRun = channel.unary_unary(
+                '/rollmesh.v1.DataService/ForgetRun',
+                request_serializer=rollmesh_dot_v1_dot_data__pb2.ForgetRunRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_data__pb2.ForgetRunResponse.FromString,
+                _registered_method=True)
 
 
 class DataServiceServicer(object):
@@ -84,6 +89,16 @@ class DataServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetRun(self, request, context):
+        """Drops all that this service keeps of a run: its state and its snapshots. Idempotent. A run of that name that has a ledger is
+        folded again from its start by the next call that names it.
+        Errors:
+        INVALID_ARGUMENT: no run is named.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DataServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -101,6 +116,11 @@ def add_DataServiceServicer_to_server(servicer, server):
                     servicer.Restore,
                     request_deserializer=rollmesh_dot_v1_dot_data__pb2.RestoreRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_data__pb2.RestoreResponse.SerializeToString,
+            ),
+            'ForgetRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetRun,
+                    request_deserializer=rollmesh_dot_v1_dot_data__pb2.ForgetRunRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_data__pb2.ForgetRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -185,6 +205,33 @@ class DataService(object):
             '/rollmesh.v1.DataService/Restore',
             rollmesh_dot_v1_dot_data__pb2.RestoreRequest.SerializeToString,
             rollmesh_dot_v1_dot_data__pb2.RestoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.DataService/ForgetRun',
+            rollmesh_dot_v1_dot_data__pb2.ForgetRunRequest.SerializeToString,
+            rollmesh_dot_v1_dot_data__pb2.ForgetRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,12 @@ class DataServiceStub:
     Errors:
       INVALID_ARGUMENT CORRUPT_SNAPSHOT: not a snapshot of this selector; leave it out to fold the ledger from its start.
     """
+    ForgetRun: _grpc.UnaryUnaryMultiCallable[_data_pb2.ForgetRunRequest, _data_pb2.ForgetRunResponse]
+    """Drops all that this service keeps of a run: its state and its snapshots. Idempotent. A run of that name that has a ledger is
+    folded again from its start by the next call that names it.
+    Errors:
+      INVALID_ARGUMENT: no run is named.
+    """
 
 @_typing.type_check_only
 class DataServiceAsyncStub(DataServiceStub):
@@ -68,6 +74,12 @@ class DataServiceAsyncStub(DataServiceStub):
     """Replaces the state by a snapshot and folds the ledger from there.
     Errors:
       INVALID_ARGUMENT CORRUPT_SNAPSHOT: not a snapshot of this selector; leave it out to fold the ledger from its start.
+    """
+    ForgetRun: _aio.UnaryUnaryMultiCallable[_data_pb2.ForgetRunRequest, _data_pb2.ForgetRunResponse]  # type: ignore[assignment]
+    """Drops all that this service keeps of a run: its state and its snapshots. Idempotent. A run of that name that has a ledger is
+    folded again from its start by the next call that names it.
+    Errors:
+      INVALID_ARGUMENT: no run is named.
     """
 
 class DataServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -104,6 +116,18 @@ class DataServiceServicer(metaclass=_abc_1.ABCMeta):
         """Replaces the state by a snapshot and folds the ledger from there.
         Errors:
           INVALID_ARGUMENT CORRUPT_SNAPSHOT: not a snapshot of this selector; leave it out to fold the ledger from its start.
+        """
+
+    @_abc_1.abstractmethod
+    def ForgetRun(
+        self,
+        request: _data_pb2.ForgetRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_data_pb2.ForgetRunResponse, _abc.Awaitable[_data_pb2.ForgetRunResponse]]:
+        """Drops all that this service keeps of a run: its state and its snapshots. Idempotent. A run of that name that has a ledger is
+        folded again from its start by the next call that names it.
+        Errors:
+          INVALID_ARGUMENT: no run is named.
         """
 
 def add_DataServiceServicer_to_server(servicer: DataServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

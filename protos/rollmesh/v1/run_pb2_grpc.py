@@ -115,6 +115,11 @@ class RunServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_run__pb2.StopRunRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_run__pb2.StopRunResponse.FromString,
                 _registered_method=True)
+        self.DeleteRun = channel.unary_unary(
+                '/rollmesh.v1.RunService/DeleteRun',
+                request_serializer=rollmesh_dot_v1_dot_run__pb2.DeleteRunRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_run__pb2.DeleteRunResponse.FromString,
+                _registered_method=True)
         self.ListDead = channel.unary_unary(
                 '/rollmesh.v1.RunService/ListDead',
                 request_serializer=rollmesh_dot_v1_dot_run__pb2.ListDeadRequest.SerializeToString,
@@ -137,6 +142,8 @@ class RunServiceServicer(object):
         ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
         INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
         FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
+        RESOURCE_EXHAUSTED DISK_FULL: the store of the streams has no room; the message names the settings. DeleteRun ended runs.
+        RESOURCE_EXHAUSTED OVERLOADED: `coordinator.runs_max` runs are live; StopRun one of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -307,6 +314,19 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DeleteRun(self, request, context):
+        """Removes a run that has ended: its streams with the ledger, its snapshots, and its weight versions at the depot. It cannot be
+        audited or resumed afterwards, and its name may be used again. If a call fails, repeat it: after a lost answer the repetition is
+        NOT_FOUND.
+        Errors:
+        NOT_FOUND UNKNOWN_RUN: there is nothing to remove.
+        FAILED_PRECONDITION RUN_LIVE: the run has not ended; StopRun it first.
+        UNAVAILABLE NOT_READY: no depot has joined; start one, or try again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListDead(self, request, context):
         """What the run has given up, oldest first: poison tasks and unreadable payloads. Best effort: the stream has a size limit and
         drops its oldest letters.
@@ -411,6 +431,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.StopRun,
                     request_deserializer=rollmesh_dot_v1_dot_run__pb2.StopRunRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_run__pb2.StopRunResponse.SerializeToString,
+            ),
+            'DeleteRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteRun,
+                    request_deserializer=rollmesh_dot_v1_dot_run__pb2.DeleteRunRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_run__pb2.DeleteRunResponse.SerializeToString,
             ),
             'ListDead': grpc.unary_unary_rpc_method_handler(
                     servicer.ListDead,
@@ -856,6 +881,33 @@ class RunService(object):
             '/rollmesh.v1.RunService/StopRun',
             rollmesh_dot_v1_dot_run__pb2.StopRunRequest.SerializeToString,
             rollmesh_dot_v1_dot_run__pb2.StopRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RunService/DeleteRun',
+            rollmesh_dot_v1_dot_run__pb2.DeleteRunRequest.SerializeToString,
+            rollmesh_dot_v1_dot_run__pb2.DeleteRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,6 +58,8 @@ class RunServiceStub:
       ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
       INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
       FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
+      RESOURCE_EXHAUSTED DISK_FULL: the store of the streams has no room; the message names the settings. DeleteRun ended runs.
+      RESOURCE_EXHAUSTED OVERLOADED: `coordinator.runs_max` runs are live; StopRun one of them.
     """
     ChangeRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ChangeRunRequest, _run_pb2.ChangeRunResponse]
     """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
@@ -162,6 +164,15 @@ class RunServiceStub:
     Errors:
       NOT_FOUND UNKNOWN_RUN.
     """
+    DeleteRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]
+    """Removes a run that has ended: its streams with the ledger, its snapshots, and its weight versions at the depot. It cannot be
+    audited or resumed afterwards, and its name may be used again. If a call fails, repeat it: after a lost answer the repetition is
+    NOT_FOUND.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: there is nothing to remove.
+      FAILED_PRECONDITION RUN_LIVE: the run has not ended; StopRun it first.
+      UNAVAILABLE NOT_READY: no depot has joined; start one, or try again.
+    """
     ListDead: _grpc.UnaryUnaryMultiCallable[_run_pb2.ListDeadRequest, _run_pb2.ListDeadResponse]
     """What the run has given up, oldest first: poison tasks and unreadable payloads. Best effort: the stream has a size limit and
     drops its oldest letters.
@@ -188,6 +199,8 @@ class RunServiceAsyncStub(RunServiceStub):
       ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
       INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
       FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
+      RESOURCE_EXHAUSTED DISK_FULL: the store of the streams has no room; the message names the settings. DeleteRun ended runs.
+      RESOURCE_EXHAUSTED OVERLOADED: `coordinator.runs_max` runs are live; StopRun one of them.
     """
     ChangeRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ChangeRunRequest, _run_pb2.ChangeRunResponse]  # type: ignore[assignment]
     """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
@@ -292,6 +305,15 @@ class RunServiceAsyncStub(RunServiceStub):
     Errors:
       NOT_FOUND UNKNOWN_RUN.
     """
+    DeleteRun: _aio.UnaryUnaryMultiCallable[_run_pb2.DeleteRunRequest, _run_pb2.DeleteRunResponse]  # type: ignore[assignment]
+    """Removes a run that has ended: its streams with the ledger, its snapshots, and its weight versions at the depot. It cannot be
+    audited or resumed afterwards, and its name may be used again. If a call fails, repeat it: after a lost answer the repetition is
+    NOT_FOUND.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: there is nothing to remove.
+      FAILED_PRECONDITION RUN_LIVE: the run has not ended; StopRun it first.
+      UNAVAILABLE NOT_READY: no depot has joined; start one, or try again.
+    """
     ListDead: _aio.UnaryUnaryMultiCallable[_run_pb2.ListDeadRequest, _run_pb2.ListDeadResponse]  # type: ignore[assignment]
     """What the run has given up, oldest first: poison tasks and unreadable payloads. Best effort: the stream has a size limit and
     drops its oldest letters.
@@ -321,6 +343,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
           INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
           FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
+          RESOURCE_EXHAUSTED DISK_FULL: the store of the streams has no room; the message names the settings. DeleteRun ended runs.
+          RESOURCE_EXHAUSTED OVERLOADED: `coordinator.runs_max` runs are live; StopRun one of them.
         """
 
     @_abc_1.abstractmethod
@@ -514,6 +538,21 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         """Stops a run: nothing new is admitted, running episodes are cancelled, trainers are told. Idempotent.
         Errors:
           NOT_FOUND UNKNOWN_RUN.
+        """
+
+    @_abc_1.abstractmethod
+    def DeleteRun(
+        self,
+        request: _run_pb2.DeleteRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.DeleteRunResponse, _abc.Awaitable[_run_pb2.DeleteRunResponse]]:
+        """Removes a run that has ended: its streams with the ledger, its snapshots, and its weight versions at the depot. It cannot be
+        audited or resumed afterwards, and its name may be used again. If a call fails, repeat it: after a lost answer the repetition is
+        NOT_FOUND.
+        Errors:
+          NOT_FOUND UNKNOWN_RUN: there is nothing to remove.
+          FAILED_PRECONDITION RUN_LIVE: the run has not ended; StopRun it first.
+          UNAVAILABLE NOT_READY: no depot has joined; start one, or try again.
         """
 
     @_abc_1.abstractmethod

@@ -50,6 +50,11 @@ class BlobServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_weights__pb2.FetchRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_weights__pb2.FetchResponse.FromString,
                 _registered_method=True)
+        self.ReleaseRun = channel.unary_unary(
+                '/rollmesh.v1.BlobService/ReleaseRun',
+                request_serializer=rollmesh_dot_v1_dot_weights__pb2.ReleaseRunRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_weights__pb2.ReleaseRunResponse.FromString,
+                _registered_method=True)
 
 
 class BlobServiceServicer(object):
@@ -84,6 +89,15 @@ class BlobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseRun(self, request, context):
+        """Removes all versions of a run ("weights:<run>/...") as owners, and the blobs that have no owner left. Idempotent.
+        Errors:
+        INVALID_ARGUMENT: this node stores nothing for others, or no run is named.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BlobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -101,6 +115,11 @@ def add_BlobServiceServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=rollmesh_dot_v1_dot_weights__pb2.FetchRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_weights__pb2.FetchResponse.SerializeToString,
+            ),
+            'ReleaseRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseRun,
+                    request_deserializer=rollmesh_dot_v1_dot_weights__pb2.ReleaseRunRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_weights__pb2.ReleaseRunResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -185,6 +204,33 @@ class BlobService(object):
             '/rollmesh.v1.BlobService/Fetch',
             rollmesh_dot_v1_dot_weights__pb2.FetchRequest.SerializeToString,
             rollmesh_dot_v1_dot_weights__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.BlobService/ReleaseRun',
+            rollmesh_dot_v1_dot_weights__pb2.ReleaseRunRequest.SerializeToString,
+            rollmesh_dot_v1_dot_weights__pb2.ReleaseRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,11 @@ class BlobServiceStub:
     Errors:
       NOT_FOUND UNKNOWN_BLOB: not stored here; ask another source.
     """
+    ReleaseRun: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ReleaseRunRequest, _weights_pb2.ReleaseRunResponse]
+    """Removes all versions of a run ("weights:<run>/...") as owners, and the blobs that have no owner left. Idempotent.
+    Errors:
+      INVALID_ARGUMENT: this node stores nothing for others, or no run is named.
+    """
 
 @_typing.type_check_only
 class BlobServiceAsyncStub(BlobServiceStub):
@@ -81,6 +86,11 @@ class BlobServiceAsyncStub(BlobServiceStub):
     """Streams one blob in chunks of at most 2 MiB, from `offset`. Repeatable.
     Errors:
       NOT_FOUND UNKNOWN_BLOB: not stored here; ask another source.
+    """
+    ReleaseRun: _aio.UnaryUnaryMultiCallable[_weights_pb2.ReleaseRunRequest, _weights_pb2.ReleaseRunResponse]  # type: ignore[assignment]
+    """Removes all versions of a run ("weights:<run>/...") as owners, and the blobs that have no owner left. Idempotent.
+    Errors:
+      INVALID_ARGUMENT: this node stores nothing for others, or no run is named.
     """
 
 class BlobServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -117,6 +127,17 @@ class BlobServiceServicer(metaclass=_abc_1.ABCMeta):
         """Streams one blob in chunks of at most 2 MiB, from `offset`. Repeatable.
         Errors:
           NOT_FOUND UNKNOWN_BLOB: not stored here; ask another source.
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseRun(
+        self,
+        request: _weights_pb2.ReleaseRunRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.ReleaseRunResponse, _abc.Awaitable[_weights_pb2.ReleaseRunResponse]]:
+        """Removes all versions of a run ("weights:<run>/...") as owners, and the blobs that have no owner left. Idempotent.
+        Errors:
+          INVALID_ARGUMENT: this node stores nothing for others, or no run is named.
         """
 
 def add_BlobServiceServicer_to_server(servicer: BlobServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

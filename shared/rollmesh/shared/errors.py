@@ -52,7 +52,7 @@ __all__ = [
     "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "HasLearner", "HashMismatch",
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "MeshError", "MetadataMismatch", "NoLearner", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
-    "PayloadTooLarge", "PermissionDenied", "ProbeMismatch", "ResourceExhausted", "RunEnded", "RunExists",
+    "PayloadTooLarge", "PermissionDenied", "ProbeMismatch", "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
     "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable", "UndecodableRequest",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
@@ -291,6 +291,12 @@ class MeshBusy(FailedPrecondition):
     """The mesh's inference nodes serve another live run."""
 
     reason = "MESH_BUSY"
+
+
+class RunLive(FailedPrecondition):
+    """The run has not ended, so it cannot be deleted."""
+
+    reason = "RUN_LIVE"
 
 
 class RunExists(AlreadyExists):

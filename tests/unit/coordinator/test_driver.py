@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -48,6 +49,28 @@ async def test_an_answer_names_the_position_at_which_it_became_true() -> None:
         _, again = await b.driver.ask_placed(lambda t: i.CreateRun(ticket=t, spec=SPEC))
         _, attached = await b.driver.ask_placed(lambda t: i.AttachTrainer(ticket=t, **NAMES, last_update=0, digest=""))
         assert (created, again, attached) == (1, 1, 2)
+
+
+async def test_leases_that_come_together_with_a_cancellation_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker never gets them; they must not wait for their expiry and cost an attempt."""
+    async with bench() as b:
+        await b.begin()
+        acquiring = b.asking(i.AcquireRollouts, node_id="w", num_max=2, wait_s=100.0)
+        answer = b.driver._answer
+
+        def answer_and_cancel(ticket: int, value: object, at: Any) -> None:
+            answer(ticket, value, at)
+            if isinstance(value, i.Acquired):
+                acquiring.cancel()
+
+        monkeypatch.setattr(b.driver, "_answer", answer_and_cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await acquiring
+        monkeypatch.undo()
+        await settle()
+        again = await b.ask(i.AcquireRollouts, node_id="w", num_max=2, wait_s=100.0)
+        assert [lease.attempt for lease in again.leases] == [2, 2]
+        assert all(e.failures == 0 for g in b.core.state.groups.values() for e in g.episodes.values())
 
 
 async def test_calls_to_others_begin_only_when_their_reason_is_stored() -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from rollmesh.shared import errors
@@ -16,11 +17,12 @@ from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import MeshChannel, open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.v1 import run_pb2, run_pb2_grpc, weights_pb2, weights_pb2_grpc
+from rollmesh.v1 import events_pb2, run_pb2, weights_pb2
 
 ACCESS = Access(token="token")
 NOT_UTF_8 = b"\x0a\x02\xff\xff"
 GARBAGE = b"\xff\xff\xff"
+CHANGE = events_pb2.ConfigChange
 RUN, BLOB = "/rollmesh.v1.RunService/", "/rollmesh.v1.BlobService/"
 
 
@@ -28,8 +30,8 @@ class Held:
     """An object that can be observed through a weak reference, as a local of a handler's frame."""
 
 
-class Runs(run_pb2_grpc.RunServiceServicer):
-    """Reject everything that can be decoded."""
+class Runs:
+    """Methods of RunService that reject everything that can be decoded."""
 
     def __init__(self) -> None:
         self.held: list[weakref.ref[Held]] = []
@@ -48,20 +50,41 @@ class Runs(run_pb2_grpc.RunServiceServicer):
         raise errors.UnknownRun(f"there is no run {request.run!r}")
         yield held
 
-    async def ChangeRun(self, request: run_pb2.ChangeRunRequest, context: Any) -> run_pb2.ChangeRunResponse:
-        return run_pb2.ChangeRunResponse()
+    async def ChangeRun(self, request: run_pb2.ChangeRunRequest, context: Any) -> run_pb2.GetRunResponse:
+        return run_pb2.GetRunResponse()
+
+    def SubmitTasks(self, request: run_pb2.SubmitTasksRequest, context: Any) -> run_pb2.SubmitTasksResponse:
+        raise NotImplementedError  # as in the generated base class
 
 
-class Blobs(weights_pb2_grpc.BlobServiceServicer):
+class Blobs:
     async def Put(self, requests: AsyncIterator[weights_pb2.PutRequest], context: Any) -> weights_pb2.PutResponse:
         return weights_pb2.PutResponse(existed=any([True async for _ in requests]))
+
+
+def add_runs(runs: Runs, server: Any) -> None:
+    make = {"WatchRun": grpc.unary_stream_rpc_method_handler}
+    methods = {
+        verb: make.get(verb, grpc.unary_unary_rpc_method_handler)(
+            getattr(runs, verb), getattr(run_pb2, f"{verb}Request").FromString, run_pb2.GetRunResponse.SerializeToString
+        )
+        for verb in ("GetRun", "WatchRun", "ChangeRun", "SubmitTasks")
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("rollmesh.v1.RunService", methods),))
+
+
+def add_blobs(blobs: Blobs, server: Any) -> None:
+    put = grpc.stream_unary_rpc_method_handler(
+        blobs.Put, weights_pb2.PutRequest.FromString, weights_pb2.PutResponse.SerializeToString
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("rollmesh.v1.BlobService", {"Put": put}),))
 
 
 @asynccontextmanager
 async def served(runs: Runs, *, text_bytes_max: int | None = None) -> AsyncIterator[MeshChannel]:
     async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
-        server.add(run_pb2_grpc.add_RunServiceServicer_to_server, runs, text_bytes_max=text_bytes_max)
-        server.add(weights_pb2_grpc.add_BlobServiceServicer_to_server, Blobs())
+        server.add(add_runs, runs, text_bytes_max=text_bytes_max)
+        server.add(add_blobs, Blobs())
         await server.start()
         async with open_channel(server.address, access=ACCESS) as channel:
             yield channel
@@ -120,8 +143,8 @@ async def test_a_text_beyond_the_services_limit_is_rejected_by_its_path() -> Non
     long = "x" * 101
     requests = {
         "run": (f"{RUN}GetRun", run_pb2.GetRunRequest(run=long)),
-        "spec.run": (f"{RUN}ChangeRun", run_pb2.ChangeRunRequest(spec={"run": long})),
-        "changes.key": (f"{RUN}ChangeRun", run_pb2.ChangeRunRequest(changes=[{}, {"key": long}])),
+        "spec.run": (f"{RUN}ChangeRun", run_pb2.ChangeRunRequest(spec=events_pb2.RunSpec(run=long))),
+        "changes.key": (f"{RUN}ChangeRun", run_pb2.ChangeRunRequest(changes=[CHANGE(), CHANGE(key=long)])),
     }
     async with served(Runs(), text_bytes_max=100) as channel:
         for path, (method, request) in requests.items():
@@ -129,7 +152,7 @@ async def test_a_text_beyond_the_services_limit_is_rejected_by_its_path() -> Non
                 await send(channel, method, request.SerializeToString(), streams=False)
             assert caught.value.violations[0].field == path
             assert "at most 100 bytes, got 101" in str(caught.value)
-        many = run_pb2.ChangeRunRequest(changes=[{"key": "x" * 100}] * 3)
+        many = run_pb2.ChangeRunRequest(changes=[CHANGE(key="x" * 100)] * 3)
         await send(channel, f"{RUN}ChangeRun", many.SerializeToString(), streams=False)
         digest = weights_pb2.PutRequest(digest=long)
         await send(channel, f"{BLOB}Put", digest.SerializeToString(), streams=True)

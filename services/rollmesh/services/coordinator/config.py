@@ -55,6 +55,8 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Ledger records between snapshots; recovery replays at most about as many."""
     housekeeping_s: float = 2.0
     """Seconds between looks at what can be snapshotted and purged."""
+    ended_idle_s: float = 5.0
+    """Seconds without a request after which a run that has ended is not led any longer; the next request recovers it."""
     calls_max: int = 64
     """Calls to the reward service under way at once."""
     call_s: float = 30.0
@@ -80,9 +82,9 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     run: RunLimits = msgspec.field(default_factory=RunLimits)
     """Limits per run."""
     streams: StreamLimits = msgspec.field(default_factory=StreamLimits)
-    """Disk per stream of a new run."""
+    """Disk per stream of a live run; an ended run keeps what it holds and a little room."""
     runs_max: int = 64
-    """Runs led at once."""
+    """Live runs at once. Runs that have ended do not count."""
     commands_max: int = 1024
     """Commands queued for one node; a node that reads slower loses its stream and joins again."""
 

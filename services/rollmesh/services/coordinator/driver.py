@@ -77,7 +77,9 @@ class RunDriver:
         clock: Clock,
         limits: RunLimits,
         on_failure: Callable[[str, MeshError], None],
+        on_live: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_live` is called when the run becomes live, and when it has ended."""
         self.run = run
         self.goal: WeightGoal | None = None
         """What the nodes of this run should serve, as far as stored."""
@@ -88,16 +90,28 @@ class RunDriver:
         self._clock = clock
         self._limits = limits
         self._on_failure = on_failure
+        self._on_live = on_live
         self._inputs: asyncio.Queue[_Question | _Look] = asyncio.Queue(limits.inputs_max)
         self._releases: asyncio.Queue[_Release] = asyncio.Queue(limits.releases_max)
         self._tickets = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[object, int]]] = {}
         self._last_stored: asyncio.Future[int] | None = None
         self._looking: set[asyncio.Future[Any]] = set()
+        self._num_watchers = 0
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closed: MeshError | None = None
         self._effects = make_effects(self)
+
+    @property
+    def live(self) -> bool:
+        """Whether the run was created and has not ended, as far as stored."""
+        return self.goal is not None and not self.goal.ended
+
+    @property
+    def idle(self) -> bool:
+        """Whether no caller waits for an answer or watches. Looks are short, and some are housekeeping's."""
+        return not (self._waiting or self._num_watchers)
 
     @property
     def trouble(self) -> str:
@@ -126,6 +140,10 @@ class RunDriver:
         try:
             self._put(_Question(make(ticket), ticket))
             return await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                self.give_back(answer.result()[0])  # it came together with the cancellation
+            raise
         finally:
             if self._waiting.pop(ticket, None) is not None:
                 self._core.forget(ticket)
@@ -146,11 +164,15 @@ class RunDriver:
 
     async def watch(self, read: Callable[[Core, int], T]) -> AsyncIterator[T]:
         """`look(read)` now and after changes, at most every `watch_interval_s`; a slow watcher skips states."""
-        while True:
-            changed = self._changed
-            yield await self.look(read)
-            await self._clock.sleep(self._limits.watch_interval_s)
-            await self._idle(changed)
+        self._num_watchers += 1
+        try:
+            while True:
+                changed = self._changed
+                yield await self.look(read)
+                await self._clock.sleep(self._limits.watch_interval_s)
+                await self._idle(changed)
+        finally:
+            self._num_watchers -= 1
 
     def stored_record_id(self) -> str:
         """Id of the newest record; belongs to the position that `look` hands out in the same step."""
@@ -170,6 +192,23 @@ class RunDriver:
         await self._effects.close()
         if self._last_stored is not None:
             await asyncio.wait([self._last_stored], timeout=CLOSE_S_MAX)
+
+    def give_back(self, value: object) -> None:
+        """Return the leases of an answer that no worker got, at once and without costing an attempt."""
+        if isinstance(value, i.Acquired) and value.leases:
+            reports = tuple(
+                i.EpisodeReport(
+                    lease_id=lease.lease_id,
+                    group=lease.group,
+                    episode=lease.episode,
+                    attempt=lease.attempt,
+                    outcome=i.EpisodeOutcome.CANCELLED,
+                    cause="the worker hung up",
+                )
+                for lease in value.leases
+            )
+            with contextlib.suppress(asyncio.QueueFull):  # then they expire
+                self._inputs.put_nowait(_Question(i.ReportEpisodes(ticket=0, node_id="", reports=reports)))
 
     # Deciding ---------------------------------------------------------------------------------------------------------
 
@@ -240,7 +279,9 @@ class RunDriver:
 
     def _release(self, release: _Release) -> None:
         if release.goal is not None:
-            self.goal = release.goal
+            was_live, self.goal = self.live, release.goal
+            if self.live is not was_live:
+                self._on_live()
         for effect in release.effects:
             if isinstance(effect, Reply):
                 self._answer(effect.ticket, effect.value, release.position)
@@ -255,28 +296,11 @@ class RunDriver:
     def _answer(self, ticket: int, value: object, position: int) -> None:
         answer = self._waiting.pop(ticket, None)
         if answer is None or answer.done():
-            self._unheard(value)
+            self.give_back(value)
         elif isinstance(value, MeshError):
             answer.set_exception(value)
         else:
             answer.set_result((value, position))
-
-    def _unheard(self, value: object) -> None:
-        """Leases granted to a worker that hung up go back at once, without costing a try."""
-        if isinstance(value, i.Acquired) and value.leases:
-            reports = tuple(
-                i.EpisodeReport(
-                    lease_id=lease.lease_id,
-                    group=lease.group,
-                    episode=lease.episode,
-                    attempt=lease.attempt,
-                    outcome=i.EpisodeOutcome.CANCELLED,
-                    cause="the worker hung up",
-                )
-                for lease in value.leases
-            )
-            with contextlib.suppress(asyncio.QueueFull):  # then they expire
-                self._inputs.put_nowait(_Question(i.ReportEpisodes(ticket=0, node_id="", reports=reports)))
 
     # Ending -----------------------------------------------------------------------------------------------------------
 

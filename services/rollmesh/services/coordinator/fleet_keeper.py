@@ -37,8 +37,6 @@ _log = logging.getLogger(__name__)
 class Run(Protocol):
     """What the keeper needs of a run's driver."""
 
-    goal: WeightGoal | None
-
     async def post(self, request: i.Input) -> None: ...
 
 
@@ -78,6 +76,7 @@ class FleetKeeper:
         self,
         limits: FleetLimits,
         runs: Callable[[], Mapping[str, Run]],
+        goals: Callable[[], Mapping[str, WeightGoal]],
         *,
         clock: Clock,
         coordinator_id: str,
@@ -86,6 +85,7 @@ class FleetKeeper:
         self._fleet = Fleet(limits.for_core())
         self._limits = limits
         self._runs = runs
+        self._goals = goals
         self._clock = clock
         self._coordinator_id = coordinator_id
         self._commands_max = commands_max
@@ -217,9 +217,6 @@ class FleetKeeper:
         return node
 
     # Plans ------------------------------------------------------------------------------------------------------------
-
-    def _goals(self) -> dict[str, WeightGoal]:
-        return {run: driver.goal for run, driver in self._runs().items() if driver.goal is not None}
 
     async def _carry_out(self, event: FleetEvent) -> None:
         if isinstance(event, fl.SendWeights):

@@ -1,7 +1,7 @@
 """What a run's coordinator does now and then: snapshots, and purging payloads that nobody can need.
 
 A payload may go when its sequence lies below those of all live groups *in the stored state*, and below where the stream stood one
-safety term ago: workers store a payload first and report it afterwards.
+safety term ago: workers store a payload first and report it afterwards. A run that has ended accepts no report, so it needs no such term.
 """
 
 from __future__ import annotations
@@ -58,15 +58,23 @@ class Housekeeper:
 
     async def snapshot_if_due(self) -> bool:
         """Snapshot once `snapshot_records` have been stored since the last."""
-        body, position = await self._driver.look(self._encode_if_due)
+        return await self._snapshot(records=self._limits.snapshot_records)
+
+    async def _snapshot(self, records: int) -> bool:
+        body, position = await self._driver.look(lambda core, at: self._encode_if_due(core, at, records))
         if not body:
             return False
         await asyncio.to_thread(self._store.save, body, position)
         self._snapshot_position = position
         return True
 
-    def _encode_if_due(self, core: Core, position: int) -> tuple[bytes, int]:
-        if position - self._snapshot_position < self._limits.snapshot_records:
+    async def put_away(self) -> None:
+        """For a run that has ended: store a snapshot of its last state, and drop the payloads of groups that are not live."""
+        await self._snapshot(records=1)
+        await self.purge()
+
+    def _encode_if_due(self, core: Core, position: int, records: int) -> tuple[bytes, int]:
+        if position - self._snapshot_position < records:
             return b"", position
         return encode_snapshot(core.state, position, self._driver.stored_record_id()), position
 
@@ -83,7 +91,7 @@ class Housekeeper:
         """Where to purge. Marked between two decisions: no report is accepted later whose payload is about to go."""
         if core.state.spec is None or core.state.spec.exports:  # whoever streams may begin at the start, at any time
             return 0
-        term_s = REPORT_TERMS * core.state.spec.episode_lease_s
+        term_s = 0.0 if core.state.ended else REPORT_TERMS * core.state.spec.episode_lease_s
         settled = self._settled_end(self._clock.monotonic_s() - term_s)
         below = min(settled + 1, lowest_live(core.state) or settled + 1)
         self._driver.purged_below = max(self._driver.purged_below, below)

@@ -23,6 +23,7 @@ from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.offer import MeshFacts, MeshOffer
 from rollmesh.services.coordinator.outgoing import Outgoing
 from rollmesh.services.coordinator.run_servicer import RunServicer
+from rollmesh.services.coordinator.run_storage import RunStorage
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.servicer import CoordinatorServicer
 from rollmesh.shared.bus.bus import Bus
@@ -119,9 +120,10 @@ class CoordinatorNode:
         self._runs = self._make_runs(bus, outgoing, keeper.fleet)
         stack.push_async_callback(self._runs.close)
         await self._runs.recover_all()
-        plan = asyncio.create_task(keeper.run(), name="fleet")
-        plan.add_done_callback(self._on_plan_ended)
-        stack.push_async_callback(_cancel, plan)
+        for loop, name in ((keeper.run(), "fleet"), (self._runs.retire_forever(), "ended runs")):
+            task = asyncio.create_task(loop, name=name)
+            task.add_done_callback(self._on_loop_ended)
+            stack.push_async_callback(_cancel, task)
         self._add_services(self._runs, keeper, outgoing, DeadLetters(bus))
         await self._server.start()
 
@@ -129,6 +131,7 @@ class CoordinatorNode:
         return FleetKeeper(
             self._config.fleet,
             lambda: self.runs.drivers,
+            lambda: self.runs.goals(),
             clock=self._clock,
             coordinator_id=self._ids.new("coordinator"),
             commands_max=self._config.commands_max,
@@ -136,8 +139,7 @@ class CoordinatorNode:
 
     def _make_runs(self, bus: Bus, outgoing: Outgoing, fleet: Fleet) -> Runs:
         return Runs(
-            bus,
-            self._folder / "runs",
+            RunStorage(bus, self._folder / "runs", self._config.streams),
             outgoing,
             fleet,
             clock=self._clock,
@@ -155,10 +157,11 @@ class CoordinatorNode:
         run = RunServicer(runs, keeper, outgoing, dead, mesh, clock=self._clock, deadline_s=limit_s)
         self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run, text_bytes_max=TEXT_BYTES_MAX)
 
-    def _on_plan_ended(self, plan: asyncio.Task[None]) -> None:
-        if not plan.cancelled() and (error := plan.exception()) is not None:
-            _log.error("the fleet's plan failed", exc_info=error)
-            self._on_failure("*", Internal(f"the fleet's plan failed with {type(error).__name__}; see the log"))
+    def _on_loop_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            name = task.get_name()
+            _log.error("the loop `%s` failed", name, exc_info=error)
+            self._on_failure("*", Internal(f"the loop `{name}` failed with {type(error).__name__}; see the log"))
 
     def _on_failure(self, run: str, error: MeshError) -> None:
         _log.error("run %s: %s", run, error)

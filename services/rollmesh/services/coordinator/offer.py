@@ -44,7 +44,8 @@ class MeshFacts:
     async def describe(self) -> pb.GetMeshResponse:
         """Raises `Unimplemented` without an offer."""
         offer = self._offer()
-        runs = [pb.MeshRun(run=run, ended=await driver.look(_ended)) for run, driver in self._runs.drivers.items()]
+        runs = [pb.MeshRun(run=run, ended=ended.reason) for run, ended in self._runs.ended.items()]
+        runs += [pb.MeshRun(run=run, ended=await driver.look(_ended)) for run, driver in self._runs.drivers.items()]
         return pb.GetMeshResponse(
             config_yaml=offer.config_yaml,
             coordinator=offer.coordinator,

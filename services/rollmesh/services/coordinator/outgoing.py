@@ -54,6 +54,17 @@ class Outgoing:
         with typed_errors():
             return await stub.FinalizeGroup(request, timeout=self._call_s)
 
+    async def forget_run(self, run: str) -> None:
+        """Remove what the data services and the depot keep of a run. Raises NotReady without a depot."""
+        with typed_errors():
+            for address in self._keeper.addresses(NodeKind.DATA, run):
+                data: data_pb2_grpc.DataServiceAsyncStub = data_pb2_grpc.DataServiceStub(await self._open(address))
+                await data.ForgetRun(data_pb2.ForgetRunRequest(run=run), timeout=self._call_s)
+            depot: weights_pb2_grpc.BlobServiceAsyncStub = weights_pb2_grpc.BlobServiceStub(
+                await self._channel(NodeKind.DEPOT, run)
+            )
+            await depot.ReleaseRun(weights_pb2.ReleaseRunRequest(run=run), timeout=self._call_s)
+
     def cancel_episodes(self, run: str, command: CancelEpisodes) -> None:
         leases = [to_wire(run, lease_id) for lease_id in command.lease_ids]
         cancel = coordinator_pb2.CancelEpisodes(lease_ids=leases, reason=command.reason)
@@ -97,7 +108,9 @@ class Outgoing:
         addresses = self._keeper.addresses(kind, run)
         if not addresses:
             raise NotReady(f"no {kind.name.lower()} node serves run {run}; start one", kind=kind.name, run=run)
-        address = addresses[next(self._turn) % len(addresses)]
+        return await self._open(addresses[next(self._turn) % len(addresses)])
+
+    async def _open(self, address: str) -> MeshChannel:
         if address not in self._channels:
             while len(self._channels) >= CHANNELS_MAX:
                 await self._channels.pop(next(iter(self._channels))).close()

@@ -59,6 +59,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         spec = wire.run_spec(request.spec)
         driver = await self._runs.get(spec.run)
         await self._mesh.check_run(spec)
+        await self._runs.reserve(spec.run)
         changes = tuple(decode(ConfigChange, change) for change in request.changes)
         changed: i.Changed = await driver.ask(
             lambda ticket: i.ChangeRun(ticket=ticket, spec=spec, changes=changes, change_id=request.change_id)
@@ -215,6 +216,10 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         driver = await self._runs.get(request.run)
         await driver.ask(lambda ticket: i.StopRun(ticket=ticket, reason=request.reason))
         return pb.StopRunResponse()
+
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
+        await self._runs.delete(request.run, self._outgoing.forget_run)
+        return pb.DeleteRunResponse()
 
     async def ListDead(self, request: pb.ListDeadRequest, context: Context) -> pb.ListDeadResponse:
         driver = await self._runs.get(request.run)

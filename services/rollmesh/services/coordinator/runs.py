@@ -1,33 +1,33 @@
-"""The runs of a coordinator: made, recovered and found by name.
+"""The runs of a coordinator: created, recovered, found by name, and deleted.
 
-A run is its ledger. Every run with a folder here is recovered at the start; one whose folder was lost is recovered when it is first
-asked for, since its streams are still on the bus.
+A run is its ledger. Every run with a folder here is recovered at the start; one whose folder was lost is recovered by the first request
+for it, since its streams are still on the bus. A run that has ended is led until no request has come for a while. Then it costs no task
+and no state in memory, and the next request for it recovers it again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.core.fleet import Fleet
+from rollmesh.services.coordinator.core.fleet import Fleet, WeightGoal
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects, Outside
+from rollmesh.services.coordinator.goals import weight_goal
 from rollmesh.services.coordinator.housekeeping import Housekeeper
 from rollmesh.services.coordinator.ledger import Ledger
 from rollmesh.services.coordinator.recovery import Recovered, recover
-from rollmesh.services.coordinator.snapshots import SnapshotStore
+from rollmesh.services.coordinator.run_storage import Ended, OpenStreams, RunStorage
 from rollmesh.services.coordinator.watchdog import Watchdog
-from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownStream
-from rollmesh.shared.bus.run_streams import RunStreams, run_streams
+from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import DataLoss, InvalidInput, MeshError, NotReady, Overloaded, UnknownRun
+from rollmesh.shared.errors import DataLoss, DiskFull, MeshError, NotReady, Overloaded, RunLive, UnknownRun
 from rollmesh.shared.ids import IdSource
 from rollmesh.shared.telemetry import log_context
 
@@ -39,8 +39,17 @@ class _Led:
     """A run that is led here."""
 
     driver: RunDriver
+    keeper: Housekeeper
     tasks: tuple[asyncio.Task[None], ...]
     """Housekeeping and watchdog."""
+    asked_s: float
+    """When the run was last asked for."""
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.driver.close()
 
 
 class Runs:
@@ -48,8 +57,7 @@ class Runs:
 
     def __init__(
         self,
-        bus: Bus,
-        folder: Path,
+        storage: RunStorage,
         outside: Outside,
         fleet: Fleet,
         *,
@@ -58,8 +66,7 @@ class Runs:
         config: CoordinatorConfig,
         on_failure: Callable[[str, MeshError], None],
     ) -> None:
-        self._bus = bus
-        self._folder = folder
+        self._storage = storage
         self._outside = outside
         self._fleet = fleet
         self._clock = clock
@@ -67,75 +74,182 @@ class Runs:
         self._config = config
         self._on_failure = on_failure
         self._led: dict[str, _Led] = {}
+        self._ended: dict[str, Ended] = {}
         self._opening = asyncio.Lock()
         self._closed = False
+        self._changed = asyncio.Event()
 
     @property
     def drivers(self) -> dict[str, RunDriver]:
+        """The drivers of all runs that are led: the live ones, and ended ones that were asked for."""
         return {run: led.driver for run, led in self._led.items()}
 
+    @property
+    def live(self) -> list[RunDriver]:
+        """The drivers of the runs that have not ended."""
+        return [led.driver for led in self._led.values() if led.driver.live]
+
+    @property
+    def ended(self) -> Mapping[str, Ended]:
+        """The runs that have ended and are not led."""
+        return self._ended
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set, and replaced by another event, when a run becomes live or ends."""
+        return self._changed
+
+    def goals(self) -> dict[str, WeightGoal]:
+        """What nodes should serve: the goals of the live runs, and without one those of the ended runs."""
+        led = {run: led.driver.goal for run, led in self._led.items() if led.driver.goal is not None}
+        live = {run: goal for run, goal in led.items() if not goal.ended}
+        return live or led | {run: ended.goal for run, ended in self._ended.items()}
+
     async def recover_all(self) -> None:
-        """Take up every run that has a folder here."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        for path in sorted(self._folder.iterdir()):
-            if path.is_dir():
-                try:
-                    await self.get(path.name)
-                except DataLoss as error:  # told to whoever asks for this run; the others go on
-                    _log.error("run %s cannot be led: %s", path.name, error)
-                except UnknownRun:
-                    _log.warning(
-                        "run %s has a folder in %s but no ledger on this bus; it is passed by", path.name, self._folder
-                    )
+        """Take up every run that has a folder here and has not ended."""
+        for run in self._storage.runs():
+            if (ended := self._storage.ended(run)) is not None:
+                self._ended[run] = ended
+                continue
+            try:
+                await self.get(run)
+            except DataLoss as error:  # told to whoever asks for this run; the others go on
+                _log.error("run %s cannot be led: %s", run, error)
+            except UnknownRun:
+                _log.warning("run %s has a folder here but no ledger on this bus; it is skipped", run)
 
     async def create(self, spec: RunSpec) -> bool:
-        """Whether the run is new. Raises RunExists if it is there with another spec."""
-        driver = await self._open(spec.run, make=True)
+        """Return whether the run is new. Raises RunExists if it is there with another spec, Overloaded, and DiskFull."""
+        try:
+            driver = await self.get(spec.run)
+        except UnknownRun:
+            driver = await self._make(spec.run)
         return bool(await driver.ask(lambda ticket: i.CreateRun(ticket=ticket, spec=spec)))
 
     async def get(self, run: str) -> RunDriver:
-        """The driver of a run. Raises UnknownRun."""
+        """The driver of a run, which is led from now on if it was not. Raises UnknownRun."""
         led = self._led.get(run)
-        return led.driver if led is not None else await self._open(run, make=False)
+        if led is None:
+            async with self._opening:
+                led = await self._open(run)
+        led.asked_s = self._clock.monotonic_s()
+        return led.driver
+
+    async def reserve(self, run: str) -> None:
+        """Give the streams of a run their full limits: a run that is changed may become live again. Raises DiskFull."""
+        async with self._opening:
+            await self._reserve(run)
+
+    async def delete(self, run: str, forget: Callable[[str], Awaitable[None]]) -> None:
+        """Remove an ended run, after `forget` has removed what other services keep of it.
+
+        Raises RunLive, UnknownRun if there is nothing to remove, and what `forget` raises; then the run is still there.
+        """
+        async with self._opening:
+            try:
+                led = await self._open(run)
+            except (UnknownRun, DataLoss):
+                led = None  # nothing that could be live; remove what is left of it
+            if led is not None:
+                if await led.driver.look(lambda core, _: core.state.spec is not None and not core.state.ended):
+                    raise RunLive(f"run {run} is live and cannot be deleted; StopRun it first", run=run)
+                await forget(run)
+                del self._led[run]
+                await led.stop()
+            self._ended.pop(run, None)
+            if not await self._storage.delete(run):
+                raise UnknownRun(f"there is no run {run!r}", run=run)
+
+    async def retire_forever(self) -> None:
+        """Stop leading runs that have ended, once no request has named them for `ended_idle_s`."""
+        while True:
+            await self._clock.sleep(self._config.run.ended_idle_s / 2)
+            await self.retire(self._config.run.ended_idle_s)
+
+    async def retire(self, idle_s: float) -> None:
+        """Stop leading every ended run that no request has named for `idle_s`."""
+        async with self._opening:
+            await self._retire(idle_s)
 
     async def close(self) -> None:
         """Stop leading; nothing that is true is lost."""
         self._closed = True
         led, self._led = self._led, {}
-        tasks = [task for one in led.values() for task in one.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(one.driver.close() for one in led.values()))
+        await asyncio.gather(*(one.stop() for one in led.values()))
 
-    async def _open(self, run: str, *, make: bool) -> RunDriver:
-        async with self._opening:
-            if self._closed:
-                raise NotReady("this coordinator is stopping; try again")
-            if run in self._led:
-                return self._led[run].driver
-            if len(self._led) >= self._config.runs_max:
-                raise Overloaded(f"this coordinator leads runs_max = {self._config.runs_max} runs; use another one")
-            specs = _stream_specs(run, self._config, make=make)
-            if make:
-                for spec in (specs.samples, specs.ledger, specs.events, specs.dead):
-                    await self._bus.create(spec)
+    # With `_opening` held ---------------------------------------------------------------------------------------------
+
+    async def _open(self, run: str) -> _Led:
+        if self._closed:
+            raise NotReady("this coordinator is stopping; try again")
+        if run not in self._led:
+            streams = await self._storage.open(run)
             with log_context(run=run):  # also for the tasks that lead it
-                self._led[run] = await self._lead(run, specs)
-            return self._led[run].driver
+                self._led[run] = await self._lead(run, streams)
+            self._ended.pop(run, None)
+        return self._led[run]
 
-    async def _lead(self, run: str, specs: RunStreams) -> _Led:
+    async def _make(self, run: str) -> RunDriver:
+        async with self._opening:
+            if len(self.live) >= self._config.runs_max:
+                raise Overloaded(
+                    f"this coordinator leads {len(self.live)} live runs, `coordinator.runs_max` is {self._config.runs_max}; "
+                    "StopRun one of them, or use another mesh"
+                )
+            await self._reserve(run)
+            try:
+                return (await self._open(run)).driver
+            except MeshError:
+                await self._storage.delete(run)
+                raise
+
+    async def _reserve(self, run: str) -> None:
+        """If the disk has no room, ended runs give theirs back first."""
         try:
-            ledger, samples, dead = [await self._bus.open(s.name) for s in (specs.ledger, specs.samples, specs.dead)]
-        except UnknownStream as error:
-            raise UnknownRun(f"there is no run {run!r}; CreateRun first", run=run) from error
-        store = SnapshotStore(self._folder / run)
-        recovered = await recover(ledger, store)
-        driver = self._make_driver(run, recovered, ledger, dead)
+            await self._storage.make(run)
+        except DiskFull:
+            await self._retire(0.0)
+            for ended in self._ended:
+                await self._storage.shrink(ended)
+            await self._storage.make(run)
+
+    async def _retire(self, idle_s: float) -> None:
+        before_s = self._clock.monotonic_s() - idle_s
+        for run, led in list(self._led.items()):
+            if led.asked_s <= before_s and led.driver.idle and not led.driver.live:
+                try:
+                    await self._retire_one(run, led)
+                except (MeshError, OSError) as error:
+                    _log.warning("run %s has ended and keeps its storage for now: %s", run, error)
+
+    async def _retire_one(self, run: str, led: _Led) -> None:
+        ended = await led.driver.look(_how_it_ended)
+        if ended is None or not led.driver.idle:
+            return
+        self._ended[run] = ended
+        del self._led[run]  # a request that comes from now on waits, and recovers the run again
+        try:
+            await led.keeper.put_away()
+            await self._storage.shrink(run)
+        finally:
+            await led.stop()
+        await asyncio.to_thread(self._storage.mark_ended, run, ended)
+
+    async def _lead(self, run: str, streams: OpenStreams) -> _Led:
+        self._storage.unmark_ended(run)
+        store = self._storage.snapshots(run)
+        recovered = await recover(streams.ledger, store)
+        if recovered.state.ended:
+            await self._storage.shrink(run)  # with room in its ledger again
+        driver = self._make_driver(run, recovered, streams)
         await driver.start()
-        (self._folder / run).mkdir(parents=True, exist_ok=True)
         keeper = Housekeeper(
-            driver, store, samples, clock=self._clock, limits=self._config.run, position=recovered.snapshot_position
+            driver,
+            store,
+            streams.samples,
+            clock=self._clock,
+            limits=self._config.run,
+            position=recovered.snapshot_position,
         )
         watchdog = Watchdog(driver, self._fleet, self._clock)
         tasks = (
@@ -143,13 +257,13 @@ class Runs:
             asyncio.create_task(watchdog.run(), name=f"{run} watchdog"),
         )
         for task in tasks:
-            task.add_done_callback(lambda task: _ended(task, driver))
-        return _Led(driver, tasks)
+            task.add_done_callback(lambda task: _task_ended(task, driver))
+        return _Led(driver, keeper, tasks, self._clock.monotonic_s())
 
-    def _make_driver(self, run: str, recovered: Recovered, log: StreamLog, dead: StreamLog) -> RunDriver:
+    def _make_driver(self, run: str, recovered: Recovered, streams: OpenStreams) -> RunDriver:
         core = Core(recovered.state)
         ledger = Ledger(
-            log,
+            streams.ledger,
             position=recovered.position,
             record_id=recovered.record_id,
             ids=self._ids,
@@ -160,25 +274,28 @@ class Runs:
             run,
             core,
             ledger,
-            lambda inbox: self._effects(core, inbox, dead),
+            lambda inbox: self._effects(core, inbox, streams.dead),
             clock=self._clock,
             limits=self._config.run,
             on_failure=self._on_failure,
+            on_live=self._live_changed,
         )
 
     def _effects(self, core: Core, inbox: RunDriver, dead: StreamLog) -> Effects:
         return Effects(core, inbox, self._outside, dead, clock=self._clock, ids=self._ids, limits=self._config.run)
 
+    def _live_changed(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-def _ended(task: asyncio.Task[None], driver: RunDriver) -> None:
+
+def _how_it_ended(core: Core, _: object) -> Ended | None:
+    """None while a batch is leased: its lease has yet to end."""
+    if not core.state.ended or core.volatile.batch_deadlines:
+        return None
+    return Ended(reason=core.state.ended, goal=weight_goal(core))
+
+
+def _task_ended(task: asyncio.Task[None], driver: RunDriver) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         driver.broken(error)
-
-
-def _stream_specs(run: str, config: CoordinatorConfig, *, make: bool) -> RunStreams:
-    try:
-        return run_streams(run, config.streams)
-    except InvalidInput as error:
-        if make:
-            raise
-        raise UnknownRun(f"there is no run {run!r}: {error}", run=run) from error

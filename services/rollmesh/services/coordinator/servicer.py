@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,8 +25,6 @@ from rollmesh.shared.telemetry.metrics import observe
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc
 
-SLICE_S = 0.5
-"""How long a worker of several runs waits at each of them in turn."""
 REPORTS_MAX = 4096
 
 
@@ -40,7 +38,6 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._keeper = keeper
         self._clock = clock
         self._mesh = mesh
-        self._turn = itertools.count()
 
     async def Join(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> AsyncIterator[pb.JoinResponse]:
         first = await anext(aiter(requests), None)
@@ -74,44 +71,50 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         if not 1 <= request.num_max <= wire.NUM_MAX:
             raise wire.invalid("num_max", f"is {request.num_max}; expected 1 to {wire.NUM_MAX}")
         wait_s = wire.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
-        runs = await self._runs_of(request.node_id)
-        if len(runs) == 1:
-            return _acquired(runs[0].run, await self._acquire(runs[0], request, wait_s))
-        return await self._acquire_in_turn(runs, request, wait_s)
-
-    async def _runs_of(self, node_id: str) -> list[RunDriver]:
-        named = self._keeper.check_may_work(node_id)
-        if not named:
-            return list(self._runs.drivers.values())
-        found = []
-        for run in named:
-            try:
-                found.append(await self._runs.get(run))
-            except UnknownRun:
-                continue  # not created yet
-        return found
-
-    async def _acquire_in_turn(
-        self, runs: list[RunDriver], request: pb.AcquireRolloutsRequest, wait_s: float
-    ) -> pb.AcquireRolloutsResponse:
-        """Several runs: ask one after the other, beginning with another one each time; none: wait for one."""
-        until = self._clock.monotonic_s() + wait_s
-        waiting_for = "a run"
+        until_s = self._clock.monotonic_s() + wait_s
         while True:
-            first = next(self._turn)
-            for offset in range(len(runs)):
-                driver = runs[(first + offset) % len(runs)]
-                left = max(0.0, until - self._clock.monotonic_s())
-                acquired = await self._acquire(driver, request, min(SLICE_S, left))
-                if acquired.leases:
-                    return _acquired(driver.run, acquired)
-                waiting_for = acquired.waiting_for
-            left = until - self._clock.monotonic_s()
-            if left <= 0:
-                return pb.AcquireRolloutsResponse(waiting_for=waiting_for)
-            if not runs:
-                await self._clock.sleep(min(SLICE_S / 5, left))
-            runs = await self._runs_of(request.node_id)
+            changed = self._runs.changed
+            runs = await self._live_runs(request.node_id)
+            left_s = max(0.0, until_s - self._clock.monotonic_s())
+            response = await self._first_of(runs, request, left_s, changed)
+            if response.leases or self._clock.monotonic_s() >= until_s:
+                return response
+
+    async def _live_runs(self, node_id: str) -> list[RunDriver]:
+        """The live runs that a node serves: those that it named, or all."""
+        named = self._keeper.check_may_work(node_id)
+        for run in named:
+            if run not in self._runs.drivers and run not in self._runs.ended:
+                with contextlib.suppress(UnknownRun):  # not created yet
+                    await self._runs.get(run)
+        return [driver for driver in self._runs.live if not named or driver.run in named]
+
+    async def _first_of(
+        self, runs: list[RunDriver], request: pb.AcquireRolloutsRequest, wait_s: float, changed: asyncio.Event
+    ) -> pb.AcquireRolloutsResponse:
+        """The work of the first run that has any. Ends without work after `wait_s`, and when `changed` is set."""
+        asking = {asyncio.create_task(self._acquire(driver, request, wait_s)): driver for driver in runs}
+        ends: list[asyncio.Task[Any]] = [asyncio.create_task(changed.wait())]
+        if not asking:
+            ends.append(asyncio.create_task(self._clock.sleep(wait_s)))
+        waiting_for = "a run"
+        try:
+            while True:
+                done, _ = await asyncio.wait([*asking, *ends], return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in asking if task in done]:
+                    acquired, driver = task.result(), asking.pop(task)
+                    if acquired.leases:
+                        return _acquired(driver.run, acquired)
+                    waiting_for = acquired.waiting_for
+                if not asking or any(end in done for end in ends):
+                    return pb.AcquireRolloutsResponse(waiting_for=waiting_for)
+        finally:
+            for task in (*asking, *ends):
+                task.cancel()
+            await asyncio.gather(*asking, *ends, return_exceptions=True)
+            for task, driver in asking.items():
+                if not task.cancelled() and task.exception() is None:
+                    driver.give_back(task.result())
 
     async def _acquire(self, driver: RunDriver, request: pb.AcquireRolloutsRequest, wait_s: float) -> i.Acquired:
         asked_s = self._clock.monotonic_s()

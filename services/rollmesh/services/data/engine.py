@@ -89,6 +89,14 @@ class DataEngine:
         """Replaces the run's state; the ledger sequence it now stands at. UnknownRun, CorruptSnapshot."""
         return await (await self._follower(run)).restore(state)
 
+    async def forget(self, run: str) -> None:
+        """Stop following a run, and delete its snapshots."""
+        async with self._opening:
+            if (follower := self._runs.pop(run, None)) is not None:
+                await follower.close()
+            if self._snapshots is not None:
+                await asyncio.to_thread(self._snapshots.delete, run)
+
     async def close(self) -> None:
         """Stops following all runs."""
         for follower in self._runs.values():
@@ -127,8 +135,9 @@ class DataEngine:
         return follower
 
     async def _make_room(self) -> None:
+        """Stop following runs that have ended: a call that names one follows it again."""
         for name, follower in list(self._runs.items()):
-            if len(self._runs) >= self._runs_max and follower.ended:
+            if follower.ended:
                 del self._runs[name]
                 await follower.close()
         if len(self._runs) >= self._runs_max:

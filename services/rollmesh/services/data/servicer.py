@@ -46,6 +46,10 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
         position = await self._engine.restore(_run(request.run), request.state)
         return data_pb2.RestoreResponse(ledger_position=position)
 
+    async def ForgetRun(self, request: data_pb2.ForgetRunRequest, context: object) -> data_pb2.ForgetRunResponse:
+        await self._engine.forget(_run(request.run))
+        return data_pb2.ForgetRunResponse()
+
 
 def encode_task(task: Task) -> types_pb2.Task:
     """The public part of a task; the domain type holds nothing else."""

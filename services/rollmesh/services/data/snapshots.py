@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -53,6 +54,10 @@ class SnapshotFolder:
         for path in self._more():
             if state := _read(path):
                 yield path, state
+
+    def delete(self, run: str) -> None:
+        """Delete the snapshots of a run, without those of others."""
+        shutil.rmtree(self._folder / run, ignore_errors=True)
 
     def _files(self, run: str) -> list[Path]:
         return sorted((self._folder / run).glob(f"*{_SUFFIX}"), reverse=True)

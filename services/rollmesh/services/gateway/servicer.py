@@ -79,6 +79,9 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
         return await self._forward(self._run.StopRun, request, context)
 
+    async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
+        return await self._forward(self._run.DeleteRun, request, context)
+
     async def ListDead(self, request: pb.ListDeadRequest, context: Context) -> pb.ListDeadResponse:
         return await self._forward(self._run.ListDead, request, context)
 

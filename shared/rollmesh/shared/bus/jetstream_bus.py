@@ -113,8 +113,14 @@ class JetStreamBus:
         async def create_or_update() -> None:
             try:
                 await self._link.js.add_stream(config)
-            except nats.js.errors.BadRequestError:  # exists with other limits
-                await self._link.js.update_stream(config)
+            except nats.js.errors.APIError as err:
+                # It exists with other limits; NATS may also say that it has no room, for it looks at that first.
+                if not isinstance(err, nats.js.errors.BadRequestError) and err.err_code != INSUFFICIENT_STORAGE:
+                    raise
+                try:
+                    await self._link.js.update_stream(config)
+                except nats.js.errors.NotFoundError:
+                    raise err from None
 
         try:
             await self._link.call(create_or_update, self._config.deadline_s, f"create {spec.name}")

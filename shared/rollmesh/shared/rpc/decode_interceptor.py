@@ -83,7 +83,7 @@ def texts(message: Message) -> Iterator[tuple[str, int]]:
         if field.type == FieldDescriptor.TYPE_STRING:
             for text in value if field.is_repeated else (value,):
                 yield field.name, _num_bytes(text)
-        elif field.type == FieldDescriptor.TYPE_MESSAGE:
+        elif field.message_type is not None:
             if field.message_type.GetOptions().map_entry:
                 yield from ((field.name, num_bytes) for num_bytes in _in_map(value))
             else:

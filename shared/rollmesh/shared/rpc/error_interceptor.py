@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
+from typing import Any
 
 import grpc
 
@@ -48,11 +48,16 @@ async def _mapped(method: str, context: Context) -> AsyncIterator[None]:
             )
     except grpc.aio.AbortError as aborted:
         _drop_tracebacks(aborted.__context__)
-        context.add_done_callback(partial(_drop_tracebacks, aborted))  # the frames above this one are still running
+        _when_done(context, aborted)  # the frames above this one are still running
         raise
 
 
-def _drop_tracebacks(error: BaseException | None, _context: Context | None = None) -> None:
+def _when_done(context: Context, error: BaseException) -> None:
+    callback: Any = lambda _: _drop_tracebacks(error)
+    context.add_done_callback(callback)
+
+
+def _drop_tracebacks(error: BaseException | None) -> None:
     """Drop the traceback of `error` and of every exception that it followed from."""
     pending, seen = [error], set[int]()
     while pending:

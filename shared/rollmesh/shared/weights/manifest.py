@@ -57,6 +57,11 @@ def version_owner(version: PolicyVersion, run: str = "") -> str:
     return f"weights:{run}/{version}" if run else f"weights:{version}"
 
 
+def is_version_of(owner: str, run: str) -> bool:
+    """Return whether an owner at the depot is a version of `run`."""
+    return owner.startswith(f"weights:{run}/")
+
+
 def build_manifest(
     files: Mapping[str, Path],
     *,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterable, AsyncIterator
 
-from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.errors import FieldViolation, InvalidInput
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.host import host_id
+from rollmesh.shared.weights.manifest import is_version_of
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 
 PIECE_BYTES_MAX = 2 << 20
@@ -52,6 +53,16 @@ class BlobServicer(weights_pb2_grpc.BlobServiceServicer):
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 yield weights_pb2.FetchResponse(data=piece)
+
+    async def ReleaseRun(
+        self, request: weights_pb2.ReleaseRunRequest, context: Context
+    ) -> weights_pb2.ReleaseRunResponse:
+        if not self._writable:
+            raise InvalidInput("this node stores nothing for others; send this to the depot")
+        if not request.run:
+            raise InvalidInput("`run` must name a run", violations=[FieldViolation("run", "must name a run")])
+        owners = [owner for owner in self._store.owners if is_version_of(owner, request.run)]
+        return weights_pb2.ReleaseRunResponse(freed_bytes=sum(self._store.release(owner) for owner in owners))
 
 
 async def _pieces(first: weights_pb2.PutRequest, rest: AsyncIterable[weights_pb2.PutRequest]) -> AsyncIterator[bytes]:

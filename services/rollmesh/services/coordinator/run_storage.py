@@ -1,0 +1,165 @@
+"""What a run keeps outside of this process: its four streams on the bus and its folder here, with snapshots.
+
+JetStream reserves the whole limit of a stream on disk. So a run that has ended gives back what its streams do not hold, and a marker in
+its folder names it as ended, so that a coordinator that starts need not recover it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.services.coordinator.core.fleet import WeightGoal
+from rollmesh.services.coordinator.snapshots import SnapshotStore
+from rollmesh.shared.bus.bus import Bus, StreamLog, StreamSpec, UnknownStream
+from rollmesh.shared.bus.run_streams import MIB, RunStreams, StreamLimits, run_streams
+from rollmesh.shared.errors import DiskFull, InvalidInput, UnknownRun
+
+LEDGER_ROOM_BYTES = 16 * MIB
+"""Room that the ledger of an ended run keeps: a trainer may still attach, commit, report and publish."""
+ROOM_BYTES = MIB
+"""The same for its other streams."""
+_MARKER = "ended.json"
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that has ended and is not led."""
+
+    reason: str
+    goal: WeightGoal
+    """What the nodes that it had last should serve while no run is live."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStreams:
+    """The streams of a run that its coordinator uses."""
+
+    ledger: StreamLog
+    samples: StreamLog
+    dead: StreamLog
+
+
+class RunStorage:
+    """The streams and folders of all runs of a coordinator."""
+
+    def __init__(self, bus: Bus, folder: Path, limits: StreamLimits) -> None:
+        self._bus = bus
+        self._folder = folder
+        self._limits = limits
+
+    async def make(self, run: str) -> None:
+        """Create the streams of a run, or reserve their full limits again. If one fails, remove those that this call created.
+
+        Raises InvalidInput for a name that no stream can have, and DiskFull.
+        """
+        created: list[str] = []
+        try:
+            for spec in _each(run_streams(run, self._limits)):
+                if not await self._exists(spec.name):
+                    created.append(spec.name)
+                await self._bus.create(spec)
+        except BaseException as error:
+            for name in created:
+                await asyncio.shield(self._bus.delete(name))
+            if isinstance(error, DiskFull):
+                raise _disk_full(run, self._limits, error) from error
+            raise
+
+    async def open(self, run: str) -> OpenStreams:
+        """Raise UnknownRun if the run has no streams."""
+        specs = _known_streams(run, self._limits)
+        try:
+            return OpenStreams(
+                ledger=await self._bus.open(specs.ledger.name),
+                samples=await self._bus.open(specs.samples.name),
+                dead=await self._bus.open(specs.dead.name),
+            )
+        except UnknownStream as error:
+            raise UnknownRun(f"there is no run {run!r}; CreateRun first", run=run) from error
+
+    async def shrink(self, run: str) -> None:
+        """Reserve little more than what the streams hold."""
+        specs = _known_streams(run, self._limits)
+        for spec in _each(specs):
+            room = LEDGER_ROOM_BYTES if spec is specs.ledger else ROOM_BYTES
+            with suppress(UnknownStream):
+                held = (await (await self._bus.open(spec.name)).info()).num_bytes
+                await self._bus.create(replace(spec, bytes_max=min(spec.bytes_max, held + room)))
+
+    async def delete(self, run: str) -> bool:
+        """Remove streams and folder. Return whether there were any."""
+        found = False
+        for spec in _each(_known_streams(run, self._limits)):
+            found = await self._exists(spec.name) or found
+            await self._bus.delete(spec.name)
+        folder = self._folder / run
+        if await asyncio.to_thread(folder.is_dir):
+            found = True
+            await asyncio.to_thread(shutil.rmtree, folder)
+        return found
+
+    async def _exists(self, stream: str) -> bool:
+        try:
+            await self._bus.open(stream)
+        except UnknownStream:
+            return False
+        return True
+
+    # The folder -------------------------------------------------------------------------------------------------------
+
+    def runs(self) -> Iterator[str]:
+        """Every run that has a folder here."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        yield from (path.name for path in sorted(self._folder.iterdir()) if path.is_dir())
+
+    def make_folder(self, run: str) -> None:
+        (self._folder / run).mkdir(parents=True, exist_ok=True)
+
+    def snapshots(self, run: str) -> SnapshotStore:
+        return SnapshotStore(self._folder / run)
+
+    def mark_ended(self, run: str, ended: Ended) -> None:
+        """Note that the run needs no recovery."""
+        path = self._folder / run / _MARKER
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(msgspec.json.encode(ended))
+        partial.replace(path)
+
+    def unmark_ended(self, run: str) -> None:
+        """Call this before the run is led."""
+        (self._folder / run / _MARKER).unlink(missing_ok=True)
+
+    def ended(self, run: str) -> Ended | None:
+        """How the run ended; None if it is to be recovered."""
+        try:
+            return msgspec.json.decode((self._folder / run / _MARKER).read_bytes(), type=Ended)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+
+def _each(specs: RunStreams) -> tuple[StreamSpec, ...]:
+    return (specs.samples, specs.ledger, specs.events, specs.dead)
+
+
+def _known_streams(run: str, limits: StreamLimits) -> RunStreams:
+    """Raise UnknownRun for a name that no run can have."""
+    try:
+        return run_streams(run, limits)
+    except InvalidInput as error:
+        raise UnknownRun(f"there is no run {run[:64]!r}: {error}", run=run) from error
+
+
+def _disk_full(run: str, limits: StreamLimits, error: DiskFull) -> DiskFull:
+    wanted = sum(spec.bytes_max for spec in _each(run_streams(run, limits))) // MIB
+    return DiskFull(
+        f"the streams of run {run} need {wanted} MiB reserved at NATS ({error}); lower `coordinator.streams.samples_bytes_max` or "
+        "`coordinator.streams.ledger_bytes_max`, raise `bus.embedded.store_bytes_max`, or remove ended runs with "
+        "`rollmesh delete` (DeleteRun)",
+        run=run,
+    )
