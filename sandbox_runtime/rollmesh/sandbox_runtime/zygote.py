@@ -48,7 +48,7 @@ _ALWAYS = (
     "rollmesh.sandbox_runtime.judging.program", "rollmesh.sandbox_runtime.judging.remote", "rollmesh.sandbox_runtime.judging.sql", "rollmesh.sandbox_runtime.judging.unit",
 )  # fmt: skip
 """What sessions themselves need or nearly every program imports."""
-_LATE = ("encodings.idna", "subprocess", "threading")
+_LATE = ("encodings.idna", "subprocess", "threading", "unittest")
 """What sessions import when they first need it. Every session would pay for the work of `threading` after a fork, and for the
 mappings of each shared library."""
 _OWN_FRAMES = 64
