@@ -99,6 +99,8 @@ class EngineLoad:
     steps: int
     step_s: float = 0.0
     """Seconds in these steps."""
+    forward: str = ""
+    """How the model is run, where the engine knows several ways: a name of its settings."""
 
 
 class EngineBusy(Exception):
@@ -130,7 +132,7 @@ class Engine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Load what can be loaded; raises ValueError naming the model path when it does not load."""
+        """Load what can be loaded. Raises ConfigError for a model that the engine cannot serve."""
         ...
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.services.inference.engines.torch_runner import RowRules
+from rollmesh.services.inference.engines.runner import RowRules
 from rollmesh.shared.trajectory import SamplingParams
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.services.inference.engine import GenerateRequest
-from rollmesh.services.inference.engines.slots import Slots, longest_prefix
+from rollmesh.services.inference.engines.slots import PrefixReuse, Slots, longest_prefix
 from rollmesh.shared.versions import PolicyVersion
 
 
@@ -109,7 +109,7 @@ class Scheduler:
         width = 0
         for slot in sorted(lacking.tolist(), key=lambda slot: self.running[slot].order):
             missing = int(self._slots.length[slot] - self._slots.kv_len[slot])
-            if computed[slot] == 0:
+            if computed[slot] == 0 and self._slots.reuse is PrefixReuse.ANY:
                 missing = self._share(plan, slot, donors, computed)
             chunk = min(missing, self._prefill_tokens_max)
             if missing <= 1 or max(width, chunk) * (len(plan.chunks) + 1) > self._prefill_tokens_max:

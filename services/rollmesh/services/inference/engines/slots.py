@@ -10,6 +10,8 @@ first. Pure host state; `torch_runner` holds the tensors.
 
 from __future__ import annotations
 
+from enum import Enum
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,17 +19,31 @@ from rollmesh.shared.trajectory import IntArray
 from rollmesh.shared.versions import PolicyVersion
 
 
+class PrefixReuse(Enum):
+    """Which computed positions of a slot serve a sequence that shares them."""
+
+    ANY = "any"
+    """Any prefix, and a copy of it in another slot."""
+    WHOLE = "whole"
+    """All of them or none: the state of the model cannot be shortened or copied."""
+    NONE = "none"
+    """Nothing is kept: every step computes the whole sequence again."""
+
+
 class Slots:
     """Struct of arrays over slots, so that a decode step touches rows with numpy, never one by one."""
 
-    def __init__(self, slots_max: int, context_max: int, resident_max: int) -> None:
+    def __init__(
+        self, slots_max: int, context_max: int, resident_max: int, reuse: PrefixReuse = PrefixReuse.ANY
+    ) -> None:
+        self.reuse = reuse
         self.tokens = np.zeros((slots_max, context_max), np.int32)
         self.length = np.zeros(slots_max, np.int64)
         self.kv_len = np.zeros(slots_max, np.int64)
         self.kv_step_oldest = np.zeros(slots_max, np.int64)
         self.kv_version: list[PolicyVersion | None] = [None] * slots_max
         self.busy = np.zeros(slots_max, bool)
-        self._resident_max = resident_max
+        self._resident_max = 0 if reuse is PrefixReuse.NONE else resident_max
         self._residents: dict[int, str] = {}
         """Slot to session, least recently used first."""
         self._session_slot: dict[str, int] = {}
@@ -89,7 +105,9 @@ class Slots:
     def _shared(self, slot: int, token_ids: IntArray) -> int:
         """Computed positions of a slot that a sequence shares. Residents are always of the active version."""
         num = min(int(self.kv_len[slot]), len(token_ids))
-        return common_prefix(self.tokens[slot, :num], token_ids[:num])
+        shared = common_prefix(self.tokens[slot, :num], token_ids[:num])
+        whole = shared == self.kv_len[slot] and shared < len(token_ids)
+        return shared if whole or self.reuse is PrefixReuse.ANY else 0
 
     def _vacant(self) -> int | None:
         """Lowest free slot, so that busy ones lie close together; else the least recently used resident."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -14,6 +16,10 @@ class TorchEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     model: str
     """Folder with `config.json` and, if stop strings are used, `tokenizer.json`. Weights come through `prepare`."""
+    forward: Literal["auto", "built_in", "cached", "recompute"] = "auto"
+    """How the model runs. `auto` takes the first of the others whose log-probs equal the plain transformers forward: `built_in` is
+    the engine's decoder, `cached` is transformers with the model's cache, one sequence at a time, and `recompute` is transformers
+    with the whole sequence at every step. The others are tools for tests."""
     device: str = "cpu"
     """Torch device, e.g. `cpu` or `cuda:0`."""
     dtype: str = "float32"

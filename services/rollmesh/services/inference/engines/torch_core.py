@@ -6,7 +6,7 @@ first hands out what the old weights sampled; a delta never spans versions; a re
 sequence gets its prefix computed in the step that admits it, its first token then or in the next.
 
 Recompute at a swap forgets the running sequences' cache, and the ordinary prefill rebuilds it, sharing common prefixes.
-Collaborators: `scheduler` decides, `slots` remembers, `torch_runner` computes. Not thread-safe: one owner calls it.
+Collaborators: `scheduler` decides, `slots` remembers, a `runner` computes. Not thread-safe: one owner calls it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from rollmesh.services.inference.engine import (
     ScoreResult,
 )
 from rollmesh.services.inference.engines.row_rules import SlotRules
+from rollmesh.services.inference.engines.runner import Drawn, LoadedWeights, Runner, Span
 from rollmesh.services.inference.engines.scheduler import Copy, Scheduler, Sequence
-from rollmesh.services.inference.engines.slots import Slots
+from rollmesh.services.inference.engines.slots import PrefixReuse, Slots
 from rollmesh.services.inference.engines.stop import STOP_ID, StopRules
 from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
-from rollmesh.services.inference.engines.torch_model import Weights
-from rollmesh.services.inference.engines.torch_runner import Drawn, Span, TorchRunner
 from rollmesh.shared.trajectory import FinishReason, IntArray
 from rollmesh.shared.versions import PolicyVersion
 
@@ -43,10 +42,10 @@ ScoreDone = Callable[[list[ScoreResult]], None]
 class TorchCore:
     """Continuous batching over one runner."""
 
-    def __init__(self, config: TorchEngineConfig, runner: TorchRunner, stop_rules: StopRules) -> None:
+    def __init__(self, config: TorchEngineConfig, runner: Runner, stop_rules: StopRules) -> None:
         self._config, self._runner, self._stop_rules = config, runner, stop_rules
-        self._slots = Slots(config.slots_max, config.context_max, config.resident_slots_max)
-        self._rules = SlotRules(config.slots_max, runner.spec.vocab_size)
+        self._slots = Slots(config.slots_max, config.context_max, config.resident_slots_max, runner.reuse)
+        self._rules = SlotRules(config.slots_max, runner.vocab_size)
         self._logprobs = np.zeros((2, config.slots_max, config.context_max), np.float32)
         """Under the sampling distribution and the plain softmax, by slot and position."""
         self._scheduler = Scheduler(self._slots, config.prefill_tokens_max)
@@ -54,7 +53,7 @@ class TorchCore:
         self._control: deque[Iterator[object]] = deque()
         self._answers: list[Callable[[], None]] = []
         self._deltas: list[GenerateDelta] = []
-        self._weights: Weights | None = None
+        self._weights: LoadedWeights | None = None
         self.version: PolicyVersion = NO_VERSION
         self._num_steps = self._num_generated = self._num_prefilled = self._num_hit = 0
         self._step_s = 0.0
@@ -82,7 +81,7 @@ class TorchCore:
         for request_id in list(self._sequences):
             self.cancel(request_id)
 
-    def activate(self, version: PolicyVersion, weights: Weights, kv: KvPolicy, done: Callable[[], None]) -> None:
+    def activate(self, version: PolicyVersion, weights: LoadedWeights, kv: KvPolicy, done: Callable[[], None]) -> None:
         """Swap at the next step, after the control work queued before."""
         self._control.append(self._swap(version, weights, kv, done))
 
@@ -126,7 +125,7 @@ class TorchCore:
         if self._control and next(self._control[0], _DONE) is _DONE:
             self._control.popleft()
 
-    def _step_model(self, weights: Weights) -> None:
+    def _step_model(self, weights: LoadedWeights) -> None:
         for sequence in self._scheduler.admit():
             self._begin(sequence)
         sampled = self._prefill(weights)
@@ -143,7 +142,7 @@ class TorchCore:
         self._num_hit += sequence.num_cached
         sequence.queued_s = time.perf_counter() - sequence.asked_s
 
-    def _prefill(self, weights: Weights) -> NDArray[np.int64]:
+    def _prefill(self, weights: LoadedWeights) -> NDArray[np.int64]:
         """Compute what the plan says; returns the slots that got a token by it."""
         slots, plan = self._slots, self._scheduler.plan_prefill(self.version)
         self._copy(plan.copies)
@@ -164,7 +163,7 @@ class TorchCore:
         self._copy(plan.copies_after)
         return sampled
 
-    def _decode(self, weights: Weights, ready: NDArray[np.int64]) -> None:
+    def _decode(self, weights: LoadedWeights, ready: NDArray[np.int64]) -> None:
         slots = self._slots
         positions = slots.length[ready] - 1
         tokens = slots.tokens[ready, positions].astype(np.int64)
@@ -251,13 +250,15 @@ class TorchCore:
             )
         )
 
-    def _swap(self, version: PolicyVersion, weights: Weights, kv: KvPolicy, done: Callable[[], None]) -> Iterator[None]:
+    def _swap(
+        self, version: PolicyVersion, weights: LoadedWeights, kv: KvPolicy, done: Callable[[], None]
+    ) -> Iterator[None]:
         for slot, sequence in self._scheduler.running.items():
             if self._slots.length[slot] > sequence.num_emitted:
                 self._emit(sequence, None)
         self._slots.drop_residents()
         for slot, sequence in self._scheduler.running.items():
-            if kv is KvPolicy.RECOMPUTE:
+            if kv is KvPolicy.RECOMPUTE or self._slots.reuse is PrefixReuse.NONE:
                 self._slots.kv_len[slot] = 0
                 sequence.num_cached = 0
             elif self._slots.kv_len[slot]:

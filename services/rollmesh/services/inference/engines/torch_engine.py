@@ -34,13 +34,13 @@ from rollmesh.services.inference.engine import (
     KvPolicy,
     ScoreResult,
 )
-from rollmesh.services.inference.engines.model_spec import ModelSpec, read_model_spec
+from rollmesh.services.inference.engines.execution import open_runner
 from rollmesh.services.inference.engines.requests import check_request, check_tokens
+from rollmesh.services.inference.engines.runner import LoadedWeights
 from rollmesh.services.inference.engines.stop import Decode, StopRules
 from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch_core import TorchCore
-from rollmesh.services.inference.engines.torch_runner import TorchRunner
-from rollmesh.services.inference.engines.weights_buffer import WeightsBuffer, load_weights
+from rollmesh.services.inference.engines.weights_buffer import WeightsBuffer, read_state
 from rollmesh.shared.trajectory import FinishReason, IntArray
 from rollmesh.shared.versions import PolicyVersion
 
@@ -55,7 +55,7 @@ class TorchEngine:
     def __init__(self, config: TorchEngineConfig) -> None:
         self._config = config
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._buffer = WeightsBuffer(config.prepared_max)
+        self._buffer = WeightsBuffer[LoadedWeights](config.prepared_max)
         self._loader = concurrent.futures.ThreadPoolExecutor(
             1, "engine-loader", initializer=torch.set_num_threads, initargs=(1,)
         )
@@ -96,7 +96,7 @@ class TorchEngine:
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
         self._check_alive()
-        check_request(request, vocab_size=self._spec.vocab_size, context_max=self.context_max)
+        check_request(request, vocab_size=self._runner.vocab_size, context_max=self.context_max)
         self._stop_rules.check(request.params, where=f"request {request.request_id!r}")
         if request.request_id in self._emits:
             raise ValueError(
@@ -113,7 +113,7 @@ class TorchEngine:
     async def score(self, sequences: Sequence[IntArray]) -> list[ScoreResult]:
         self._check_alive()
         for index, sequence in enumerate(sequences):
-            check_tokens(sequence, where=f"sequence {index}", vocab_size=self._spec.vocab_size)
+            check_tokens(sequence, where=f"sequence {index}", vocab_size=self._runner.vocab_size)
             if len(sequence) > self.context_max:
                 raise ValueError(
                     f"sequence {index} has {len(sequence)} tokens, more than context_max {self.context_max}"
@@ -129,10 +129,8 @@ class TorchEngine:
         self._check_alive()
         if version == self._active or version in self._buffer:
             return
-        runner, files = self._runner, dict(tensors)
-        weights = await self._loop.run_in_executor(
-            self._loader, load_weights, self._spec, files, runner.dtype, runner.device
-        )
+        files = dict(tensors)
+        weights = await self._loop.run_in_executor(self._loader, lambda: self._runner.lay_out(read_state(files)))
         self._buffer.put(version, weights)
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
@@ -154,26 +152,14 @@ class TorchEngine:
 
     def load(self) -> EngineLoad:
         # Requests the thread has not taken yet wait as well.
-        return dataclasses.replace(self._load, num_waiting=max(0, len(self._emits) - self._load.num_running))
+        waiting = max(0, len(self._emits) - self._load.num_running)
+        return dataclasses.replace(self._load, num_waiting=waiting, forward=self._execution.forward)
 
     def _build(self) -> TorchCore:
         config = self._config
         torch.set_num_threads(1)
-        folder = Path(config.model)
-        self._spec: ModelSpec = read_model_spec(folder)
-        if config.context_max > self._spec.positions_max:
-            raise ValueError(
-                f"model {folder}: context_max {config.context_max} is beyond its {self._spec.positions_max} positions"
-            )
-        self._stop_rules = StopRules(self._spec.vocab_size, _load_decode(folder))
-        self._runner = TorchRunner(
-            self._spec,
-            slots=config.slots_max,
-            context_max=config.context_max,
-            device=config.device,
-            dtype=getattr(torch, config.dtype),
-            torchscript=config.torchscript,
-        )
+        self._runner, self._execution = open_runner(config)
+        self._stop_rules = StopRules(self._runner.vocab_size, _load_decode(Path(config.model)))
         return TorchCore(config, self._runner, self._stop_rules)
 
     def _run(self, core: TorchCore) -> None:

@@ -1,4 +1,4 @@
-"""The forward pass of a Llama-family decoder over a preallocated key-value cache, for prefill, decode and scoring alike.
+"""The forward pass of a decoder over a preallocated key-value cache, for prefill, decode and scoring alike.
 
 Tokens travel packed, [N, hidden], without padding; only attention sees a padded [rows, width] layout. Decode is the case
 width 1. The functions are plain tensor code in the subset TorchScript compiles: one call per step means that the
@@ -29,25 +29,41 @@ class Weights(NamedTuple):
     qk_norm: list[Tensor]  # [heads + kv_heads, head_dim]
     out: list[Tensor]  # [heads * head_dim, hidden]
     out_bias: list[Tensor]
+    attn_post_norm: list[Tensor]  # [hidden]
     mlp_norm: list[Tensor]  # [hidden]
-    gate_up: list[Tensor]  # [hidden, 2 * intermediate]
+    gate_up: list[Tensor]  # [hidden, 2 * intermediate]; of the shared expert in a layer with experts
     down: list[Tensor]  # [intermediate, hidden]
+    mlp_post_norm: list[Tensor]  # [hidden]
+    router: list[Tensor]  # [hidden, experts]; no numbers in a layer without experts
+    expert_gate_up: list[Tensor]  # [experts, hidden, 2 * intermediate]
+    expert_down: list[Tensor]  # [experts, intermediate, hidden]
+    shared_gate: list[Tensor]  # [hidden, 1]; no numbers without a shared expert
 
 
 class Shape(NamedTuple):
-    """What the forward pass must know beside the tensors."""
+    """What the forward pass must know beside the tensors. See `ModelSpec` for the meaning."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_eps: float
+    layer_kinds: list[int]
+    windows: list[int]  # per kind; 0 sees everything
+    gelu: bool
+    num_chosen: int
+    normalized: bool
+    embed_scale: float
+    attn_scale: float
+    attn_softcap: float  # 0: none
+    logit_divisor: float
+    logit_softcap: float  # 0: none
 
 
 class Rotary(NamedTuple):
-    """Tables [context_max, 1, head_dim], float32; the sine of the first half is negated, see `rotate`."""
+    """Tables [context_max, 1, head_dim] per kind of layer, float32; the sine of the first half is negated, see `rotate`."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: list[Tensor]
+    sin: list[Tensor]
 
 
 class Batch(NamedTuple):
@@ -65,12 +81,19 @@ class Batch(NamedTuple):
     packed: bool  # the padded layout is the packed one: nothing to scatter
 
 
-def rotary_tables(head_dim: int, theta: float, context_max: int, device: torch.device) -> Rotary:
-    """Angles position * theta ** (-2 i / head_dim) (RoFormer, arXiv:2104.09864, in the half-split layout)."""
-    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    angles = torch.arange(context_max, dtype=torch.float32, device=device)[:, None] * inverse
-    cos, sin = angles.cos(), angles.sin()
-    return Rotary(cos=torch.cat((cos, cos), dim=1)[:, None], sin=torch.cat((-sin, sin), dim=1)[:, None])
+def rotary_table(
+    frequencies: list[float], magnitude: float, head_dim: int, context_max: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position * frequency in the half-split layout (RoFormer, arXiv:2104.09864).
+
+    Dimensions without a frequency are not rotated: they lie at the end of each half (see `weight_layout`).
+    """
+    angles = torch.arange(context_max, dtype=torch.float32, device=device)[:, None] * torch.tensor(
+        frequencies, dtype=torch.float32, device=device
+    )
+    rest = head_dim // 2 - len(frequencies)
+    cos, sin = F.pad(angles.cos() * magnitude, [0, rest], value=1.0), F.pad(angles.sin() * magnitude, [0, rest])
+    return torch.cat((cos, cos), dim=1)[:, None], torch.cat((-sin, sin), dim=1)[:, None]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -90,8 +113,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, torch.cat((x[:, :, half:], x[:, :, :half]), dim=-1), sin)
 
 
-def attention_mask(batch: Batch, groups: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask [num_rows, 1, groups * width, kv_len]: a query sees positions up to its own.
+def attention_mask(batch: Batch, window: int, groups: int, dtype: torch.dtype) -> Tensor:
+    """Additive mask [num_rows, 1, groups * width, kv_len]: a query sees positions up to its own, at most `window` of them.
 
     Padding queries get position 0 and thus see one entry: finite, and never read.
     """
@@ -100,15 +123,18 @@ def attention_mask(batch: Batch, groups: int, dtype: torch.dtype) -> Tensor:
         positions = torch.zeros(batch.num_rows * batch.width, dtype=torch.int64, device=positions.device).index_copy(
             0, batch.queries, positions
         )
+    positions = positions.view(batch.num_rows, 1, batch.width, 1)
     columns = torch.arange(batch.kv_len, device=positions.device)
-    hidden = columns > positions.view(batch.num_rows, 1, batch.width, 1)
+    hidden = columns > positions
+    if window > 0:
+        hidden = hidden | (columns <= positions - window)
     mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill(hidden, float("-inf"))
     if groups > 1 and batch.width > 1:
         return mask.repeat(1, 1, groups, 1)
     return mask.expand(batch.num_rows, 1, groups * batch.width, batch.kv_len)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, batch: Batch) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, batch: Batch, shape: Shape) -> Tensor:
     """Attention of packed queries [N, heads, head_dim] over cache layers [slots, kv_heads, context, head_dim]."""
     num_heads, head_dim, num_kv = q.shape[1], q.shape[2], keys.shape[1]
     groups = num_heads // num_kv
@@ -123,7 +149,12 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, batch: Batch) 
         values = values[:, :, : batch.kv_len].index_select(0, batch.rows)
     q = q.view(batch.num_rows, batch.width, num_kv, groups, head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(batch.num_rows, num_kv, groups * batch.width, head_dim)
-    mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+    if shape.attn_softcap > 0:
+        scores = torch.matmul(q, keys.transpose(2, 3)) * (shape.attn_scale / shape.attn_softcap)
+        scores = torch.tanh(scores) * shape.attn_softcap + mask
+        mixed = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), values)
+    else:
+        mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=shape.attn_scale)
     mixed = mixed.view(batch.num_rows, num_kv, groups, batch.width, head_dim).permute(0, 3, 1, 2, 4)
     mixed = mixed.reshape(batch.num_rows * batch.width, num_heads * head_dim)
     return mixed if batch.packed else mixed.index_select(0, batch.queries)
@@ -132,6 +163,46 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, batch: Batch) 
 def write_cache(cache: Tensor, x: Tensor, index: Tensor) -> None:
     """Store [N, kv_heads, head_dim] at flat cache rows `index` [N * kv_heads]."""
     cache.view(-1, x.shape[-1]).index_copy_(0, index, x.reshape(-1, x.shape[-1]))
+
+
+def gated(gate_up: Tensor, gelu: bool) -> Tensor:
+    """Activation of the first half times the second half, [N, 2 * intermediate] to [N, intermediate]."""
+    half = gate_up.shape[1] // 2
+    gate = F.gelu(gate_up[:, :half], approximate="tanh") if gelu else F.silu(gate_up[:, :half])
+    return gate * gate_up[:, half:]
+
+
+def chosen_experts(w: Weights, shape: Shape, x: Tensor, layer: int) -> Tensor:
+    """Weighted sum of the experts that the router chooses for each token, [N, hidden]."""
+    weights, chosen = torch.softmax(torch.mm(x, w.router[layer]).float(), dim=-1).topk(shape.num_chosen, dim=-1)
+    if shape.normalized:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    flat = chosen.flatten()
+    order = flat.argsort(stable=True)
+    counts: list[int] = torch.bincount(flat, minlength=w.router[layer].shape[1]).tolist()
+    result = torch.zeros_like(x)
+    start = 0
+    for expert in range(len(counts)):
+        count = counts[expert]
+        if count > 0:
+            picks = order[start : start + count]
+            tokens = torch.div(picks, shape.num_chosen, rounding_mode="floor")
+            hidden = gated(torch.mm(x.index_select(0, tokens), w.expert_gate_up[layer][expert]), shape.gelu)
+            scale = weights.flatten().index_select(0, picks)[:, None].to(x.dtype)
+            result.index_add_(0, tokens, torch.mm(hidden, w.expert_down[layer][expert]) * scale)
+            start += count
+    return result
+
+
+def feed_forward(w: Weights, shape: Shape, x: Tensor, layer: int) -> Tensor:
+    """The feed-forward of a layer, dense or with experts, [N, hidden]."""
+    if len(w.router) == 0 or w.router[layer].numel() == 0:
+        return torch.mm(gated(torch.mm(x, w.gate_up[layer]), shape.gelu), w.down[layer])
+    result = chosen_experts(w, shape, x, layer)
+    if w.shared_gate[layer].numel() > 0:
+        shared = torch.mm(gated(torch.mm(x, w.gate_up[layer]), shape.gelu), w.down[layer])
+        result = result + torch.sigmoid(torch.mm(x, w.shared_gate[layer])) * shared
+    return result
 
 
 def forward(w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
@@ -145,11 +216,14 @@ def forward(w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tens
     head_rows = torch.arange(kv_heads, device=keys.device) * context
     index = (batch.slots * (kv_heads * context) + batch.positions)[:, None] + head_rows
     index = index.view(-1)
-    cos = rotary.cos.index_select(0, batch.positions).to(keys.dtype)
-    sin = rotary.sin.index_select(0, batch.positions).to(keys.dtype)
-    mask = attention_mask(batch, heads // kv_heads, keys.dtype)
+    cos = [table.index_select(0, batch.positions).to(keys.dtype) for table in rotary.cos]
+    sin = [table.index_select(0, batch.positions).to(keys.dtype) for table in rotary.sin]
+    masks = [attention_mask(batch, window, heads // kv_heads, keys.dtype) for window in shape.windows]
     x = F.embedding(batch.tokens, w.embed)
+    if shape.embed_scale != 1.0:
+        x = x * shape.embed_scale
     for layer in range(len(w.qkv)):
+        kind = shape.layer_kinds[layer]
         qkv = torch.mm(rms_norm(x, w.attn_norm[layer], shape.rms_eps), w.qkv[layer])
         if len(w.qkv_bias) > 0:
             qkv = qkv + w.qkv_bias[layer]
@@ -157,19 +231,31 @@ def forward(w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tens
         qk = qkv[:, :both]
         if len(w.qk_norm) > 0:
             qk = rms_norm(qk, w.qk_norm[layer], shape.rms_eps)
-        qk = rotate(qk, cos, sin)
+        qk = rotate(qk, cos[kind], sin[kind])
         write_cache(keys[layer], qk[:, heads:], index)
         write_cache(values[layer], qkv[:, both:], index)
-        mixed = attend(qk[:, :heads], keys[layer], values[layer], mask, batch)
-        x = torch.addmm(x, mixed, w.out[layer])
+        mixed = attend(qk[:, :heads], keys[layer], values[layer], masks[kind], batch, shape)
+        if len(w.attn_post_norm) > 0:
+            x = x + rms_norm(torch.mm(mixed, w.out[layer]), w.attn_post_norm[layer], shape.rms_eps)
+        else:
+            x = torch.addmm(x, mixed, w.out[layer])
         if len(w.out_bias) > 0:
             x = x + w.out_bias[layer]
-        gate_up = torch.mm(rms_norm(x, w.mlp_norm[layer], shape.rms_eps), w.gate_up[layer])
-        half = gate_up.shape[1] // 2
-        x = torch.addmm(x, F.silu(gate_up[:, :half]) * gate_up[:, half:], w.down[layer])
+        normed = rms_norm(x, w.mlp_norm[layer], shape.rms_eps)
+        if len(w.mlp_post_norm) > 0:
+            x = x + rms_norm(feed_forward(w, shape, normed, layer), w.mlp_post_norm[layer], shape.rms_eps)
+        elif len(w.router) > 0:
+            x = x + feed_forward(w, shape, normed, layer)
+        else:
+            x = torch.addmm(x, gated(torch.mm(normed, w.gate_up[layer]), shape.gelu), w.down[layer])
     return x
 
 
 def logits_of(w: Weights, shape: Shape, hidden: Tensor) -> Tensor:
     """Hidden states [M, hidden] to logits [M, vocab] float32."""
-    return torch.mm(rms_norm(hidden, w.norm, shape.rms_eps), w.head).float()
+    logits = torch.mm(rms_norm(hidden, w.norm, shape.rms_eps), w.head).float()
+    if shape.logit_divisor != 1.0:
+        logits = logits / shape.logit_divisor
+    if shape.logit_softcap > 0:
+        logits = torch.tanh(logits / shape.logit_softcap) * shape.logit_softcap
+    return logits

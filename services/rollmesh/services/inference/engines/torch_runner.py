@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,42 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollmesh.services.inference.engines.model_spec import ModelSpec
-from rollmesh.services.inference.engines.sampling import Rules
-from rollmesh.services.inference.engines.torch_model import Batch, Shape, Weights, rotary_tables
+from rollmesh.services.inference.engines.runner import Drawn, Ints, PrefixReuse, RowRules, Span, drawn, sampling_rules
+from rollmesh.services.inference.engines.torch_model import Batch, Rotary, Shape, Weights, rotary_table
 from rollmesh.services.inference.engines.torch_steps import sample_step, score_step
+from rollmesh.services.inference.engines.weight_layout import lay_out
 
-Ints = NDArray[np.int64]
 _KV_ALIGN = 16
 """Attention length is rounded up to this: fewer shapes for the kernels to specialise on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Consecutive tokens of one sequence: `tokens` go to `slot` from position `start` on."""
-
-    slot: int
-    start: int
-    tokens: NDArray[np.int32]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRules:
-    """Sampling per row, host arrays [B]; `positions` are those of the tokens to be drawn."""
-
-    seeds: Ints
-    positions: Ints
-    temperature: NDArray[np.float32]
-    top_p: NDArray[np.float32]
-    top_k: Ints
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn:
-    """Host arrays [B]."""
-
-    tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    logprobs_model: NDArray[np.float32]
 
 
 @functools.lru_cache(maxsize=8)
@@ -67,14 +37,17 @@ def _compiled(function: Callable[..., Any], torchscript: bool) -> Callable[..., 
 
 
 class TorchRunner:
-    """One model on one device with a preallocated cache of `slots` sequences."""
+    """Implements `runner.Runner` with the built-in forward pass and a preallocated cache of `slots` sequences."""
+
+    reuse = PrefixReuse.ANY
 
     def __init__(
         self, spec: ModelSpec, *, slots: int, context_max: int, device: str, dtype: torch.dtype, torchscript: bool
     ) -> None:
         self.spec, self.device, self.dtype = spec, torch.device(device), dtype
-        self._shape = Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.rms_eps)
-        self._rotary = rotary_tables(spec.head_dim, spec.rope_theta, context_max, self.device)
+        self.vocab_size = spec.vocab_size
+        self._shape = _shape(spec, dtype)
+        self._rotary = _rotary(spec, context_max, self.device)
         self.keys = self._cache(slots, context_max)
         self.values = self._cache(slots, context_max)
         self._context_max = context_max
@@ -86,6 +59,9 @@ class TorchRunner:
         spec = self.spec
         size = (spec.num_layers, slots, spec.num_kv_heads, context, spec.head_dim)
         return torch.zeros(size, dtype=self.dtype, device=self.device)
+
+    def lay_out(self, state: dict[str, Tensor]) -> Weights:
+        return lay_out(self.spec, state, self.dtype, self.device)
 
     def copy_prefix(self, source: int, targets: list[int], num_tokens: int) -> None:
         """Give other slots the first `num_tokens` positions of `source`."""
@@ -151,29 +127,41 @@ class TorchRunner:
         )
 
     def _draw(self, weights: Weights, batch: Batch, picks: Ints, rules: RowRules) -> Drawn:
-        device = self.device
-        tensors = Rules(
-            seeds=self._ints(rules.seeds),
-            positions=self._ints(rules.positions),
-            temperature=torch.from_numpy(rules.temperature).to(device),
-            top_p=torch.from_numpy(rules.top_p).to(device),
-            top_k=self._ints(rules.top_k),
-            any_tempered=bool((rules.temperature != 1.0).any()),
-            any_truncated=bool((rules.top_p < 1.0).any() or (rules.top_k > 0).any()),
-            any_greedy=bool((rules.temperature <= 0.0).any()),
-        )
+        tensors = sampling_rules(rules, self.device)
         with torch.inference_mode():
             tokens, logprobs, logprobs_model = self._sample_step(
                 weights, self._shape, self._rotary, self.keys, self.values, batch, self._ints(picks), tensors
             )
-        return Drawn(
-            tokens=tokens.to(dtype=torch.int32, device="cpu").numpy(),
-            logprobs=logprobs.cpu().numpy(),
-            logprobs_model=logprobs_model.cpu().numpy(),
-        )
+        return drawn(tokens, logprobs, logprobs_model)
 
     def _ints(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
 
     def _kv_len(self, needed: int, context: int) -> int:
         return min(context, -(-needed // _KV_ALIGN) * _KV_ALIGN)
+
+
+def _shape(spec: ModelSpec, dtype: torch.dtype) -> Shape:
+    return Shape(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        rms_eps=spec.rms_eps,
+        layer_kinds=list(spec.layer_kinds),
+        windows=[kind.window for kind in spec.kinds],
+        gelu=spec.activation == "gelu_pytorch_tanh",
+        num_chosen=spec.experts.num_chosen if spec.experts else 0,
+        normalized=spec.experts is not None and spec.experts.normalized,
+        embed_scale=torch.tensor(spec.embed_scale, dtype=dtype).item(),  # as transformers rounds it
+        attn_scale=spec.attn_scale,
+        attn_softcap=spec.attn_softcap,
+        logit_divisor=spec.logit_divisor,
+        logit_softcap=spec.logit_softcap,
+    )
+
+
+def _rotary(spec: ModelSpec, context_max: int, device: torch.device) -> Rotary:
+    tables = [
+        rotary_table(list(kind.frequencies), kind.magnitude, spec.head_dim, context_max, device) for kind in spec.kinds
+    ]
+    return Rotary(cos=[cos for cos, _ in tables], sin=[sin for _, sin in tables])

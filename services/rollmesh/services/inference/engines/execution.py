@@ -1,0 +1,124 @@
+"""Chooses how the engine runs a model: the fastest way whose log-probs equal the plain transformers forward.
+
+    built_in    the decoder of `torch_model`: continuous batching, prefixes shared between sequences
+    cached      the transformers forward with the model's own cache, one sequence at a time
+    recompute   the transformers forward of the whole sequence at every step
+
+Each way is compared before the engine serves (`self_check`). A model for which none is equal is rejected with ConfigError.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from rollmesh.services.inference.engine import WeightsRejected
+from rollmesh.services.inference.engines.model_spec import UnknownToDecoder, model_spec, read_config
+from rollmesh.services.inference.engines.plain_runner import PlainRunner
+from rollmesh.services.inference.engines.runner import Runner
+from rollmesh.services.inference.engines.self_check import SLOTS, TOLERANCE, SelfCheck, reference_model
+from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch_runner import TorchRunner
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.model_folder import check_positions
+
+FORWARDS = BUILT_IN, CACHED, RECOMPUTE = "built_in", "cached", "recompute"
+_CONTEXT_KEY = "inference.engine_options.context_max"
+MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)  # fmt: skip
+"""What the code of a model may raise when it runs in a way that it does not support."""
+_log = logging.getLogger(__name__)
+
+
+class Execution(NamedTuple):
+    """How a model is run."""
+
+    forward: str
+    reason: str
+    """Why not a faster way; empty for `built_in`."""
+
+
+def open_runner(config: TorchEngineConfig) -> tuple[Runner, Execution]:
+    """The runner of the configured model. Raises ConfigError for a model or a context that cannot be served."""
+    folder = Path(config.model)
+    try:
+        model_config = read_config(folder)
+    except ValueError as error:
+        raise ConfigError(str(error), key="model") from error
+    check_positions(model_config.get_text_config().to_dict(), config.context_max, folder=folder, key=_CONTEXT_KEY)
+    execution, model_class = _verdict(folder, model_config.to_json_string(), config.device, config.forward)
+    if execution.forward == BUILT_IN:
+        _log.info("model forward: model=%s forward=%s", folder, execution.forward)
+    else:
+        _log.warning("model forward is slow: model=%s forward=%s reason=%s", folder, *execution)
+    return _runner(execution.forward, model_class, _fitting(model_config, model_class), config), execution
+
+
+@functools.lru_cache(maxsize=64)
+def _verdict(folder: Path, content: str, device: str, wanted: str) -> tuple[Execution, Any]:
+    """How to run the model whose configuration is `content`, and its class. Comparing again would give the same."""
+    del content
+    config = read_config(folder)
+    name = f"model_type `{config.model_type}` in {folder}"
+    try:
+        check = SelfCheck(reference_model(config), torch.device(device))
+    except MODEL_ERRORS as error:
+        raise ConfigError(
+            f"`model`: transformers cannot run {name} as a causal language model: {_told(error)}", key="model"
+        ) from error
+    reasons: list[str] = []
+    for forward in FORWARDS if wanted == "auto" else (wanted,):
+        if not (reason := _problem(forward, check, device)):
+            return Execution(forward, "; ".join(reasons)), type(check.model)
+        reasons.append(f"{forward}: {reason}")
+    raise ConfigError(
+        f"`model`: {name} cannot be served, because no forward equals the plain one of transformers: {'; '.join(reasons)}",
+        key="model",
+    )
+
+
+def _problem(forward: str, check: SelfCheck, device: str) -> str:
+    """Why a small model of the same configuration cannot be run this way; empty if it can."""
+    model = check.model
+    config = TorchEngineConfig(
+        model="-", device=device, slots_max=SLOTS, context_max=check.context_max, torchscript=False
+    )
+    try:
+        runner = _runner(forward, type(model), model.config, config)
+        difference = check.difference(runner, runner.lay_out(model.state_dict()))
+    except (UnknownToDecoder, WeightsRejected) as error:
+        return str(error)
+    except MODEL_ERRORS as error:
+        return _told(error)
+    return "" if difference <= TOLERANCE else f"log-probs differ by {difference:.2g} nats"
+
+
+def _told(error: BaseException) -> str:
+    """A foreign error in one line."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def _fitting(config: Any, model_class: Any) -> Any:
+    """The part of a composite configuration that the class takes."""
+    return config if isinstance(config, model_class.config_class) else config.get_text_config()
+
+
+def _runner(forward: str, model_class: Any, model_config: Any, config: TorchEngineConfig) -> Runner:
+    dtype = getattr(torch, config.dtype)
+    if forward == BUILT_IN:
+        return TorchRunner(
+            model_spec(model_config),
+            slots=config.slots_max,
+            context_max=config.context_max,
+            device=config.device,
+            dtype=dtype,
+            torchscript=config.torchscript,
+        )
+    cached = forward == CACHED
+    return PlainRunner(
+        model_class, model_config, slots=config.slots_max, device=config.device, dtype=dtype, cached=cached
+    )

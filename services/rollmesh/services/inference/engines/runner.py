@@ -1,0 +1,105 @@
+"""The port between the step loop (numpy, slots) and whatever computes the model (tensors, device).
+
+Invariants: one call runs under one set of weights; positions of a slot are computed in order. Used from the compute thread
+alone, except `lay_out`, which the loader thread calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollmesh.services.inference.engines.sampling import Rules
+from rollmesh.services.inference.engines.slots import PrefixReuse
+
+Ints = NDArray[np.int64]
+LoadedWeights = Any
+"""One whole set of weights as its runner lays it out. Only the runner that loaded it looks inside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Consecutive tokens of one sequence: `tokens` go to `slot` from position `start` on."""
+
+    slot: int
+    start: int
+    tokens: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRules:
+    """Sampling per row, host arrays [B]; `positions` are those of the tokens to be drawn."""
+
+    seeds: Ints
+    positions: Ints
+    temperature: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    top_k: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Host arrays [B]."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    logprobs_model: NDArray[np.float32]
+
+
+class Runner(Protocol):
+    """One model on one device with room for a fixed number of sequences."""
+
+    vocab_size: int
+    reuse: PrefixReuse
+
+    def lay_out(self, state: dict[str, Tensor]) -> LoadedWeights:
+        """The weights in a state dict. Raises WeightsRejected naming the first tensor that does not fit."""
+        ...
+
+    def copy_prefix(self, source: int, targets: list[int], num_tokens: int) -> None:
+        """Copy the first `num_tokens` positions of `source` to other slots. Only called under `PrefixReuse.ANY`."""
+        ...
+
+    def decode(self, weights: LoadedWeights, tokens: Ints, positions: Ints, slots: Ints, rules: RowRules) -> Drawn:
+        """Feed `tokens` [B] at `positions` to ascending `slots`, and draw the next token of each."""
+        ...
+
+    def prefill(self, weights: LoadedWeights, spans: list[Span], drawing: Ints, rules: RowRules) -> Drawn:
+        """Compute the spans, and draw the token after the spans numbered `drawing` (`rules` are theirs)."""
+        ...
+
+    def score(self, weights: LoadedWeights, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
+        """Log-prob of each token given those before it under the plain softmax; entry 0 is 0. Leaves the slots alone."""
+        ...
+
+
+def sampling_rules(rules: RowRules, device: torch.device) -> Rules:
+    """Row rules as tensors."""
+
+    def tensor(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+    return Rules(
+        seeds=tensor(rules.seeds),
+        positions=tensor(rules.positions),
+        temperature=tensor(rules.temperature),
+        top_p=tensor(rules.top_p),
+        top_k=tensor(rules.top_k),
+        any_tempered=bool((rules.temperature != 1.0).any()),
+        any_truncated=bool((rules.top_p < 1.0).any() or (rules.top_k > 0).any()),
+        any_greedy=bool((rules.temperature <= 0.0).any()),
+    )
+
+
+def drawn(tokens: Tensor, logprobs: Tensor, logprobs_model: Tensor) -> Drawn:
+    """Sampled tensors [B] as host arrays."""
+    return Drawn(
+        tokens=tokens.to(dtype=torch.int32, device="cpu").numpy(),
+        logprobs=logprobs.cpu().numpy(),
+        logprobs_model=logprobs_model.cpu().numpy(),
+    )

@@ -1,0 +1,160 @@
+"""Compares a runner with the plain transformers forward, on a small model of the same configuration with random weights.
+
+What is compared: scores of a batch, and the log-probs behind drawn tokens when a prefix is computed in two chunks, copied to
+another slot, and continued token by token. Weights are spread so that a skipped cap, norm or window shows. A model beyond
+`_WHOLE_PARAMETERS` is cut in depth and vocabulary, and windows are shortened, so that the sequences are longer than they.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from rollmesh.services.inference.engines.runner import Drawn, LoadedWeights, RowRules, Runner, Span
+from rollmesh.services.inference.engines.slots import PrefixReuse
+
+TOLERANCE = 1e-3
+"""Largest difference of a log-prob in float32, in nats. Right runners differ by less than 1e-4, wrong ones by more than 1e-2."""
+SLOTS = 4
+LENGTHS = (40, 23, 6)
+_CONTEXT = 64
+_WINDOW = 12
+_WHOLE_PARAMETERS = 50_000_000
+_VOCAB = 1024
+_LAYERS = 2
+
+
+def reference_model(config: Any) -> Any:
+    """A float32 model of the configuration with random weights, in evaluation mode, and small."""
+    config = _with_short_windows(config)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    if sum(parameter.numel() for parameter in whole.parameters()) > _WHOLE_PARAMETERS:
+        config = _cut(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                _spread(parameter)
+    return model
+
+
+def _with_short_windows(config: Any) -> Any:
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name in ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size"):
+        if isinstance(value := getattr(text, name, None), int) and value > _WINDOW:
+            setattr(text, name, _WINDOW)
+    return config
+
+
+def _cut(config: Any) -> Any:
+    """The configuration with few layers of every type and a small vocabulary."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    num = int(text.num_hidden_layers)
+    per_layer = {name: value for name, value in text.to_dict().items() if isinstance(value, list) and len(value) == num}
+    kept = min(num, _LAYERS)
+    for value in per_layer.values():
+        kept = max(kept, 1 + max(value.index(item) for item in value))
+    for name, value in per_layer.items():
+        setattr(text, name, value[:kept])
+    text.num_hidden_layers = kept
+    text.vocab_size = min(int(text.vocab_size), _VOCAB)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, None)
+    return config
+
+
+def _spread(parameter: torch.Tensor) -> None:
+    """Matrices get a spread that keeps activations near 1, vectors are shaken."""
+    if parameter.dim() < 2:
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    elif parameter.std() > 0:
+        parameter.mul_(1.5 / (math.sqrt(parameter.shape[-1]) * parameter.std()))
+    else:
+        parameter.add_(torch.randn_like(parameter) / math.sqrt(parameter.shape[-1]))
+
+
+class SelfCheck:
+    """Random sequences and their log-probs under the plain forward of one model."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        text = model.config.get_text_config()
+        numbers = np.random.default_rng(0)
+        self.model = model.to(device)
+        self.context_max = min(_CONTEXT, getattr(text, "max_position_embeddings", None) or _CONTEXT)
+        lengths = [min(length, self.context_max) for length in LENGTHS]
+        self._sequences = [numbers.integers(1, text.vocab_size, length).astype(np.int32) for length in lengths]
+        with torch.inference_mode():
+            self._logprobs = [self._plain(sequence, device) for sequence in self._sequences]
+
+    def _plain(self, sequence: NDArray[np.int32], device: torch.device) -> NDArray[np.float32]:
+        """[length, vocab], of the sequence alone and without a cache."""
+        ids = torch.tensor(sequence.astype(np.int64), device=device)[None]
+        logits = self.model(ids, use_cache=False).logits[0].float()
+        return np.asarray(torch.log_softmax(logits, dim=-1).cpu().numpy())
+
+    def difference(self, runner: Runner, weights: LoadedWeights) -> float:
+        """Largest difference of a log-prob in nats; infinite where one is not a number."""
+        worst = 0.0
+        for sequence, plain, scored in zip(
+            self._sequences, self._logprobs, runner.score(weights, self._sequences), strict=True
+        ):
+            expected = np.concatenate(([0.0], plain[np.arange(len(sequence) - 1), sequence[1:]]))
+            worst = max(worst, _distance(scored, expected))
+        return max(worst, self._of_generation(runner, weights))
+
+    def _of_generation(self, runner: Runner, weights: LoadedWeights) -> float:
+        """All sequences side by side: a chunk, a second one, then token by token, one of them in another slot as well."""
+        texts, plain = dict(enumerate(self._sequences)), dict(enumerate(self._logprobs))
+        ends = dict.fromkeys(texts, 0)
+        worst = 0.0
+
+        def judge(slots: list[int], drawn: Drawn) -> float:
+            expected = [plain[slot][ends[slot] - 1, token] for slot, token in zip(slots, drawn.tokens, strict=True)]
+            return max(worst, _distance(drawn.logprobs_model, np.array(expected)))
+
+        for share in (0.4, 0.6):
+            spans = []
+            for slot, text in texts.items():
+                start, ends[slot] = ends[slot], max(ends[slot] + 1, int(share * len(text)))
+                spans.append(Span(slot=slot, start=start, tokens=text[start : ends[slot]]))
+            drawn = runner.prefill(weights, spans, np.arange(len(spans)), _rules(list(ends.values())))
+            worst = judge(list(texts), drawn)
+        if runner.reuse is PrefixReuse.ANY:
+            copied = len(texts)
+            runner.copy_prefix(0, [copied], ends[0])
+            texts[copied], plain[copied], ends[copied] = texts[0], plain[0], ends[0]
+        while live := [slot for slot, text in texts.items() if ends[slot] < len(text)]:
+            tokens = np.array([texts[slot][ends[slot]] for slot in live], np.int64)
+            positions = np.array([ends[slot] for slot in live], np.int64)
+            for slot in live:
+                ends[slot] += 1
+            drawn = runner.decode(weights, tokens, positions, np.array(live), _rules([ends[slot] for slot in live]))
+            worst = judge(live, drawn)
+        return worst
+
+
+def _distance(found: NDArray[np.float32], expected: NDArray[Any]) -> float:
+    difference = float(np.abs(found - expected).max(initial=0.0))
+    return difference if math.isfinite(difference) else math.inf
+
+
+def _rules(positions: list[int]) -> RowRules:
+    """Plain sampling, one seed per row."""
+    num = len(positions)
+    return RowRules(
+        seeds=np.arange(num),
+        positions=np.array(positions, np.int64),
+        temperature=np.ones(num, np.float32),
+        top_p=np.ones(num, np.float32),
+        top_k=np.zeros(num, np.int64),
+    )

@@ -1,0 +1,96 @@
+"""Where the model of a run is, and how long its sequences may be. Reads files only: no network, no model library.
+
+`check`, `train`, `up`, `rollout` and the engine use these functions, so that all of them give the same answer and the same error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollmesh.shared.errors import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def find_model(model: str, base_dir: Path) -> Path:
+    """The folder that `model` names: a path relative to `base_dir`, or an id of the Hugging Face Hub that is in the local cache.
+
+    Raises ConfigError with the remedy.
+    """
+    if not model:
+        raise ConfigError("`model` is empty; name a folder with a model in transformers format", key="model")
+    folder = (base_dir / model).resolve()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists() or not _HUB_ID.fullmatch(model):
+        raise ConfigError(
+            f"`model`: {folder} does not contain a config.json; name a folder with a model in transformers format",
+            key="model",
+        )
+    snapshot = _cached_snapshot(model)
+    if snapshot is None:
+        raise ConfigError(
+            f"`model`: there is no folder {folder}, and {model} is not in the cache {_hub_cache()}; rollmesh does not download "
+            f"models: run `hf download {model}`, or copy the model into a folder and name that folder",
+            key="model",
+        )
+    return snapshot
+
+
+def _cached_snapshot(model: str) -> Path | None:
+    """Newest snapshot of the main branch in the layout of huggingface_hub's cache."""
+    repository = _hub_cache() / f"models--{model.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    snapshot = repository / "snapshots" / commit
+    return snapshot if commit and (snapshot / "config.json").is_file() else None
+
+
+def _hub_cache() -> Path:
+    """As huggingface_hub finds it."""
+    if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
+        return Path(cache).expanduser()
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def check_context(folder: Path, context_max: int, *, key: str) -> None:
+    """Raise ConfigError if sequences of `context_max` tokens are beyond the positions of the model in `folder`. `key` is the
+    setting that says `context_max`."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"`model`: {path} cannot be read: {err}", key="model") from err
+    check_positions(config, context_max, folder=folder, key=key)
+
+
+def check_positions(config: Mapping[str, Any], context_max: int, *, folder: Path, key: str) -> None:
+    """`check_context` for the fields of a configuration."""
+    limit, name = _positions(config)
+    if limit is not None and context_max > limit:
+        raise ConfigError(
+            f"`{key}`: {context_max} is beyond the {limit} positions of the model in {folder} ({name}); set it to at most {limit}",
+            key=key,
+        )
+
+
+def _positions(config: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Most positions of a sequence, and the field that says so."""
+    config = config.get("text_config") or config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    if rope.get("rope_type", rope.get("type")) == "longrope" and original:
+        # Beyond them all frequencies change, so that earlier log-probs would depend on the length of the sequence.
+        return int(original), "original_max_position_embeddings of longrope"
+    for name in ("max_position_embeddings", "n_positions"):
+        if config.get(name):
+            return int(config[name]), name
+    return None, ""
