@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models
 
 from rollmesh.services.inference.engine import (
     Engine,
@@ -74,6 +75,8 @@ class Kit:
     file: Callable[[int], Path]
     rename: str
     """Name of one tensor of the files."""
+    caches: bool = True
+    """The engine keeps keys and values between steps."""
     num_calls: int = 0
 
     def call(
@@ -117,20 +120,27 @@ class Kit:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder per model: its configuration and tokenizer, and two sets of weights in subfolders."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("qwen3")
-    config = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-        intermediate_size=96, max_position_embeddings=CONTEXT, tie_word_embeddings=True, initializer_range=0.15,
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "tie_word_embeddings": True, "initializer_range": 0.15}
+    qwen3 = Qwen3Config(
+        **sizes, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=96, max_position_embeddings=CONTEXT,
     )  # fmt: skip
+    gpt2 = GPT2Config(**sizes, n_embd=32, n_layer=1, n_head=2, n_positions=CONTEXT)
+    return {
+        "qwen3": _checkpoint(tmp_path_factory.mktemp("qwen3"), Qwen3ForCausalLM, qwen3),
+        "gpt2": _checkpoint(tmp_path_factory.mktemp("gpt2"), GPT2LMHeadModel, gpt2),
+    }
+
+
+def _checkpoint(folder: Path, model_class: Any, config: Any) -> Path:
     for index in range(2):
         torch.manual_seed(index)
-        model: Any = Qwen3ForCausalLM(config)  # type: ignore[no-untyped-call]
-        model.save_pretrained(folder / str(index))
+        model_class(config).save_pretrained(folder / str(index))
     config.save_pretrained(folder)
     tokenizer = Tokenizer(models.BPE(vocab={chr(32 + i) if i < 95 else f"<|{i}|>": i for i in range(VOCAB)}, merges=[]))
     tokenizer.decoder = decoders.Fuse()
@@ -138,12 +148,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def torch_kit(checkpoint: Path, folder: Path, sizes: dict[str, Any]) -> Kit:
-    engine = TorchEngine(TorchEngineConfig(model=str(checkpoint), context_max=CONTEXT, flush_tokens=3, **sizes))
-    return Kit(engine, folder, lambda index: checkpoint / str(index) / "model.safetensors", "model.norm.weight")
+def torch_kit(forward: str, model: str, norm: str) -> Callable[..., Kit]:
+    """The torch engine with one of its forwards."""
+
+    def kit(checkpoints: dict[str, Path], folder: Path, sizes: dict[str, Any]) -> Kit:
+        checkpoint = checkpoints[model]
+        config = TorchEngineConfig(model=str(checkpoint), context_max=CONTEXT, flush_tokens=3, forward=forward, **sizes)
+        caches = forward != "recompute"
+        return Kit(TorchEngine(config), folder, lambda i: checkpoint / str(i) / "model.safetensors", norm, caches)
+
+    return kit
 
 
-def fake_kit(checkpoint: Path, folder: Path, sizes: dict[str, Any]) -> Kit:
+def fake_kit(checkpoints: dict[str, Path], folder: Path, sizes: dict[str, Any]) -> Kit:
     save_file({"w": torch.zeros(4, 4)}, folder / "w.safetensors")
     config = FakeEngineConfig(vocab_size=VOCAB, context_max=CONTEXT, tokens_per_step=2, tensors={"w": (4, 4)}, **sizes)
     return Kit(FakeEngine(config), folder, lambda index: folder / "w.safetensors", "w")
@@ -152,12 +169,20 @@ def fake_kit(checkpoint: Path, folder: Path, sizes: dict[str, Any]) -> Kit:
 Build = Callable[..., Awaitable[Kit]]
 
 
-@pytest.fixture(params=[fake_kit, torch_kit], ids=["fake", "torch"])
-async def build(request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path) -> AsyncIterator[Build]:
+ENGINES = {
+    "fake": fake_kit,
+    "torch": torch_kit("built_in", "qwen3", "model.norm.weight"),
+    "cached": torch_kit("cached", "gpt2", "transformer.ln_f.weight"),
+    "recompute": torch_kit("recompute", "gpt2", "transformer.ln_f.weight"),
+}
+
+
+@pytest.fixture(params=ENGINES.values(), ids=ENGINES)
+async def build(request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path: Path) -> AsyncIterator[Build]:
     kits: list[Kit] = []
 
     async def make(*, slots_max: int = 16, queue_max: int = 64, active: bool = True) -> Kit:
-        kit: Kit = request.param(checkpoint, tmp_path, {"slots_max": slots_max, "queue_max": queue_max})
+        kit: Kit = request.param(checkpoints, tmp_path, {"slots_max": slots_max, "queue_max": queue_max})
         await kit.engine.start()
         kits.append(kit)
         if active:
@@ -356,7 +381,7 @@ async def test_swap_with_recompute_continues_under_the_new_weights_exactly(kit: 
 
 async def test_swap_with_keep_stamps_the_oldest_step_of_the_cache(kit: Kit) -> None:
     call = await swapped_call(kit, KvPolicy.KEEP)
-    assert {delta.kv_step_oldest for delta in call.deltas} == {0}
+    assert {delta.kv_step_oldest for delta in call.deltas} == ({0} if kit.caches else {0, 1})
     after = await kit.run(PROMPT)
     assert {(delta.version.step, delta.kv_step_oldest) for delta in after.deltas} == {(1, 1)}
 
@@ -406,7 +431,9 @@ async def test_next_turn_of_a_session_prefills_its_new_tokens_only(kit: Kit) -> 
     for turn in range(4):
         before = kit.engine.load()
         call = await kit.run(prefix, session="s", seed=turn)
-        new = len(PROMPT) if turn == 0 else 4  # three observed tokens and the last sampled one, which was never fed
+        new = 4  # three observed tokens and the last sampled one, which was never fed
+        if turn == 0 or not kit.caches:
+            new = len(prefix)
         assert call.deltas[0].num_prompt_prefilled == new
         assert call.deltas[0].num_prompt_cached == len(prefix) - new
         after = kit.engine.load()

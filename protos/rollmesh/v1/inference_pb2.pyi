@@ -470,6 +470,7 @@ class GetLoadResponse(_message.Message):
     TOKENS_PREFILLED_FIELD_NUMBER: _builtins.int
     TOKENS_PREFIX_HIT_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    FORWARD_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sequences in the batch."""
     num_waiting: _builtins.int
@@ -488,6 +489,10 @@ class GetLoadResponse(_message.Message):
     """Prefix tokens found in the cache since start."""
     steps: _builtins.int
     """Engine steps since start."""
+    forward: _builtins.str
+    """How the engine runs the model: "built_in" is its decoder, "cached" is the transformers forward with the model's cache, and
+    "recompute" is the transformers forward of the whole sequence at every step. Empty for an engine that knows one way.
+    """
     @_builtins.property
     def active(self) -> _types_pb2.PolicyVersion:
         """The active version; absent until the first activation."""
@@ -505,10 +510,11 @@ class GetLoadResponse(_message.Message):
         tokens_prefilled: _builtins.int = ...,
         tokens_prefix_hit: _builtins.int = ...,
         steps: _builtins.int = ...,
+        forward: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "kv_tokens_max", b"kv_tokens_max", "kv_tokens_used", b"kv_tokens_used", "num_running", b"num_running", "num_waiting", b"num_waiting", "slots_max", b"slots_max", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "tokens_prefix_hit", b"tokens_prefix_hit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "forward", b"forward", "kv_tokens_max", b"kv_tokens_max", "kv_tokens_used", b"kv_tokens_used", "num_running", b"num_running", "num_waiting", b"num_waiting", "slots_max", b"slots_max", "steps", b"steps", "tokens_generated", b"tokens_generated", "tokens_prefilled", b"tokens_prefilled", "tokens_prefix_hit", b"tokens_prefix_hit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

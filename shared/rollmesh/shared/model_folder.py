@@ -74,23 +74,24 @@ def check_context(folder: Path, context_max: int, *, key: str) -> None:
 
 def check_positions(config: Mapping[str, Any], context_max: int, *, folder: Path, key: str) -> None:
     """`check_context` for the fields of a configuration."""
-    limit, name = _positions(config)
+    limit = positions_max(config)
     if limit is not None and context_max > limit:
         raise ConfigError(
-            f"`{key}`: {context_max} is beyond the {limit} positions of the model in {folder} ({name}); set it to at most {limit}",
+            f"`{key}`: {context_max} is beyond the {limit} positions of the model in {folder}; set it to at most {limit}",
             key=key,
         )
 
 
-def _positions(config: Mapping[str, Any]) -> tuple[int | None, str]:
-    """Most positions of a sequence, and the field that says so."""
+def positions_max(config: Mapping[str, Any]) -> int | None:
+    """Most tokens of a sequence by the fields of a configuration; None if they do not say.
+
+    With `longrope` these are the original positions: beyond them all frequencies change, and the log-probs of earlier tokens would
+    depend on the length of the sequence.
+    """
     config = config.get("text_config") or config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     original = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
     if rope.get("rope_type", rope.get("type")) == "longrope" and original:
-        # Beyond them all frequencies change, so that earlier log-probs would depend on the length of the sequence.
-        return int(original), "original_max_position_embeddings of longrope"
-    for name in ("max_position_embeddings", "n_positions"):
-        if config.get(name):
-            return int(config[name]), name
-    return None, ""
+        return int(original)
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    return int(found) if found else None

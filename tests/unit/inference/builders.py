@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models
 
 from rollmesh.services.inference.engine import GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.model_spec import read_model_spec
+from rollmesh.services.inference.engines.model_spec import ModelSpec, model_spec, read_config
 from rollmesh.services.inference.engines.stop import StopRules
 from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch_core import TorchCore
 from rollmesh.services.inference.engines.torch_model import Weights
 from rollmesh.services.inference.engines.torch_runner import TorchRunner
-from rollmesh.services.inference.engines.weights_buffer import load_weights
+from rollmesh.services.inference.engines.weight_layout import lay_out
+from rollmesh.services.inference.engines.weights_buffer import read_state
 from rollmesh.shared.trajectory import FloatArray, SamplingParams
 from rollmesh.shared.versions import PolicyVersion
 
@@ -27,6 +28,14 @@ VOCAB = 112
 
 def version(step: int) -> PolicyVersion:
     return PolicyVersion(policy="main", step=step)
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    return model_spec(read_config(folder))
+
+
+def load_weights(spec: ModelSpec, files: dict[str, Path], dtype: torch.dtype = torch.float32) -> Weights:
+    return lay_out(spec, read_state(files), dtype, torch.device("cpu"))
 
 
 def random_prompt(seed: int, num_tokens: int) -> list[int]:
@@ -76,8 +85,7 @@ class TinyModel:
         return self.folder / str(index) / "model.safetensors"
 
     def weights(self, index: int) -> Weights:
-        spec = read_model_spec(self.folder)
-        return load_weights(spec, {"w": self.file(index)}, torch.float32, torch.device("cpu"))
+        return load_weights(read_spec(self.folder), {"w": self.file(index)})
 
     def logprobs(self, index: int, token_ids: Sequence[int] | NDArray[np.int32]) -> FloatArray:
         return hf_logprobs(self.models[index], token_ids)
@@ -141,7 +149,7 @@ def build_stepper(tiny: TinyModel, **fields: Any) -> Stepper:
     """A core with the model's weights 0 active as version 0."""
     settings: dict[str, Any] = {"slots_max": 32, "context_max": 128, "torchscript": False} | fields
     config = TorchEngineConfig(model=str(tiny.folder), **settings)
-    spec = read_model_spec(tiny.folder)
+    spec = read_spec(tiny.folder)
     runner = TorchRunner(
         spec,
         slots=config.slots_max,

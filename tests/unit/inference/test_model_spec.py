@@ -1,5 +1,6 @@
-"""Only models the engine computes exactly are taken; the others are refused by the field that differs."""
+"""The built-in decoder computes what transformers computes, and rejects what it does not know by the field that differs."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.services.inference.engines.model_spec import read_model_spec
+from rollmesh.services.inference.engines.model_spec import ModelSpec, UnknownToDecoder, model_spec, read_config
+from rollmesh.services.inference.engines.self_check import SLOTS, TOLERANCE, SelfCheck, reference_model
 from rollmesh.services.inference.engines.torch_runner import TorchRunner
-from rollmesh.services.inference.engines.weights_buffer import load_weights
+from tests.models.architectures import build_model
 
-from .builders import TinyModel, hf_logprobs, hf_model, random_prompt
+from .builders import TinyModel, hf_logprobs, hf_model, load_weights, random_prompt, read_spec
+
+CPU = torch.device("cpu")
+
+
+def runner_of(spec: ModelSpec, *, dtype: torch.dtype = torch.float32, torchscript: bool = False) -> TorchRunner:
+    return TorchRunner(spec, slots=SLOTS, context_max=64, device="cpu", dtype=dtype, torchscript=torchscript)
 
 
 @pytest.mark.parametrize(
@@ -25,46 +33,89 @@ def test_family_scores_like_transformers(family: str, fields: dict[str, Any], tm
         if name.endswith("bias"):
             torch.nn.init.normal_(tensor, std=0.5)
     model.save_pretrained(tmp_path)
-    spec = read_model_spec(tmp_path)
-    weights = load_weights(spec, {"w": tmp_path / "model.safetensors"}, torch.float32, torch.device("cpu"))
-    runner = TorchRunner(spec, slots=1, context_max=64, device="cpu", dtype=torch.float32, torchscript=False)
+    spec = read_spec(tmp_path)
+    weights = load_weights(spec, {"w": tmp_path / "model.safetensors"})
     rows = [np.array(random_prompt(i, 5 + 9 * i), np.int32) for i in range(4)]
-    for row, scored in zip(rows, runner.score(weights, rows), strict=True):
+    for row, scored in zip(rows, runner_of(spec).score(weights, rows), strict=True):
         np.testing.assert_allclose(scored, hf_logprobs(model, row), atol=1e-4)
 
 
 def test_bfloat16_scores_close_to_float32(tiny: TinyModel) -> None:
-    spec, row = read_model_spec(tiny.folder), np.array(random_prompt(3, 40), np.int32)
-    weights = load_weights(spec, {"w": tiny.file(0)}, torch.bfloat16, torch.device("cpu"))
-    runner = TorchRunner(spec, slots=1, context_max=64, device="cpu", dtype=torch.bfloat16, torchscript=False)
-    (scored,) = runner.score(weights, [row])
+    spec, row = read_spec(tiny.folder), np.array(random_prompt(3, 40), np.int32)
+    weights = load_weights(spec, {"w": tiny.file(0)}, torch.bfloat16)
+    (scored,) = runner_of(spec, dtype=torch.bfloat16).score(weights, [row])
     differences = np.abs(scored - tiny.logprobs(0, row))
     assert 0 < differences.mean() < 0.1
 
 
+DECODED = ("llama_llama3_rope", "mistral_window", "gemma2_softcap", "gemma3", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_architecture_scores_and_generates_like_transformers(name: str) -> None:
+    model: Any = build_model(name)
+    model.set_attn_implementation("eager")
+    spec = model_spec(model.config)
+    runner = runner_of(spec, torchscript=name == "qwen3_moe")
+    assert SelfCheck(model, CPU).difference(runner, runner.lay_out(model.state_dict())) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_may_be_sent_one_by_one_as_files_name_them(name: str, tmp_path: Path) -> None:
+    model = build_model(name)
+    model.save_pretrained(tmp_path)
+    spec = read_spec(tmp_path)
+    of_files = load_weights(spec, {"w": tmp_path / "model.safetensors"})
+    of_modules = runner_of(spec).lay_out(model.state_dict())
+    for found, expected in zip(of_files.expert_gate_up, of_modules.expert_gate_up, strict=True):
+        assert torch.equal(found, expected)
+
+
+def without_window(spec: ModelSpec) -> ModelSpec:
+    return dataclasses.replace(spec, kinds=tuple(dataclasses.replace(kind, window=0) for kind in spec.kinds))
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("name", "wrong"),
     [
-        ("model_type", "gpt2"),
-        ("hidden_act", "gelu"),
-        ("rope_parameters", {"rope_type": "yarn", "factor": 4.0}),
-        ("quantization_config", {"bits": 4}),
+        ("mistral_window", without_window),
+        ("gemma2_softcap", lambda spec: dataclasses.replace(spec, attn_softcap=0.0)),
+        ("gemma2_softcap", lambda spec: dataclasses.replace(spec, logit_softcap=0.0)),
+        ("gemma3", lambda spec: dataclasses.replace(spec, norm_offset=0.0)),
+        ("gemma3", lambda spec: dataclasses.replace(spec, layer_kinds=(0, 0))),
+        ("granite_scaled", lambda spec: dataclasses.replace(spec, residual_scale=1.0)),
     ],
 )
-def test_unsupported_model_is_refused_naming_folder_and_field(
-    tiny: TinyModel, tmp_path: Path, field: str, value: object
-) -> None:
-    config = json.loads((tiny.folder / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {field: value}))
-    with pytest.raises(ValueError, match=rf"{tmp_path}.*({field}|rope_type)"):
-        read_model_spec(tmp_path)
+def test_self_check_finds_what_a_decoder_leaves_out(name: str, wrong: Any) -> None:
+    config = build_model(name).config
+    config.query_pre_attn_scalar = 8
+    model = reference_model(config)
+    spec = model_spec(model.config)
+    check = SelfCheck(model, CPU)
+    differences = [
+        check.difference(runner, runner.lay_out(model.state_dict()))
+        for runner in (runner_of(spec), runner_of(wrong(spec)))
+    ]
+    assert differences[0] < TOLERANCE / 10
+    assert differences[1] > 2 * TOLERANCE
 
 
-def test_missing_field_and_missing_file_are_named(tiny: TinyModel, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="config.json cannot be read"):
-        read_model_spec(tmp_path)
-    config = json.loads((tiny.folder / "config.json").read_text())
-    del config["hidden_size"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="no field 'hidden_size'"):
-        read_model_spec(tmp_path)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_act", "relu"), ("quantization_config", {"bits": 4}), ("layer_types", ["chunked_attention"] * 2)],
+)
+def test_what_the_decoder_does_not_know_is_rejected_by_field(tiny: TinyModel, field: str, value: object) -> None:
+    config = read_config(tiny.folder)
+    setattr(config, field, value)
+    with pytest.raises(UnknownToDecoder, match=field):
+        model_spec(config)
+
+
+def test_other_families_and_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnknownToDecoder, match="model_type 'gpt2' is not one of llama"):
+        model_spec(build_model("gpt2").config)
+    with pytest.raises(ValueError, match=f"model {tmp_path}: config.json cannot be read"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
+    with pytest.raises(ValueError, match="unheard_of"):
+        read_config(tmp_path)

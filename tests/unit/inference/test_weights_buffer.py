@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollmesh.services.inference.engine import WeightsRejected
-from rollmesh.services.inference.engines.model_spec import read_model_spec
-from rollmesh.services.inference.engines.weights_buffer import WeightsBuffer, load_weights
+from rollmesh.services.inference.engines.torch_model import Weights
+from rollmesh.services.inference.engines.weights_buffer import WeightsBuffer
 
-from .builders import TinyModel, version
+from .builders import TinyModel, load_weights, read_spec, version
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -22,7 +22,7 @@ def load(tiny: TinyModel, tmp_path: Path, change: Callable[[State], object]) -> 
     state = load_file(tiny.file(0))
     change(state)
     save_file(state, tmp_path / "w.safetensors")
-    load_weights(read_model_spec(tiny.folder), {"w": tmp_path / "w.safetensors"}, torch.float32, torch.device("cpu"))
+    load_weights(read_spec(tiny.folder), {"w": tmp_path / "w.safetensors"})
 
 
 @pytest.mark.parametrize(
@@ -54,22 +54,22 @@ def test_state_split_over_files_loads_and_a_tensor_in_two_is_refused(tiny: TinyM
     first = {EMBED: state.pop(EMBED)}
     save_file(first, tmp_path / "a")
     save_file(state, tmp_path / "b")
-    spec, cpu = read_model_spec(tiny.folder), torch.device("cpu")
-    weights = load_weights(spec, {"a": tmp_path / "a", "b": tmp_path / "b"}, torch.float32, cpu)
+    spec = read_spec(tiny.folder)
+    weights = load_weights(spec, {"a": tmp_path / "a", "b": tmp_path / "b"})
     assert torch.equal(weights.embed, first[EMBED])
     with pytest.raises(WeightsRejected, match="in two files"):
-        load_weights(spec, {"a": tmp_path / "a", "b": tmp_path / "b", "c": tmp_path / "a"}, torch.float32, cpu)
+        load_weights(spec, {"a": tmp_path / "a", "b": tmp_path / "b", "c": tmp_path / "a"})
 
 
 def test_file_that_is_not_safetensors_is_rejected_by_path(tiny: TinyModel, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(b"not tensors")
     with pytest.raises(WeightsRejected, match="w.safetensors is not readable"):
-        load_weights(read_model_spec(tiny.folder), {"w": path}, torch.float32, torch.device("cpu"))
+        load_weights(read_spec(tiny.folder), {"w": path})
 
 
 def test_buffer_drops_the_oldest_beyond_its_limit(tiny: TinyModel) -> None:
-    buffer, weights = WeightsBuffer(2), tiny.weights(0)
+    buffer, weights = WeightsBuffer[Weights](2), tiny.weights(0)
     versions = [version(step) for step in range(3)]
     for each in versions:
         buffer.put(each, weights)

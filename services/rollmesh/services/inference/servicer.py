@@ -88,6 +88,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             tokens_prefilled=load.tokens_prefilled,
             tokens_prefix_hit=load.tokens_prefix_hit,
             steps=load.steps,
+            forward=load.forward,
         )
 
     def end_all(self, err: MeshError) -> None:

@@ -44,6 +44,10 @@ class _Family:
     """Query, key and value are one tensor, gate and up another."""
     experts: str = ""
     """Field with the number of experts; empty without experts."""
+    expert_size: str = "moe_intermediate_size"
+    """Field with the intermediate size of an expert."""
+    shared_size: str = ""
+    """Field with the intermediate size of the expert that every token takes; empty without one."""
     normalized_experts: bool = False
     """The weights of the chosen experts add up to 1, whatever `norm_topk_prob` says."""
 
@@ -60,8 +64,8 @@ _FAMILIES = {
     "gemma": _Family(norm_offset=1.0, scaled_embedding=True),
     "gemma2": _Family(norm_offset=1.0, scaled_embedding=True, sandwich=True, softcap=True),
     "gemma3_text": _Family(norm_offset=1.0, scaled_embedding=True, sandwich=True, qk_norm=True),
-    "mixtral": _Family(experts="num_local_experts", normalized_experts=True),
-    "qwen2_moe": _Family(qkv_bias=True, experts="num_experts"),
+    "mixtral": _Family(experts="num_local_experts", expert_size="intermediate_size", normalized_experts=True),
+    "qwen2_moe": _Family(qkv_bias=True, experts="num_experts", shared_size="shared_expert_intermediate_size"),
     "qwen3_moe": _Family(qk_norm=True, experts="num_experts"),
 }
 
@@ -253,8 +257,8 @@ def _experts(config: Any, family: _Family) -> Experts:
         num=num,
         num_chosen=int(config.num_experts_per_tok),
         normalized=family.normalized_experts or bool(config.norm_topk_prob),
-        intermediate_size=int(getattr(config, "moe_intermediate_size", config.intermediate_size)),
-        shared_size=int(getattr(config, "shared_expert_intermediate_size", 0)),
+        intermediate_size=int(getattr(config, family.expert_size)),
+        shared_size=int(getattr(config, family.shared_size)) if family.shared_size else 0,
         sparse=tuple(num > 0 and layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
     )
 

@@ -18,12 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from rollmesh.services.inference.engines.runner import Drawn, LoadedWeights, RowRules, Runner, Span
 from rollmesh.services.inference.engines.slots import PrefixReuse
+from rollmesh.shared.model_folder import positions_max
 
 TOLERANCE = 1e-3
 """Largest difference of a log-prob in float32, in nats. Right runners differ by less than 1e-4, wrong ones by more than 1e-2."""
 SLOTS = 4
 LENGTHS = (40, 23, 6)
 _CONTEXT = 64
+_GAIN = 2.5
+"""Large enough that attention scores reach the bend of a cap of 50."""
 _WINDOW = 12
 _WHOLE_PARAMETERS = 50_000_000
 _VOCAB = 1024
@@ -78,7 +81,7 @@ def _spread(parameter: torch.Tensor) -> None:
     if parameter.dim() < 2:
         parameter.add_(0.1 * torch.randn_like(parameter))
     elif parameter.std() > 0:
-        parameter.mul_(1.5 / (math.sqrt(parameter.shape[-1]) * parameter.std()))
+        parameter.mul_(_GAIN / (math.sqrt(parameter.shape[-1]) * parameter.std()))
     else:
         parameter.add_(torch.randn_like(parameter) / math.sqrt(parameter.shape[-1]))
 
@@ -90,7 +93,7 @@ class SelfCheck:
         text = model.config.get_text_config()
         numbers = np.random.default_rng(0)
         self.model = model.to(device)
-        self.context_max = min(_CONTEXT, getattr(text, "max_position_embeddings", None) or _CONTEXT)
+        self.context_max = min(_CONTEXT, positions_max(text.to_dict()) or _CONTEXT)
         lengths = [min(length, self.context_max) for length in LENGTHS]
         self._sequences = [numbers.integers(1, text.vocab_size, length).astype(np.int32) for length in lengths]
         with torch.inference_mode():
