@@ -22,7 +22,7 @@ from rollmesh.services.inference.engine import (
     WeightsRejected,
 )
 from rollmesh.services.inference.engines.fake_engine import FakeEngine, FakeEngineConfig
-from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
+from rollmesh.services.inference.engines.torch_config import Forward, TorchEngineConfig
 from rollmesh.services.inference.engines.torch_engine import TorchEngine
 from rollmesh.shared.trajectory import FinishReason, SamplingParams
 from rollmesh.shared.versions import PolicyVersion
@@ -148,7 +148,7 @@ def _checkpoint(folder: Path, model_class: Any, config: Any) -> Path:
     return folder
 
 
-def torch_kit(forward: str, model: str, norm: str) -> Callable[..., Kit]:
+def torch_kit(forward: Forward, model: str, norm: str) -> Callable[..., Kit]:
     """The torch engine with one of its forwards."""
 
     def kit(checkpoints: dict[str, Path], folder: Path, sizes: dict[str, Any]) -> Kit:
@@ -177,7 +177,7 @@ ENGINES = {
 }
 
 
-@pytest.fixture(params=ENGINES.values(), ids=ENGINES)
+@pytest.fixture(params=list(ENGINES.values()), ids=list(ENGINES))
 async def build(request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path: Path) -> AsyncIterator[Build]:
     kits: list[Kit] = []
 

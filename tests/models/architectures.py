@@ -229,14 +229,16 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
 def build_model(name: str, *, seed: int = 0) -> PreTrainedModel:
     """The model called `name`, float32, in evaluation mode; equal seeds give equal weights."""
     model_type, changes = ARCHITECTURES[name]
+    make: Any = AutoModelForCausalLM.from_config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sizes = {} if "text_config" in changes else _SIZES
         config = CONFIG_MAPPING[model_type](**{**sizes, **changes})
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model: Any = make(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():
                 deviation = float(parameter.std()) if parameter.ndim >= 2 else 0.0
                 if 0.0 < deviation < 0.1:
                     parameter.mul_(0.2 / deviation)
-    return model.eval()
+    made: PreTrainedModel = model.eval()
+    return made

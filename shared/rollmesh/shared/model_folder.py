@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -61,23 +60,14 @@ def _hub_cache() -> Path:
     return Path(home).expanduser() / "hub"
 
 
-def check_context(folder: Path, context_max: int, *, key: str) -> None:
-    """Raise ConfigError if sequences of `context_max` tokens are beyond the positions of the model in `folder`. `key` is the
-    setting that says `context_max`."""
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as err:
-        raise ConfigError(f"`model`: {path} cannot be read: {err}", key="model") from err
-    check_positions(config, context_max, folder=folder, key=key)
-
-
-def check_positions(config: Mapping[str, Any], context_max: int, *, folder: Path, key: str) -> None:
-    """`check_context` for the fields of a configuration."""
+def check_positions(config: Mapping[str, Any], context_max: int, *, model: str, key: str) -> None:
+    """Raise ConfigError if sequences of `context_max` tokens are beyond the positions that the fields of a model's configuration
+    give. `model` is how the message calls the model, `key` is the setting that gives `context_max`."""
     limit = positions_max(config)
     if limit is not None and context_max > limit:
         raise ConfigError(
-            f"`{key}`: {context_max} is beyond the {limit} positions of the model in {folder}; set it to at most {limit}",
+            f"`{key}`: {context_max} is beyond the {limit} positions of {model} (max_position_embeddings); set it and "
+            f"rollout.limits.context_tokens_max to at most {limit}",
             key=key,
         )
 

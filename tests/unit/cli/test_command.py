@@ -129,7 +129,7 @@ def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> Non
         r"`reward.scorers\[1\]`: there is no scorer `exakt`",
         r"`learner.device`: there is no 'cuda:7' here",
         r"`learner`: recipe_options: .*`optimizer.lrr`: unknown key",
-        r"`inference.engine_options.context_max`: 9999 is beyond the model's 512 positions",
+        r"`inference.engine_options.context_max`: 9999 is beyond the 512 positions",
         r"`rollout.format.turn_end`: .*got '<\|im_end\|>': the model has no such token; it writes '<\|end\|>'",
     ):
         assert re.search(expected, done.stderr), (expected, done.stderr)
@@ -139,8 +139,8 @@ def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> Non
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"model_type": "gpt2"}, r"`model`: the engine cannot serve it: .*gpt2"),
-        ({"max_position_embeddings": 64}, r"context_max`: 512 is beyond the model's 64 positions .*at most 64"),
+        ({"model_type": "bert"}, r"`model`: model_type `bert` in .* cannot be served"),
+        ({"max_position_embeddings": 64}, r"context_max`: 512 is beyond the 64 positions .*at most 64"),
     ],
 )
 def test_a_model_that_the_engine_cannot_serve_is_told_by_check(
@@ -238,7 +238,9 @@ def test_missing_model_is_told(tmp_path: Path) -> None:
     assert "`model`: name a folder with a model in transformers format, or give `made_model`" in refused(
         "check", str(path)
     )
-    assert re.search(r"`model`: .*/gone holds no config.json; name a folder", refused("check", str(path), "model=gone"))
+    assert re.search(
+        r"`model`: .*/gone does not contain a config.json; name a folder", refused("check", str(path), "model=gone")
+    )
 
 
 def test_model_that_does_not_load_is_told(tmp_path: Path, model: Path) -> None:

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollmesh.services.cli.config import TrainConfig
 from rollmesh.services.data.task import TaskPool
 from rollmesh.services.learner.config import TORCH_TRAINER
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
+from rollmesh.shared.model_folder import check_positions, find_model
 from rollmesh.shared.trajectory import Message
 
 PROMPTS_CHECKED = 64
@@ -35,7 +38,8 @@ def check_made_model(config: TrainConfig, engine: Any) -> None:
             key="made_model.tasks",
         )
     if engine is not None:
-        _check_positions(engine, shape.context_max)
+        key = "inference.engine_options.context_max"
+        check_positions({"max_position_embeddings": shape.context_max}, engine.context_max, model="made_model", key=key)
     for mistake in _devices(config, engine):
         raise mistake
 
@@ -69,45 +73,26 @@ def model_folder(config: TrainConfig, base_dir: Path) -> Path:
         raise ConfigError(
             "`model`: name a folder with a model in transformers format, or give `made_model`", key="model"
         )
-    folder = (base_dir / config.model).resolve()
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"`model`: {folder} holds no config.json; name a folder with a model in transformers format (a model of a hub must "
-            "be downloaded first)",
-            key="model",
-        )
-    return folder
+    return find_model(config.model, base_dir)
 
 
 def _check_spec(config: TrainConfig, folder: Path, engine: Any) -> None:
     """What the torch engine can serve."""
     if engine is None:
         return
-    from rollmesh.services.inference.engines.model_spec import read_model_spec
+    from rollmesh.services.inference.engines.execution import find_execution
 
-    try:
-        spec = read_model_spec(folder)
-    except ValueError as err:
-        raise ConfigError(f"`model`: the engine cannot serve it: {err}", key="model") from err
-    _check_positions(engine, spec.positions_max)
-
-
-def _check_positions(engine: Any, positions: int) -> None:
-    if engine.context_max > positions:
-        raise ConfigError(
-            f"`inference.engine_options.context_max`: {engine.context_max} is beyond the model's {positions} positions "
-            f"(max_position_embeddings); set it and rollout.limits.context_tokens_max to at most {positions}",
-            key="inference.engine_options.context_max",
-        )
+    find_execution(msgspec.structs.replace(engine, model=str(folder)))
 
 
 def _check_weights(config: TrainConfig, folder: Path, engine: Any) -> None:
     """What the trainer can load."""
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging
 
     from rollmesh.trainer.model_files import load_model
 
-    disable_progress_bar()  # it would be mixed with the messages
+    progress: Any = logging
+    progress.disable_progress_bar()  # it would be mixed with the messages
     try:
         load_model(folder)
     except ValueError as err:

@@ -40,7 +40,7 @@ class _Tensor(msgspec.Struct):
 
 def disk_need(config: TrainConfig, model: Path) -> list[Part]:
     """The parts of a run over the model in `model`."""
-    weights, num_parameters = _weights(model)
+    weights, num_parameters = weights_of(model)
     learner, depot, streams = config.learner, config.depot, config.coordinator.streams
     checkpoints = (learner.keep_last + 1) * (weights + _OPTIMISER_BYTES * num_parameters)
     nodes = config.counts.inference * _VERSIONS_PER_NODE * weights
@@ -67,7 +67,7 @@ def in_words(parts: list[Part], place: Path) -> str:
     return line if free >= need else f"warning: {line}; lower these settings, or run where there is room"
 
 
-def _weights(model: Path) -> tuple[int, int]:
+def weights_of(model: Path) -> tuple[int, int]:
     """(bytes, parameters) of a model's safetensors files; zeros if there are none."""
     files = sorted(model.glob("*.safetensors"))
     return sum(path.stat().st_size for path in files), sum(map(_num_parameters, files))

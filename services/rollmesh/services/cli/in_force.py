@@ -7,7 +7,6 @@ conversation are those of the model's chat template.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 from rollmesh.services.cli.check import engine_options
 from rollmesh.services.cli.check_model import model_folder
 from rollmesh.services.cli.config import TrainConfig
+from rollmesh.services.cli.disk_need import weights_of
 from rollmesh.services.data.config import SELECTORS
 from rollmesh.services.learner.config import TORCH_TRAINER
 from rollmesh.services.mesh.tool_descriptions import rollout_config
@@ -121,14 +121,9 @@ def _model(config: TrainConfig, base_dir: Path) -> str:
         return "a model made on the spot"
     if not config.model:
         return "no model"
-    from rollmesh.services.inference.engines.model_spec import read_model_spec
-
     folder = model_folder(config, base_dir)
-    try:
-        number = sum(prod(shape) for shape in read_model_spec(folder).tensor_shapes().values())
-    except ValueError:  # another engine may serve what ours does not read
-        return f"model {folder.name}"
-    return f"model {folder.name} with {_short(number)} parameters"
+    _, number = weights_of(folder)
+    return f"model {folder.name} with {_short(number)} parameters" if number else f"model {folder.name}"
 
 
 def _short(number: int) -> str:

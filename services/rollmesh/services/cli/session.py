@@ -30,6 +30,7 @@ from rollmesh.services.mesh.running import RunningMesh
 from rollmesh.services.mesh.supervisor import Supervisor
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import DeadlineExceeded, MeshError
+from rollmesh.shared.model_folder import find_model
 
 MAKE_MODEL_S_MAX = 1800.0
 END_S_MARGIN = 30.0
@@ -89,7 +90,7 @@ class Session:
 
     def _tell_disk(self) -> None:
         config = run_config(self.folder, self.config)
-        model = self.base_dir / config.model if config.model else self.folder.model
+        model = find_model(config.model, self.base_dir) if config.model else self.folder.model
         self.view.note(in_words(disk_need(config, model), self.folder.root))
 
     async def _train(self, interrupts: Interrupts) -> None:

@@ -42,8 +42,7 @@ def public_config(config: MeshConfig) -> MeshConfig:
 
 def _model_files(place: Place) -> ModelFiles | None:
     """Of the initial model; of the workers' tokenizer where the engines need no model."""
-    for name in (place.config.model, place.config.rollout.model_dir):
-        folder = (place.base_dir / name).resolve()
-        if name and folder.is_dir():
-            return ModelFiles(folder)
-    return None
+    if place.config.model:
+        return ModelFiles(place.model_dir())
+    folder = (place.base_dir / place.config.rollout.model_dir).resolve()
+    return ModelFiles(folder) if place.config.rollout.model_dir and folder.is_dir() else None

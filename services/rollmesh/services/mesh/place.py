@@ -20,8 +20,8 @@ from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.security import SecurityConfig, open_access
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.login import BusLogin
-from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ids import new_secret
+from rollmesh.shared.model_folder import find_model
 from rollmesh.shared.ports import lasting_ports
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.addresses import advertised, host_of, join_host_port, port_of
@@ -60,13 +60,7 @@ class Place:
 
     def model_dir(self) -> Path:
         """The initial model. ConfigError if it is not there."""
-        path = (self.base_dir / self.config.model).resolve()
-        if not self.config.model or not (path / "config.json").is_file():
-            raise ConfigError(
-                f"`model`: {path} holds no config.json; name a folder with a model in transformers format",
-                path=str(path),
-            )
-        return path
+        return find_model(self.config.model, self.base_dir)
 
     def served_at(self, address: str, config: ServerConfig) -> ServerConfig:
         """`config` on the port of `address`, which is what others are told."""

@@ -41,20 +41,31 @@ class Execution(NamedTuple):
     """Why not a faster way; empty for `built_in`."""
 
 
+def find_execution(config: TorchEngineConfig) -> Execution:
+    """How the engine will run the configured model. Raises ConfigError for a model or a context that cannot be served."""
+    return _find(config)[1]
+
+
 def open_runner(config: TorchEngineConfig) -> tuple[Runner, Execution]:
-    """The runner of the configured model. Raises ConfigError for a model or a context that cannot be served."""
+    """The runner of the configured model. Raises ConfigError as `find_execution` does."""
+    model_config, execution, model_class = _find(config)
+    if execution.forward == BUILT_IN:
+        _log.info("model forward: model=%s forward=%s", config.model, execution.forward)
+    else:
+        _log.warning("model forward is slow: model=%s forward=%s reason=%s", config.model, *execution)
+    return _runner(execution.forward, model_class, _fitting(model_config, model_class), config), execution
+
+
+def _find(config: TorchEngineConfig) -> tuple[Any, Execution, Any]:
+    """The model's configuration, how it runs, and its class."""
     folder = Path(config.model)
     try:
         model_config = read_config(folder)
     except ValueError as error:
         raise ConfigError(str(error), key="model") from error
-    check_positions(model_config.get_text_config().to_dict(), config.context_max, folder=folder, key=_CONTEXT_KEY)
+    check_positions(model_config.get_text_config().to_dict(), config.context_max, model=str(folder), key=_CONTEXT_KEY)
     execution, model_class = _verdict(folder, model_config.to_json_string(), config.device, config.forward)
-    if execution.forward == BUILT_IN:
-        _log.info("model forward: model=%s forward=%s", folder, execution.forward)
-    else:
-        _log.warning("model forward is slow: model=%s forward=%s reason=%s", folder, *execution)
-    return _runner(execution.forward, model_class, _fitting(model_config, model_class), config), execution
+    return model_config, execution, model_class
 
 
 @functools.lru_cache(maxsize=64)

@@ -183,10 +183,9 @@ class ModelSpec:
 
 
 def _dense_shapes(name: str, width: int, size: int, fused: bool) -> dict[str, tuple[int, ...]]:
-    parts = {"gate_up_proj": 2 * size} if fused else {"gate_proj": size, "up_proj": size}
-    return {f"{name}.{part}.weight": (num, width) for part, num in parts.items()} | {
-        f"{name}.down_proj.weight": (width, size)
-    }
+    rows = {"gate_up_proj": 2 * size} if fused else {"gate_proj": size, "up_proj": size}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.{part}.weight": (num, width) for part, num in rows.items()}
+    return {**shapes, f"{name}.down_proj.weight": (width, size)}
 
 
 def read_config(folder: Path) -> Any:
@@ -202,7 +201,7 @@ def model_spec(config: Any) -> ModelSpec:
     family = _FAMILIES.get(config.model_type)
     if family is None:
         raise UnknownToDecoder(f"model_type {config.model_type!r} is not one of {', '.join(_FAMILIES)}")
-    activation = getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu")
+    activation = str(getattr(config, "hidden_act", None) or getattr(config, "hidden_activation", "silu"))
     rejected = {
         "hidden_act": activation if activation not in _ACTIVATIONS else None,
         "mlp_bias": getattr(config, "mlp_bias", None) or None,

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers.utils import logging as progress
+from transformers.utils import logging
 
 from rollmesh.services.inference.engine import WeightsRejected
 from rollmesh.services.inference.engines.runner import Drawn, Ints, RowRules, Span, drawn, sampling_rules
@@ -101,7 +101,8 @@ def model_of_state(model_class: Any, config: Any, state: Mapping[str, Tensor], d
 
     Raises WeightsRejected if the state dict lacks a tensor of the model, or has one that the model does not use as it is.
     """
-    bars = progress.is_progress_bar_enabled()
+    progress: Any = logging
+    shown = progress.is_progress_bar_enabled()
     progress.disable_progress_bar()
     try:
         model, info = model_class.from_pretrained(
@@ -116,7 +117,7 @@ def model_of_state(model_class: Any, config: Any, state: Mapping[str, Tensor], d
     except (ValueError, KeyError, RuntimeError) as error:
         raise WeightsRejected(f"transformers cannot load these weights: {error}") from error
     finally:
-        if bars:
+        if shown:
             progress.enable_progress_bar()
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[problem])):

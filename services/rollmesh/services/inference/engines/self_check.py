@@ -36,13 +36,14 @@ _LAYERS = 2
 def reference_model(config: Any) -> Any:
     """A float32 model of the configuration with random weights, in evaluation mode, and small."""
     config = _with_short_windows(config)
+    make: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        whole = make(copy.deepcopy(config))
     if sum(parameter.numel() for parameter in whole.parameters()) > _WHOLE_PARAMETERS:
         config = _cut(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        model = make(config, dtype=torch.float32, attn_implementation="eager").eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 _spread(parameter)

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+Forward = Literal["auto", "built_in", "cached", "recompute"]
+
 
 class TorchEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the torch engine runs and how much memory it may take.
@@ -16,7 +18,7 @@ class TorchEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     model: str
     """Folder with `config.json` and, if stop strings are used, `tokenizer.json`. Weights come through `prepare`."""
-    forward: Literal["auto", "built_in", "cached", "recompute"] = "auto"
+    forward: Forward = "auto"
     """How the model runs. `auto` takes the first of the others whose log-probs equal the plain transformers forward: `built_in` is
     the engine's decoder, `cached` is transformers with the model's cache, one sequence at a time, and `recompute` is transformers
     with the whole sequence at every step. The others are tools for tests."""

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollmesh.services.inference.engines.model_spec import ModelSpec
-from rollmesh.services.inference.engines.runner import Drawn, Ints, PrefixReuse, RowRules, Span, drawn, sampling_rules
+from rollmesh.services.inference.engines.runner import Drawn, Ints, RowRules, Span, drawn, sampling_rules
+from rollmesh.services.inference.engines.slots import PrefixReuse
 from rollmesh.services.inference.engines.torch_model import Batch, Rotary, Shape, Weights, rotary_table
 from rollmesh.services.inference.engines.torch_steps import sample_step, score_step
 from rollmesh.services.inference.engines.weight_layout import lay_out

@@ -117,7 +117,7 @@ class _Layer:
         """Rows of query, key and value heads, the dimensions of a head ordered for `rotate`."""
         names = ("qkv_proj",) if self._spec.fused else ("q_proj", "k_proj", "v_proj")
         rows = torch.cat([self[f"self_attn.{name}.{kind}"] for name in names])
-        heads = rows.unflatten(0, (-1, self._spec.head_dim))
+        heads = rows.view(-1, self._spec.head_dim, *rows.shape[1:])
         both = self._spec.num_heads + self._spec.num_kv_heads
         return torch.cat((heads[:both][:, _rotation_order(self._spec)], heads[both:])).flatten(0, 1)
 
