@@ -10,7 +10,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check protos verify lint-protos sim soak leaks chaos attack verdicts bench clean
+.PHONY: setup demo test check protos verify lint-protos sim soak models leaks chaos attack verdicts bench clean
 
 setup: $(VENV)/.installed
 
@@ -50,6 +50,9 @@ sim: setup ## long seeded simulations of the coordinator core
 
 soak: setup ## slow suites: full demo per seed, 10,000 samples under kills
 	$(BIN)/python -m pytest -q -m slow --timeout 1800
+
+models: setup ## tiny models of every architecture of tests/models through trainer and engine
+	$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 600 tests/models
 
 leaks: setup ## 10,000 sandbox sessions under kills of the service; nothing of them is left
 	$(BIN)/python -m pytest -q -s -m slow --timeout 7200 tests/integration/test_sandbox_leaks.py

@@ -11,6 +11,7 @@ Collaborators: `packing` (micro-batches), `update`, `sft`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -20,23 +21,32 @@ from rollmesh.shared.trajectory import FloatArray, IntArray
 from rollmesh.trainer.packing import MicroBatch, PackingConfig, Sequence1D, num_targets, pack
 
 
-def check_supported(model: PreTrainedModel) -> None:
-    """Raise ValueError for models that change logits after the output layer, which this module would not reproduce."""
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(model.config, name, None) not in (None, 1, 1.0):
-            raise ValueError(f"{type(model).__name__} post-processes its logits ({name}), which is not supported")
+class ForwardMode(Enum):
+    """How sequences go through the model; `self_test` chooses."""
+
+    PACKED = "packed"
+    """Several per row; the output layer runs on wanted positions only."""
+    UNPACKED = "unpacked"
+    """One per forward, and the logits are what the model's own forward returns."""
+
+    def packing(self, config: PackingConfig) -> PackingConfig:
+        """What `pack` is called with to run in this mode."""
+        return config if self is ForwardMode.PACKED else _ALONE
 
 
-def target_logits(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """Logits [m, V] in float32 at the positions that predict the wanted tokens."""
+_ALONE = PackingConfig(row_tokens=1, micro_batch_tokens=1)
+
+
+def target_logits(model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode = ForwardMode.PACKED) -> Tensor:
+    """Logits [m, V] in float32 at the positions that predict the wanted tokens; `batch` packed as the mode asks."""
+    if mode is ForwardMode.UNPACKED:
+        own: Tensor = model(input_ids=batch.token_ids, use_cache=False).logits
+        return own[batch.target_row, batch.target_col].float()
+    # Without a mask, transformers finds the sequences of a row in their positions, and every layer applies its own window.
     hidden = model.base_model(
-        input_ids=batch.token_ids,
-        position_ids=batch.position_ids,
-        attention_mask=batch.attention_mask,
-        use_cache=False,
+        input_ids=batch.token_ids, position_ids=batch.position_ids, attention_mask=None, use_cache=False
     ).last_hidden_state
-    chosen = hidden[batch.target_row, batch.target_col]
-    logits: Tensor = model.get_output_embeddings()(chosen)  # type: ignore[no-untyped-call]
+    logits: Tensor = model.get_output_embeddings()(hidden[batch.target_row, batch.target_col])  # type: ignore[no-untyped-call]
     return logits.float()
 
 
@@ -62,12 +72,13 @@ def logprobs_of(
     sequences: Sequence[Sequence1D],
     packing: PackingConfig,
     temperature: Tensor | None = None,
+    mode: ForwardMode = ForwardMode.PACKED,
 ) -> Tensor:
     """Log-probs [M] of all wanted tokens, sequence by sequence; `temperature` [M] in the same order."""
     result = torch.zeros(num_targets(sequences), device=model.device)
-    for batch in pack(sequences, packing, device=model.device):
+    for batch in pack(sequences, mode.packing(packing), device=model.device):
         at = None if temperature is None else temperature[batch.target_index]
-        result[batch.target_index] = target_logprobs(target_logits(model, batch), batch, at)
+        result[batch.target_index] = target_logprobs(target_logits(model, batch, mode), batch, at)
     return result
 
 

@@ -1,7 +1,7 @@
 """Sequences of different lengths -> packed micro-batches with almost no padding.
 
-Several sequences share a row: position ids restart at each, and attention is causal within a sequence and absent
-between them (a block-diagonal mask), so a packed forward equals one forward per sequence.
+Several sequences share a row: position ids restart at each, which is how the model's attention keeps them apart, so a packed
+forward equals one forward per sequence. Where a model does not keep to this, `self_test` finds out and rows hold one sequence.
 
 Rows and micro-batches are short on purpose. A row is opened by the longest sequence left and filled up to `row_tokens` (or
 to the opener's length, if longer) with shorter ones, longest first. Longer rows pack a little tighter, but attention does
@@ -66,25 +66,17 @@ class Sequence1D:
 class MicroBatch:
     """What one forward takes, [R, T] = rows x row length, and where its targets belong.
 
-    `source` [R, T] is the sequence number of each position within its row (-1 = padding). Targets are the flat positions
+    Positions restart at each sequence of a row; padding has position 0. Targets are the flat positions
     (`target_row`, `target_col`) [m] whose *next* token is wanted; `target_index` [m] places each in the order
     "sequence by sequence, token by token" over all targets of the plan.
     """
 
     token_ids: Tensor
     position_ids: Tensor
-    source: Tensor
     target_row: Tensor
     target_col: Tensor
     target_index: Tensor
     num_tokens: int
-
-    @property
-    def attention_mask(self) -> Tensor:
-        """Boolean [R, 1, T, T], true where query may attend to key. Built per forward: it is the largest tensor here."""
-        length = self.source.shape[1]
-        same = self.source[:, None, :, None] == self.source[:, None, None, :]
-        return same & torch.ones(length, length, dtype=torch.bool, device=self.source.device).tril()
 
 
 def num_targets(sequences: Sequence[Sequence1D]) -> int:
@@ -146,16 +138,15 @@ def _build(
 ) -> MicroBatch:
     width = max(sum(len(sequences[i].token_ids) for i in row) for row in rows)
     ids = np.zeros((len(rows), width), dtype=np.int64)
-    positions, source = np.zeros_like(ids), np.full_like(ids, -1)
+    positions = np.zeros_like(ids)
     targets: list[IntArray] = []
     for r, row in enumerate(rows):
         start = 0
-        for number, index in enumerate(row):
+        for index in row:
             sequence = sequences[index]
             stop = start + len(sequence.token_ids)
             ids[r, start:stop] = sequence.token_ids
             positions[r, start:stop] = np.arange(stop - start)
-            source[r, start:stop] = number
             wanted = np.flatnonzero(sequence.target_mask)
             places = offsets[index] + np.arange(len(wanted))
             targets.append(np.stack([np.full_like(wanted, r), start + wanted - 1, places]))
@@ -164,9 +155,8 @@ def _build(
     return MicroBatch(
         token_ids=torch.as_tensor(ids, device=device),
         position_ids=torch.as_tensor(positions, device=device),
-        source=torch.as_tensor(source, device=device),
         target_row=row_col_index[0],
         target_col=row_col_index[1],
         target_index=row_col_index[2],
-        num_tokens=int((source >= 0).sum()),
+        num_tokens=sum(len(sequences[i].token_ids) for row in rows for i in row),
     )

@@ -75,7 +75,7 @@ class TokenTable:
         )
 
 
-def drop_reason(sample: TrainingSample, advantage: SegmentAdvantages | None, *, context_max: int) -> DropReason | None:
+def drop_reason(sample: TrainingSample, advantage: SegmentAdvantages | None, *, context_max: int | None) -> DropReason | None:
     """Why this sample cannot be trained on; None if it can."""
     trained = [s for s in sample.segments if s.num_trainable]
     if not sample.sample.trainable:
@@ -84,7 +84,7 @@ def drop_reason(sample: TrainingSample, advantage: SegmentAdvantages | None, *, 
         return DropReason.NO_TRAINED_TOKENS
     if advantage is None:
         return DropReason.UNSCORED
-    if sum(s.num_tokens for s in sample.segments) > context_max:
+    if context_max is not None and sum(s.num_tokens for s in sample.segments) > context_max:
         return DropReason.TOO_LONG
     if not all(_has_logprobs(s) for s in trained):
         return DropReason.NO_LOGPROBS

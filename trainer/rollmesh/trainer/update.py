@@ -10,7 +10,7 @@ Invariants:
 - A minibatch with a non-finite loss or gradient changes nothing, and its samples are reported as dropped; an update none of
   whose minibatches was taken is SKIPPED and leaves weights and optimiser untouched.
 
-Collaborators: `samples`, `packing`, `forward`, `advantages`, `losses`, `optim`, `metrics`; `checkpoint` saves a Trainer.
+Collaborators: `samples`, `packing`, `self_test`, `forward`, `advantages`, `losses`, `optim`, `metrics`; `checkpoint` saves a Trainer.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from rollmesh.trainer import forward
 from rollmesh.trainer.advantages import AdvantageConfig, SegmentAdvantages, make_advantage
 from rollmesh.trainer.losses import LossConfig, LossInputs, Normalisation, PpoClipConfig, make_loss, token_weights
 from rollmesh.trainer.metrics import length_metrics, reward_metrics
+from rollmesh.trainer.model_config import context_length
 from rollmesh.trainer.model_files import write_weights
 from rollmesh.trainer.optim import OptimizerConfig, guarded_step, lr_at, make_adamw, set_lr
 from rollmesh.trainer.packing import MicroBatch, PackingConfig, fill_ratio, pack
 from rollmesh.trainer.samples import DropReason, TokenTable, build_table, drop_reason
+from rollmesh.trainer.self_test import choose_forward
 from rollmesh.trainer.trace import StepTrace, UpdateTrace
 
 
@@ -103,11 +105,15 @@ class Trainer:
     """Owns a model and its optimiser; not thread-safe: one thread calls it."""
 
     def __init__(self, model: PreTrainedModel, config: UpdateConfig, *, seed: int, step: int = 0) -> None:
-        """`step` is the number of updates already in the weights. Raises ValueError for an unsupported model."""
+        """`step` is the number of updates already in the weights. Raises ValueError for a model that cannot be trained.
+
+        The model is run in evaluation mode throughout: its behaviour log-probs are of an engine without dropout. A few short
+        sequences are run through it to choose `forward_choice` (see `self_test`).
+        """
         if seed < 0:
             raise ValueError(f"seed = {seed}: must not be negative")
-        forward.check_supported(model)
         self.model = model
+        self.forward_choice = choose_forward(model)
         self.config = config
         self.seed = seed
         self.step = step
@@ -120,7 +126,7 @@ class Trainer:
         if k != self.step + 1:
             raise ValueError(f"update {k} does not follow step {self.step}")
         advantages = self._advantage(groups, samples)
-        context_max = self.model.config.max_position_embeddings
+        context_max = context_length(self.model)
         reasons = [drop_reason(s, a, context_max=context_max) for s, a in zip(samples, advantages, strict=True)]
         trace = UpdateTrace()
         self._train(k, samples, advantages, reasons, trace)
@@ -154,22 +160,20 @@ class Trainer:
         table = build_table([samples[i] for i in kept], [a for i in kept if (a := advantages[i]) is not None], update=k)
         set_lr(self.optimizer, lr_at(self.config.optimizer, k))
         order = np.random.default_rng([self.seed, k]).permutation(len(kept))
-        devices = [self.model.device] if self.model.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(self.seed * 1_000_003 + k)  # dropout, where a model has it
-            proximal = self._proximal(table)
-            for part in np.array_split(order, min(self.config.num_minibatches, len(kept))):
-                if not self._optimiser_step(part.tolist(), table, proximal, trace):
-                    for i in part:
-                        reasons[kept[i]] = DropReason.NON_FINITE
+        self.model.eval()
+        proximal = self._proximal(table)
+        for part in np.array_split(order, min(self.config.num_minibatches, len(kept))):
+            if not self._optimiser_step(part.tolist(), table, proximal, trace):
+                for i in part:
+                    reasons[kept[i]] = DropReason.NON_FINITE
 
     def _proximal(self, table: TokenTable) -> FloatArray | None:
         """Log-probs [M] before the first step, for losses that need them."""
         if not self._loss.needs_proximal:
             return None
-        self.model.train(False)
         temperature = _temperature_tensor(table, self.model.device)
-        logprobs = forward.logprobs_of(self.model, table.sequences, self.config.packing, temperature)
+        mode = self.forward_choice.mode
+        logprobs = forward.logprobs_of(self.model, table.sequences, self.config.packing, temperature, mode)
         values: FloatArray = logprobs.cpu().numpy()
         return values
 
@@ -182,8 +186,8 @@ class Trainer:
         tokens = self._step_tokens(chosen, near)
         policy = np.zeros(len(chosen.behaviour), dtype=np.float32)
         stats: dict[str, FloatArray] = {}
-        batches = pack(chosen.sequences, self.config.packing, device=self.model.device)
-        self.model.train()
+        packing = self.forward_choice.mode.packing(self.config.packing)
+        batches = pack(chosen.sequences, packing, device=self.model.device)
         loss = sum(self._accumulate(batch, tokens, policy, stats) for batch in batches)
         norm = guarded_step(self.optimizer, clip_norm=self.config.optimizer.clip_norm, loss=loss)
         if norm is None:
@@ -209,7 +213,7 @@ class Trainer:
         at = batch.target_index
         if not len(at):
             return 0.0
-        logits = forward.target_logits(self.model, batch)
+        logits = forward.target_logits(self.model, batch, self.forward_choice.mode)
         logprobs = forward.target_logprobs(
             logits, batch, None if tokens.temperature is None else tokens.temperature[at]
         )
@@ -240,6 +244,7 @@ class Trainer:
         used = [s for s, v in zip(samples, verdicts, strict=True) if v.reason is None]
         return {
             "lr": lr_at(self.config.optimizer, k),
+            "packed": float(self.forward_choice.mode is forward.ForwardMode.PACKED),
             "samples/leased": float(len(samples)),
             "samples/used": float(len(used)),
             **reward_metrics(groups),

@@ -86,17 +86,22 @@ def _check_spec(config: TrainConfig, folder: Path, engine: Any) -> None:
 
 
 def _check_weights(config: TrainConfig, folder: Path, engine: Any) -> None:
-    """What the trainer can load."""
+    """What the trainer can load and train."""
     from transformers.utils import logging
 
     from rollmesh.trainer.model_files import load_model
+    from rollmesh.trainer.self_test import choose_forward
 
     progress: Any = logging
     progress.disable_progress_bar()  # it would be mixed with the messages
     try:
-        load_model(folder)
+        model = load_model(folder)
     except ValueError as err:
         raise ConfigError(f"`model`: {err}; the folder must be one that transformers loads", key="model") from err
+    try:
+        choose_forward(model)
+    except ValueError as err:
+        raise ConfigError(f"`model`: {err}", key="model") from err
 
 
 def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, train: TaskPool | None) -> None:

@@ -22,6 +22,7 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
 from rollmesh.trainer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition
+from rollmesh.trainer.model_config import vocab_size
 from rollmesh.trainer.model_files import WEIGHTS_NAME, load_model, load_tokenizer
 from rollmesh.trainer.trained_log import TrainedLog
 from rollmesh.trainer.update import Trainer, UpdateConfig, UpdateOutcome
@@ -59,7 +60,7 @@ class TorchTrainer:
 
     @property
     def vocab_size(self) -> int:
-        return int(self._trainer.model.config.vocab_size)
+        return vocab_size(self._trainer.model)
 
     def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> StepResult:
         result = self._trainer.update(k, samples, groups)

@@ -1,0 +1,44 @@
+"""The trainer is right for every architecture it accepts: packed, unpacked, or rejected by name; none is silently wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollmesh.trainer.forward import ForwardMode
+from tests.models.architectures import ARCHITECTURES
+from tests.models.trainer_column import trainer_result
+
+FAST = {
+    "mistral_window": ForwardMode.PACKED,
+    "gemma2": ForwardMode.PACKED,
+    "gemma2_softcap": ForwardMode.UNPACKED,
+    "gpt_oss": ForwardMode.UNPACKED,
+    "lfm2": ForwardMode.UNPACKED,
+    "nanochat": ForwardMode.UNPACKED,
+    "bloom": ForwardMode.UNPACKED,
+    "gemma3_multimodal": ForwardMode.PACKED,
+    "phi3_longrope": None,
+}
+"""One of each way in which a packed forward can go wrong."""
+
+
+def _check(name: str) -> ForwardMode | None:
+    result = trainer_result(name)
+    assert result.logprob_error < 1e-4, result
+    assert result.gradient_error < 1e-3, result
+    return result.mode
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_the_trainer_computes_what_the_plain_forward_computes(name: str) -> None:
+    assert _check(name) is FAST[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_no_architecture_is_silently_wrong(name: str) -> None:
+    _check(name)
+
+
+def test_the_table_is_large_enough() -> None:
+    assert len({model_type for model_type, _ in ARCHITECTURES.values()}) >= 60

@@ -1,0 +1,87 @@
+"""How the trainer runs each tiny architecture, and how far its log-probs and gradients are from the plain forward's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
+from rollmesh.trainer.packing import PackingConfig, Sequence1D, num_targets, pack
+from rollmesh.trainer.update import Trainer, UpdateConfig
+from tests.models.architectures import LENGTH_MAX, VOCAB_SIZE, build_model
+
+PACKING = PackingConfig(row_tokens=64, micro_batch_tokens=192)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerResult:
+    """`mode` is None for a rejected model, with the trainer's words in `reason`; errors are absolute (nats) and relative."""
+
+    mode: ForwardMode | None
+    reason: str
+    logprob_error: float = 0.0
+    gradient_error: float = 0.0
+
+
+def trainer_result(name: str) -> TrainerResult:
+    """Runs random sequences of 3-40 tokens, longer than every sliding window, through the trainer's forward and the plain one."""
+    model = build_model(name)
+    try:
+        choice = Trainer(model, UpdateConfig(), seed=0).forward_choice
+    except ValueError as error:
+        return TrainerResult(None, str(error))
+    sequences = _sequences()
+    logprobs, gradients = _through_trainer(model, sequences, choice.mode)
+    plain_logprobs, plain_gradients = _plain(model, sequences)
+    scale = max(float(g.abs().max()) for g in plain_gradients)
+    return TrainerResult(
+        choice.mode,
+        choice.reason,
+        float((logprobs - plain_logprobs).abs().max()),
+        max(float((a - b).abs().max()) for a, b in zip(gradients, plain_gradients, strict=True)) / scale,
+    )
+
+
+def _sequences() -> list[Sequence1D]:
+    rng = np.random.default_rng(1)
+    made = []
+    for length in (LENGTH_MAX, 3, 17, 29, 8, 11, 36, 5):
+        mask = (rng.random(length) < 0.7).astype(np.uint8)
+        mask[0] = 0
+        mask[-1] = 1
+        made.append(Sequence1D(rng.integers(0, VOCAB_SIZE, length).astype(np.int32), mask))
+    return made
+
+
+def _weighted(logprobs: Tensor) -> Tensor:
+    return (logprobs * torch.linspace(-1.0, 1.5, len(logprobs))).sum()
+
+
+def _through_trainer(
+    model: PreTrainedModel, sequences: Sequence[Sequence1D], mode: ForwardMode
+) -> tuple[Tensor, list[Tensor]]:
+    parts = torch.zeros(num_targets(sequences))
+    for batch in pack(sequences, mode.packing(PACKING)):
+        parts = parts.index_add(0, batch.target_index, target_logprobs(target_logits(model, batch, mode), batch))
+    return parts.detach(), _gradients(model, _weighted(parts))
+
+
+def _plain(model: PreTrainedModel, sequences: Sequence[Sequence1D]) -> tuple[Tensor, list[Tensor]]:
+    parts = []
+    for sequence in sequences:
+        ids = torch.as_tensor(sequence.token_ids).long()
+        logprobs = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        chosen = logprobs[torch.arange(len(ids) - 1), ids[1:]]
+        parts.append(chosen[torch.as_tensor(sequence.target_mask[1:]).bool()])
+    whole = torch.cat(parts)
+    return whole.detach(), _gradients(model, _weighted(whole))
+
+
+def _gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]

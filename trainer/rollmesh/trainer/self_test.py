@@ -1,0 +1,192 @@
+"""Does the packed forward of a loaded model compute what the plain forward computes? Decided by trying, before the first update.
+
+Whether several sequences can share a row depends on the architecture: a recurrent layer carries its state from one sequence
+into the next, an output layer may be followed by a scaling that only the model's own forward applies. transformers has no
+flag for this, so a few short random sequences are run through both forwards and compared, values and gradients:
+
+    packed equals plain                       -> PACKED
+    else, plain does not see later tokens     -> UNPACKED: one sequence per forward, the model's own logits
+    else                                      -> the model is rejected: it is not a causal language model
+
+The cost is bounded: some dozens of tokens, gradients of at most `_GRADIENT_ELEMENTS` parameters. Two things that short sequences
+cannot show are handled by rule: windows of attention are set to `_WINDOW` tokens during the test, so that sequences
+exceed them; rotary frequencies that depend on the longest position of a forward are never packed.
+
+Collaborators: `forward` (both forwards), `update` (uses the result).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
+from rollmesh.trainer.model_config import check_trainable, context_length, text_config
+from rollmesh.trainer.packing import MicroBatch, PackingConfig, Sequence1D, num_targets, pack
+
+_log = logging.getLogger(__name__)
+
+_LENGTHS = (20, 13, 9, 5, 3)
+_PACKING = PackingConfig(row_tokens=24, micro_batch_tokens=72)
+"""Rows of 20 + 3, 13 + 9 and 5 tokens in one micro-batch: two packed rows, and padding."""
+_WINDOW = 4
+_WINDOW_NAMES = ("sliding_window", "attention_chunk_size", "attention_window_size", "local_attention", "window_size")
+_LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+_TOLERANCE = 1e-4
+"""Largest difference, relative to the largest value. Rounding in float32 gives about 1e-6, a leak between sequences 1e-3 and more."""
+_GRADIENT_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardChoice:
+    """How a model is run in updates; `reason` says why it is not packed, empty if it is."""
+
+    mode: ForwardMode
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """Log-probs [m] of the wanted tokens, and the gradients of a random weighting of them."""
+
+    logprobs: Tensor
+    gradients: tuple[Tensor, ...]
+
+
+def choose_forward(model: PreTrainedModel) -> ForwardChoice:
+    """The fastest forward that computes what the plain one does. Raises ValueError for a model that cannot be trained.
+
+    Weights, gradients and random generators are left as they were; the model is left in evaluation mode.
+    """
+    check_trainable(model)
+    model.eval()
+    sequences = _random_sequences(model)
+    parameters = _compared_parameters(model)
+    with _short_windows(model):
+        plain = _compute(model, sequences, parameters, ForwardMode.UNPACKED)
+        reason = _why_not_packed(model, sequences, parameters, plain)
+        _check_causal(model, sequences, plain.logprobs)
+    choice = ForwardChoice(ForwardMode.UNPACKED if reason else ForwardMode.PACKED, reason)
+    if reason:
+        _log.warning("%s trains one sequence per forward, which is slower: %s", type(model).__name__, reason)
+    else:
+        _log.info("%s trains on packed sequences: verified against the plain forward", type(model).__name__)
+    return choice
+
+
+def _why_not_packed(
+    model: PreTrainedModel, sequences: Sequence[Sequence1D], parameters: Sequence[Tensor], plain: _Computed
+) -> str:
+    """Empty if the packed forward may be used."""
+    rope = _rope_types(model) & _LENGTH_DEPENDENT_ROPE
+    if rope:
+        return f"its rotary embedding ({', '.join(sorted(rope))}) depends on the longest sequence of a forward"
+    try:
+        packed = _compute(model, sequences, parameters, ForwardMode.PACKED)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        return f"the packed forward raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    off = _difference(packed.logprobs, plain.logprobs)
+    if not off <= _TOLERANCE:
+        return f"packed log-probs differ from plain ones by {off:.1e} of the largest"
+    off = max((_difference(a, b) for a, b in zip(packed.gradients, plain.gradients, strict=True)), default=0.0)
+    if not off <= 10 * _TOLERANCE:
+        return f"packed gradients differ from plain ones by {off:.1e} of the largest"
+    return ""
+
+
+def _check_causal(model: PreTrainedModel, sequences: Sequence[Sequence1D], logprobs: Tensor) -> None:
+    """Raise ValueError if a log-prob changes when later tokens are cut off."""
+    longest, count = sequences[0], int(sequences[0].target_mask.sum())
+    half = len(longest.token_ids) // 2
+    prefix = Sequence1D(longest.token_ids[:half], longest.target_mask[:half])
+    alone = _compute(model, [prefix], (), ForwardMode.UNPACKED).logprobs
+    off = _difference(alone, logprobs[:count][: len(alone)])
+    if not off <= _TOLERANCE:
+        raise ValueError(
+            f"{type(model).__name__} cannot be trained: the log-prob of a token changes with the tokens after it (by {off:.1e} "
+            "of the largest), or is not finite; expected a causal language model"
+        )
+
+
+def _compute(
+    model: PreTrainedModel, sequences: Sequence[Sequence1D], parameters: Sequence[Tensor], mode: ForwardMode
+) -> _Computed:
+    total = num_targets(sequences)
+    factors = torch.linspace(-1.0, 1.0, total, device=model.device).sin()
+    logprobs = torch.zeros(total, device=model.device)
+    sums = [torch.zeros_like(p) for p in parameters]
+    for batch in pack(sequences, mode.packing(_PACKING), device=model.device):
+        with torch.set_grad_enabled(bool(parameters)):
+            values = _batch_logprobs(model, batch, mode)
+        logprobs[batch.target_index] = values.detach()
+        if parameters:
+            loss = (values * factors[batch.target_index]).sum()
+            found = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for total_gradient, gradient in zip(sums, found, strict=True):
+                if gradient is not None:
+                    total_gradient += gradient
+    return _Computed(logprobs, tuple(sums))
+
+
+def _batch_logprobs(model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode) -> Tensor:
+    return target_logprobs(target_logits(model, batch, mode), batch)
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest expected value; NaN where either is not finite."""
+    scale = max(float(expected.abs().max()), 1e-6) if expected.numel() else 1.0
+    return float((found - expected).abs().max()) / scale if found.numel() else 0.0
+
+
+def _random_sequences(model: PreTrainedModel) -> list[Sequence1D]:
+    """The same ones for every model of a vocabulary; every token but the first is a target."""
+    rng = np.random.default_rng(0)
+    longest = context_length(model)
+    made = []
+    for length in _LENGTHS:
+        count = length if longest is None else min(length, longest)
+        mask = np.ones(count, np.uint8)
+        mask[0] = 0
+        ids = rng.integers(0, text_config(model).vocab_size, count)
+        made.append(Sequence1D(ids.astype(np.int32), mask))
+    return made
+
+
+def _compared_parameters(model: PreTrainedModel) -> list[Tensor]:
+    """Trainable parameters, smallest first, as many as the bound allows."""
+    chosen: list[Tensor] = []
+    elements = 0
+    for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=torch.numel):
+        elements += parameter.numel()
+        if elements > _GRADIENT_ELEMENTS:
+            break
+        chosen.append(parameter)
+    return chosen
+
+
+def _rope_types(model: PreTrainedModel) -> set[str]:
+    config = text_config(model)
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    tables = [found, *(v for v in found.values() if isinstance(v, dict))]
+    return {str(t.get("rope_type") or t.get("type")) for t in tables}
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Windows of attention are read from the config at each forward, by the functions that make masks."""
+    config = text_config(model)
+    windows = {n: v for n in _WINDOW_NAMES if isinstance(v := getattr(config, n, None), int) and v > _WINDOW}
+    try:
+        for name in windows:
+            setattr(config, name, _WINDOW)
+        yield
+    finally:
+        for name, value in windows.items():
+            setattr(config, name, value)
