@@ -88,7 +88,7 @@ def test_adapters_are_rejected_at_the_start() -> None:
             super().__init__()
             self.base_model = model
 
-    with pytest.raises(ValueError, match=r"got PeftModel; adapters \(PEFT\) are not supported, merge"):
+    with pytest.raises(TypeError, match=r"got PeftModel; adapters \(PEFT\) are not supported, merge"):
         Trainer(PeftModel(tiny()), UpdateConfig(), seed=0)  # type: ignore[arg-type]
 
 

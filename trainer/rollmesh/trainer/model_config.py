@@ -28,16 +28,23 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 
 def check_trainable(model: object) -> None:
-    """Raise ValueError for a model whose updates would be wrong or lost: adapters, parameters below float32."""
+    """Raise ValueError for a model whose updates would be wrong or lost: adapters, parameters below float32.
+
+    TypeError for what is no model of transformers.
+    """
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(
+        raise TypeError(
             f"the trainer takes a transformers.PreTrainedModel, got {type(model).__name__}; adapters (PEFT) are not supported, "
             "merge them into the model first (merge_and_unload)"
         )
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(f"{type(model).__name__} has adapters (PEFT) loaded, which are not supported; merge them first")
+        raise ValueError(
+            f"{type(model).__name__} has adapters (PEFT) loaded, which are not supported; merge them first"
+        )
     if model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
-        raise ValueError(f"{type(model).__name__} has no output layer over the vocabulary; expected a causal language model")
+        raise ValueError(
+            f"{type(model).__name__} has no output layer over the vocabulary; expected a causal language model"
+        )
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad} - {torch.float32}
     if dtypes:
         raise ValueError(

@@ -75,7 +75,9 @@ class TokenTable:
         )
 
 
-def drop_reason(sample: TrainingSample, advantage: SegmentAdvantages | None, *, context_max: int | None) -> DropReason | None:
+def drop_reason(
+    sample: TrainingSample, advantage: SegmentAdvantages | None, *, context_max: int | None
+) -> DropReason | None:
     """Why this sample cannot be trained on; None if it can."""
     trained = [s for s in sample.segments if s.num_trainable]
     if not sample.sample.trainable:
