@@ -113,7 +113,7 @@ async def test_the_answer_key_of_a_file_is_used_and_never_sent(tmp_path: Path) -
     assert right.samples[0].rewards[0].value == 1.0
     assert response.samples[0].rewards[0].value == 0.0
     assert response.samples[0].rewards[1].outcome == INFRA
-    assert response.samples[0].rewards[1].evidence == "RuntimeError: the judge does not know [answer key]"
+    assert response.samples[0].rewards[1].evidence.startswith("RuntimeError: the judge does not know [answer key]\n")
     assert b"Zanzibar" not in response.SerializeToString()
     assert "Zanzibar" not in str(caught.value)
 

@@ -183,6 +183,7 @@ class World:
             policy="main",
             steps=spans,
             num_tokens=9,
+            num_sampled_tokens=5,
             rewards=(Reward(name="correct", value=float(self.rng.random() < 0.5), segment=-1, scorer="exact@1"),),
         )
 

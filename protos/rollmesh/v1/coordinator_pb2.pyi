@@ -794,7 +794,9 @@ class EpisodeReport(_message.Message):
 
     @_builtins.property
     def failure(self) -> _types_pb2.Failure:
-        """Cause, with the boundary it came from: "sandbox: ...", "inference: ...", "scorer exact@1: ...", "agent: ..."."""
+        """Cause, with the boundary it came from: "sandbox: ...", "inference: ...", "scorer exact@1: ...", "agent: ...". If a user's code
+        raised, `metadata["traceback"]` holds the traceback.
+        """
 
     def __init__(
         self,

@@ -152,7 +152,7 @@ class RunSpec(_message.Message):
     success_target: _builtins.float
     """The run ends with the evaluation in which at least this share of all tasks succeeds, above 0 and at most 1; 0 means never."""
     tokens_max: _builtins.int
-    """The run ends once the reported training samples have this many tokens (PolicyState.tokens_generated); 0 means no limit."""
+    """The run ends once this many tokens were sampled for the reported training samples (PolicyState.tokens_generated); 0 means no limit."""
     export_groups: _builtins.int
     """0: a learner trains on the samples. Above 0: nobody does; the run admits this many groups, each sample ends as EXPORTED when
     it is scored, StreamSamples hands them out, and the run ends when all episodes have. Such a run has no updates and no
@@ -1185,6 +1185,7 @@ class DeadLetter(_message.Message):
     TRIES_FIELD_NUMBER: _builtins.int
     PURPOSE_FIELD_NUMBER: _builtins.int
     PAYLOAD_SEQUENCE_FIELD_NUMBER: _builtins.int
+    TRACEBACK_FIELD_NUMBER: _builtins.int
     dead_id: _builtins.int
     """Sequence in the stream; set by whoever reads it, 0 as stored."""
     kind: Global___DeadKind.ValueType
@@ -1207,6 +1208,8 @@ class DeadLetter(_message.Message):
     """What the episode was for; for TASK."""
     payload_sequence: _builtins.int
     """Sequence in RM_<run>_SAMPLES; for PAYLOAD."""
+    traceback: _builtins.str
+    """Traceback of the last attempt, where a user's agent or scorer raised; empty otherwise. For TASK."""
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The task, public part; for TASK."""
@@ -1226,10 +1229,11 @@ class DeadLetter(_message.Message):
         tries: _builtins.int = ...,
         purpose: _types_pb2.Purpose.ValueType = ...,
         payload_sequence: _builtins.int = ...,
+        traceback: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "dead_id", b"dead_id", "draw", b"draw", "group", b"group", "kind", b"kind", "payload_sequence", b"payload_sequence", "purpose", b"purpose", "subject", b"subject", "task", b"task", "time_unix_s", b"time_unix_s", "tries", b"tries", "who", b"who"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "dead_id", b"dead_id", "draw", b"draw", "group", b"group", "kind", b"kind", "payload_sequence", b"payload_sequence", "purpose", b"purpose", "subject", b"subject", "task", b"task", "time_unix_s", b"time_unix_s", "traceback", b"traceback", "tries", b"tries", "who", b"who"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

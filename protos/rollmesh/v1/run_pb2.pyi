@@ -1684,7 +1684,7 @@ class PolicyState(_message.Message):
     tokens_trained: _builtins.int
     """Trained tokens over all committed updates."""
     tokens_generated: _builtins.int
-    """Tokens of all reported samples."""
+    """Tokens that engines sampled for the reported training samples (SampleMeta.num_sampled_tokens)."""
     @_builtins.property
     def groups(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Groups by state: "pending", "generating", "finalizing", "ready", "leased", "in_doubt", "applied"."""
@@ -1785,6 +1785,7 @@ class RunState(_message.Message):
     STALLED_FIELD_NUMBER: _builtins.int
     STOPPING_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run."""
     ended: _builtins.str
@@ -1833,6 +1834,10 @@ class RunState(_message.Message):
     def chain(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
         """What the run waits for, from the run itself down to the one who waits for nobody; empty once it has ended."""
 
+    @_builtins.property
+    def failed_attempts(self) -> Global___FailedAttempts:
+        """Failed attempts of episodes; absent while none has failed."""
+
     def __init__(
         self,
         *,
@@ -1852,14 +1857,49 @@ class RunState(_message.Message):
         stalled: _builtins.str = ...,
         stopping: _builtins.str = ...,
         seconds: _builtins.float = ...,
+        failed_attempts: Global___FailedAttempts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "leases", b"leases", "samples", b"samples"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "failed_attempts", b"failed_attempts", "leases", b"leases", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "idle_s", b"idle_s", "leases", b"leases", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
+
+@_typing.final
+class FailedAttempts(_message.Message):
+    """Attempts of episodes that failed since the coordinator started, and the newest cause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FIELD_NUMBER: _builtins.int
+    NUM_ALIKE_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    TRACEBACK_FIELD_NUMBER: _builtins.int
+    num: _builtins.int
+    """Number of failed attempts."""
+    num_alike: _builtins.int
+    """Number of the newest ones, in a row, that failed alike: at the same place with the same kind of error. A scored episode ends the row."""
+    cause: _builtins.str
+    """Cause of the newest, with the place, e.g. "scorer correct: AttributeError: ..."."""
+    traceback: _builtins.str
+    """Traceback of the newest, where a user's agent or scorer raised; empty otherwise."""
+    def __init__(
+        self,
+        *,
+        num: _builtins.int = ...,
+        num_alike: _builtins.int = ...,
+        cause: _builtins.str = ...,
+        traceback: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "num", b"num", "num_alike", b"num_alike", "traceback", b"traceback"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailedAttempts: _TypeAlias = FailedAttempts  # noqa: Y015
 
 @_typing.final
 class LeaseCounts(_message.Message):

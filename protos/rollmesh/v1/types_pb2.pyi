@@ -861,6 +861,7 @@ class SampleMeta(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Unique in the run."""
     policy: _builtins.str
@@ -871,6 +872,10 @@ class SampleMeta(_message.Message):
     """All tokens on the path."""
     trainable: _builtins.bool
     """False for samples that only inform the group baseline."""
+    num_sampled_tokens: _builtins.int
+    """POLICY tokens on the path that an engine sampled, trainable or not. Tokens of a segment that several samples of the episode share
+    count for the first of them, so that the sum over an episode is what was generated.
+    """
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSpan]:
         """Trainable POLICY tokens by the weights that sampled them, oldest first. Empty: trains on no POLICY token."""
@@ -889,10 +894,11 @@ class SampleMeta(_message.Message):
         num_tokens: _builtins.int = ...,
         rewards: _abc.Iterable[Global___Reward] | None = ...,
         trainable: _builtins.bool = ...,
+        num_sampled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "num_tokens", b"num_tokens", "policy", b"policy", "rewards", b"rewards", "sample_id", b"sample_id", "steps", b"steps", "trainable", b"trainable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "num_sampled_tokens", b"num_sampled_tokens", "num_tokens", b"num_tokens", "policy", b"policy", "rewards", b"rewards", "sample_id", b"sample_id", "steps", b"steps", "trainable", b"trainable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

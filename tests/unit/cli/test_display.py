@@ -7,11 +7,13 @@ import pytest
 from rich.console import Console
 
 from rollmesh.services.cli.config import TrainConfig
-from rollmesh.services.cli.display import LiveView, PlainView, open_view, sample_parts, spark
+from rollmesh.services.cli.display import LiveView, PlainView, eval_text, open_view, sample_parts, spark
 from rollmesh.services.cli.model_process import WarmStep
+from rollmesh.services.cli.series import Eval
 from rollmesh.services.cli.watch import Recorder
 from rollmesh.services.mesh.config import RunConfig
 from rollmesh.shared.clock import ManualClock
+from rollmesh.v1 import run_pb2
 from tests.unit.cli.recorded import encoded, recorded_point, recorded_series
 
 CONFIG = TrainConfig(run=RunConfig(name="shown", updates_max=12))
@@ -107,3 +109,40 @@ def test_both_views_show_why_a_run_stands_still(tmp_path: Path) -> None:
     shown.print(live.render())
     assert "stands still" in out.getvalue()
     assert "sandbox-0 silent for 42 s" in out.getvalue()
+
+
+def test_both_views_show_the_newest_failure_and_why_there_is_no_update(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "series.jsonl", success_reward="correct", clock=ManualClock())
+    state = run_pb2.RunState(run="r", policies=[run_pb2.PolicyState(policy="main")])
+    state.samples.reasons["filtered/ZERO_VARIANCE"] = 20_896
+    state.failed_attempts.num, state.failed_attempts.cause = 3, "agent: ValueError: my\nbug"
+    recorder.see(state)
+    shown, out = console(terminal=False)
+    plain = PlainView(CONFIG, shown, "runs/x")
+    plain.follow(recorder)
+    plain.moved()
+    plain.moved()
+    live = LiveView(CONFIG, shown, "runs/x")
+    live.follow(recorder)
+    live.close()
+    shown.print(live.render())
+    text = " ".join(out.getvalue().replace("│", " ").split())
+    for words in (
+        "3 attempts failed, the newest: agent: ValueError: my bug",
+        "no update yet: 20,896 samples ended, all ZERO_VARIANCE (all answers to a task got the same reward)",
+    ):
+        assert text.count(words) >= 2, text
+    recorder.close()
+
+
+def test_views_without_evaluations_or_labels_say_so(tmp_path: Path) -> None:
+    config = TrainConfig(run=RunConfig(name="shown", eval_every=0))
+    recorder = Recorder(tmp_path / "series.jsonl", success_reward="correct", clock=ManualClock())
+    shown, out = console(terminal=False)
+    live = LiveView(config, shown, "runs/x")
+    live.follow(recorder)
+    live.close()
+    shown.print(live.render())
+    assert "no evaluations (run.eval_every=0)" in out.getvalue()
+    assert eval_text(Eval(time_s=1.0, step=0, success=0.5)) == "held-out success 0.500"
+    recorder.close()

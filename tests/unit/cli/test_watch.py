@@ -6,8 +6,9 @@ from typing import Literal
 
 import pytest
 
+from rollmesh.services.cli.causes import AllFailed
 from rollmesh.services.cli.series import read_series
-from rollmesh.services.cli.stall import RunStalled, unless_stalled
+from rollmesh.services.cli.stall import RunStalled, unless_hopeless
 from rollmesh.services.cli.watch import RECORD_EVERY_S, Recorder, Watcher
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Unavailable
@@ -117,7 +118,7 @@ async def test_a_stall_ends_the_work_only_where_the_config_says_so(
     async def work() -> None:
         await go.wait()
 
-    running = asyncio.create_task(unless_stalled(work(), seen, on_stall))
+    running = asyncio.create_task(unless_hopeless(work(), seen, on_stall))
     await asyncio.sleep(0)
     seen.see(stalled_state("sandbox-0 silent for 9 s"))
     await asyncio.sleep(0)
@@ -137,5 +138,66 @@ async def test_a_failure_of_the_work_passes_through(tmp_path: Path) -> None:
         raise Unavailable("gone")
 
     with pytest.raises(Unavailable):
-        await unless_stalled(work(), seen, "exit")
+        await unless_hopeless(work(), seen, "exit")
+    seen.close()
+
+
+def failing(num: int, *, alike: int | None = None, tokens: int = 0) -> run_pb2.RunState:
+    found = state()
+    found.policies[0].tokens_generated = tokens
+    found.samples.failed = num
+    found.samples.reasons["failed/TRIES_EXHAUSTED"] = num
+    found.failed_attempts.num = 4 * num
+    found.failed_attempts.num_alike = 4 * num if alike is None else alike
+    found.failed_attempts.cause = "scorer correct: AttributeError: no `answer`"
+    found.failed_attempts.traceback = '  File "scorer.py", line 7, in score'
+    return found
+
+
+def limited(path: Path) -> Recorder:
+    return Recorder(path / "series.jsonl", success_reward="correct", clock=ManualClock(), first_failures_max=8)
+
+
+async def test_a_session_ends_with_the_users_traceback_when_the_first_samples_all_fail_alike(tmp_path: Path) -> None:
+    seen = limited(tmp_path)
+    seen.see(failing(7))
+    assert not seen.hopeless.is_set()
+    seen.see(failing(8))
+    with pytest.raises(AllFailed, match=r"first 8 samples all failed alike: scorer correct") as caught:
+        await unless_hopeless(asyncio.Event().wait(), seen, "warn")  # type: ignore[arg-type]
+    assert 'File "scorer.py", line 7' in str(caught.value)
+    seen.close()
+
+
+@pytest.mark.parametrize(
+    "found", [failing(9, alike=3), failing(9, tokens=5)], ids=["failures of many kinds", "a sample was scored"]
+)
+def test_a_run_that_has_scored_a_sample_or_fails_in_many_ways_continues(
+    tmp_path: Path, found: run_pb2.RunState
+) -> None:
+    seen = limited(tmp_path)
+    seen.see(found)
+    assert not seen.hopeless.is_set()
+    seen.close()
+
+
+def test_failures_before_this_session_do_not_end_it(tmp_path: Path) -> None:
+    before = limited(tmp_path)
+    before.see(failing(8))
+    before.close()
+    seen = limited(tmp_path)
+    seen.see(failing(9))
+    assert not seen.hopeless.is_set()
+    seen.see(failing(16))
+    assert seen.hopeless.is_set()
+    seen.close()
+
+
+def test_what_ended_since_the_newest_update_is_counted_by_reason(tmp_path: Path) -> None:
+    seen = recorder(tmp_path, ManualClock())
+    for update, filtered in ((0, 16), (1, 20), (1, 52)):
+        found = state(update)
+        found.samples.reasons["filtered/ZERO_VARIANCE"] = filtered
+        seen.see(found)
+    assert seen.unused() == {"filtered/ZERO_VARIANCE": 32}
     seen.close()

@@ -92,6 +92,7 @@ class CoreRun:
                 policy="main",
                 steps=(StepSpan(step=step, incarnation=incarnation, num_tokens=4),),
                 num_tokens=8,
+                num_sampled_tokens=4,
                 rewards=(Reward(name="correct", value=1.0, segment=-1, scorer="exact@1"),),
             )
             reports.append(

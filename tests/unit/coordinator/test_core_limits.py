@@ -40,6 +40,7 @@ def evaluate(run: CoreRun, *, solved: int, scored: int, step: int) -> None:
             policy="main",
             steps=(StepSpan(step=step, num_tokens=4),),
             num_tokens=8,
+            num_sampled_tokens=4,
             rewards=(reward,),
         )
         report = i.EpisodeReport(
@@ -55,11 +56,11 @@ def evaluate(run: CoreRun, *, solved: int, scored: int, step: int) -> None:
 
 
 def test_tokens_max_ends_the_run_once_its_samples_have_so_many_tokens() -> None:
-    run = CoreRun(tokens_max=32)
+    run = CoreRun(tokens_max=16)
     run.begin()
     run.generate(2, step=0)
     assert run.core.state.stopping == ""
-    run.generate(2, step=0)  # 4 samples of 8 tokens
+    run.generate(2, step=0)  # 4 samples of 8 tokens, of which 4 were sampled
     assert run.core.state.ended == "TOKENS_MAX"  # step 0 is published and needs no checkpoint
 
 
@@ -133,6 +134,7 @@ def test_reached_success_stays_reached_when_the_last_weights_do_worse() -> None:
             lease_id=lease.lease_id, group=lease.group, episode=lease.episode, attempt=lease.attempt,
             outcome=i.EpisodeOutcome.COMPLETED, payload=PayloadRef(sequence=900, size_bytes=1),
             samples=(SampleMeta(sample_id=f"{lease.episode}.0", policy="main", num_tokens=8,
+                num_sampled_tokens=4,
                                 steps=(StepSpan(step=0, num_tokens=4),), rewards=(Reward(name="correct", value=1.0),)),),
         ),))  # fmt: skip
     assert run.core.state.stopping == "SUCCESS_TARGET"

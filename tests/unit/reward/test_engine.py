@@ -100,12 +100,27 @@ async def test_a_scorer_that_fails_is_an_infra_failure_with_its_cause(result: An
 async def test_a_scorer_beyond_its_time_limit_is_an_infra_failure() -> None:
     (reward,) = await run_scorer(configured(Hangs(), timeout_s=0.01), item())
     assert reward.outcome is Outcome.INFRA_FAILURE
-    assert reward.evidence == "no result within 0.01 s"
+    assert reward.evidence.startswith("no result within 0.01 s\n")
 
 
 async def test_the_cause_of_a_failure_does_not_quote_the_answer_key() -> None:
     (reward,) = await run_scorer(configured(Returns(ValueError("cannot read Zanzibar"))), item(answer="Zanzibar"))
-    assert reward.evidence == "ValueError: cannot read [answer key]"
+    cause, _, frames = reward.evidence.partition("\n")
+    assert cause == "ValueError: cannot read [answer key]"
+    assert "test_engine.py" in frames
+    assert "Zanzibar" not in frames
+
+
+async def test_a_method_used_as_a_value_is_told_with_the_line_of_the_users_code() -> None:
+    class Mistaken:
+        async def score(self, item: ScoreItem) -> float:
+            return float(item.response.strip() == "4")  # type: ignore[attr-defined]
+
+    (reward,) = await run_scorer(configured(Mistaken()), item())
+    cause, _, frames = reward.evidence.partition("\n")
+    assert cause.endswith("(`response` is a method; call it: `response()`)")
+    assert 'return float(item.response.strip() == "4")' in frames
+    assert "reward/engine.py" not in frames, "the frames begin with the user's code"
 
 
 async def test_cancelling_is_not_recorded_but_passes() -> None:

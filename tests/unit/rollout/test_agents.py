@@ -241,9 +241,20 @@ async def test_a_bug_in_an_agent_is_an_infra_failure_with_its_traceback() -> Non
     assert report.outcome == INFRA_FAILURE
     assert report.failure.message == "agent: ValueError: my bug"
     assert report.failure.reason == "AGENT_FAILED"
-    assert 'raise ValueError("my bug")' in report.failure.metadata["traceback"]
+    frames = report.failure.metadata["traceback"]
+    assert 'raise ValueError("my bug")' in frames
+    assert "rollout/episode.py" not in frames, "the frames begin with the user's code"
     assert not mesh.samples.payloads
     assert not mesh.scorer.items
+
+
+async def test_a_call_that_is_not_awaited_is_told_with_what_was_meant() -> None:
+    class Mistaken:
+        async def run(self, task: Task, env: Environment) -> None:
+            env.generate().text  # type: ignore[attr-defined]  # noqa: B018
+
+    report = await tool_mesh().runner(Mistaken()).run(lease())
+    assert "(`generate` is a coroutine; await it: `await ...generate(...)`)" in report.failure.message
 
 
 async def test_a_broken_node_stays_an_infra_failure_even_if_the_agent_swallows_it() -> None:
@@ -395,7 +406,7 @@ async def test_an_agent_from_a_users_file_runs_with_its_options(tmp_path: Path) 
     assert sum(s.role is Role.ACTION for s in episode.segments) == 3
     with pytest.raises(ConfigError, match="tims"):
         load_agent("mine.py:Mine", {"tims": 3}, tmp_path)
-    with pytest.raises(ConfigError, match=r"no method run"):
+    with pytest.raises(ConfigError, match=r"must have a method `async def run"):
         load_agent("mine.py:Options", {}, tmp_path)
 
 

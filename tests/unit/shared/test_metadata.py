@@ -10,6 +10,7 @@ import pytest
 from rollmesh.shared.codec.metadata import check_metadata, sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode
 from rollmesh.shared.errors import MetadataMismatch
+from rollmesh.shared.trajectory import Source
 from rollmesh.v1 import types_pb2
 
 from . import episodes
@@ -23,8 +24,23 @@ def test_metadata_counts_trainable_policy_tokens_by_the_weights_that_sampled_the
     meta = sample_meta(episode, episode.samples[0])
     assert [(s.step, s.incarnation, s.num_tokens) for s in meta.steps] == [(3, 0, 2), (4, 0, 3)]
     assert meta.num_tokens == 3 + 2 + 3 + 2 + 1
+    assert meta.num_sampled_tokens == sum(
+        segment.num_tokens for segment in domain.path_segments(domain.samples[0]) if segment.source is Source.POLICY
+    )
+    assert 0 < meta.num_sampled_tokens < meta.num_tokens
     assert meta.steps[0].step == domain.oldest_step(domain.samples[0])
     assert [r.name for r in meta.rewards] == ["correct", "format", "judge", "length"]
+
+
+def test_tokens_that_samples_share_are_generated_once() -> None:
+    episode = encode_episode(episodes.rich_episode())
+    first = episode.samples[0]
+    twin = types_pb2.Sample()
+    twin.CopyFrom(first)
+    twin.sample_id = "twin"
+    episode.samples.append(twin)
+    assert sample_meta(episode, twin).num_sampled_tokens == 0
+    assert sample_meta(episode, twin).num_tokens == sample_meta(episode, first).num_tokens
 
 
 def test_metadata_of_another_policy_counts_none_of_this_ones_tokens() -> None:

@@ -18,6 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollmesh.services.cli.causes import failure_words, no_update_words
 from rollmesh.services.cli.config import TrainConfig
 from rollmesh.services.cli.model_process import WarmStep
 from rollmesh.services.cli.series import Eval, Point, Series, staleness_shares
@@ -82,6 +83,8 @@ class PlainView:
         self._shown_evals = 0
         self._shown_s = -PLAIN_EVERY_S
         self._shown_stall = ""
+        self._shown_trouble = ""
+        self._trouble_s = -PLAIN_EVERY_S
         self._say(f"{config.run.name}: seed {config.run.seed}, {folder}")
 
     def phase(self, text: str) -> None:
@@ -110,6 +113,14 @@ class PlainView:
         if now.update != self._shown_update and now.time_s - self._shown_s >= PLAIN_EVERY_S:
             self._shown_update, self._shown_s = now.update, now.time_s
             self._say(self._line(now, recorder.series))
+        self._tell_trouble(now, recorder)
+
+    def _tell_trouble(self, now: Point, recorder: Recorder) -> None:
+        """The newest failure and why there is no update, when they have changed, now and then."""
+        trouble = "; ".join(filter(None, troubles(self._config, recorder)))
+        if trouble and trouble != self._shown_trouble and now.time_s - self._trouble_s >= PLAIN_EVERY_S:
+            self._shown_trouble, self._trouble_s = trouble, now.time_s
+            self._say(f"{_clock(now.time_s)}  {trouble}")
 
     def event(self, event: ProcessEvent) -> None:
         if event.what in SHOWN_EVENTS:
@@ -231,18 +242,33 @@ def progress_line(config: TrainConfig, recorder: Recorder) -> RenderableType:
 def run_table(config: TrainConfig, recorder: Recorder) -> Table:
     """Everything else, a line each."""
     now, series = recorder.now, recorder.series
-    rows: list[tuple[str, RenderableType]] = [("held-out", _held_out(series.evals_by_step))]
-    if series.evals:
-        rows.append(("", Text("  ".join(_labels(series.evals_by_step[-1])), style="dim")))
+    rows: list[tuple[str, RenderableType]] = [("held-out", _held_out(config, series.evals_by_step))]
+    if series.evals and (labels := _labels(series.evals_by_step[-1])):
+        rows.append(("", Text("  ".join(labels), style="dim")))
     rows.append(("reward", _rewards(series)))
     rows.append(("staleness", _staleness(now, config.run.max_staleness)))
     rows.append(("samples", _samples(now)))
     generated, trained = series.rates()
     rows.append(("tokens/s", Text(f"{_si(generated)} generated   {_si(trained)} trained")))
+    failure, no_update = troubles(config, recorder)
+    if failure:
+        rows.append(("failures", Text(failure, style="red")))
+    if no_update:
+        rows.append(("", Text(no_update, style="yellow")))
     if now.stalled:
         rows.append(("stands still", Text(now.stalled, style="bold red")))
     rows += [(f"{who.rpartition('/')[2]} waits", Text(what, style="dim")) for who, what in sorted(now.waiting.items())]
     return _rows(rows)
+
+
+def troubles(config: TrainConfig, recorder: Recorder) -> tuple[str, str]:
+    """The newest failure, and why there has been no update for longer than two batches; empty where there is none."""
+    now, unused = recorder.now, recorder.unused()
+    no_update = no_update_words(now.update, unused)
+    wasted = sum(num for reason, num in unused.items() if not reason.startswith("trained"))
+    if now.update and wasted < 2 * config.run.batch_groups * config.run.group_size:
+        no_update = ""
+    return failure_words(now.failed_attempts, now.failure), no_update
 
 
 def _rows(rows: Sequence[tuple[str, RenderableType]]) -> Table:
@@ -254,9 +280,11 @@ def _rows(rows: Sequence[tuple[str, RenderableType]]) -> Table:
     return table
 
 
-def _held_out(evals: Sequence[Eval]) -> Text:
+def _held_out(config: TrainConfig, evals: Sequence[Eval]) -> Text:
     if not evals:
-        return Text("first evaluation is under way", style="dim")
+        evaluates = config.run.eval_every and config.run.eval_tasks
+        words = "first evaluation is under way" if evaluates else "no evaluations (run.eval_every=0)"
+        return Text(words, style="dim")
     first, last = evals[0], evals[-1]
     text = Text.assemble((f"{first.success:.3f}", "dim"), (" → ", "dim"), (f"{last.success:.3f}", "bold green"))
     text.append(f"   {spark([e.success for e in evals], low=0.0, high=1.0)}", style="green")
@@ -320,7 +348,8 @@ def warm_text(step: WarmStep) -> str:
 def eval_text(result: Eval) -> str:
     """An evaluation in a line."""
     given_up = "" if result.complete else f" (only {result.num_samples} samples in time)"
-    return f"held-out success {result.success:.3f}{given_up}  ({', '.join(_labels(result))})"
+    labels = f"  ({', '.join(found)})" if (found := _labels(result)) else ""
+    return f"held-out success {result.success:.3f}{given_up}{labels}"
 
 
 def spark(values: Sequence[float], *, low: float, high: float) -> str:

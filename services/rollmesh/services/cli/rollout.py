@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from rollmesh.services.cli.causes import failure_text, failure_words, refuse_if_all_failed
 from rollmesh.services.cli.check import check
 from rollmesh.services.cli.config import TrainConfig, load_train_config
 from rollmesh.services.cli.interrupts import Interrupts, Stopped
@@ -80,6 +81,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     out: str = ""
     """File with the samples."""
+    failure: str = ""
+    """The newest failure of an episode, with the traceback of a user's code; empty if none failed."""
 
 
 @dataclass(kw_only=True)
@@ -118,6 +121,7 @@ class Rollout:
             mean_rewards=mean_rewards(self.rewards),
             num_tokens=self.num_tokens,
             out=str(self.out) if self.out is not None else "",
+            failure=failure_text(self.state.failed_attempts),
         )
 
     async def _make_model(self) -> None:
@@ -141,9 +145,10 @@ class Rollout:
             serving = asyncio.create_task(mesh.finished(), name="mesh")
             telling = asyncio.create_task(self._tell(mesh), name="progress")
             try:
-                await asyncio.wait([reading, serving], return_when=asyncio.FIRST_COMPLETED)
-                if serving.done():
-                    serving.result()  # raises what ended a part before the run
+                await asyncio.wait([reading, serving, telling], return_when=asyncio.FIRST_COMPLETED)
+                for task in (serving, telling):
+                    if task.done():
+                        task.result()  # raises what ended a part before the run, or what fails every sample
                 await reading
             finally:
                 for task in (reading, serving, telling):
@@ -152,14 +157,16 @@ class Rollout:
             self.on_phase("stopping the services")
 
     async def _tell(self, mesh: Mesh) -> None:
-        """Says now and then how far the run is and what it waits for; never fails it."""
+        """Says now and then how far the run is and what it waits for. Raises AllFailed."""
         async with open_channel(mesh.gateway_address, access=mesh.access) as channel:
             stub: Any = run_pb2_grpc.RunServiceStub(channel)
             while True:
                 await self.clock.sleep(TELL_S)
                 with contextlib.suppress(MeshError), typed_errors():
                     request = run_pb2.GetRunRequest(run=mesh.run)
-                    self.on_phase(progress_words((await stub.GetRun(request, timeout=STATE_S_MAX)).state))
+                    self.state = (await stub.GetRun(request, timeout=STATE_S_MAX)).state
+                    self.on_phase(progress_words(self.state))
+                refuse_if_all_failed(self.state, self.config.run.first_failures_max)
 
     async def _read(self, mesh: Mesh, file: BinaryIO | None) -> None:
         async with open_channel(mesh.gateway_address, access=mesh.access) as channel:
@@ -194,7 +201,9 @@ def progress_words(state: run_pb2.RunState) -> str:
     """One line for people."""
     ended = state.samples.reserved - state.samples.live
     waiting = "; ".join(f"{who}: {what}" for who, what in sorted(state.waiting.items()))
-    return f"generating: {ended} of {state.samples.reserved} samples have ended" + (f" ({waiting})" if waiting else "")
+    failure = failure_words(state.failed_attempts.num, state.failed_attempts.cause)
+    notes = "; ".join(filter(None, [failure, waiting]))
+    return f"generating: {ended} of {state.samples.reserved} samples have ended" + (f" ({notes})" if notes else "")
 
 
 async def stream_samples(stub: Any, run: str, clock: Clock) -> AsyncIterator[run_pb2.StreamSamplesResponse]:

@@ -43,6 +43,10 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point", tag_field="k
     stalled: str = ""
     """Why the run stands still; empty while it moves."""
     ended: str = ""
+    failed_attempts: int = 0
+    """Attempts of episodes that failed since the coordinator started."""
+    failure: str = ""
+    """Cause of the newest of them."""
 
 
 class Eval(msgspec.Struct, frozen=True, kw_only=True, tag="eval", tag_field="kind"):

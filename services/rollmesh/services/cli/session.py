@@ -22,7 +22,7 @@ from rollmesh.services.cli.interrupts import Interrupts, Stopped
 from rollmesh.services.cli.model_process import make_in_process
 from rollmesh.services.cli.results import note_warm_start, write_results
 from rollmesh.services.cli.run_folder import RunFolder, run_config
-from rollmesh.services.cli.stall import unless_stalled
+from rollmesh.services.cli.stall import unless_hopeless
 from rollmesh.services.cli.summary import Outcome, Summary
 from rollmesh.services.cli.watch import Recorder, Watcher
 from rollmesh.services.mesh.mesh import Mesh
@@ -102,6 +102,7 @@ class Session:
                 success_reward=run.success_reward,
                 clock=self.clock,
                 on_state=lambda _: self.view.moved(),
+                first_failures_max=run.first_failures_max,
             )
             stack.callback(recorder.close)
             self.view.phase("starting the services")
@@ -114,7 +115,7 @@ class Session:
             self.view.follow(recorder)
             self.view.phase("")
             try:
-                await interrupts.unless_stopped(unless_stalled(mesh.finished(), recorder, run.on_stall))
+                await interrupts.unless_stopped(unless_hopeless(mesh.finished(), recorder, run.on_stall))
             except Stopped:
                 await mesh.stop_learner()
                 with suppress(MeshError):  # what is shown may be a moment old

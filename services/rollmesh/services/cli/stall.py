@@ -1,4 +1,4 @@
-"""What a session does about a run that stands still: go on and show it, or end with the cause (`run.on_stall`)."""
+"""What a session does about a run that gets nowhere: show it and continue, or end with the cause (`run.on_stall`, `run.first_failures_max`)."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ class RunStalled(DeadlineExceeded):
     reason = "RUN_STALLED"
 
 
-async def unless_stalled(
+async def unless_hopeless(
     work: Coroutine[Any, Any, None], recorder: Recorder, on_stall: Literal["warn", "exit"]
 ) -> None:
-    """Awaits `work`. Under `exit`, gives it up and raises RunStalled with the cause once the recorder sees a stall."""
-    if on_stall == "warn":
-        return await work
+    """Awaits `work`. Cancels it and raises the cause once the recorder sees that all samples fail, or under `exit` a stall."""
     working = asyncio.ensure_future(work)
+    hopeless = asyncio.ensure_future(recorder.hopeless.wait())
     stalled = asyncio.ensure_future(recorder.stalled.wait())
+    ends = [working, hopeless, *([stalled] if on_stall == "exit" else [])]
     try:
-        await asyncio.wait([working, stalled], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if recorder.failure is not None and not working.done():
+            raise recorder.failure
         if not working.done():
             raise RunStalled(
-                f"the run stands still, and run.on_stall is exit: {recorder.now.stalled}; mend that, then go on with its folder"
+                f"the run stands still, and run.on_stall is exit: {recorder.now.stalled}; remove the cause, then continue with "
+                "its folder"
             )
         working.result()
     finally:
-        for task in (working, stalled):
+        for task in (working, hopeless, stalled):
             task.cancel()
-        await asyncio.gather(working, stalled, return_exceptions=True)
+        await asyncio.gather(working, hopeless, stalled, return_exceptions=True)

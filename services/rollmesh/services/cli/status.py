@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rollmesh.services.cli.causes import failure_words, no_update_words
 from rollmesh.services.cli.fleet_client import MeshStatus
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
@@ -102,6 +103,10 @@ def _run_lines(run: run_pb2.RunState) -> Iterator[RenderableType]:
         yield Text(f"  groups: {_counts(policy.groups) or 'none'}")
     yield Text(f"  leases: {_leases(run.leases)}")
     yield Text(f"  samples: {_accounts(run.samples)}")
+    if failure := failure_words(run.failed_attempts.num, run.failed_attempts.cause):
+        yield Text(f"  {failure}", style="red")
+    if not any(policy.applied_step for policy in run.policies) and (words := no_update_words(0, run.samples.reasons)):
+        yield Text(f"  {words}", style="yellow")
     for who, what in sorted(run.waiting.items()):
         yield Text(f"  {who} waits for {what}")
 

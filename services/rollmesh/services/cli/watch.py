@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
+from rollmesh.services.cli.causes import AllFailed, refuse_if_all_failed
 from rollmesh.services.cli.series import Eval, Point, Series, encode_line, read_series
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
@@ -40,8 +41,9 @@ class Recorder:
         success_reward: str,
         clock: Clock,
         on_state: Callable[[Series], None] = lambda _: None,
+        first_failures_max: int = 0,
     ) -> None:
-        """Goes on with the series in `path`, if there is one. ConfigError if it is damaged."""
+        """Goes on with the series in `path`, if there is one; `first_failures_max` as in RunConfig. ConfigError if it is damaged."""
         self.series = read_series(path)
         self.now = self.series.last
         """The newest state, recorded or not."""
@@ -49,6 +51,13 @@ class Recorder:
         """Set when the run has ended."""
         self.stalled = asyncio.Event()
         """Set while the run stands still; `now.stalled` says why."""
+        self.hopeless = asyncio.Event()
+        """Set when the first samples have all failed alike; `failure` is the cause."""
+        self.failure: AllFailed | None = None
+        self.at_update = self.series.last
+        """The state when the newest update was first seen: what ended since then brought none."""
+        self._begin = self.series.last
+        self._first_failures_max = first_failures_max
         self._success_reward = success_reward
         self._clock = clock
         self._on_state = on_state
@@ -67,9 +76,30 @@ class Recorder:
                 self._record(eval_of(result, self._success_reward, time_s))
         if self._worth_recording(self.now):
             self._record(self.now)
+        if (self.now.update, self.now.incarnation) != (self.at_update.update, self.at_update.incarnation):
+            self.at_update = self.now
         if state.ended:
             self.ended.set()
+        self._note_failures(state)
         self._note_stall()
+
+    def _note_failures(self, state: run_pb2.RunState) -> None:
+        begin = self._begin
+        try:
+            refuse_if_all_failed(
+                state,
+                self._first_failures_max,
+                failed_before=begin.samples.get("failed", 0),
+                tokens_before=begin.tokens_generated,
+            )
+        except AllFailed as err:
+            self.failure = err
+            self.hopeless.set()
+
+    def unused(self) -> dict[str, int]:
+        """Samples that ended since the newest update, by reason."""
+        before = self.at_update.reasons
+        return {reason: num - before.get(reason, 0) for reason, num in self.now.reasons.items()}
 
     def miss(self, cause: str) -> None:
         """No state has come for longer than a run may stand still: nobody is there to say what it waits for."""
@@ -129,6 +159,8 @@ def point_of(state: run_pb2.RunState, time_s: float) -> Point:
         waiting=dict(state.waiting),
         stalled=state.stalled,
         ended=state.ended,
+        failed_attempts=state.failed_attempts.num,
+        failure=state.failed_attempts.cause,
     )
 
 

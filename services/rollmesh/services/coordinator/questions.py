@@ -85,6 +85,7 @@ def dead_letter(letter: DeadLetter, time_unix_s: float) -> events_pb2.DeadLetter
         group=letter.group,
         tries=letter.tries,
         purpose=types_pb2.Purpose.ValueType(letter.purpose),
+        traceback=letter.traceback,
     )
     encode_into(letter.task, message.task)
     return message

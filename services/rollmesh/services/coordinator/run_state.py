@@ -14,6 +14,7 @@ from rollmesh.services.coordinator.core.state import (
     GroupState,
     State,
 )
+from rollmesh.services.coordinator.core.turn import FailedAttempts
 from rollmesh.v1 import run_pb2 as pb
 
 _PHASES = {
@@ -44,7 +45,12 @@ def run_state(core: Core, position: int) -> pb.RunState:
         stalled=state.stall,
         stopping=state.stopping,
         seconds=state.seconds,
+        failed_attempts=_failed(core.volatile.failed) if core.volatile.failed.num else None,
     )
+
+
+def _failed(failed: FailedAttempts) -> pb.FailedAttempts:
+    return pb.FailedAttempts(num=failed.num, num_alike=failed.num_alike, cause=failed.cause, traceback=failed.traceback)
 
 
 def sample_counts(accounts: Accounts) -> pb.SampleCounts:

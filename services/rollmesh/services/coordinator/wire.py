@@ -18,6 +18,8 @@ from rollmesh.v1 import coordinator_pb2, events_pb2, run_pb2, types_pb2
 DEFAULT_NAME = "main"
 WAIT_S_MAX = 60.0
 NUM_MAX = 4096
+TRACEBACK_CHARS_MAX = 4000
+"""The end of a longer one is kept: it says what and where."""
 
 
 def invalid(field: str, what: str) -> InvalidInput:
@@ -86,6 +88,9 @@ def episode_report(message: coordinator_pb2.EpisodeReport) -> i.EpisodeReport:
         payload=decode(PayloadRef, message.payload),
         samples=tuple(_sample_meta(sample) for sample in message.samples),
         cause=message.failure.message or message.failure.reason,
+        traceback=message.failure.metadata["traceback"][-TRACEBACK_CHARS_MAX:]
+        if "traceback" in message.failure.metadata
+        else "",
     )
 
 

@@ -71,6 +71,7 @@ FIXED = (
 FREE = (
     *(f"run.{name}" for name in sorted(MAY_CHANGE)),
     "run.on_stall",
+    "run.first_failures_max",
     "data.epochs_max",
     "data.catch_up_s_max",
     "data.runs_max",

@@ -28,7 +28,7 @@ from rollmesh.shared.rpc.addresses import host_of, is_loopback
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.telemetry import TelemetryConfig
 
-_NOT_OF_SPEC = ("name", "beyond", "on_stall")
+_NOT_OF_SPEC = ("name", "beyond", "on_stall", "first_failures_max")
 """Of RunConfig: spelt otherwise in the coordinator's spec, or not its business."""
 
 
@@ -65,7 +65,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     success_target: float = 0.0
     """The run ends with the evaluation in which this share of all evaluation tasks succeeds; 0 means never."""
     tokens_max: int = 0
-    """The run ends once its training samples have this many generated tokens; 0 means never."""
+    """The run ends once this many tokens were sampled for its training samples, prompts and tool results not counted; 0 means never."""
     tries_max: int = 4
     """Tries of an episode that infrastructure fails."""
     episode_lease_s: float = 30.0
@@ -94,10 +94,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     the longest update and episode, or busy work looks like a stall; 0 never."""
     on_stall: Literal["warn", "exit"] = "warn"
     """`exit` ends `rollmesh train` with a non-zero exit code and the cause; `warn` only shows it."""
+    first_failures_max: int = 64
+    """`rollmesh train` and `rollout` end with a non-zero exit code and the cause once this many samples have failed alike and none has been
+    scored since they started: a bug in an agent or a scorer fails every sample. 0 never."""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
             raise ValueError(f"name must be 1-64 letters, digits, dashes or underscores, got {self.name!r}")
+        if self.first_failures_max < 0:
+            raise ValueError(f"first_failures_max must be >= 0, got {self.first_failures_max}")
         self.spec()  # ranges and combinations are checked where they mean something
 
     def spec(self) -> RunSpec:

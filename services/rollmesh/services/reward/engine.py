@@ -21,6 +21,7 @@ from rollmesh.services.reward.scorer import Scorer, ScorerResult
 from rollmesh.shared.errors import Overloaded
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import Outcome, Reward
+from rollmesh.shared.user_code import explain, user_traceback
 
 CAUSE_CHARS_MAX = 500
 
@@ -117,9 +118,9 @@ async def run_scorer(configured: ConfiguredScorer, item: ScoreItem) -> tuple[Rew
         return rewards
     except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; this is where it is recorded
         late = isinstance(error, TimeoutError) and limit.expired()
-        cause = f"no result within {configured.timeout_s} s" if late else f"{type(error).__name__}: {error}"
+        cause = f"no result within {configured.timeout_s} s" if late else explain(error)
         count(SCORES, configured.label, "failed")
-        return (_failure(configured, cause, item.answer_key),)
+        return (_failure(configured, cause, user_traceback(error), item.answer_key),)
 
 
 def _checked(configured: ConfiguredScorer, result: ScorerResult) -> tuple[Reward, ...]:
@@ -145,7 +146,8 @@ def _named(configured: ConfiguredScorer, reward: object) -> Reward:
     return dataclasses.replace(reward, name=reward.name or configured.name, scorer=configured.label)
 
 
-def _failure(configured: ConfiguredScorer, cause: str, key: AnswerKey | None) -> Reward:
+def _failure(configured: ConfiguredScorer, cause: str, traceback: str, key: AnswerKey | None) -> Reward:
+    """The first line of the evidence is the cause, the rest the traceback. Tracebacks have lines of code, but no values."""
     # Messages of exceptions quote what was being worked on, which may be the answer.
     for answer in key.answers if key else ():
         cause = cause.replace(answer, "[answer key]")
@@ -153,6 +155,6 @@ def _failure(configured: ConfiguredScorer, cause: str, key: AnswerKey | None) ->
         name=configured.name,
         value=0.0,
         scorer=configured.label,
-        evidence=cause[:CAUSE_CHARS_MAX],
+        evidence="\n".join([" ".join(cause.splitlines())[:CAUSE_CHARS_MAX], *([traceback] if traceback else [])]),
         outcome=Outcome.INFRA_FAILURE,
     )

@@ -6,23 +6,23 @@ A failure is attributed where it crosses a boundary (`boundary`), passes through
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollmesh.shared.errors import Code, MeshError
+from rollmesh.shared.user_code import explain, user_traceback
 from rollmesh.v1 import types_pb2
-
-TRACEBACK_CHARS_MAX = 4000
 
 
 class EpisodeFailed(Exception):
     """An infra failure that ends the episode; `where` is the boundary it came from, `cause` what came over it."""
 
-    def __init__(self, where: str, cause: BaseException) -> None:
+    def __init__(self, where: str, cause: BaseException, *, traceback: str = "") -> None:
+        """`traceback` is that of a user's code in another process; one of this process is read from `cause`."""
         super().__init__(f"{where}: {_text(cause)}")
         self.where = where
         self.cause = cause
+        self.traceback = traceback
 
 
 @contextmanager
@@ -44,11 +44,10 @@ def to_failure(err: EpisodeFailed) -> types_pb2.Failure:
             code=cause.code.value,
             reason=cause.reason,
             message=str(err),
-            metadata=cause.metadata,
+            metadata={**cause.metadata, **({"traceback": err.traceback} if err.traceback else {})},
             retry_after_s=cause.retry_after_s or 0.0,
         )
-    lines = "".join(traceback.format_exception(cause))
-    metadata = {"traceback": lines[-TRACEBACK_CHARS_MAX:]}  # the end says what and where
+    metadata = {"traceback": user_traceback(cause)}
     return types_pb2.Failure(code=Code.INTERNAL.value, reason=_reason(err.where), message=str(err), metadata=metadata)
 
 
@@ -57,4 +56,4 @@ def _reason(where: str) -> str:
 
 
 def _text(cause: BaseException) -> str:
-    return str(cause) if isinstance(cause, MeshError) else f"{type(cause).__name__}: {cause}"
+    return str(cause) if isinstance(cause, MeshError) else explain(cause)

@@ -39,6 +39,7 @@ def scored(samples: Sequence[Sample], rewards: Sequence[tuple[Reward, ...]]) -> 
     for sample_rewards in rewards:
         for reward in sample_rewards:
             if reward.outcome is Outcome.INFRA_FAILURE:
-                cause = ScorerFailed(reward.evidence or f"no value for {reward.name}", reward=reward.name)
-                raise EpisodeFailed(f"scorer {reward.scorer or reward.name}", cause)
+                said, _, traceback = reward.evidence.partition("\n")
+                cause = ScorerFailed(said or f"no value for {reward.name}", reward=reward.name)
+                raise EpisodeFailed(f"scorer {reward.scorer or reward.name}", cause, traceback=traceback)
     return tuple(replace(sample, rewards=given) for sample, given in zip(samples, rewards, strict=True))

@@ -27,7 +27,7 @@ from rollmesh.services.rollout.reporter import Reporter
 from rollmesh.services.rollout.time_limit import time_limit
 from rollmesh.shared.clients.patience import Backoff
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import Draining, MeshError
+from rollmesh.shared.errors import Draining, MeshError, UnknownNode
 from rollmesh.shared.telemetry import log_context, tracing
 from rollmesh.v1 import coordinator_pb2
 
@@ -117,7 +117,8 @@ class RolloutWorker:
                     return
                 if not worth_retrying(err):
                     raise
-                self._waiting_for = f"coordinator: {err}"
+                joining = err.reason == UnknownNode.reason
+                self._waiting_for = "the coordinator to accept the node" if joining else f"coordinator: {err}"
                 await backoff.pause()
                 continue
             self._waiting_for = answer.waiting_for

@@ -23,9 +23,12 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample) -> types_p
     """
     policy = sample.policy or DEFAULT_POLICY
     tokens: dict[tuple[int, int], int] = {}
-    num_tokens = 0
-    for segment in _path(episode, sample):
+    num_tokens = num_sampled = 0
+    shared = _indices_before(episode, sample)
+    for index, segment in _path(episode, sample):
         num_tokens += len(segment.token_ids) // _TOKEN_BYTES
+        if index not in shared and segment.source == types_pb2.SEGMENT_SOURCE_POLICY:
+            num_sampled += len(segment.token_ids) // _TOKEN_BYTES
         num_trainable = len(segment.loss_mask) - segment.loss_mask.count(0)
         if segment.source != types_pb2.SEGMENT_SOURCE_POLICY or not num_trainable:
             continue
@@ -45,6 +48,7 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample) -> types_p
         num_tokens=num_tokens,
         rewards=sample.rewards,
         trainable=sample.trainable,
+        num_sampled_tokens=num_sampled,
     )
 
 
@@ -65,13 +69,27 @@ def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> No
         ("trainable", meta.trainable, stamped.trainable),
         ("steps", _spans(meta), _spans(stamped)),
         ("num_tokens", meta.num_tokens, stamped.num_tokens),
+        ("num_sampled_tokens", meta.num_sampled_tokens, stamped.num_sampled_tokens),
     ):
         if reported != stored:
             raise _mismatch(meta.sample_id, f"`{name}` was reported as {reported}, the payload has {stored}")
 
 
-def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> Iterator[types_pb2.Segment]:
-    """Yield the segments from the leaf to the root."""
+def _indices_before(episode: types_pb2.Episode, sample: types_pb2.Sample) -> set[int]:
+    """Return the segments on the paths of the samples before `sample`. Paths that are not valid count as far as they go."""
+    found: set[int] = set()
+    for one in episode.samples:
+        if one.sample_id == sample.sample_id:
+            break
+        index = one.leaf
+        while 0 <= index < len(episode.segments) and index not in found:
+            found.add(index)
+            index = episode.segments[index].parent
+    return found
+
+
+def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> Iterator[tuple[int, types_pb2.Segment]]:
+    """Yield the segments with their indices, from the leaf to the root."""
     index, above = sample.leaf, len(episode.segments)
     while index != -1:
         if not 0 <= index < above:
@@ -81,7 +99,7 @@ def _path(episode: types_pb2.Episode, sample: types_pb2.Sample) -> Iterator[type
             raise _mismatch(sample.sample_id, f"segment {index} has {len(segment.token_ids)} bytes of token ids")
         if len(segment.loss_mask) not in (0, len(segment.token_ids) // _TOKEN_BYTES):
             raise _mismatch(sample.sample_id, f"the loss mask of segment {index} does not have one value per token")
-        yield segment
+        yield index, segment
         index, above = segment.parent, index
 
 

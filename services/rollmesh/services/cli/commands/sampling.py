@@ -130,6 +130,8 @@ def _rollout_words(summary: RolloutSummary) -> str:
     ]
     if summary.out:
         lines.append(f"written to    {summary.out}   (rollmesh score)")
+    if summary.failure:
+        lines.append(f"newest failure\n{summary.failure}")
     if summary.interrupted:
         lines.insert(0, "interrupted: what is above was finished, the rest is lost")
     return "\n".join(lines)

@@ -169,11 +169,12 @@ def _(fact: f.EpisodeScored, state: State) -> None:
             num_tokens=meta.num_tokens,
             rewards=meta.rewards,
             trainable=meta.trainable,
+            num_sampled_tokens=meta.num_sampled_tokens,
         )
         if group.purpose is Purpose.EVAL:
             _count_eval(state, group, meta.rewards)
         else:
-            state.the_clock.tokens_generated += meta.num_tokens
+            state.the_clock.tokens_generated += meta.num_sampled_tokens
     state.accounts_of(group.purpose).reserve(len(fact.samples) - 1)
     _close_eval_episode(state, group)
     _settle(state, group)

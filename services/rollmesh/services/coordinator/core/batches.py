@@ -140,6 +140,7 @@ def _leased_sample(group: GroupState, sample: SampleState, batch: BatchState) ->
         leaf=sample.leaf,
         steps=sample.steps,
         num_tokens=sample.num_tokens,
+        num_sampled_tokens=sample.num_sampled_tokens,
         rewards=sample.rewards,
         trainable=sample.trainable,
     )

@@ -104,6 +104,8 @@ class EpisodeReport:
     payload: PayloadRef = NO_PAYLOAD
     samples: tuple[SampleMeta, ...] = ()
     cause: str = ""
+    traceback: str = ""
+    """Of a user's agent or scorer that raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,6 +106,7 @@ class SampleMeta(Record, frozen=True, kw_only=True, omit_defaults=True):
     num_tokens: int = 0
     rewards: tuple[Reward, ...] = ()
     trainable: bool = True
+    num_sampled_tokens: int = 0
 
 
 class PayloadRef(Record, frozen=True, kw_only=True, omit_defaults=True):

@@ -229,26 +229,29 @@ def _record(turn: Turn, report: i.EpisodeReport) -> str:
     if episode.status is EpisodeStatus.ENDED:
         return "UNKNOWN_LEASE"
     turn.volatile.episode_deadlines.pop(episode.lease_id, None)
-    broken = _broken_reward(report)
+    broken, broken_at = _broken_reward(report)
     if report.outcome is i.EpisodeOutcome.COMPLETED and not broken:
         _complete(turn, group, episode, report)
     elif episode.status is EpisodeStatus.LEASED:
         counts = report.outcome is not i.EpisodeOutcome.CANCELLED
-        _return(turn, group, episode, counts=counts, cause=broken or report.cause)
+        cause, traceback = (broken, broken_at) if broken else (report.cause, report.traceback)
+        _return(turn, group, episode, counts=counts, cause=cause, traceback=traceback)
     return ""
 
 
-def _broken_reward(report: i.EpisodeReport) -> str:
-    """A scorer's failure is never a verdict: the whole try is an infra failure."""
+def _broken_reward(report: i.EpisodeReport) -> tuple[str, str]:
+    """Cause and traceback of a scorer's failure, which is never a verdict: the whole try is an infra failure."""
     for sample in report.samples:
         for reward in sample.rewards:
             if reward.outcome is RewardOutcome.INFRA_FAILURE:
-                return f"scorer {reward.scorer}: {reward.evidence}"
-    return ""
+                cause, _, traceback = reward.evidence.partition("\n")
+                return f"scorer {reward.scorer}: {cause}", traceback
+    return "", ""
 
 
 def _complete(turn: Turn, group: GroupState, episode: EpisodeState, report: i.EpisodeReport) -> None:
     """In an export, scored is finished: whoever streams samples waits for no group, and no finaliser filters them."""
+    turn.volatile.failed.end_row()
     if report.samples:
         turn.emit(
             f.EpisodeScored(group=group.group, episode=episode.episode, payload=report.payload, samples=report.samples)
@@ -262,11 +265,13 @@ def _complete(turn: Turn, group: GroupState, episode: EpisodeState, report: i.Ep
         )
 
 
-def _return(turn: Turn, group: GroupState, episode: EpisodeState, *, counts: bool, cause: str) -> None:
+def _return(
+    turn: Turn, group: GroupState, episode: EpisodeState, *, counts: bool, cause: str, traceback: str = ""
+) -> None:
     """Give an episode another try, or end it and quarantine its task when its tries are used up."""
     turn.volatile.episode_deadlines.pop(episode.lease_id, None)
     if counts:
-        turn.volatile.note_failure(cause)
+        turn.volatile.note_failure(cause, traceback)
     if counts and episode.failures + 1 >= turn.spec.tries_max:
         turn.emit(
             f.EpisodeEnded(
@@ -274,7 +279,7 @@ def _return(turn: Turn, group: GroupState, episode: EpisodeState, *, counts: boo
             )
         )
         draw, tries = group.draw, turn.spec.tries_max
-        turn.effect(DeadLetter(episode.episode, cause, group.task, group.group, group.purpose, draw, tries))
+        turn.effect(DeadLetter(episode.episode, cause, group.task, group.group, group.purpose, draw, tries, traceback))
     else:
         turn.emit(f.EpisodeReturned(group=group.group, episode=episode.episode, counts=counts, cause=cause))
 

@@ -70,6 +70,7 @@ class SampleState(msgspec.Struct, kw_only=True):
     num_tokens: int
     rewards: tuple[Reward, ...]
     trainable: bool
+    num_sampled_tokens: int = 0
     end: SampleEnd = SampleEnd.LIVE
     reason: str = ""
 

@@ -79,6 +79,7 @@ class DeadLetter:
     purpose: Purpose = Purpose.TRAIN
     draw: int = 0
     tries: int = 0
+    traceback: str = ""
 
 
 Effect = Reply | DrawTasks | FinalizeGroup | CancelEpisodes | DeadLetter
@@ -110,6 +111,31 @@ class Failing:
 
     num: int = 0
     last: str = ""
+
+
+@dataclass(slots=True)
+class FailedAttempts:
+    """Mirrors the message of the same name."""
+
+    num: int = 0
+    num_alike: int = 0
+    cause: str = ""
+    traceback: str = ""
+
+    def note(self, cause: str, traceback: str) -> None:
+        """Count a failed attempt."""
+        self.num += 1
+        self.num_alike = self.num_alike + 1 if _kind(cause) == _kind(self.cause) else 1
+        self.cause, self.traceback = cause, traceback
+
+    def end_row(self) -> None:
+        """An attempt came to its end."""
+        self.num_alike = 0
+
+
+def _kind(cause: str) -> list[str]:
+    """Where it failed and with what kind of error: "scorer correct: AttributeError: ..." without the rest."""
+    return cause.split(":")[:2]
 
 
 @dataclass(slots=True)
@@ -145,8 +171,12 @@ class Volatile:
     failing: dict[str, Failing] = field(default_factory=dict)
     """Failed tries since then by where they failed ("sandbox", "LEASE_EXPIRED"); at most `FAILING_MAX` places."""
 
-    def note_failure(self, cause: str) -> None:
+    failed: FailedAttempts = field(default_factory=FailedAttempts)
+    """All failed attempts of this coordinator's lifetime."""
+
+    def note_failure(self, cause: str, traceback: str = "") -> None:
         """Count a failed try."""
+        self.failed.note(cause, traceback)
         where = cause.partition(":")[0].partition(" ")[0]
         if where in self.failing or len(self.failing) < FAILING_MAX:
             failing = self.failing.setdefault(where, Failing())

@@ -1,0 +1,76 @@
+"""Why a run gets nowhere, in words: the newest failure of an episode, the samples that bring no update, and the end of hopeless runs.
+
+Read from GetRun and WatchRun alone (`RunState.failed_attempts`, `SampleCounts.reasons`), so every view shows the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollmesh.shared.errors import FailedPrecondition
+from rollmesh.v1 import run_pb2
+
+_HINTS = {
+    "filtered/ZERO_VARIANCE": "all answers to a task got the same reward",
+    "filtered/NO_SAMPLES": "the agent generated nothing",
+}
+_CAUSE_CHARS_MAX = 300
+
+
+class AllFailed(FailedPrecondition):
+    """The first samples of a session all failed with the same kind of error; the message has the traceback."""
+
+    reason = "ALL_FAILED"
+
+
+def failure_words(num_failed: int, cause: str) -> str:
+    """The newest failure in a line; empty if no attempt failed."""
+    if not num_failed:
+        return ""
+    line = " ".join(cause.split())
+    return f"{num_failed:,} attempts failed, the newest: {line[:_CAUSE_CHARS_MAX]}"
+
+
+def no_update_words(update: int, reasons: Mapping[str, int]) -> str:
+    """Why there is no update, by the samples that ended without one, by reason; empty if there are none."""
+    ended = {
+        reason: num for reason, num in reasons.items() if num > 0 and not reason.startswith(("trained", "exported"))
+    }
+    if not ended:
+        return ""
+    total = sum(ended.values())
+    since = f"since update {update}" if update else "yet"
+    if len(ended) == 1:
+        (reason,) = ended
+        return f"no update {since}: {total:,} samples ended, all {_reason(reason)}"
+    shown = sorted(ended.items(), key=lambda item: -item[1])
+    return f"no update {since}: {total:,} samples ended: " + ", ".join(
+        f"{num:,} {_reason(reason)}" for reason, num in shown
+    )
+
+
+def _reason(reason: str) -> str:
+    end, _, why = reason.partition("/")
+    words = why or end
+    return f"{words} ({_HINTS[reason]})" if reason in _HINTS else words
+
+
+def refuse_if_all_failed(
+    state: run_pb2.RunState, num_max: int, *, failed_before: int = 0, tokens_before: int = 0
+) -> None:
+    """Raises AllFailed once `num_max` samples have failed alike and none has been scored since the counts given; 0 never."""
+    failed = state.failed_attempts
+    num = state.samples.failed - failed_before
+    scored = any(policy.tokens_generated > tokens_before for policy in state.policies)
+    if not num_max or scored or min(num, failed.num_alike) < num_max:
+        return
+    raise AllFailed(
+        f"the first {num:,} samples all failed alike: {failure_text(failed)}\n"
+        "fix the cause; then continue with `rollmesh train` on the run's folder, and `rollmesh dead replay` tries the tasks again",
+        run=state.run,
+    )
+
+
+def failure_text(failed: run_pb2.FailedAttempts) -> str:
+    """The newest cause with its traceback."""
+    return f"{failed.cause}\n{failed.traceback}" if failed.traceback else failed.cause

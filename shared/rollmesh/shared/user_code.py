@@ -1,0 +1,31 @@
+"""What a user's agent or scorer raised, in words that help its author: the error with a hint, and the frames of the author's own code."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from types import TracebackType
+
+TRACEBACK_CHARS_MAX = 4000
+_OURS = "rollmesh.services."
+"""Modules that call a user's code."""
+
+
+def explain(error: BaseException) -> str:
+    """The error in a line, with what was probably meant."""
+    text = f"{type(error).__name__}: {error}"
+    owner = error.obj if isinstance(error, AttributeError) else None
+    if inspect.isfunction(owner) or inspect.ismethod(owner):
+        return f"{text} (`{owner.__name__}` is a method; call it: `{owner.__name__}()`)"
+    if inspect.iscoroutine(owner):
+        return f"{text} (`{owner.__name__}` is a coroutine; await it: `await ...{owner.__name__}(...)`)"
+    return text
+
+
+def user_traceback(error: BaseException) -> str:
+    """The frames from the user's code on, without the error's message; the last `TRACEBACK_CHARS_MAX` characters."""
+    begin: TracebackType | None = error.__traceback__
+    while begin is not None and begin.tb_frame.f_globals.get("__name__", "").startswith(_OURS):
+        begin = begin.tb_next
+    frames = "".join(traceback.format_tb(begin or error.__traceback__))
+    return frames[-TRACEBACK_CHARS_MAX:].rstrip("\n")
