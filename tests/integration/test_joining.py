@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from rollmesh.services.mesh.config import CountsConfig
 from rollmesh.services.mesh.joining import CONFIG_FILE, JoinOptions, open_joined
 from rollmesh.services.mesh.mesh import Mesh
 from rollmesh.services.rollout.tokenizer import load_tokenizer
@@ -87,6 +90,19 @@ async def test_what_cannot_join_is_told_why(
 ) -> None:
     with pytest.raises(error, match=message):
         await open_joined(options(mesh, kind, **fields))
+
+
+async def test_a_mesh_that_hosts_no_workers_trains_with_nodes_that_join(tmp_path: Path) -> None:
+    model = save_model_folder(tmp_path / "theirs")
+    config = mesh_config(model, updates_max=2, batch_groups=2, group_size=2)
+    config = msgspec.structs.replace(config, counts=CountsConfig(inference=0, rollout=0, sandbox=0))
+    async with AsyncExitStack() as stack, asyncio.timeout(JOIN_S):
+        mesh = await stack.enter_async_context(Mesh(config, run_dir=tmp_path / "run", base_dir=tmp_path))
+        for kind in ("inference", "sandbox", "rollout"):
+            place, name = await open_joined(options(mesh, kind))
+            node = Mesh(place.config, run_dir=place.run_dir, place=place, parts=[name])
+            await stack.enter_async_context(node)
+        await mesh.finished()
 
 
 async def test_a_wrong_token_is_refused(mesh: Mesh, tmp_path: Path) -> None:

@@ -104,6 +104,14 @@ def test_check_writes_out_the_defaults_in_force(tmp_path: Path, model: Path) -> 
     )
 
 
+def test_check_notes_the_kinds_of_nodes_that_have_to_join() -> None:
+    done = command("check", str(ROOT / "configs" / "demo.yaml"), "counts.inference=0", "counts.sandbox=0")
+    assert done.exit_code == 0, done.output
+    assert "counts.inference is 0: the run waits until one joins (rollmesh serve inference --join" in done.stderr
+    assert "counts.sandbox is 0, and tasks use the tool `calculator`: the run waits" in done.stderr
+    assert "counts.rollout" not in done.stderr
+
+
 def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> None:
     text = (
         f"model: {model}\nrun: {{updates_maks: 3, group_size: 0, eval_every: 0, seed: much}}\n"
@@ -194,7 +202,7 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
         ("run.name=my/run", r"`run.name`: name must be .* got 'my/run'"),
         ("run.success_reward=corect", r"`run.success_reward`: no scorer gives .*`corect`; known: correct"),
         ("run.eval_split=dev", r"`run.eval_split` must be one of train, validation, test; got 'dev'"),
-        ("counts.sandbox=0", r"`counts.sandbox`: 0, but tasks use the tool `calculator`; set it to 1"),
+        ("counts.sandbox=-1", r"`counts.sandbox`: sandbox must be >= 0, got -1"),
         ("data.source.tools=[abacus]", r"`data.source.tools`: there is no tool `abacus`; known: calculator, python"),
         ("data.selector.name=best", r"there is no selector `best`; known: uniform, thompson"),
         ("rollout.agent=mine.py:Agent", r"`mine.py:Agent`: there is no file .*mine.py"),

@@ -28,10 +28,15 @@ from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
 from rollmesh.shared.objects import load_object
 
 
-def load_checked(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration in a file, checked. Raises InvalidInput with every mistake of the file and of what it names."""
+def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = True) -> TrainConfig:
+    """The configuration in a file, checked. Raises InvalidInput with every mistake of the file and of what it names.
+
+    `learner`: whether a learner is going to run on this host, with the libraries that it needs.
+    """
     config, mistakes = read_train_config(path, overrides)
-    found = [*mistakes, *(find_mistakes(config, path.parent, known=mistakes) if config is not None else ())]
+    found = list(mistakes)
+    if config is not None:
+        found += find_mistakes(config, path.parent, known=mistakes, learner=learner)
     if config is None or found:
         raise all_in_one(found)
     return config
@@ -43,9 +48,11 @@ def check(config: TrainConfig, base_dir: Path) -> None:
         raise all_in_one(found)
 
 
-def find_mistakes(config: TrainConfig, base_dir: Path, known: Sequence[MeshError] = ()) -> list[MeshError]:
+def find_mistakes(
+    config: TrainConfig, base_dir: Path, known: Sequence[MeshError] = (), *, learner: bool = True
+) -> list[MeshError]:
     """Every mistake but those at keys of `known`, where the configuration holds a default in place of what was written."""
-    check = _Check(config, base_dir)
+    check = _Check(config, base_dir, learner=learner)
     check.all()
     keys = [key for mistake in known if (key := mistake.metadata.get("key"))]
     return [mistake for mistake in check.mistakes if not _is_below(mistake.metadata.get("key", ""), keys)]
@@ -58,20 +65,35 @@ def _is_below(key: str, keys: Sequence[str]) -> bool:
 def notes(config: TrainConfig, base_dir: Path) -> list[str]:
     """What is worth knowing about a configuration that can run, a line each."""
     run = config.run
+    found = [f"note: {line}" for line in _missing_nodes(config, build_pools(config.data, base_dir)[Split.TRAIN])]
     size = len(build_pools(config.data, base_dir)[Split(run.eval_split)])
     if run.eval_every and 0 < size < run.eval_tasks:
-        return [
+        found.append(
             f"note: run.eval_tasks is {run.eval_tasks}, but the {run.eval_split} split has {size} tasks; all {size} are used"
-        ]
-    return []
+        )
+    return found
+
+
+def _missing_nodes(config: TrainConfig, pool: TaskPool) -> Iterator[str]:
+    """Kinds of nodes that have to join from elsewhere."""
+    tools = pool.task(0).tools if len(pool) else ()
+    needed = {
+        "inference": "",
+        "rollout": "",
+        **({"sandbox": f", and tasks use the tool `{tools[0]}`"} if tools else {}),
+    }
+    for kind, why in needed.items():
+        if not getattr(config.counts, kind):
+            yield f"counts.{kind} is 0{why}: the run waits until one joins (rollmesh serve {kind} --join HOST:PORT)"
 
 
 class _Check:
     """One pass over a configuration."""
 
-    def __init__(self, config: TrainConfig, base_dir: Path) -> None:
+    def __init__(self, config: TrainConfig, base_dir: Path, *, learner: bool) -> None:
         self._config = config
         self._base_dir = base_dir
+        self._learner = learner
         self.mistakes: list[MeshError] = []
 
     @contextmanager
@@ -98,6 +120,12 @@ class _Check:
         self._rewards(has_tasks=bool(pools))
         with self._collected("rollout.agent"):
             load_agent(config.rollout.agent, config.rollout.agent_options, base_dir)
+        if self._learner or config.counts.inference:
+            self._learning(pools)
+
+    def _learning(self, pools: dict[Split, TaskPool]) -> None:
+        """What needs torch here: engine, learner and model."""
+        config, base_dir = self._config, self._base_dir
         engine = None
         with self._collected():
             engine = self._engine()
@@ -128,12 +156,6 @@ class _Check:
         for name in names:
             with self._collected():
                 _check_tool(config, name)
-        if names and not config.counts.sandbox:
-            self.mistakes.append(
-                ConfigError(
-                    f"`counts.sandbox`: 0, but tasks use the tool `{names[0]}`; set it to 1", key="counts.sandbox"
-                )
-            )
 
     def _rewards(self, *, has_tasks: bool) -> None:
         config, before = self._config, len(self.mistakes)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from rollmesh.services.cli.check import load_checked
+from rollmesh.services.cli.check import load_checked, notes
 from rollmesh.services.cli.config import TrainConfig
 from rollmesh.services.cli.fleet_client import FleetClient, MeshStatus
 from rollmesh.services.cli.interrupts import Interrupts, Stopped
@@ -37,8 +37,10 @@ Say = Callable[[str], None]
 
 def up(path: Path, overrides: Sequence[str], *, command: list[str], out: Path | None, say: Say) -> None:
     """Runs a mesh without a run until it is told to stop. Raises MeshError."""
-    config, base_dir = load_checked(path, overrides), path.parent.resolve()
+    config, base_dir = load_checked(path, overrides, learner=False), path.parent.resolve()
     folder = new_folder(config, origin_now(command, base_dir), out)
+    for line in notes(config, base_dir):
+        say(line)
     with folder.log.open("a", encoding="utf-8") as log:
         set_up_logging(stream=log)
         try:

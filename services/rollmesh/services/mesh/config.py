@@ -114,21 +114,19 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class CountsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many nodes of each kind."""
+    """How many nodes of each kind this host starts. With 0 they join from elsewhere: `rollmesh serve KIND --join HOST:PORT`."""
 
     inference: int = 1
     """Inference nodes."""
     rollout: int = 1
     """Rollout workers."""
     sandbox: int = 1
-    """Sandbox nodes; 0 if no agent uses tools."""
+    """Sandbox nodes."""
 
     def __post_init__(self) -> None:
-        for name in ("inference", "rollout"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.sandbox < 0:
-            raise ValueError(f"sandbox must be >= 0, got {self.sandbox}")
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
 
 class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
