@@ -65,6 +65,8 @@ STREAMS = (
     right("open(0)", "print(sum(map(int, open(0).read().split())))"),
     right("lines of open(0)", "for line in open(0): print(sum(map(int, line.split())))", stdin="3 4\n1 1\n", stdout="7\n2\n"),
     right("os.read", "import os\nprint(sum(map(int, os.read(0, 1 << 16).split())))"),
+    right("/dev/stdin", "print(sum(map(int, open('/dev/stdin').read().split())))"),
+    right("/dev/stdin after a part was read", "import sys\nsys.stdin.readline()\nprint(sum(map(int, open('/dev/stdin').readline().split())))", stdin="3 4\n5 6\n"),
     right("size of descriptor 0", "import io, os\ndata = io.BytesIO(os.read(0, os.fstat(0).st_size))\nprint(sum(map(int, data.readline().split())))"),
     right("mmap of descriptor 0", "import mmap\nprint(sum(map(int, mmap.mmap(0, 0, prot=mmap.PROT_READ).read().split())))"),
     right("stdin read twice by seek", "import sys\nfirst = sys.stdin.read()\nsys.stdin.seek(0)\nassert sys.stdin.read() == first\nprint(sum(map(int, first.split())))"),

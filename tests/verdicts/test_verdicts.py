@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.sandbox_runtime.languages.registry import present
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.oracle.compare import compare_text
@@ -24,6 +25,7 @@ from rollmesh.shared.ids import RandomIds
 
 from .case import Case, require_different_names
 from .functions import FUNCTIONS
+from .languages import LANGUAGES
 from .programs_right import RIGHT
 from .programs_wrong import WRONG
 from .units_right import RIGHT as UNITS_RIGHT
@@ -70,6 +72,14 @@ async def test_functions_and_ways_to_compare(judge: Judge) -> None:
 
 async def test_hidden_unit_tests(judge: Judge) -> None:
     assert await misjudged(judge, UNITS) == {}
+
+
+@pytest.mark.slow
+async def test_other_languages(judge: Judge) -> None:
+    here = [case for case in LANGUAGES if case.manifest["language"] in present()]
+    if not here:
+        pytest.skip("this host has none of the compilers")
+    assert await misjudged(judge, tuple(here)) == {}
 
 
 @pytest.mark.slow

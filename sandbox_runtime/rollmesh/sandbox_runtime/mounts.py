@@ -28,6 +28,8 @@ _ATTR_NOSUID = 0x2
 
 PRIVATE_DIR = "/session"
 """The session's working, home and temporary directory."""
+STDIN_NAME = ".stdin"
+"""File in the private directory that /dev/stdin names: without /proc the descriptor has no name."""
 
 _TERMINALS = "/dev/pts"
 PTMX = _TERMINALS + "/ptmx"
@@ -80,6 +82,7 @@ def _fill(read_only: Iterable[str]) -> None:
     os.mkdir(PRIVATE_DIR)
     os.mkdir(_TERMINALS)
     os.symlink("pts/ptmx", "/dev/ptmx")
+    os.symlink(f"{PRIVATE_DIR}/{STDIN_NAME}", "/dev/stdin")
     for name in ("/tmp", "/dev/shm"):
         if not os.path.lexists(name):  # a library path below /tmp makes that a plain read-only directory
             os.symlink(PRIVATE_DIR, name)

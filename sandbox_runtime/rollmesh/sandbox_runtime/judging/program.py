@@ -22,6 +22,7 @@ import sys
 from types import ModuleType
 from typing import NoReturn
 
+from rollmesh.sandbox_runtime.stdin_file import stdin_file
 from rollmesh.sandbox_runtime.surroundings import is_alone, private_dir
 
 _DESCRIPTORS_MAX = 1024
@@ -29,13 +30,14 @@ _DESCRIPTORS_MAX = 1024
 
 def run_program(path: str, stdin: str, cpu_s: str) -> str:
     """Run it with `cpu_s` CPU seconds, a number as text. JSON of `{"status": N}`: the exit status, or minus the signal that ended it."""
-    child = os.fork()
-    if child == 0:
-        _be_program(os.path.join(private_dir(), path), stdin, float(cpu_s))
-    try:
-        _, status = os.waitpid(child, 0)
-    finally:
-        _end_all(child)
+    with stdin_file(stdin.encode()) as source:
+        child = os.fork()
+        if child == 0:
+            _be_program(os.path.join(private_dir(), path), source, float(cpu_s))
+        try:
+            _, status = os.waitpid(child, 0)
+        finally:
+            _end_all(child)
     return json.dumps({"status": os.waitstatus_to_exitcode(status)})
 
 
@@ -50,26 +52,22 @@ def _end_all(child: int) -> None:
             os.waitpid(-1 if everybody else -child, 0)
 
 
-def _be_program(path: str, stdin: str, cpu_s: float) -> NoReturn:
+def _be_program(path: str, source: int, cpu_s: float) -> NoReturn:
     try:
         os.setsid()
-        _arrange(stdin, cpu_s)
+        _arrange(source, cpu_s)
         _execute(path)
     finally:
         os._exit(1)
 
 
-def _arrange(stdin: str, cpu_s: float) -> None:
+def _arrange(source: int, cpu_s: float) -> None:
     """Give the program its own standard streams, the usual signals, and its share of CPU."""
     for number in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     wanted = math.ceil(cpu_s)
     resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard < 0 else min(wanted, hard), hard))
-    source = os.open(private_dir(), os.O_TMPFILE | os.O_RDWR, 0o600)
-    with open(source, "w", closefd=False, encoding="utf-8") as file:
-        file.write(stdin)
-    os.lseek(source, 0, os.SEEK_SET)
     os.dup2(source, 0)
     os.closerange(3, _DESCRIPTORS_MAX)
     _set_stream("stdin", 0, "r")

@@ -6,7 +6,6 @@ group; one that has left the group lives on until the session ends.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import select
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rollmesh.sandbox_runtime.languages import port
 from rollmesh.sandbox_runtime.output import Capture
+from rollmesh.sandbox_runtime.stdin_file import stdin_file
 
 if TYPE_CHECKING:
     import subprocess
@@ -61,16 +61,21 @@ def run_child(
     """Execute and wait, at most `wall_s`. `prepare` runs in the child before the program. Raises OSError if it can't start."""
     import subprocess  # not by the zygote: it brings `threading`, whose work after a fork every session would pay for
 
-    process = subprocess.Popen(
-        argv,
-        cwd=cwd,
-        stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-        preexec_fn=prepare,  # noqa: PLW1509 - the session is single-threaded unless its own code made it otherwise
-    )
-    pipes = _Pipes(process, streams, stdin)
+    with stdin_file(stdin) as source:
+        process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            stdin=source,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=prepare,  # noqa: PLW1509 - the session is single-threaded unless its own code made it otherwise
+        )
+        return _wait(process, streams, wall_s)
+
+
+def _wait(process: subprocess.Popen[bytes], streams: Streams, wall_s: float) -> Ended:
+    pipes = _Pipes(process, streams)
     try:
         stopped = pipes.serve(time.monotonic() + wall_s)
     finally:
@@ -102,25 +107,20 @@ def full_address_space() -> None:
 
 
 class _Pipes:
-    """The three pipes of a child, never waited on one by one."""
+    """Both pipes of a child, never waited on one by one."""
 
-    def __init__(self, process: subprocess.Popen[bytes], streams: Streams, stdin: bytes) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], streams: Streams) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
-        self._files = [file for file in (process.stdin, process.stdout, process.stderr) if file is not None]
+        self._files = [process.stdout, process.stderr]
         self._captures = {process.stdout.fileno(): streams.stdout, process.stderr.fileno(): streams.stderr}
         self._streams = streams
-        self._stdin_fd = process.stdin.fileno() if process.stdin is not None else -1
-        self._unsent = memoryview(stdin)
         self._pidfd = os.pidfd_open(process.pid)
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
         for fd in self._captures:
             os.set_blocking(fd, False)
             self._poll.register(fd, select.POLLIN)
-        if self._stdin_fd >= 0:
-            os.set_blocking(self._stdin_fd, False)
-            self._poll.register(self._stdin_fd, select.POLLOUT)
 
     def serve(self, deadline_s: float) -> str:
         """Until the child has ended; the limit that was reached before, or empty."""
@@ -131,7 +131,8 @@ class _Pipes:
             for fd, _ in self._poll.poll(left_s * 1000 + 1):
                 if fd == self._pidfd:
                     return ""
-                self._handle(fd)
+                if not self._read(fd):
+                    self._poll.unregister(fd)
             if self._streams.flooded:
                 return port.OUTPUT
 
@@ -145,14 +146,7 @@ class _Pipes:
     def close(self) -> None:
         os.close(self._pidfd)
         for file in self._files:
-            with contextlib.suppress(OSError):  # its reader went away
-                file.close()
-
-    def _handle(self, fd: int) -> None:
-        if fd == self._stdin_fd:
-            self._feed()
-        elif not self._read(fd):
-            self._poll.unregister(fd)
+            file.close()
 
     def _read(self, fd: int) -> bool:
         """Take one piece; False when there is none."""
@@ -162,16 +156,3 @@ class _Pipes:
             return False
         self._captures[fd].feed(data)
         return bool(data)
-
-    def _feed(self) -> None:
-        try:
-            self._unsent = self._unsent[os.write(self._stdin_fd, self._unsent[:_PIECE_BYTES]) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self._unsent = self._unsent[:0]
-        if not self._unsent:
-            self._poll.unregister(self._stdin_fd)
-            file = self._files.pop(0)
-            self._stdin_fd = -1
-            file.close()
