@@ -12,6 +12,7 @@ import pytest
 
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.shared.errors import BrokenOracle, InvalidInput, Overloaded, UnknownOracle, UnknownProfile
+from rollmesh.shared.jsonl import RecordError
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import sandbox_pb2 as pb
 
@@ -87,11 +88,24 @@ async def test_requests_that_cannot_be_judged_are_errors(tmp_path: Path) -> None
             with pytest.raises(InvalidInput, match=rf"`limits.{name}`: must be finite and >= 0, got") as caught:
                 await judged(stub, ADD, limits=limits)
             assert caught.value.violations[0].field == f"limits.{name}"
+        long = {"kind": "stdio", "tests": [{"stdout": "x" * 70_000}]}
+        with pytest.raises(InvalidInput, match=r"tests\[0\].stdout: must be shorter than `output_bytes` \(65536\)"):
+            await judged(stub, long)
+        with pytest.raises(InvalidInput, match=r"`output_bytes` \(2\)"):
+            await judged(stub, ADD, limits=pb.SandboxLimits(output_bytes=2))
         with pytest.raises(UnknownProfile):
             await judged(stub, {**ADD, "profile": "cobol"})
         with pytest.raises(BrokenOracle, match="SyntaxError"):
             await judged(stub, {**ADD, "compare": "checker", "checker": {"source": "def check("}})
         assert core.sessions.counts().live == 0
+
+
+async def test_a_store_with_more_expected_output_than_is_kept_does_not_open(tmp_path: Path) -> None:
+    (tmp_path / "oracles").mkdir()
+    (tmp_path / "oracles" / "long.json").write_text(json.dumps({"kind": "stdio", "tests": [{"stdout": "x" * 70_000}]}))
+    with pytest.raises(RecordError, match=r'long.json:1: field "tests\[0\].stdout": must be shorter'):
+        async with serving(tmp_path / "state", oracles=str(tmp_path / "oracles")):
+            pass
 
 
 async def test_node_without_a_free_place_gives_no_verdict(tmp_path: Path) -> None:

@@ -94,6 +94,19 @@ async def test_session_keeps_state_over_a_stream(tmp_path: Path) -> None:
         assert (await client.ask("s", close=pb.CloseSession())).WhichOneof("answer") == "closed"
 
 
+async def test_exit_ends_the_code_of_a_call_and_not_the_session(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, stub, _):
+        client = Client(stub)
+        await client.open()
+        for code in ("exit()", "quit(3)", "(lambda: exit('text'))()"):
+            result = await client.run(f"x = 1\n{code}\nx = 2")
+            assert (result.error.partition(":")[0], result.session_alive) == ("SystemExit", True)
+            assert (await client.run("x, open(0).read()")).result == "(1, '')"
+        down = "def down(n): return 0 if n == 0 else 1 + down(n - 1)\n"
+        assert (await client.run(f"{down}down(985)")).result == "985"
+        client.cancel()
+
+
 async def test_commands_of_a_session_keep_their_order_and_sessions_do_not_wait_for_each_other(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, stub, _):
         client = Client(stub)

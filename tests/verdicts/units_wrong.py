@@ -14,6 +14,7 @@ WRONG = (
     unit("a length of a generator", "WA", "assert len(solution.f()) == 3", GENERATOR),
     unit("a generator that raises", "RE", "list(solution.f())", "def f():\n    yield 1\n    raise KeyError('k')", message="KeyError"),
     unit("a generator that does not end", "RE", "list(solution.f())", "def f():\n    while True: yield 1", message="more than 100 times", questions_max=100),
+    unit("many slow calls", "TLE", "for _ in range(20): solution.f()", "import time\ndef f(): time.sleep(0.1)", message="in all", limits={"wall_s": 0.5}),
     unit("a function that is missing", "RE", "assert solution.f() == 1", "def g(): return 1", message="no attribute 'f'"),
     unit("an import that is missing", "RE", "from solution import f\nassert f() == 1", "def g(): return 1", message="cannot import name 'f'"),
     unit("another exception", "RE", "import unittest\nwith unittest.TestCase().assertRaises(ValueError): solution.f()", "def f(): raise KeyError('k')", message="KeyError"),

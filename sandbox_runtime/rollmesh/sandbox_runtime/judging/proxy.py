@@ -199,10 +199,12 @@ class Object(Handle):
         return contents if isinstance(contents, int) else len(contents)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(_contents(self))
+        items: Iterator[Any] = iter(_contents(self))
+        return items
 
     def __reversed__(self) -> Iterator[Any]:
-        return reversed(_contents(self))
+        items: Iterator[Any] = reversed(_contents(self))
+        return items
 
     def __getitem__(self, key: Any) -> Any:
         return _contents(self)[key]

@@ -280,17 +280,19 @@ def name_of(test: Named, index: int) -> str:
 def require_room(manifest: Manifest, output_bytes: int) -> None:
     """ManifestError if an expected output is longer than what is kept of a candidate's, which therefore could never pass. One byte is
     left for the end of the last line."""
-    if isinstance(manifest, StdioManifest | FunctionManifest) and manifest.checker is None:
-        for number, test in enumerate(manifest.tests):
-            field, text = (
-                ("stdout", test.stdout) if isinstance(test, StdioTest) else ("expected", json.dumps(test.expected))
+    if not isinstance(manifest, StdioManifest | FunctionManifest) or manifest.checker is not None:
+        return
+    tests: tuple[StdioTest | FunctionTest, ...] = manifest.tests
+    for number, test in enumerate(tests):
+        field, text = (
+            ("stdout", test.stdout) if isinstance(test, StdioTest) else ("expected", json.dumps(test.expected))
+        )
+        if (length := len(text.encode("utf-8", "replace"))) >= output_bytes:
+            raise ManifestError(
+                f"must be shorter than `output_bytes` ({output_bytes}), got {length} bytes; "
+                f"raise `output_bytes` in the limits of the manifest and of profile {manifest.profile!r}",
+                f"tests[{number}].{field}",
             )
-            if (length := len(text.encode("utf-8", "replace"))) >= output_bytes:
-                raise ManifestError(
-                    f"must be shorter than `output_bytes` ({output_bytes}), got {length} bytes; "
-                    f"raise `output_bytes` in the limits of the manifest and of profile {manifest.profile!r}",
-                    f"tests[{number}].{field}",
-                )
 
 
 def check_comparing(how: str, tolerance: float, checker: Checker | None) -> None:
