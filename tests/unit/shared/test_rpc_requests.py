@@ -174,6 +174,25 @@ async def test_a_refused_request_is_freed_without_a_garbage_collection(method: s
             gc.enable()
 
 
+@pytest.mark.parametrize(
+    ("method", "token"),
+    [(f"{RUN}GetRun", "token"), (f"{RUN}WatchRun", "token"), (f"{RUN}SubmitTasks", "token"), (f"{RUN}GetRun", "wrong")],
+)
+async def test_refused_calls_do_not_count_against_their_connection(method: str, token: str) -> None:
+    """However long ago the last garbage collection was."""
+    async with RpcServer(ServerConfig(stop_s=0.0, connection_rpcs_max=8), access=ACCESS) as server:
+        server.add(add_runs, Runs())
+        await server.start()
+        async with open_channel(server.address, access=Access(token)) as channel:
+            gc.disable()
+            try:
+                for _ in range(20):
+                    with pytest.raises((errors.UnknownRun, errors.Unimplemented, errors.Unauthenticated)):
+                        await send(channel, method, b"", streams=False)
+            finally:
+                gc.enable()
+
+
 def test_an_error_keeps_a_bounded_part_of_what_it_quotes() -> None:
     large = "x" * 1_000_000
     error = errors.InvalidInput(large, violations=[errors.FieldViolation("f", large)], name=large)

@@ -7,6 +7,7 @@ Errors that gRPC itself raises (no ErrorInfo) become the class of their code.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -96,8 +97,33 @@ def typed_errors() -> Iterator[None]:
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], err: MeshError) -> NoReturn:
     """Ends the call on the server with `err`'s status and details."""
     status: Any = rpc_status.to_status(to_status(err))
-    await context.abort(status.code, status.details, status.trailing_metadata)
+    try:
+        await context.abort(status.code, status.details, status.trailing_metadata)
+    except grpc.aio.AbortError as aborted:
+        drop_tracebacks_later(aborted)
+        raise
     raise AssertionError("abort returned")  # for mypy: it never does
+
+
+def drop_tracebacks_later(aborted: BaseException) -> None:
+    """Drop the tracebacks of the error that ends this call, and of those it followed from, when the task of the call has ended.
+
+    An error refers to the frames that it passed, these to the request and the call, and the call to the error that aborted it. Until the
+    next garbage collection this cycle would keep a request of any size, and the call would count against the connection's limit.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    task.add_done_callback(lambda _: _drop_tracebacks(aborted))
+
+
+def _drop_tracebacks(error: BaseException | None) -> None:
+    pending, seen = [error], set[int]()
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            pending += [one.__cause__, one.__context__]
 
 
 def _build(
