@@ -101,7 +101,7 @@ async def test_exit_ends_the_code_of_a_call_and_not_the_session(tmp_path: Path) 
         for code in ("exit()", "quit(3)", "(lambda: exit('text'))()"):
             result = await client.run(f"x = 1\n{code}\nx = 2")
             assert (result.error.partition(":")[0], result.session_alive) == ("SystemExit", True)
-            assert (await client.run("x, open(0).read()")).result == "(1, '')"
+            assert (await client.run("import sys; x, sys.stdin.read()")).result == "(1, '')"
         down = "def down(n): return 0 if n == 0 else 1 + down(n - 1)\n"
         assert (await client.run(f"{down}down(985)")).result == "985"
         client.cancel()
