@@ -110,7 +110,7 @@ try:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     if (out / "checkpoint.pt").exists():
-        weights, moments, update, digest = torch.load(out / "checkpoint.pt")
+        weights, moments, update, digest, _ = torch.load(out / "checkpoint.pt")
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
     ask("CreateRun", spec=spec)
@@ -126,11 +126,12 @@ try:
         drop = {"disposition": "SAMPLE_DISPOSITION_DROPPED", "reason": "NOT_TRAINABLE"}
         left_out = [{"sample_id": s.meta.sample_id, **drop} for s in lease.samples if s.meta.sample_id not in samples]
         batch = {"lease_ids": [lease.lease_id], "samples": left_out, "outcome": learn(list(samples.values()))}
-        digest, update = ask("CommitUpdate", **mine, **batch, update=update + 1).digest, update + 1
+        committed, update = ask("CommitUpdate", **mine, **batch, update=update + 1), update + 1
+        digest, head = committed.digest, f"{committed.ledger_position}:{committed.ledger_hash}"  # rollmesh audit --head
         done.set()
         if update % CHECKPOINT_EVERY == 0 or update == spec.updates_max:
             with (out / "partial").open("wb") as file:
-                torch.save((model.state_dict(), optimizer.state_dict(), update, digest), file)
+                torch.save((model.state_dict(), optimizer.state_dict(), update, digest, head), file)
                 os.fsync(file.fileno())
             (out / "partial").rename(out / "checkpoint.pt")
             ask("ReportCheckpoint", **mine, update=update, digest=digest)

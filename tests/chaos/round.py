@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.services.cli.config import TrainConfig
-from rollmesh.services.coordinator.audit import AuditReport
 from rollmesh.services.coordinator.audit_checkpoint import find_list
+from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.process_launch import bound_to_parent
 from rollmesh.trainer.trained_log import read_trained

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.services.coordinator.audit import AuditReport, audit_run
+from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_checkpoint import find_list
+from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.trainer.trained_log import TrainedUpdate, read_trained

@@ -370,3 +370,34 @@ async def test_cancelled_appends_leave_room_for_others(server: EmbeddedServer) -
     await server.start()
     assert await log.append(b"x", msg_id="after") >= 1
     await bus.close()
+
+
+@pytest.mark.parametrize("deleted", [{4}, {1}, {2, 3, 4}, {1, 2, 3, 4}], ids=str)
+async def test_a_range_of_a_damaged_stream_ends_with_the_records_that_are_left(
+    jetstream: JetStreamBus, deleted: set[int]
+) -> None:
+    js = jetstream._link.js
+    await js.add_stream(name="D", subjects=["D"], allow_direct=True)  # streams of this bus refuse to delete a record
+    log = await jetstream.open("D")
+    for number in range(4):
+        await log.append(b"x", msg_id=f"m{number}")
+    for seq in deleted:
+        await js.delete_msg("D", seq)
+    async with asyncio.timeout(20):
+        assert [record.seq async for record in log.read_range()] == sorted({1, 2, 3, 4} - deleted)
+    assert (await log.info()).last_seq == 4
+
+
+async def test_a_range_that_gets_no_record_fails_at_its_deadline(server: EmbeddedServer) -> None:
+    bus = await JetStreamBus.connect(server.url, login=LOGIN, config=JetStreamConfig(deadline_s=0.5))
+    log = await filled(bus, 2)
+
+    class Silent:
+        async def follow(self, from_seq: int) -> AsyncIterator[Record]:
+            yield await log.read(1)
+            await asyncio.Event().wait()
+
+    log._reader = Silent  # type: ignore[attr-defined]
+    with pytest.raises(BusUnavailable, match=r"S gave no record after 1 for 0.5 s, though it holds record 2"):
+        [record async for record in log.read_range()]
+    await bus.close()

@@ -11,6 +11,7 @@ import pytest
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.trajectory import (
     GroupContext,
     MemberOutcome,
@@ -29,6 +30,7 @@ from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.trainer.tokenizer import build_tokenizer
 from rollmesh.trainer.trained_log import read_trained
 
+HEAD = LedgerHead(position=7, hash="ab" * 32)
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
 MakeConfig = Callable[[str], LearnerConfig]
 
@@ -115,9 +117,7 @@ def train(restored: Restored, updates: int) -> StepResult | None:
 
 
 def save(restored: Restored, *, incarnation: int = 0, snapshot: bytes = b"") -> Path:
-    position = Position(
-        update=restored.engine.step, incarnation=incarnation, digest=restored.log.digest, ledger_position=7
-    )
+    position = Position(update=restored.engine.step, incarnation=incarnation, digest=restored.log.digest, head=HEAD)
     return restored.engine.save(restored.log, position, data_snapshot=snapshot)
 
 
@@ -170,7 +170,7 @@ def test_a_checkpoint_tells_its_position_its_list_and_the_data_snapshot(make_con
     train(restored, 3)
     folder = save(restored, incarnation=2, snapshot=b"\x00pool")
     position = opened(make_config("a")).position
-    assert position == Position(update=3, incarnation=2, digest=restored.log.digest, ledger_position=7)
+    assert position == Position(update=3, incarnation=2, digest=restored.log.digest, head=HEAD)
     assert [line.update for line in read_trained(folder / "trained.jsonl")] == [1, 2, 3]
     assert (folder / "data_snapshot.bin").read_bytes() == b"\x00pool"
 

@@ -355,7 +355,9 @@ async def _join_all(parts: MeshParts) -> None:
         Membership(parts.address, access=ACCESS, handler=PassiveHandler(worker), config=JOIN),
     ):
         await parts.stack.enter_async_context(node)
-    gateway = GatewayNode(GatewayConfig(server=stop), node_id="gateway-0", bus=parts.bus, **common)
+    gateway = GatewayNode(
+        GatewayConfig(server=stop), node_id="gateway-0", folder=parts.folder / "gateway-0", bus=parts.bus, **common
+    )
     parts.gateway = await parts.stack.enter_async_context(gateway)
     channels = ChannelConfig(wait_for_ready=True)
     outer = await parts.stack.enter_async_context(open_channel(gateway.address, access=ACCESS, config=channels))

@@ -10,12 +10,13 @@ import pytest
 
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
+from rollmesh.services.coordinator.fact_codec import decode_record
 from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import UnknownRun
 from rollmesh.trainer.trained_log import TrainedLog
 from rollmesh.v1 import run_pb2
+from tests.tamper.ledger_copy import read_raw, rechained, store, with_facts
 
 from .coordinator_mesh import DATA, DEPOT, REWARD, ROLLOUT, MeshParts, coordinator_mesh
 
@@ -123,22 +124,19 @@ async def test_a_doctored_ledger_on_the_bus_does_not_pass(mesh: MeshParts) -> No
     await update(mesh, 1, log)
     await mesh.publish(1)
     await update(mesh, 2, log)
-    forged = MemoryBus()
-    copy = await forged.create(run_streams("r").ledger)
-    original = await mesh.bus.open(run_streams("r").ledger.name)
+    records = await read_raw(await mesh.bus.open(run_streams("r").ledger.name))
     stolen = ""
-    async for record in original.read_range():
-        record_id, time_unix_s, facts = decode_record(record.payload)
+    for number, raw in enumerate(records):
         changed = []
-        for fact in facts:
+        for fact in decode_record(raw.payload).facts:
             if isinstance(fact, f.UpdateCommitted) and fact.update == 2:
                 fact = msgspec.structs.replace(fact, used=(*fact.used[1:], stolen))
             elif isinstance(fact, f.UpdateCommitted):
                 stolen = fact.used[0]
             changed.append(fact)
-        await copy.append(encode_record(record_id, time_unix_s, changed), msg_id=record_id)
+        records[number] = with_facts(raw, changed)
     assert (await audit_run(mesh.bus, "r")).holds
-    report = await audit_run(forged, "r")
+    report = await audit_run(await store(rechained(records)), "r")
     assert {"once", "digest"} <= {finding.check for finding in report.findings}
     assert any(stolen in finding.message for finding in report.findings if finding.check == "once")
 

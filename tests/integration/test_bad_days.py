@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from rollmesh.services.cli.__main__ import app
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import RunSpec
-from rollmesh.services.coordinator.fact_codec import encode_record
-from rollmesh.services.coordinator.ledger import CHECKSUM, checksum
 from rollmesh.services.coordinator.recovery import recover
 from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.services.learner.compute import ComputeThread
@@ -36,11 +35,11 @@ from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import DataLoss, DiskFull, MeshError, PayloadTooLarge, WeightsRejected
-from rollmesh.shared.ids import SeededIds
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.trajectory import FloatArray, IntArray
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import run_pb2, run_pb2_grpc
+from tests.tamper.ledger_copy import made, store
 
 from .test_cli import CONFIG, mine  # noqa: F401  (a fixture)
 from .test_mesh import Operator, config, model, policy  # noqa: F401  (a fixture)
@@ -156,17 +155,16 @@ async def test_nan_weights_that_are_published_never_become_active_and_the_learne
 @pytest.mark.parametrize("damaged", [2, 4])
 async def test_a_flipped_bit_in_the_ledger_is_named_by_stream_and_sequence(tmp_path: Path, damaged: int) -> None:
     """Even where the damaged bytes would decode to another, wrong decision."""
-    bus = MemoryBus()
-    log = await bus.create(run_streams("r").ledger)
-    ids = SeededIds(1)
     whole: list[f.Fact] = [
         f.RunCreated(spec=RunSpec(run="r")),
         *(f.GroupReserved(group=f"g{n}", draw=n) for n in range(4)),
     ]
-    for number, fact in enumerate(whole, start=1):
-        payload = encode_record(ids.new("d"), 0.0, [fact])
-        stored = payload[:-1] + bytes([payload[-1] ^ 1]) if number == damaged else payload
-        await log.append(stored, msg_id=f"d{number}", headers={CHECKSUM: checksum(payload)})
+    records = made([fact] for fact in whole)
+    flipped = bytearray(records[damaged - 1].payload)
+    flipped[-1] ^= 1
+    records[damaged - 1] = replace(records[damaged - 1], payload=bytes(flipped))
+    bus = await store(records)
+    log = await bus.open(run_streams("r").ledger.name)
     with pytest.raises(DataLoss, match=f"RM_r_LEDGER: record {damaged} is damaged"):
         await recover(log, SnapshotStore(tmp_path))
     report = await audit_run(bus, "r")

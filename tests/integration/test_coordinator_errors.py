@@ -238,7 +238,7 @@ async def committing_what_is_too_old(mesh: MeshParts) -> None:
     batch = await mesh.lease(1)
     assert mesh.node is not None
 
-    def age(core: Any, _: int) -> None:
+    def age(core: Any, _: object) -> None:
         for group in core.state.groups.values():
             for sample in group.samples.values():
                 sample.steps = (StepSpan(step=-5, num_tokens=1),)

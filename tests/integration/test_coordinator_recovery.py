@@ -22,6 +22,7 @@ from rollmesh.shared.errors import (
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import run_pb2, run_pb2_grpc
+from tests.tamper.ledger_copy import RawRecord, sealed
 
 from .coordinator_mesh import ACCESS, CONFIG, DEPOT, ROLLOUT, MeshParts, coordinator_mesh, eventually
 
@@ -96,7 +97,8 @@ async def test_a_snapshot_that_cannot_be_used_is_passed_by(
             position = int(path.stem)
             path.rename(path.with_stem(f"{position + 10_000:020d}"))
             snapshot = SnapshotStore(folder).load()[0]
-            foreign = msgspec.structs.replace(snapshot, record_id="d-of-another-ledger")
+            head = msgspec.structs.replace(snapshot.head, hash="ab" * 32)  # of another ledger
+            foreign = msgspec.structs.replace(snapshot, head=head)
             SnapshotStore(folder).save(msgspec.msgpack.encode(foreign), position + 10_000)
     await mesh.start_coordinator()
     assert await live(mesh) == before
@@ -108,7 +110,9 @@ async def test_a_ledger_with_a_record_that_cannot_be_read_is_refused_and_others_
     await mesh.create(run="s")
     await mesh.stop_coordinator()
     log = await mesh.bus.open(run_streams("r").ledger.name)
-    await log.append(b"\xff\xff\xff", msg_id="x", expected_last_seq=(await log.info()).last_seq)
+    garbage = sealed(RawRecord(payload=b"\xff\xff\xff", msg_id="x"))
+    last_seq = (await log.info()).last_seq
+    await log.append(garbage.payload, msg_id="x", expected_last_seq=last_seq, headers=garbage.headers)
     await mesh.start_coordinator()
     with pytest.raises(DataLoss, match="RM_r_LEDGER: record 4 cannot be read"):
         await mesh.state()
@@ -138,7 +142,8 @@ async def test_a_killed_nats_server_delays_decisions_and_loses_none(mesh: MeshPa
     assert [await one for one in waiting] == [[""]] * 4
     batch = await lease
     committed = await mesh.commit(1, [batch.lease_id])
-    assert committed.ledger_position == (await mesh.state()).ledger_position
+    state = await mesh.state()
+    assert (committed.ledger_position, committed.ledger_hash) == (state.ledger_position, state.ledger_hash)
     assert await folded(mesh) == await live(mesh)
 
 

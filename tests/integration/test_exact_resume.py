@@ -18,6 +18,7 @@ from torch import nn
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
 from rollmesh.shared.codec.trajectory import episode_from_bytes, episode_to_bytes
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Reward, TrainingSample
 from rollmesh.trainer.model_files import write_model_folder
 from rollmesh.trainer.muon import Muon
@@ -94,7 +95,9 @@ def advance(restored: Restored, recorded: Path, updates: int) -> list[StepResult
 
 
 def save(restored: Restored) -> Path:
-    position = Position(update=restored.engine.step, digest=restored.log.digest, ledger_position=restored.engine.step)
+    position = Position(
+        update=restored.engine.step, digest=restored.log.digest, head=LedgerHead(position=restored.engine.step)
+    )
     return restored.engine.save(restored.log, position, data_snapshot=b"")
 
 

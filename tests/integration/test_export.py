@@ -85,6 +85,7 @@ async def test_a_reader_goes_on_after_any_cursor_at_another_gateway_without_skip
         node_id="g2",
         coordinator=mesh.address,
         access=ACCESS,
+        folder=mesh.folder / "g2",
         bus=mesh.bus,
     )
     async with second, open_channel(second.address, access=ACCESS) as channel:

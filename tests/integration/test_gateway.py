@@ -13,10 +13,13 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.services.gateway.config import GatewayConfig
+from rollmesh.services.gateway.heads import NAME as HEADS
+from rollmesh.services.gateway.heads import Heads, read_heads
 from rollmesh.services.gateway.node import GatewayNode
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.errors import MeshError, PayloadLost, Unavailable, WrongUpdate
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import run_pb2, run_pb2_grpc
@@ -195,10 +198,17 @@ async def test_the_gateway_outlives_its_coordinator(tmp_path: Path) -> None:
         await eventually(joined)
 
 
-async def test_gateways_hold_no_state(mesh: MeshParts) -> None:
+async def test_any_gateway_serves_any_lease(mesh: MeshParts) -> None:
     batch = await leased(mesh)
     config = GatewayConfig(server=msgspec.structs.replace(GatewayConfig().server, stop_s=0.0), reads_max=1)
-    second = GatewayNode(config, node_id="g2", coordinator=mesh.address, access=ACCESS, bus_url=mesh.nats.url)
+    second = GatewayNode(
+        config,
+        node_id="g2",
+        coordinator=mesh.address,
+        access=ACCESS,
+        folder=mesh.folder / "g2",
+        bus_url=mesh.nats.url,
+    )
     async with second, open_channel(second.address, access=ACCESS) as channel:
         request = run_pb2.FetchSamplesRequest(run=mesh.name, trainer_epoch=mesh.epoch, lease_id=batch.lease_id)
         fetched = [one async for one in run_pb2_grpc.RunServiceStub(channel).FetchSamples(request)]
@@ -210,3 +220,36 @@ async def test_a_shard_index_is_checked_before_anything_is_read(mesh: MeshParts)
         with pytest.raises(MeshError) as caught:
             await mesh.fetch("any", index, num)
         assert caught.value.violations[0].field == "shard_index"
+
+
+async def test_a_gateway_stores_the_head_after_each_commit_and_keeps_it_over_a_restart(mesh: MeshParts) -> None:
+    batch = await leased(mesh)
+    committed = await mesh.commit(1, [batch.lease_id])
+    head = LedgerHead(position=committed.ledger_position, hash=committed.ledger_hash)
+    path = mesh.folder / "gateway-0" / HEADS
+    assert read_heads(path)[mesh.name] == head
+    log = await mesh.bus.open(run_streams(mesh.name).ledger.name)
+    assert record_hash((await log.read(head.position)).payload) == head.hash
+    again = await mesh.commit(1, [batch.lease_id])
+    assert again.digest == committed.digest
+    path.write_bytes(path.read_bytes() + b'{"run": "cut sh')
+    heads = Heads(mesh.folder / "gateway-0")
+    heads.open()
+    kept = read_heads(path)
+    assert len(path.read_bytes().splitlines()) == len(kept)
+    assert kept[mesh.name].position >= head.position
+    await heads.store("other", LedgerHead(position=1, hash="ab" * 32))
+    assert set(read_heads(path)) == {*kept, "other"}
+    await heads.store("other", EMPTY)
+    assert set(read_heads(path)) == {*kept}
+
+
+async def test_a_head_that_cannot_be_stored_is_logged_and_fails_no_commit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    heads = Heads(tmp_path / "gateway-0")
+    heads.open()
+    (tmp_path / "gateway-0" / HEADS).unlink()
+    (tmp_path / "gateway-0" / HEADS).mkdir()
+    await heads.store("r", LedgerHead(position=7, hash="ab" * 32))
+    assert "ledger head 7:abab" in caplog.text

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.services.coordinator.audit import AuditReport, audit_run
+from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import Purpose
 from rollmesh.services.coordinator.ledger import read_ledger

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.services.coordinator.audit import AuditReport
+from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.mesh import MeshConfig
 from rollmesh.shared.config import to_yaml
 

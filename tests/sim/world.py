@@ -19,6 +19,7 @@ from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.core.records import (
     GroupDecision,
+    PayloadRef,
     Purpose,
     Reward,
     RunSpec,
@@ -163,6 +164,7 @@ class World:
             episode=lease.episode,
             attempt=lease.attempt,
             outcome=outcome,
+            payload=PayloadRef(sequence=self.ticket(), size_bytes=10),
             samples=samples if outcome is i.EpisodeOutcome.COMPLETED else (),
             cause="the jail broke",
         )

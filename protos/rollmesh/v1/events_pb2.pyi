@@ -208,10 +208,15 @@ class LedgerRecord(_message.Message):
     RECORD_ID_FIELD_NUMBER: _builtins.int
     TIME_UNIX_S_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    PREVIOUS_FIELD_NUMBER: _builtins.int
     record_id: _builtins.str
     """Unique; also the message id, so that a lost acknowledgement is recognised."""
     time_unix_s: _builtins.float
     """Unix seconds, for people."""
+    previous: _builtins.bytes
+    """SHA-256 (32 bytes) of the stored bytes of the record before this one; empty in the first record. The hash of any record therefore
+    covers the whole ledger up to it.
+    """
     @_builtins.property
     def facts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fact]:
         """What became true, in order."""
@@ -222,10 +227,11 @@ class LedgerRecord(_message.Message):
         record_id: _builtins.str = ...,
         time_unix_s: _builtins.float = ...,
         facts: _abc.Iterable[Global___Fact] | None = ...,
+        previous: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "record_id", b"record_id", "time_unix_s", b"time_unix_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "previous", b"previous", "record_id", b"record_id", "time_unix_s", b"time_unix_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -856,6 +856,7 @@ class CommitUpdateResponse(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     LEDGER_POSITION_FIELD_NUMBER: _builtins.int
+    LEDGER_HASH_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     """Keep it in the checkpoint; AttachTrainer and ReportCheckpoint want it back. Who trusts nobody computes it as well:
     digest_k = SHA-256 over the fields digest_{k-1}, k, id_1 ... id_n in lower-case hex; digest_0 is empty, k in decimal, the ids
@@ -863,16 +864,21 @@ class CommitUpdateResponse(_message.Message):
     big-endian), then its UTF-8 bytes.
     """
     ledger_position: _builtins.int
-    """Ledger sequence of the commit; keep it in the checkpoint."""
+    """Ledger sequence of the commit, or of a later record for a repeated request; keep it in the checkpoint."""
+    ledger_hash: _builtins.str
+    """SHA-256 of that ledger record in lower-case hex; keep it in the checkpoint. With the position it is the head of the ledger: it
+    covers every record up to that position, and `rollmesh audit --head POSITION:HASH` checks that the ledger still contains it.
+    """
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
         ledger_position: _builtins.int = ...,
+        ledger_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "ledger_position", b"ledger_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1081,8 +1087,14 @@ class StreamSamplesResponse(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     CURSOR_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    LEDGER_POSITION_FIELD_NUMBER: _builtins.int
+    LEDGER_HASH_FIELD_NUMBER: _builtins.int
     cursor: _builtins.str
     """Opaque: its place in the stream, to go on after it."""
+    ledger_position: _builtins.int
+    """Sequence of the ledger record that says that the episode was scored."""
+    ledger_hash: _builtins.str
+    """SHA-256 of that record in lower-case hex, as in CommitUpdateResponse."""
     @_builtins.property
     def episode(self) -> _types_pb2.Episode:
         """The episode as generated, with its samples and their rewards."""
@@ -1102,10 +1114,12 @@ class StreamSamplesResponse(_message.Message):
         task: _types_pb2.Task | None = ...,
         cursor: _builtins.str = ...,
         failure: _types_pb2.Failure | None = ...,
+        ledger_position: _builtins.int = ...,
+        ledger_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "failure", b"failure", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "episode", b"episode", "failure", b"failure", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cursor", b"cursor", "episode", b"episode", "failure", b"failure", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1786,6 +1800,7 @@ class RunState(_message.Message):
     STOPPING_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     FAILED_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    LEDGER_HASH_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run."""
     ended: _builtins.str
@@ -1802,6 +1817,8 @@ class RunState(_message.Message):
     """Why no further update begins, as in RunEnded; empty while updates go on."""
     seconds: _builtins.float
     """Seconds that coordinators have led the run, as far as counted."""
+    ledger_hash: _builtins.str
+    """SHA-256 of the ledger record at `ledger_position` in lower-case hex, as in CommitUpdateResponse."""
     @_builtins.property
     def samples(self) -> Global___SampleCounts:
         """Sample accounts, training only."""
@@ -1858,10 +1875,11 @@ class RunState(_message.Message):
         stopping: _builtins.str = ...,
         seconds: _builtins.float = ...,
         failed_attempts: Global___FailedAttempts | None = ...,
+        ledger_hash: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "failed_attempts", b"failed_attempts", "leases", b"leases", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

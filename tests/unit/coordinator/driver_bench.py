@@ -21,6 +21,7 @@ from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import MeshError, Unavailable
 from rollmesh.shared.ids import SeededIds
+from rollmesh.shared.ledger_head import EMPTY
 from rollmesh.v1 import data_pb2, reward_pb2, types_pb2
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
@@ -101,7 +102,7 @@ class Bench:
         self.services = Services()
         self.failures: list[MeshError] = []
         self.ids = SeededIds(1)
-        ledger = Ledger(log, position=0, record_id="", ids=self.ids, clock=self.clock, append_s_max=5.0)
+        ledger = Ledger(log, head=EMPTY, ids=self.ids, clock=self.clock, append_s_max=5.0)
         self.driver = RunDriver(
             "r",
             self.core,

@@ -134,3 +134,18 @@ def test_raised_bound_does_not_unmask_tokens_of_a_batch_that_is_out() -> None:
     assert again == batch
     run.commit(3, batch.lease_id)
     assert run.core.state.the_clock.trained_by_staleness == {0: 8, 1: 4}
+
+
+def test_a_change_that_the_caller_does_not_list_is_recorded_with_what_it_changed() -> None:
+    run = CoreRun(updates_max=5)
+    spec = msgspec.structs.replace(run.core.state.the_spec, max_staleness=50, updates_max=9, stall_s=2.5)
+    listed = ConfigChange(key="run.updates_max", old="5", new="9")
+    run.ask(i.ChangeRun, spec=spec, changes=(listed,), change_id="c1")
+    (found,) = [fact for fact in run.facts if isinstance(fact, f.RunChanged)]
+    assert found.changes == (
+        listed,
+        ConfigChange(key="run.max_staleness", old="1", new="50"),
+        ConfigChange(key="run.stall_s", old="0.0", new="2.5"),
+    )
+    report = audited(run).report()
+    assert report.holds, report.to_text()

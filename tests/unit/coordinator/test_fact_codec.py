@@ -75,8 +75,8 @@ def test_every_fact_survives_the_wire(fact_type: type) -> None:
     @settings(max_examples=40, deadline=None)
     @given(st.lists(strategy(fact_type), min_size=1, max_size=3))
     def survives(facts: list[f.Fact]) -> None:
-        payload = fact_codec.encode_record("r1", 1.5, facts)
-        assert fact_codec.decode_record(payload) == ("r1", 1.5, tuple(facts))
+        payload = fact_codec.encode_record("r1", 1.5, facts, "ab" * 32)
+        assert fact_codec.decode_record(payload) == fact_codec.DecodedRecord("r1", 1.5, tuple(facts), "ab" * 32)
 
     survives()
 

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollmesh.shared.digest import next_digest
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.trainer import checkpoint as module
 from rollmesh.trainer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition, list_checkpoints
@@ -38,7 +39,11 @@ def advance(trainer: Trainer, log: TrainedLog, updates: int) -> None:
 def save(root: Path, trainer: Trainer, log: TrainedLog, **kwargs: object) -> Checkpoint:
     incarnation = int(str(kwargs.pop("incarnation", 0)))
     position = CheckpointPosition(
-        update=trainer.step, digest=log.digest, seed=trainer.seed, ledger_position=17, incarnation=incarnation
+        update=trainer.step,
+        digest=log.digest,
+        seed=trainer.seed,
+        head=LedgerHead(position=17, hash="ab" * 32),
+        incarnation=incarnation,
     )
     return save_checkpoint(root, trainer, build_tokenizer(), log, position, **kwargs)  # type: ignore[arg-type]
 
@@ -71,7 +76,11 @@ def test_position_and_snapshot_come_back(tmp_path: Path) -> None:
     save(tmp_path, trainer, log, data_snapshot=b"\x00pool")
     found = latest_checkpoint(tmp_path)
     assert found is not None
-    assert (found.meta.update, found.meta.incarnation, found.meta.ledger_position) == (2, 0, 17)
+    assert (found.meta.update, found.meta.incarnation, found.meta.head) == (
+        2,
+        0,
+        LedgerHead(position=17, hash="ab" * 32),
+    )
     assert found.meta.digest == log.digest
     assert found.data_snapshot() == b"\x00pool"
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.shared.digest import INITIAL_DIGEST
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 
 META_NAME = "rollmesh.json"
 TRAINED_NAME = "trained.jsonl"
@@ -43,8 +44,8 @@ class CheckpointPosition(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = INITIAL_DIGEST
     """Commit digest after `update`."""
     seed: int = 0
-    ledger_position: int = 0
-    """Ledger sequence of the commit of `update`; 0 if unknown."""
+    head: LedgerHead = EMPTY
+    """Head of the ledger that contains the commit of `update`; empty if unknown."""
     config_digest: str = ""
     """Digest of the resolved configuration of the run, to notice a resume under another one."""
 

@@ -29,6 +29,7 @@ from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.ids import RandomIds
+from rollmesh.shared.ledger_head import EMPTY
 
 NUM_SAMPLES = (100_000, 1_000_000)
 LOGIN = BusLogin(user="rollmesh", password="bench")
@@ -77,17 +78,17 @@ async def _written_and_recovered(folder: Path, bus: Bus, num_samples: int) -> di
 
 async def _write(log: StreamLog, history: History, snapshots: SnapshotStore, num_samples: int) -> tuple[float, int]:
     begin_s = time.perf_counter()
-    ledger = Ledger(log, position=0, record_id="", ids=RandomIds(), clock=SystemClock(), append_s_max=APPEND_S_MAX)
+    ledger = Ledger(log, head=EMPTY, ids=RandomIds(), clock=SystemClock(), append_s_max=APPEND_S_MAX)
     snapshot_at = every = RunLimits().snapshot_records
     size = 0
     newest: asyncio.Future[int] | None = None
     for decisions in history.updates(-(-num_samples // SAMPLES_PER_UPDATE)):
         for facts in decisions:
             newest = await ledger.append(facts)
-        if ledger.position >= snapshot_at:
+        if ledger.head.position >= snapshot_at:
             snapshot_at += every
-            body = encode_snapshot(history.core.state, ledger.position, ledger.record_id)
-            snapshots.save(body, ledger.position)
+            body = encode_snapshot(history.core.state, ledger.head)
+            snapshots.save(body, ledger.head.position)
             size = len(body)
     assert newest is not None
     await newest

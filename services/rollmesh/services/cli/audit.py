@@ -1,11 +1,12 @@
 """`rollmesh audit RUN`: proofs from the ledger of a run folder.
 
-Collaborators: `coordinator.audit` (the proofs), `run_bus` (the folder's streams).
+Collaborators: `coordinator.audit` (the proofs), `run_bus` (the folder's streams), `stored_heads` (heads of the ledger stored elsewhere).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,24 +14,40 @@ import msgspec
 from rollmesh.services.cli.config import TrainConfig, load_train_config
 from rollmesh.services.cli.run_bus import run_bus
 from rollmesh.services.cli.run_folder import RunFolder
-from rollmesh.services.coordinator.audit import AuditReport, audit_run
+from rollmesh.services.cli.stored_heads import stored_heads
+from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.services.coordinator.audit_chain import StoredHead
+from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.ledger_head import LedgerHead
 
 
 def audit_folder(
-    root: Path, *, checkpoint: Path | None = None, sample: str = "", name: str = "", as_json: bool = False
+    root: Path,
+    *,
+    checkpoint: Path | None = None,
+    heads: Sequence[str] = (),
+    sample: str = "",
+    name: str = "",
+    as_json: bool = False,
 ) -> tuple[bool, str]:
     """(whether every claim holds, the report as text or JSON).
 
-    `name`: which run, where a mesh that was up served several; by default the configuration's. The trainer's own list is taken from `checkpoint`, by default from the newest one of the run.
-    Raises ConfigError if `root` is no run's folder, BusUnavailable if its streams cannot be read.
+    `name`: which run, where a mesh that was up served several; by default the configuration's. The trainer's own list is taken from
+    `checkpoint`, by default from the newest one of the configuration's run. `heads`: heads of the ledger as POSITION:HASH, besides
+    those that are stored in the folder. Raises ConfigError if `root` is not a run's folder, InvalidInput for a malformed head,
+    BusUnavailable if its streams cannot be read.
     """
+    given = [StoredHead("--head", LedgerHead.parse(text)) for text in heads]
     folder = RunFolder(root.resolve())
     folder.read_origin()
     config = load_train_config(folder.config)
     if folder.ledger_was_removed:
         return _stored(folder, as_json=as_json)
-    found = asyncio.run(_audit(folder, config, name or config.run.name, _checkpoint(folder, checkpoint), sample))
+    run = name or config.run.name
+    path = _checkpoint(folder, checkpoint, own=run == config.run.name)
+    known = [*stored_heads(folder, run, path), *given]
+    found = asyncio.run(_audit(folder, config, run, path, known, sample))
     text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else found.to_text()
     return found.holds, text
 
@@ -46,9 +63,9 @@ def _stored(folder: RunFolder, *, as_json: bool) -> tuple[bool, str]:
     return found.holds, text if as_json else note + found.to_text()
 
 
-def _checkpoint(folder: RunFolder, named: Path | None) -> Path | None:
+def _checkpoint(folder: RunFolder, named: Path | None, *, own: bool) -> Path | None:
     if named is None:
-        return folder.newest_checkpoint()
+        return folder.newest_checkpoint() if own else None
     if not named.is_dir():
         raise ConfigError(
             f"--checkpoint {named}: there is no such folder; name one below {folder.root / 'checkpoints'}"
@@ -57,7 +74,12 @@ def _checkpoint(folder: RunFolder, named: Path | None) -> Path | None:
 
 
 async def _audit(
-    folder: RunFolder, config: TrainConfig, name: str, checkpoint: Path | None, sample: str
+    folder: RunFolder,
+    config: TrainConfig,
+    name: str,
+    checkpoint: Path | None,
+    heads: Sequence[StoredHead],
+    sample: str,
 ) -> AuditReport:
     async with run_bus(folder, config) as bus:
-        return await audit_run(bus, name, checkpoint=checkpoint, sample=sample)
+        return await audit_run(bus, name, checkpoint=checkpoint, heads=heads, sample=sample)

@@ -31,6 +31,7 @@ from rollmesh.services.data.task import Split
 from rollmesh.services.mesh.mesh import Mesh
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import ConfigError, MeshError
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.telemetry import set_up_logging
@@ -79,6 +80,8 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Samples by end: reserved, exported, failed, ..."""
     mean_rewards: dict[str, float]
     num_tokens: int
+    ledger_head: LedgerHead
+    """Head of the ledger that contains every exported sample; `rollmesh audit` checks that the ledger still contains it."""
     out: str = ""
     """File with the samples."""
     failure: str = ""
@@ -99,6 +102,7 @@ class Rollout:
     state: run_pb2.RunState = field(default_factory=run_pb2.RunState)
     rewards: list[list[RewardLine]] = field(default_factory=list)
     num_tokens: int = 0
+    head: LedgerHead = EMPTY
 
     async def run(self) -> RolloutSummary:
         """Until the run has ended, or Ctrl-C. Raises what broke it."""
@@ -112,7 +116,7 @@ class Rollout:
                 interrupted = True
         counts = self.state.samples
         names = ("reserved", "live", "exported", "filtered", "failed", "cancelled")
-        return RolloutSummary(
+        summary = RolloutSummary(
             run=self.config.run.name,
             folder=str(self.folder.root),
             ended=self.state.ended,
@@ -120,9 +124,12 @@ class Rollout:
             samples={name: getattr(counts, name) for name in names if getattr(counts, name)},
             mean_rewards=mean_rewards(self.rewards),
             num_tokens=self.num_tokens,
+            ledger_head=self.head,
             out=str(self.out) if self.out is not None else "",
             failure=failure_text(self.state.failed_attempts),
         )
+        self.folder.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        return summary
 
     async def _make_model(self) -> None:
         plan = self.config.made_model
@@ -172,6 +179,7 @@ class Rollout:
         async with open_channel(mesh.gateway_address, access=mesh.access) as channel:
             stub: Any = run_pb2_grpc.RunServiceStub(channel)
             async for response in stream_samples(stub, mesh.run, self.clock):
+                self.head = LedgerHead(position=response.ledger_position, hash=response.ledger_hash)
                 if response.HasField("failure"):
                     _log.warning("an episode is skipped: %s", response.failure.message)
                     continue
@@ -180,6 +188,7 @@ class Rollout:
             with typed_errors():
                 request = run_pb2.GetRunRequest(run=mesh.run)
                 self.state = (await stub.GetRun(request, timeout=STATE_S_MAX)).state
+            self.head = LedgerHead(position=self.state.ledger_position, hash=self.state.ledger_hash)
 
     def _take(self, line: SampleLine, file: BinaryIO | None) -> None:
         self.rewards.append(line.rewards)

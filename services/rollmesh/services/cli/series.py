@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 
 RATE_WINDOW_S = 30.0
 """Tokens per second are averaged over this time; shorter than an update, the rate of training would jump."""
@@ -47,6 +48,8 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point", tag_field="k
     """Attempts of episodes that failed since the coordinator started."""
     failure: str = ""
     """Cause of the newest of them."""
+    ledger_head: LedgerHead = EMPTY
+    """Head of the ledger that this state is of."""
 
 
 class Eval(msgspec.Struct, frozen=True, kw_only=True, tag="eval", tag_field="kind"):

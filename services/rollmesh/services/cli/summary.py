@@ -12,6 +12,7 @@ from rollmesh.services.cli.run_folder import RunFolder
 from rollmesh.services.cli.series import Eval, Point, Series
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.progress import PHASES
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.trainer.checkpoint_files import age
 
 Outcome = Literal["finished", "interrupted", "failed"]
@@ -57,6 +58,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     trained_by_staleness: dict[int, int]
     learner_seconds: dict[str, float]
     """Where the learner's time went, by phase."""
+    ledger_head: LedgerHead
+    """Newest head of the ledger that was seen; `rollmesh audit` checks that the ledger still contains it."""
     folder: str
     checkpoint: str | None
     report: str
@@ -92,6 +95,7 @@ def summarise(
         reasons=last.reasons,
         trained_by_staleness=dict(sorted(last.trained_by_staleness.items())),
         learner_seconds=learner_seconds(folder.metrics),
+        ledger_head=last.ledger_head,
         folder=str(folder.root),
         checkpoint=str(checkpoint) if checkpoint else None,
         report=str(folder.report),

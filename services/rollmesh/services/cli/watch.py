@@ -18,6 +18,7 @@ from rollmesh.services.cli.causes import AllFailed, refuse_if_all_failed
 from rollmesh.services.cli.series import Eval, Point, Series, encode_line, read_series
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -161,6 +162,7 @@ def point_of(state: run_pb2.RunState, time_s: float) -> Point:
         ended=state.ended,
         failed_attempts=state.failed_attempts.num,
         failure=state.failed_attempts.cause,
+        ledger_head=LedgerHead(position=state.ledger_position, hash=state.ledger_hash),
     )
 
 

@@ -7,7 +7,7 @@
             async for batch in trainer.batches(on_wait=print):             # leases, fetches, renews in the background
                 reasons = train(batch)                                     # sample id -> why it was left out
                 committed = await trainer.commit(batch, dropped=reasons)
-                save(weights, update=batch.update, digest=committed.digest)
+                save(weights, update=batch.update, digest=committed.digest, head=committed.head)
                 await trainer.report_checkpoint()
                 await trainer.publish(weights)
 

@@ -20,6 +20,7 @@ from rollmesh.shared.clients.renewal import Renewal
 from rollmesh.shared.clients.trainer import Attached, Committed, TrainerClient
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import FailedPrecondition, MeshError, PayloadLost, RunEnded
+from rollmesh.shared.ledger_head import EMPTY
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.shared.weights.manifest import build_manifest
 from rollmesh.v1 import run_pb2, weights_pb2
@@ -44,6 +45,8 @@ class Trainer:
         """Last committed update."""
         self.digest = digest
         """Commit digest after it."""
+        self.head = EMPTY
+        """Head of the ledger at the last commit of this trainer; store it beside the digest, for `rollmesh audit --head`."""
         self._verbs = verbs
         self._clock = clock
         self._lease_id = ""
@@ -129,7 +132,7 @@ class Trainer:
     ) -> Committed:
         """Commits the batch's update; `dropped` says why samples were left out, `applied=False` that no weight changed.
 
-        Keep the digest in the checkpoint. Raises `LeaseExpired`, `UnknownLease`, `Fenced`, `BeyondBound`, `CommitConflict`: the update
+        Keep digest and head in the checkpoint. Raises `LeaseExpired`, `UnknownLease`, `Fenced`, `BeyondBound`, `CommitConflict`: the update
         does not count then, go back to the checkpoint and attach again.
         """
         self._check_open(batch.lease_id)
@@ -139,7 +142,7 @@ class Trainer:
         committed = await self._verbs.commit_update(batch.update, batch.lease_id, fates, applied=applied)
         self._lease_id = ""
         await self._end_renewal()
-        self.update, self.digest = batch.update, committed.digest
+        self.update, self.digest, self.head = batch.update, committed.digest, committed.head
         return committed
 
     async def release(self) -> None:

@@ -1,130 +1,52 @@
 """The audit: folds a run's ledger from its start and proves conservation, once, bound and the digest chain, or says where they break.
 
-    report = await audit_run(bus, "my-run", checkpoint=Path("runs/my-run/checkpoints"))
+    report = await audit_run(bus, "my-run", checkpoint=Path("runs/my-run/checkpoints"), heads=heads)
     report.holds, report.to_text(), msgspec.json.encode(report)
 
-Four accounts are held against each other: the core's fold (`apply`), a second bookkeeping (`audit_books`), updates recomputed from the facts
-(`audit_updates`), and the trainer's own list of what its weights were trained on.
+First the chain of records is compared with the heads that others stored (`audit_chain`). Then four accounts are held against each other:
+the core's fold (`apply`), a second bookkeeping (`audit_books`), updates recomputed from the facts (`audit_updates`, with leases and
+versions), and the trainer's own list of what its weights were trained on. Payloads are compared on request (`audit_payloads`).
+
+A damaged or contradictory ledger gives findings, never an exception, and no wait is without a limit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
-
 from rollmesh.services.coordinator.audit_books import Books
-from rollmesh.services.coordinator.audit_checkpoint import CheckpointSummary, check_checkpoint
+from rollmesh.services.coordinator.audit_chain import Chain, StoredHead
+from rollmesh.services.coordinator.audit_changes import Changes
+from rollmesh.services.coordinator.audit_checkpoint import check_checkpoint
+from rollmesh.services.coordinator.audit_payloads import Payloads
+from rollmesh.services.coordinator.audit_report import (
+    REMEDIES,
+    AuditReport,
+    Finding,
+    HeadLine,
+    PayloadCounts,
+    SampleAccounts,
+)
 from rollmesh.services.coordinator.audit_story import StoryLine, tell
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.services.coordinator.core.apply import apply
-from rollmesh.services.coordinator.core.facts import Fact, RunChanged
+from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved
 from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import Accounts, State
-from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
-from rollmesh.shared.bus.bus import Bus, UnknownStream
+from rollmesh.services.coordinator.ledger import StoredRecord
+from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.errors import DataLoss, InvalidInput, UnknownRun
+from rollmesh.shared.errors import InvalidInput, UnknownRun
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 
 FINDINGS_MAX = 1000
 """Findings kept; further ones are only counted."""
-CHECKS = ("ledger", "conservation", "once", "bound", "digest", "checkpoint")
+EPISODES_MAX = 100_000
+"""Most episodes that a group reserves at once. A fact that says more is false, and is not folded: it would take all memory."""
 _KINDS = {"training": (Purpose.TRAIN, Purpose.EXPORT), "evaluation": (Purpose.EVAL,)}
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that must not be."""
-
-    check: str
-    """Which claim it breaks: one of `CHECKS`."""
-    position: int
-    """Ledger record at which it shows; 0 if it is about the whole."""
-    message: str
-
-
-class SampleAccounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples by fate; reserved = live + all ends."""
-
-    reserved: int
-    live: int
-    trained: int
-    stale: int
-    filtered: int
-    failed: int
-    cancelled: int
-    exported: int
-
-
-class ChangeLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting that changed when the run went on."""
-
-    position: int
-    time_unix_s: float
-    key: str
-    old: str
-    new: str
-
-
-class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an audit found."""
-
-    run: str
-    holds: bool
-    """Whether every claim was proven."""
-    num_records: int
-    num_findings: int
-    findings: tuple[Finding, ...]
-    ended: str
-    eta: int
-    lag_max: int
-    """Largest lag of a used sample; -1 if none trained on POLICY tokens."""
-    lags: dict[int, int]
-    samples: SampleAccounts
-    eval_samples: SampleAccounts
-    reasons: dict[str, int]
-    updates: int
-    """Updates that stand."""
-    updates_undone: int
-    updates_skipped: int
-    digest: str
-    checkpoint: CheckpointSummary | None = None
-    changes: tuple[ChangeLine, ...] = ()
-    """Settings that changed when the run went on, in order."""
-    story: tuple[StoryLine, ...] = ()
-
-    def to_text(self) -> str:
-        """The report for people."""
-        broken = {finding.check for finding in self.findings}
-        verdicts = [f"  {check:<13} {_verdict(check in broken, check, self.checkpoint)}" for check in CHECKS]
-        lags = ", ".join(f"{lag}: {num}" for lag, num in sorted(self.lags.items())) or "none"
-        lines = [
-            f"run {self.run}: {'every claim holds' if self.holds else 'CLAIMS ARE BROKEN'} over {self.num_records} ledger records",
-            *verdicts,
-            f"  samples       {_describe(self.samples)}",
-            f"  evaluation    {_describe(self.eval_samples)}",
-            f"  updates       {self.updates} stand, {self.updates_skipped} of them skipped, {self.updates_undone} were undone",
-            f"  staleness     eta {self.eta}, samples used by lag: {lags}",
-            f"  digest        {self.digest or '(none)'}",
-        ]
-        lines += [
-            f"  changed       at record {c.position}: {c.key} {c.old or '(none)'} -> {c.new or '(none)'}"
-            for c in self.changes
-        ]
-        lines += [f"  {finding.check} at record {finding.position}: {finding.message}" for finding in self.findings]
-        if self.num_findings > len(self.findings):
-            lines.append(f"  and {self.num_findings - len(self.findings)} more")
-        lines += [f"  #{line.position} {line.what}" for line in self.story]
-        return "\n".join(lines)
-
-
-def _verdict(broken: bool, check: str, checkpoint: CheckpointSummary | None) -> str:
-    if check == "checkpoint" and checkpoint is None and not broken:
-        return "not looked at (give one)"
-    return "BROKEN" if broken else "holds"
-
-
-def _describe(samples: SampleAccounts) -> str:
-    return ", ".join(f"{name} {value}" for name, value in msgspec.structs.asdict(samples).items() if value) or "none"
+_CONTRADICTIONS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+"""What an account raises for a fact that contradicts what it knows."""
 
 
 class Audit:
@@ -133,59 +55,60 @@ class Audit:
     def __init__(self) -> None:
         self.state = State()
         self.updates = Updates(self.complain)
+        self.payloads = Payloads(self.complain)
+        self._changes = Changes(self.complain)
         self._books = Books(lambda what: self.complain("conservation", what))
         self._findings: list[Finding] = []
+        self._warnings: list[Finding] = []
         self._num_findings = 0
-        self._changes: list[ChangeLine] = []
         self._num_records = 0
         self._position = 0
         self._folds = True
         """False once the core's fold met what it can't be in: then its state says nothing any more."""
 
     def complain(self, check: str, message: str, position: int | None = None) -> None:
+        """Note a finding, at the current record by default."""
         self._num_findings += 1
         if len(self._findings) < FINDINGS_MAX:
-            place = self._position if position is None else position
-            self._findings.append(Finding(check=check, position=place, message=message))
+            self._findings.append(self._finding(check, message, position))
+
+    def warn(self, check: str, message: str, position: int | None = None) -> None:
+        """Note what is unusual and breaks no claim."""
+        if len(self._warnings) < FINDINGS_MAX:
+            self._warnings.append(self._finding(check, message, position))
+
+    def _finding(self, check: str, message: str, position: int | None) -> Finding:
+        place = self._position if position is None else position
+        return Finding(check=check, position=place, message=message, remedy=REMEDIES[check])
 
     def enter(self, record: StoredRecord) -> None:
         """Fold one record and check what must hold after it."""
         self._position = record.position
         self._num_records += 1
         for fact in record.facts:
-            self.updates.enter(fact)
-            self._keep_books(fact)
+            self._take("once", self.updates.enter, fact)
+            self._take("conservation", self._books.enter, fact)
+            self._take("payloads", self.payloads.enter, fact)
+            self._take("ledger", lambda fact: self._changes.enter(fact, record), fact)
             self._fold(fact)
-            self._note_changes(fact, record)
         self._compare()
 
-    def _note_changes(self, fact: Fact, record: StoredRecord) -> None:
-        for change in fact.changes if isinstance(fact, RunChanged) else ():
-            self._changes.append(
-                ChangeLine(
-                    position=record.position,
-                    time_unix_s=record.time_unix_s,
-                    key=change.key,
-                    old=change.old,
-                    new=change.new,
-                )
-            )
-
-    def _keep_books(self, fact: Fact) -> None:
+    def _take(self, check: str, account: Callable[[Fact], None], fact: Fact) -> None:
         try:
-            self._books.enter(fact)
-        except KeyError as error:
-            self.complain("conservation", f"{type(fact).__name__} is about {error}, which is not there")
+            account(fact)
+        except _CONTRADICTIONS as error:
+            self.complain(check, f"{type(fact).__name__} contradicts what was before ({_words(error)})")
 
     def _fold(self, fact: Fact) -> None:
         if not self._folds:
             return
         try:
+            _check_size(fact)
             apply(self.state, fact)
-        except (AssertionError, KeyError, ValueError) as error:
+        except _CONTRADICTIONS as error:
             self._folds = False
-            what = f"{type(error).__name__}: {error}"
-            self.complain("ledger", f"{type(fact).__name__} contradicts what was before ({what}); the fold ends here")
+            what = f"contradicts what was before ({_words(error)}); the fold ends here"
+            self.complain("ledger", f"{type(fact).__name__} {what}")
 
     def _compare(self) -> None:
         """Accounts against a walk over the groups, and against the second bookkeeping."""
@@ -217,7 +140,15 @@ class Audit:
                         "conservation", f"{kind}: {value} {name} by counting again, {theirs[name]} in the accounts"
                     )
 
-    def report(self, checkpoint: Path | None = None, story: tuple[StoryLine, ...] = ()) -> AuditReport:
+    def report(
+        self,
+        checkpoint: Path | None = None,
+        *,
+        head: LedgerHead = EMPTY,
+        heads: tuple[HeadLine, ...] = (),
+        payloads: PayloadCounts | None = None,
+        story: tuple[StoryLine, ...] = (),
+    ) -> AuditReport:
         """The verdict over all records entered."""
         if self._folds:
             self._compare_books()
@@ -229,8 +160,10 @@ class Audit:
             run=state.spec.run if state.spec is not None else "",
             holds=self._num_findings == 0,
             num_records=self._num_records,
+            head=str(head),
             num_findings=self._num_findings,
             findings=tuple(self._findings),
+            warnings=tuple(self._warnings),
             ended=state.ended,
             eta=state.spec.max_staleness if state.spec is not None else 0,
             lag_max=max(updates.lags, default=-1),
@@ -242,8 +175,10 @@ class Audit:
             updates_undone=updates.num_undone,
             updates_skipped=sum(not update.applied for update in updates.standing.values()),
             digest=updates.digest,
+            heads=heads,
             checkpoint=summary,
-            changes=tuple(self._changes),
+            payloads=payloads,
+            changes=tuple(self._changes.lines),
             story=story,
         )
 
@@ -253,10 +188,26 @@ def _accounts(accounts: Accounts) -> SampleAccounts:
     return SampleAccounts(reserved=accounts.reserved, live=accounts.live, **ends)
 
 
-async def audit_run(bus: Bus, run: str, *, checkpoint: Path | None = None, sample: str = "") -> AuditReport:
+def _check_size(fact: Fact) -> None:
+    if isinstance(fact, GroupReserved | EpisodesAdded) and not 0 <= fact.num_episodes <= EPISODES_MAX:
+        raise ValueError(f"{fact.num_episodes} episodes of group {fact.group}")
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]
+
+
+async def audit_run(
+    bus: Bus,
+    run: str,
+    *,
+    checkpoint: Path | None = None,
+    heads: Sequence[StoredHead] = (),
+    sample: str = "",
+) -> AuditReport:
     """Audit a run, whether it goes on or has ended. `sample`: a sample's or episode's id whose story to tell.
 
-    `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest). Raises UnknownRun.
+    `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest). `heads`: heads of this ledger that others stored. Raises UnknownRun.
     """
     try:
         log = await bus.open(run_streams(run).ledger.name)
@@ -266,12 +217,28 @@ async def audit_run(bus: Bus, run: str, *, checkpoint: Path | None = None, sampl
             run=run,
         ) from error
     audit = Audit()
-    records: list[StoredRecord] = []
+    chain = Chain(log.name, heads, audit.complain, audit.warn)
+    records = await _read(log, chain, audit, keep=bool(sample))
+    return audit.report(
+        checkpoint,
+        head=chain.head,
+        heads=chain.heads,
+        story=tuple(tell(records, sample)) if sample else (),
+    )
+
+
+async def _read(log: StreamLog, chain: Chain, audit: Audit, *, keep: bool) -> list[StoredRecord]:
+    """Enter every record that can be read; the records themselves if they are to be kept."""
+    kept: list[StoredRecord] = []
     try:
-        async for record in read_ledger(log):
-            audit.enter(record)
-            if sample:
-                records.append(record)
-    except DataLoss as error:
-        audit.complain("ledger", str(error))
-    return audit.report(checkpoint, tuple(tell(records, sample)) if sample else ())
+        last_seq = (await log.info()).last_seq
+        async for record in log.read_range():
+            stored = chain.enter(record)
+            if stored is not None:
+                audit.enter(stored)
+                if keep:
+                    kept.append(stored)
+        chain.finish(last_seq)
+    except (BusUnavailable, UnknownStream) as error:
+        audit.complain("chain", f"{error.message}; what follows could not be read", chain.head.position + 1)
+    return kept

@@ -6,23 +6,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
+from rollmesh.services.coordinator.audit_report import CheckpointSummary
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.trained_log import TrainedUpdate, read_trained
 
 TRAINED_NAME = "trained.jsonl"
 _FOLDER = re.compile(r"^update-(\d+)\.(\d+)$")
-
-
-class CheckpointSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint's list holds."""
-
-    path: str
-    updates: int
-    samples: int
-    digest: str
 
 
 def check_checkpoint(folder: Path, updates: Updates, complain: Callable[[str], None]) -> CheckpointSummary:
@@ -76,7 +66,7 @@ def _check_line(line: TrainedUpdate, updates: Updates, seen: dict[str, int], com
 
 def _in_doubt(line: TrainedUpdate, updates: Updates) -> bool:
     """Whether a line beyond the ledger is of a batch that is out: its trainer has not committed, the next attach settles it."""
-    batches = (b for b in updates.open_batches.values() if b.update == line.update == updates.applied + 1)
+    batches = (b for b in updates.leases.open.values() if b.update == line.update == updates.applied + 1)
     return any(set(line.sample_ids) <= set(batch.sample_ids) for batch in batches)
 
 

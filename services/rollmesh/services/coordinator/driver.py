@@ -29,6 +29,7 @@ from rollmesh.services.coordinator.metrics import APPEND_SECONDS
 from rollmesh.services.coordinator.refusals import to_error
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, MeshError, NotReady, Overloaded
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.telemetry import metrics
 
 T = TypeVar("T")
@@ -49,7 +50,7 @@ class _Question:
 class _Look:
     """A read of the core between two decisions."""
 
-    read: Callable[[Core, int], Any]
+    read: Callable[[Core, LedgerHead], Any]
     answer: asyncio.Future[Any]
 
 
@@ -57,7 +58,7 @@ class _Look:
 class _Release:
     """What follows once everything before it is stored."""
 
-    position: int
+    head: LedgerHead
     stored: asyncio.Future[int] | None = None
     effects: tuple[Effect, ...] = ()
     goal: WeightGoal | None = None
@@ -94,7 +95,7 @@ class RunDriver:
         self._inputs: asyncio.Queue[_Question | _Look] = asyncio.Queue(limits.inputs_max)
         self._releases: asyncio.Queue[_Release] = asyncio.Queue(limits.releases_max)
         self._tickets = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[tuple[object, int]]] = {}
+        self._waiting: dict[int, asyncio.Future[tuple[object, LedgerHead]]] = {}
         self._last_stored: asyncio.Future[int] | None = None
         self._looking: set[asyncio.Future[Any]] = set()
         self._num_watchers = 0
@@ -131,10 +132,10 @@ class RunDriver:
         """The answer to an input made with its ticket. Raises the typed refusal; if cancelled, nobody waits any longer."""
         return (await self.ask_placed(make))[0]
 
-    async def ask_placed(self, make: Callable[[int], i.Input]) -> tuple[Any, int]:
-        """As `ask`, with the ledger position at which the answer became true."""
+    async def ask_placed(self, make: Callable[[int], i.Input]) -> tuple[Any, LedgerHead]:
+        """As `ask`, with the head of the ledger at which the answer became true."""
         ticket = next(self._tickets)
-        answer: asyncio.Future[tuple[object, int]] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[object, LedgerHead]] = asyncio.get_running_loop().create_future()
         self._check_open()
         self._waiting[ticket] = answer
         try:
@@ -153,8 +154,8 @@ class RunDriver:
         if self._closed is None:
             await self._inputs.put(_Question(request))
 
-    async def look(self, read: Callable[[Core, int], T]) -> T:
-        """`read(core, ledger position)` between two decisions, once all it saw is stored. `read` must not keep the core."""
+    async def look(self, read: Callable[[Core, LedgerHead], T]) -> T:
+        """`read(core, head of the ledger)` between two decisions, once all it saw is stored. `read` must not keep the core."""
         self._check_open()
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._looking.add(answer)
@@ -162,7 +163,7 @@ class RunDriver:
         self._put(_Look(read, answer))
         return await answer
 
-    async def watch(self, read: Callable[[Core, int], T]) -> AsyncIterator[T]:
+    async def watch(self, read: Callable[[Core, LedgerHead], T]) -> AsyncIterator[T]:
         """`look(read)` now and after changes, at most every `watch_interval_s`; a slow watcher skips states."""
         self._num_watchers += 1
         try:
@@ -173,10 +174,6 @@ class RunDriver:
                 await self._idle(changed)
         finally:
             self._num_watchers -= 1
-
-    def stored_record_id(self) -> str:
-        """Id of the newest record; belongs to the position that `look` hands out in the same step."""
-        return self._ledger.record_id
 
     def broken(self, error: BaseException) -> None:
         """A bug outside the core has left a question unanswered: this coordinator can't go on."""
@@ -225,8 +222,8 @@ class RunDriver:
         try:
             decision = self._core.handle(request, self._clock.monotonic_s())
         except Refusal as refusal:
-            error, position = to_error(refusal), self._ledger.position
-            return _Release(position, act=lambda: self._answer(question.ticket, error, position))
+            error, head = to_error(refusal), self._ledger.head
+            return _Release(head, act=lambda: self._answer(question.ticket, error, head))
         if question.ticket and question.ticket not in self._waiting:
             self._core.forget(question.ticket)  # cancelled while it was queued
         return await self._record(decision)
@@ -240,7 +237,7 @@ class RunDriver:
             except MeshError as error:
                 raise self._ledger.failure(error) from error
         goal = weight_goal(self._core) if self._core.state.spec is not None else None
-        return _Release(self._ledger.position, stored, decision.effects, goal)
+        return _Release(self._ledger.head, stored, decision.effects, goal)
 
     def _time_append(self, stored: asyncio.Future[int]) -> None:
         if metrics.is_on():
@@ -250,13 +247,13 @@ class RunDriver:
             )
 
     def _look(self, item: _Look) -> _Release:
-        value = item.read(self._core, self._ledger.position)
+        value = item.read(self._core, self._ledger.head)
 
         def act() -> None:
             if not item.answer.done():
                 item.answer.set_result(value)
 
-        return _Release(self._ledger.position, act=act)
+        return _Release(self._ledger.head, act=act)
 
     async def _tick_forever(self) -> None:
         while True:
@@ -284,23 +281,23 @@ class RunDriver:
                 self._on_live()
         for effect in release.effects:
             if isinstance(effect, Reply):
-                self._answer(effect.ticket, effect.value, release.position)
+                self._answer(effect.ticket, effect.value, release.head)
             else:
-                self._effects.perform(effect, release.position)
+                self._effects.perform(effect, release.head.position)
         if release.act is not None:
             release.act()
         if release.stored is not None:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    def _answer(self, ticket: int, value: object, position: int) -> None:
+    def _answer(self, ticket: int, value: object, head: LedgerHead) -> None:
         answer = self._waiting.pop(ticket, None)
         if answer is None or answer.done():
             self.give_back(value)
         elif isinstance(value, MeshError):
             answer.set_exception(value)
         else:
-            answer.set_result((value, position))
+            answer.set_result((value, head))
 
     # Ending -----------------------------------------------------------------------------------------------------------
 

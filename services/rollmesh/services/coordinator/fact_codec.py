@@ -137,9 +137,19 @@ FACT_TYPES: dict[str, type] = {fact_field(type_): type_ for type_ in typing.get_
 """Every fact class by its name in the oneof."""
 
 
-def encode_record(record_id: str, time_unix_s: float, facts: Sequence[f.Fact]) -> bytes:
-    """One decision as the bytes of a LedgerRecord."""
-    record = events_pb2.LedgerRecord(record_id=record_id, time_unix_s=time_unix_s)
+class DecodedRecord(NamedTuple):
+    """A LedgerRecord."""
+
+    record_id: str
+    time_unix_s: float
+    facts: tuple[f.Fact, ...]
+    previous: str
+    """Hash of the record before it, hex."""
+
+
+def encode_record(record_id: str, time_unix_s: float, facts: Sequence[f.Fact], previous: str = "") -> bytes:
+    """One decision as the bytes of a LedgerRecord. `previous` is the hex hash of the record before it."""
+    record = events_pb2.LedgerRecord(record_id=record_id, time_unix_s=time_unix_s, previous=bytes.fromhex(previous))
     for fact in facts:
         below = getattr(record.facts.add(), fact_field(type(fact)))
         below.SetInParent()  # a fact of defaults alone must still be present
@@ -147,13 +157,17 @@ def encode_record(record_id: str, time_unix_s: float, facts: Sequence[f.Fact]) -
     return record.SerializeToString()
 
 
-def decode_record(payload: bytes) -> tuple[str, float, tuple[f.Fact, ...]]:
-    """(record id, unix seconds, facts) of a LedgerRecord. Raises InvalidInput if it is none, or holds a fact of a later version of the code."""
+def decode_record(payload: bytes) -> DecodedRecord:
+    """The record in a ledger record's bytes.
+
+    Raises InvalidInput for bytes that are not a LedgerRecord and for facts of a later version of the code, ValueError for values out of range.
+    """
     try:
         record = events_pb2.LedgerRecord.FromString(payload)
     except DecodeError as error:
-        raise InvalidInput(f"{len(payload)} bytes that are no LedgerRecord") from error
-    return record.record_id, record.time_unix_s, tuple(decode_fact(fact) for fact in record.facts)
+        raise InvalidInput(f"cannot decode a LedgerRecord from {len(payload)} bytes") from error
+    facts = tuple(decode_fact(fact) for fact in record.facts)
+    return DecodedRecord(record.record_id, record.time_unix_s, facts, record.previous.hex())
 
 
 def decode_fact(message: events_pb2.Fact) -> f.Fact:

@@ -18,6 +18,7 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapsh
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
+from rollmesh.shared.ledger_head import LedgerHead
 
 REPORT_TERMS = 2.0
 """Episode lease terms after which a stored payload has been reported, or never will be."""
@@ -73,10 +74,10 @@ class Housekeeper:
         await self._snapshot(records=1)
         await self.purge()
 
-    def _encode_if_due(self, core: Core, position: int, records: int) -> tuple[bytes, int]:
-        if position - self._snapshot_position < records:
-            return b"", position
-        return encode_snapshot(core.state, position, self._driver.stored_record_id()), position
+    def _encode_if_due(self, core: Core, head: LedgerHead, records: int) -> tuple[bytes, int]:
+        if head.position - self._snapshot_position < records:
+            return b"", head.position
+        return encode_snapshot(core.state, head), head.position
 
     async def purge(self) -> int:
         """Drop payloads that are dead; returns the sequence below which they are gone."""
@@ -87,7 +88,7 @@ class Housekeeper:
             self._purged_below = below
         return self._purged_below
 
-    def _mark(self, core: Core, _: int) -> int:
+    def _mark(self, core: Core, _: LedgerHead) -> int:
         """Where to purge. Marked between two decisions: no report is accepted later whose payload is about to go."""
         if core.state.spec is None or core.state.spec.exports:  # whoever streams may begin at the start, at any time
             return 0

@@ -3,24 +3,27 @@
 Each append carries the sequence expected before it, so of two coordinators only one gets on; the bus recognises a lost acknowledgement
 by the record id and sends again what a killed server has not stored. An append that fails for good means that the state in memory
 is ahead of what is true: the coordinator must stop and recover.
+
+Every record holds the hash of the record before it, and is stored with its own hash beside it (`shared.ledger_head`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
-from rollmesh.shared.bus.bus import StreamLog, WrongLastSequence
+from rollmesh.shared.bus.bus import Record, StreamLog, WrongLastSequence
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, MeshError
 from rollmesh.shared.ids import IdSource
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
 
-CHECKSUM = "Crc32"
-"""Header with the CRC-32 of a record's bytes: a flipped bit may decode to another decision."""
+CHECKSUM = "Sha256"
+"""Header with the hash of a record's bytes: it shows an altered byte in the newest record too, which has no successor yet."""
+RESTORE = "restore the stream from a replica or a backup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,35 +34,37 @@ class StoredRecord:
     record_id: str
     time_unix_s: float
     facts: tuple[Fact, ...]
+    hash: str = ""
+
+    @property
+    def head(self) -> LedgerHead:
+        """The head of the ledger after this record."""
+        return LedgerHead(position=self.position, hash=self.hash)
 
 
 class Ledger:
-    """Appends to and reads from RM_<run>_LEDGER. `position` is the sequence of the newest record, stored or on its way."""
+    """Appends to and reads from RM_<run>_LEDGER. `head` is that of the newest record, stored or on its way."""
 
-    def __init__(
-        self, log: StreamLog, *, position: int, record_id: str, ids: IdSource, clock: Clock, append_s_max: float
-    ) -> None:
+    def __init__(self, log: StreamLog, *, head: LedgerHead, ids: IdSource, clock: Clock, append_s_max: float) -> None:
         self._log = log
         self._ids = ids
         self._clock = clock
         self._append_s_max = append_s_max
-        self.position = position
-        self.record_id = record_id
-        """Of the record at `position`; empty for an empty ledger."""
+        self.head = head
 
     async def append(self, facts: Sequence[Fact]) -> asyncio.Future[int]:
         """Send one decision; the future gives its sequence once it is stored. Waits while too many are in flight."""
         record_id = self._ids.new("d")
-        payload = encode_record(record_id, self._clock.wall_s(), facts)
+        payload = encode_record(record_id, self._clock.wall_s(), facts, self.head.hash)
+        hashed = record_hash(payload)
         stored = await self._log.append_pipelined(
             payload,
             msg_id=record_id,
-            expected_last_seq=self.position,
-            headers={CHECKSUM: checksum(payload)},
+            expected_last_seq=self.head.position,
+            headers={CHECKSUM: hashed},
             deadline_s=self._append_s_max,
         )
-        self.position += 1
-        self.record_id = record_id
+        self.head = LedgerHead(position=self.head.position + 1, hash=hashed)
         return stored
 
     def failure(self, error: MeshError) -> MeshError:
@@ -68,7 +73,7 @@ class Ledger:
             return Fenced(
                 f"another coordinator has taken over {self._log.name}: this one is fenced and stops; run one coordinator per run",
                 ledger=self._log.name,
-                position=self.position,
+                position=self.head.position,
             )
         return DataLoss(
             f"{self._log.name} took no record ({error}); the coordinator stops and recovers from what is stored when it is "
@@ -77,29 +82,54 @@ class Ledger:
         )
 
 
-def checksum(payload: bytes) -> str:
-    """The CRC-32 of a record's bytes, as its header holds it."""
-    return f"{zlib.crc32(payload):08x}"
+async def read_ledger(log: StreamLog, after: LedgerHead = EMPTY) -> AsyncIterator[StoredRecord]:
+    """The records after the head `after`, in order. Raises DataLoss if one is missing, damaged or does not follow the one before."""
+    last_seq = (await log.info()).last_seq
+    head = after
+    async for record in log.read_range(after.position + 1):
+        stored = check_record(log.name, record, head)
+        head = stored.head
+        yield stored
+    if head.position < last_seq:
+        raise missing(log.name, head.position + 1, last_seq)
 
 
-async def read_ledger(log: StreamLog, after: int = 0) -> AsyncIterator[StoredRecord]:
-    """The records after sequence `after`, in order. Raises DataLoss if one is missing or cannot be read."""
-    expected = after + 1
-    async for record in log.read_range(after + 1):
-        if record.seq != expected:
-            raise DataLoss(
-                f"{log.name} lacks record {expected}: the run cannot be recovered without it", ledger=log.name
-            )
-        expected += 1
-        if record.headers.get(CHECKSUM, checksum(record.payload)) != checksum(record.payload):
-            raise DataLoss(
-                f"{log.name}: record {record.seq} is damaged: its bytes do not have the checksum they were stored with; restore the "
-                "stream from a replica or a backup, the run cannot be recovered without it",
-                ledger=log.name,
-                position=record.seq,
-            )
-        try:
-            record_id, time_unix_s, facts = decode_record(record.payload)
-        except (InvalidInput, ValueError) as error:
-            raise DataLoss(f"{log.name}: record {record.seq} cannot be read: {error}", ledger=log.name) from error
-        yield StoredRecord(position=record.seq, record_id=record_id, time_unix_s=time_unix_s, facts=facts)
+def check_record(name: str, record: Record, before: LedgerHead) -> StoredRecord:
+    """The decision in `record`, which must be whole and follow the record with the head `before`. Raises DataLoss naming what is wrong."""
+
+    def lost(what: str) -> DataLoss:
+        return DataLoss(f"{name}: record {record.seq} {what}; {RESTORE}", ledger=name, position=record.seq)
+
+    if record.seq != before.position + 1:
+        raise missing(name, before.position + 1, record.seq - 1)
+    hashed = record_hash(record.payload)
+    if CHECKSUM not in record.headers:
+        raise lost(f"has no {CHECKSUM} header: no coordinator of this version has written it")
+    if record.headers[CHECKSUM] != hashed:
+        raise lost("is damaged: its bytes do not have the hash they were stored with")
+    try:
+        decoded = decode_record(record.payload)
+    except (InvalidInput, ValueError) as error:
+        raise lost(f"cannot be read: {error}") from error
+    if decoded.previous != before.hash:
+        raise lost(
+            f"does not follow record {before.position}: it holds {decoded.previous[:12] or '(none)'} as the hash before it, "
+            f"expected {before.hash[:12] or '(none)'}"
+        )
+    if record.msg_id != decoded.record_id:
+        raise lost(f"has the message id {record.msg_id[:80]!r}, expected its record id {decoded.record_id[:80]!r}")
+    return StoredRecord(
+        position=record.seq,
+        record_id=decoded.record_id,
+        time_unix_s=decoded.time_unix_s,
+        facts=decoded.facts,
+        hash=hashed,
+    )
+
+
+def missing(name: str, first: int, last: int) -> DataLoss:
+    """The records `first` to `last` are not in the stream."""
+    which = f"record {first}" if first >= last else f"records {first} to {last}"
+    return DataLoss(
+        f"{name} lacks {which}: the run cannot be recovered without them; {RESTORE}", ledger=name, position=first
+    )

@@ -9,6 +9,7 @@ from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import Accounts, EpisodeStatus, State
 from rollmesh.services.coordinator.run_state import GROUP_STATES, run_state
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.telemetry.metrics import LATENCY_S, Reading, counter, gauge, histogram
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import run_pb2
@@ -68,14 +69,14 @@ async def read(node: CoordinatorNode) -> list[Reading]:
     """Every run that is led here, and the fleet."""
     found = _nodes(node.fleet_nodes())
     for run, driver in node.runs.drivers.items():
-        found += await driver.look(lambda core, position, run=run: _run(run, core, position))  # type: ignore[misc]
+        found += await driver.look(lambda core, head, run=run: _run(run, core, head))  # type: ignore[misc]
     return found
 
 
-def _run(run: str, core: Core, position: int) -> list[Reading]:
+def _run(run: str, core: Core, head: LedgerHead) -> list[Reading]:
     if core.state.spec is None:
         return []
-    state = run_state(core, position)
+    state = run_state(core, head)
     policy = state.policies[0]
     staleness = {int(lag): int(num) for lag, num in policy.trained_by_staleness.items()}
     return [
@@ -87,7 +88,7 @@ def _run(run: str, core: Core, position: int) -> list[Reading]:
         Reading(STALENESS, staleness, (run,)),
         *_clock(run, policy),
         *(Reading(REWARD, value, (run, name)) for name, value in state.mean_rewards.items()),
-        Reading(POSITION, position, (run,)),
+        Reading(POSITION, head.position, (run,)),
     ]
 
 

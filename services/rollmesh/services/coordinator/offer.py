@@ -14,6 +14,7 @@ from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshBusy, Unimplemented
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.model_files import ModelFiles
 from rollmesh.v1 import coordinator_pb2 as pb
 
@@ -89,5 +90,5 @@ class MeshFacts:
         return self._given
 
 
-def _ended(core: Core, position: int) -> str:
+def _ended(core: Core, _: LedgerHead) -> str:
     return core.state.ended

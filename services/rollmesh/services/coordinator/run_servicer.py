@@ -20,6 +20,7 @@ from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.watchdog import read_chain
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import NotReady, NotUploaded, Unimplemented, UnknownRun
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import run_pb2 as pb
 from rollmesh.v1 import run_pb2_grpc
@@ -110,8 +111,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
         driver = await self._runs.get(request.run)
-        committed, position = await driver.ask_placed(lambda ticket: wire.commit_update(ticket, request))
-        return pb.CommitUpdateResponse(digest=committed.digest, ledger_position=position)
+        committed, head = await driver.ask_placed(lambda ticket: wire.commit_update(ticket, request))
+        return pb.CommitUpdateResponse(digest=committed.digest, ledger_position=head.position, ledger_hash=head.hash)
 
     async def ReleaseBatch(self, request: pb.ReleaseBatchRequest, context: Context) -> pb.ReleaseBatchResponse:
         driver = await self._runs.get(request.run)
@@ -192,13 +193,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         driver = await self._runs.get(request.run)
         return pb.GetRunResponse(state=self._with_nodes(await driver.look(self._reader(driver))))
 
-    def _reader(self, driver: RunDriver) -> Callable[[Core, int], pb.RunState]:
+    def _reader(self, driver: RunDriver) -> Callable[[Core, LedgerHead], pb.RunState]:
         """Reads a run's state, with the chain of who waits for whom."""
 
-        def read(core: Core, position: int) -> pb.RunState:
+        def read(core: Core, head: LedgerHead) -> pb.RunState:
             if core.state.spec is None:
                 raise UnknownRun("the run has streams but no beginning; CreateRun again")
-            state = run_state(core, position)
+            state = run_state(core, head)
             links = read_chain(core, self._keeper.fleet, self._clock, driver.trouble)
             state.chain.extend(pb.Wait(who=link.who, what=link.what) for link in links)
             state.idle_s = 0.0 if core.state.ended else core.idle_s(self._clock.monotonic_s())

@@ -15,6 +15,7 @@ from rollmesh.services.coordinator.core.state import (
     State,
 )
 from rollmesh.services.coordinator.core.turn import FailedAttempts
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.v1 import run_pb2 as pb
 
 _PHASES = {
@@ -28,8 +29,8 @@ GROUP_STATES = ("pending", "generating", *_PHASES.values())
 """What a group is, in the words of `PolicyState.groups`."""
 
 
-def run_state(core: Core, position: int) -> pb.RunState:
-    """The state after the ledger record at `position`."""
+def run_state(core: Core, head: LedgerHead) -> pb.RunState:
+    """The state after the ledger record at `head`."""
     state = core.state
     return pb.RunState(
         run=state.the_spec.run,
@@ -40,7 +41,8 @@ def run_state(core: Core, position: int) -> pb.RunState:
         evals=[_eval(result, state) for result in state.evals],
         waiting=core.waiting(),
         mean_rewards=state.the_clock.mean_rewards,
-        ledger_position=position,
+        ledger_position=head.position,
+        ledger_hash=head.hash,
         leases=_leases(state),
         stalled=state.stall,
         stopping=state.stopping,

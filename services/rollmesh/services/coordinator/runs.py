@@ -264,8 +264,7 @@ class Runs:
         core = Core(recovered.state)
         ledger = Ledger(
             streams.ledger,
-            position=recovered.position,
-            record_id=recovered.record_id,
+            head=recovered.head,
             ids=self._ids,
             clock=self._clock,
             append_s_max=self._config.run.append_s_max,

@@ -1,6 +1,6 @@
 """Snapshots of a run's state: they bound recovery and are never needed for it.
 
-A file holds the state after one ledger record, that record's place and id, and a digest of all of it; it appears under its name only
+A file holds the state after one ledger record, that record's position and hash, and a digest of all of it; it appears under its name only
 when it is complete. A snapshot that is damaged, of another ledger or of another version of the code is passed by with a warning: an
 older one, or the whole ledger, gives the same state.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.services.coordinator.core.state import State
+from rollmesh.shared.ledger_head import LedgerHead
 
 KEPT = 2
 """Snapshots kept per run: the newest, and one to fall back to."""
@@ -25,10 +26,9 @@ _log = logging.getLogger(__name__)
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a run after the ledger record at `position`."""
+    """The state of a run after the ledger record at `head`."""
 
-    position: int
-    record_id: str
+    head: LedgerHead
     state: State
 
 
@@ -70,9 +70,9 @@ class SnapshotStore:
         return sorted(self._folder.glob(f"*{_SUFFIX}"), reverse=True)
 
 
-def encode_snapshot(state: State, position: int, record_id: str) -> bytes:
+def encode_snapshot(state: State, head: LedgerHead) -> bytes:
     """The body of a snapshot file."""
-    return msgspec.msgpack.encode(Snapshot(position=position, record_id=record_id, state=state))
+    return msgspec.msgpack.encode(Snapshot(head=head, state=state))
 
 
 def _read(path: Path) -> Snapshot:

@@ -17,6 +17,7 @@ from rollmesh.services.coordinator.core.turn import Turn
 from rollmesh.services.coordinator.core.waits import Wait, chain, in_words
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
+from rollmesh.shared.ledger_head import LedgerHead
 
 T = TypeVar("T")
 LOOK_S = 1.0
@@ -34,7 +35,7 @@ class Run(Protocol):
 
     async def post(self, request: i.Input) -> None: ...
 
-    async def look(self, read: Callable[[Core, int], Any]) -> Any: ...
+    async def look(self, read: Callable[[Core, LedgerHead], Any]) -> Any: ...
 
 
 class Watchdog:
@@ -68,7 +69,7 @@ class Watchdog:
             self._told = cause
             await self._run.post(i.Stalled(root=links[-1].who, cause=cause))
 
-    def _if_stalled(self, core: Core, _: int) -> list[Wait]:
+    def _if_stalled(self, core: Core, _: LedgerHead) -> list[Wait]:
         if core.state.spec is None or not core.is_stalled(self._clock.monotonic_s()):
             return []
         return read_chain(core, self._fleet, self._clock, self._run.trouble) or [Wait("run", "waits for nobody known")]

@@ -18,6 +18,7 @@ from rollmesh.shared.bus.bus import Bus, Record, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.errors import DataLoss, FieldViolation, HasLearner, InvalidInput, PayloadLost, UnknownRun
+from rollmesh.shared.ledger_head import record_hash
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 Place = tuple[int, int]
@@ -39,7 +40,7 @@ class Exports:
         async for record in ledger.follow(1):
             for found in story.enter(record):
                 if found.place > after:
-                    yield await _response(samples, found)
+                    yield await _response(samples, found, record_hash(record.payload))
             if story.ended:
                 return
 
@@ -104,16 +105,21 @@ class _Story:
             del self.tasks[group], self.num_open[group]
 
 
-async def _response(samples: StreamLog, scored: _Scored) -> run_pb2.StreamSamplesResponse:
+async def _response(samples: StreamLog, scored: _Scored, ledger_hash: str) -> run_pb2.StreamSamplesResponse:
     cursor = format_cursor(scored.place)
     try:
         read = await read_episode(samples, scored.ref)
     except PayloadLost as error:
         what = f"{samples.name} does not hold the payload {scored.ref.sequence} of {', '.join(scored.ref.sample_ids)}"
         raise PayloadLost(f"{what}; cursor {cursor} goes on after it", cursor=cursor) from error
-    if read.error is not None:
-        return run_pb2.StreamSamplesResponse(task=scored.task, cursor=cursor, failure=encode_failure(read.error))
-    return run_pb2.StreamSamplesResponse(episode=read.episode, task=scored.task, cursor=cursor)
+    return run_pb2.StreamSamplesResponse(
+        episode=read.episode if read.error is None else None,
+        task=scored.task,
+        cursor=cursor,
+        failure=encode_failure(read.error) if read.error is not None else None,
+        ledger_position=scored.place[0],
+        ledger_hash=ledger_hash,
+    )
 
 
 def format_cursor(place: Place) -> str:

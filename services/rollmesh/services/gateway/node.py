@@ -1,18 +1,21 @@
 """A gateway as a node: RunService, and what is public of CoordinatorService, in front of a coordinator and a bus.
 
-async with GatewayNode(config, node_id="gateway-0", coordinator="127.0.0.1:7000", access=access, bus_url=url) as gateway:
+async with GatewayNode(config, node_id="gateway-0", coordinator="127.0.0.1:7000", access=access, folder=folder,
+                       bus_url=url) as gateway:
     gateway.address                # what trainers are given
 """
 
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.gateway.coordinator_front import CoordinatorFront
 from rollmesh.services.gateway.exports import Exports
+from rollmesh.services.gateway.heads import Heads
 from rollmesh.services.gateway.payloads import Payloads
 from rollmesh.services.gateway.servicer import GatewayServicer
 from rollmesh.shared.bus.bus import Bus
@@ -42,12 +45,15 @@ class GatewayNode:
         node_id: str,
         coordinator: str,
         access: Access,
+        folder: str | Path,
         bus: Bus | None = None,
         bus_url: str = "",
         clock: Clock | None = None,
     ) -> None:
+        """`folder` is where it stores the heads of ledgers."""
         assert (bus is None) != (not bus_url), "a bus or the URL of one"
         self._config = config
+        self._heads = Heads(Path(folder))
         self._coordinator = coordinator
         self._access = access
         self._bus = bus
@@ -73,6 +79,7 @@ class GatewayNode:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
+            self._heads.open()
             bus = self._bus
             if bus is None:
                 bus = await JetStreamBus.connect(self._bus_url, login=BusLogin.of(self._access))
@@ -88,6 +95,7 @@ class GatewayNode:
                 coordinator,
                 Payloads(bus, reads_max=self._config.reads_max),
                 Exports(bus),
+                self._heads,
                 call_s=self._config.call_s,
             )
             await stack.enter_async_context(self._joined)

@@ -1,7 +1,8 @@
 """RunService for trainers: decisions are the coordinator's, payloads come from the sample stream.
 
 A forwarded call keeps its deadline, and the coordinator's error reaches the caller with its code, reason and details. The gateway
-holds no state: any number of them serve, and one may be killed at any time.
+decides nothing and needs no state: any number of them serve, and one may be killed at any time. It stores the head of the ledger after
+each commit that it forwards, for the audit.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from rollmesh.services.gateway.exports import Exports
+from rollmesh.services.gateway.heads import Heads
 from rollmesh.services.gateway.payloads import Payloads, episodes_of, shard
 from rollmesh.shared.errors import FieldViolation, InvalidInput, Unimplemented
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 from rollmesh.v1 import run_pb2 as pb
@@ -28,6 +31,7 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub,
         payloads: Payloads,
         exports: Exports,
+        heads: Heads,
         *,
         call_s: float,
     ) -> None:
@@ -35,6 +39,7 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         self._coordinator = coordinator
         self._payloads = payloads
         self._exports = exports
+        self._heads = heads
         self._call_s = call_s
 
     async def _forward(
@@ -60,7 +65,9 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         return await self._forward(self._run.RenewBatch, request, context)
 
     async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
-        return await self._forward(self._run.CommitUpdate, request, context)
+        response = await self._forward(self._run.CommitUpdate, request, context)
+        await self._heads.store(request.run, LedgerHead(position=response.ledger_position, hash=response.ledger_hash))
+        return response
 
     async def ReleaseBatch(self, request: pb.ReleaseBatchRequest, context: Context) -> pb.ReleaseBatchResponse:
         return await self._forward(self._run.ReleaseBatch, request, context)
@@ -80,7 +87,9 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         return await self._forward(self._run.StopRun, request, context)
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
-        return await self._forward(self._run.DeleteRun, request, context)
+        response = await self._forward(self._run.DeleteRun, request, context)
+        await self._heads.store(request.run, EMPTY)
+        return response
 
     async def ListDead(self, request: pb.ListDeadRequest, context: Context) -> pb.ListDeadResponse:
         return await self._forward(self._run.ListDead, request, context)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.objects import load_object
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
 from rollmesh.trainer.trained_log import TrainedLog
@@ -34,8 +35,8 @@ class Position:
     incarnation: int = 0
     digest: str = ""
     """Commit digest after `update`; empty for 0."""
-    ledger_position: int = 0
-    """Ledger sequence of that commit; 0 if there is none."""
+    head: LedgerHead = EMPTY
+    """Head of the ledger that contains that commit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,7 +90,7 @@ class Tenure:
         self._engine = restored.engine
         self._log = restored.log
         self._incarnation = attached.incarnation
-        self._ledger_position = restored.position.ledger_position
+        self._head = restored.position.head
         self._checkpointed = restored.position.update
         self._publish_every = _publish_every(parts.config, attached)
         self.exports = attached.spec.export_groups > 0
@@ -234,7 +234,7 @@ class Tenure:
                 f"after update {result.update} the coordinator's digest is {committed.digest[:12]!r}, the trainer's "
                 f"{digest[:12]!r}: they disagree on which samples it used; report this, and resume from the newest checkpoint"
             )
-        self._ledger_position = committed.ledger_position
+        self._head = committed.head
         self._parts.progress.update = result.update
         count(UPDATES, outcome.lower())
         count(TOKENS, amount=trained_tokens(result.metrics))
@@ -254,7 +254,7 @@ class Tenure:
             policy=parts.client.where.policy,
             incarnation=self._incarnation,
             digest=self._log.digest,
-            ledger_position=self._ledger_position,
+            head=self._head,
         )
         with parts.progress.during("checkpoint"):
             snapshot = await self._data_snapshot()
@@ -265,7 +265,7 @@ class Tenure:
         await parts.at(Moment.CHECKPOINTED)
 
     async def _data_snapshot(self) -> bytes:
-        take, position = self._parts.data_snapshot, self._ledger_position
+        take, position = self._parts.data_snapshot, self._head.position
         return b"" if take is None else await self._parts.client.persist(lambda: take(position))
 
     def _report(self, result: StepResult, *, num_unreadable: int) -> None:

@@ -67,7 +67,15 @@ def _gateway(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
     config = place.config.gateway
     config = msgspec.structs.replace(config, server=place.served_at(place.gateway, config.server))
-    return GatewayNode(config, node_id=name, coordinator=place.coordinator, access=place.access, bus=bus, **options)
+    return GatewayNode(
+        config,
+        node_id=name,
+        coordinator=place.coordinator,
+        access=place.access,
+        folder=place.folder(name),
+        bus=bus,
+        **options,
+    )
 
 
 def _depot(name: str, place: Place, bus: Bus, **options: Any) -> Part:

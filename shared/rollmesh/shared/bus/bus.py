@@ -154,7 +154,10 @@ class StreamLog(Protocol):
         ...
 
     def read_range(self, from_seq: int = 1) -> AsyncIterator[Record]:
-        """Records from `from_seq` up to the last one that was stored when the call began."""
+        """Records from `from_seq` up to the newest one that was stored when the call began; removed ones are skipped.
+
+        Raises `BusUnavailable` if the bus gives no record within its deadline although there are some: the wait is bounded.
+        """
         ...
 
     def follow(self, from_seq: int = 1) -> AsyncIterator[Record]:

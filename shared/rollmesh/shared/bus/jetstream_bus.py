@@ -228,15 +228,25 @@ class JetStreamLog:
         return await self.read(seq) if raw is None else _record_of_raw(raw)
 
     async def read_range(self, from_seq: int = 1) -> AsyncGenerator[Record, None]:
-        info = await self.info()
-        if info.num_records == 0 or from_seq > info.last_seq:
+        newest = await self.last()  # not the stream's last sequence: that record may have been removed
+        if newest is None or from_seq > newest.seq:
             return
-        async with aclosing(self._reader().follow(max(from_seq, info.first_seq))) as records:
-            async for record in records:
-                if record.seq <= info.last_seq:
+        seq = from_seq - 1
+        async with aclosing(self._reader().follow(max(1, from_seq))) as records:
+            while seq < newest.seq:
+                try:
+                    async with asyncio.timeout(self._config.deadline_s):
+                        record = await anext(records)
+                except TimeoutError:
+                    raise BusUnavailable(
+                        f"{self._name} gave no record after {seq} for {self._config.deadline_s:g} s, though it holds record "
+                        f"{newest.seq}; see the log of nats-server",
+                        stream=self._name,
+                        seq=seq + 1,
+                    ) from None
+                seq = record.seq
+                if seq <= newest.seq:
                     yield record
-                if record.seq >= info.last_seq:
-                    return
 
     def follow(self, from_seq: int = 1) -> AsyncGenerator[Record, None]:
         return self._reader().follow(from_seq)

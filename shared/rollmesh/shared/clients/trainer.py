@@ -19,6 +19,7 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.codec.metadata import check_metadata
 from rollmesh.shared.errors import MetadataMismatch, NotReady, NotUploaded
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -59,10 +60,10 @@ class Attached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """Digest after the update, and the ledger sequence of its commit."""
+    """Digest after the update, and the head of the ledger that contains its commit: keep both in the checkpoint."""
 
     digest: str
-    ledger_position: int
+    head: LedgerHead
 
 
 class TrainerClient:
@@ -173,7 +174,8 @@ class TrainerClient:
             outcome=run_pb2.UPDATE_OUTCOME_APPLIED if applied else run_pb2.UPDATE_OUTCOME_SKIPPED,
         )
         reply: run_pb2.CommitUpdateResponse = await self.persist(lambda: self._call(self._stub.CommitUpdate, request))
-        return Committed(digest=reply.digest, ledger_position=reply.ledger_position)
+        head = LedgerHead(position=reply.ledger_position, hash=reply.ledger_hash)
+        return Committed(digest=reply.digest, head=head)
 
     # Checkpoints, versions, progress ----------------------------------------------------------------------------------
 

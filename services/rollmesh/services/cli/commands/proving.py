@@ -16,6 +16,13 @@ def audit(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Hold the ledger against what this checkpoint was trained on.")
     ] = None,
+    head: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="POSITION:HASH",
+            help="A head of the ledger stored elsewhere, which it must still contain; may be repeated. Heads in the folder are found.",
+        ),
+    ] = None,
     sample: Annotated[str, typer.Option(help="Tell the life of this sample.")] = "",
     name: Annotated[
         str, typer.Option("--run-name", help="Which run of a mesh that was up; by default the configuration's.")
@@ -26,7 +33,9 @@ def audit(
     with told_once():
         from rollmesh.services.cli.audit import audit_folder
 
-        holds, text = audit_folder(run, checkpoint=checkpoint, sample=sample, name=name, as_json=as_json)
+        holds, text = audit_folder(
+            run, checkpoint=checkpoint, heads=head or (), sample=sample, name=name, as_json=as_json
+        )
     typer.echo(text)
     raise typer.Exit(0 if holds else FAILED)
 

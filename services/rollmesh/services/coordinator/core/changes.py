@@ -6,11 +6,13 @@ the bound itself may change; a batch that is out keeps the bound it was leased u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
 from rollmesh.services.coordinator.core.turn import Turn, refuse
 
 MAY_CHANGE = frozenset(
@@ -47,7 +49,8 @@ def change(turn: Turn, request: i.ChangeRun) -> None:
             key=f"run.{name}",
         )
     reopened = bool(state.ended) and not state.ended.startswith("STOPPED")
-    turn.emit(f.RunChanged(change_id=request.change_id, changes=request.changes, spec=request.spec, reopened=reopened))
+    changes = (*request.changes, *unlisted(turn.spec, request.spec, request.changes))
+    turn.emit(f.RunChanged(change_id=request.change_id, changes=changes, spec=request.spec, reopened=reopened))
     if reopened:
         turn.volatile.counted_at = turn.volatile.progressed_at = turn.now
     turn.volatile.exhausted = False  # the source may have been given more
@@ -58,3 +61,18 @@ def fixed_fields(old: RunSpec, new: RunSpec) -> list[str]:
     """Fields that differ and may not."""
     names = (field.name for field in msgspec.structs.fields(RunSpec))
     return [name for name in names if name not in MAY_CHANGE and getattr(old, name) != getattr(new, name)]
+
+
+def unlisted(old: RunSpec, new: RunSpec, listed: Sequence[ConfigChange]) -> list[ConfigChange]:
+    """What the spec changes and the caller does not list: the record is complete whoever asked for the change."""
+    known = {change.key for change in listed}
+    names = (name for name in sorted(MAY_CHANGE) if getattr(old, name) != getattr(new, name))
+    return [
+        ConfigChange(key=f"run.{name}", old=_json(getattr(old, name)), new=_json(getattr(new, name)))
+        for name in names
+        if f"run.{name}" not in known
+    ]
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()

@@ -88,7 +88,7 @@ def open_trainer(config: LearnerConfig) -> Restored:
         policy=meta.policy,
         incarnation=meta.incarnation,
         digest=meta.digest,
-        ledger_position=meta.ledger_position,
+        head=meta.head,
     )
     log = TrainedLog(found.path / TRAINED_NAME, update=meta.update, digest=meta.digest)
     return Restored(engine=engine, log=log, position=position, passed_by=found.passed_by)
@@ -145,7 +145,7 @@ class FakeTrainer:
             incarnation=position.incarnation,
             digest=position.digest,
             seed=self._seed,
-            ledger_position=position.ledger_position,
+            head=position.head,
         )
         final = self._root / folder_name(place)
         temporary = self._root / f"{TEMPORARY}{final.name}"

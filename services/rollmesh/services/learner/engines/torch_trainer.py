@@ -86,7 +86,7 @@ class TorchTrainer:
             incarnation=position.incarnation,
             digest=position.digest,
             seed=self._trainer.seed,
-            ledger_position=position.ledger_position,
+            head=position.head,
             config_digest=self._recipe_digest,
         )
         saved = save_checkpoint(
@@ -119,7 +119,7 @@ def _resumed(config: LearnerConfig, recipe: UpdateConfig, found: Checkpoint) -> 
         policy=meta.policy,
         incarnation=meta.incarnation,
         digest=meta.digest,
-        ledger_position=meta.ledger_position,
+        head=meta.head,
     )
     engine = TorchTrainer(trainer, _tokenizer(found.path), config, recipe)
     return Restored(engine=engine, log=found.trained_log(), position=position, passed_by=found.passed_by)

@@ -1,0 +1,115 @@
+"""The chain of records as it was stored, compared with every head of it that was stored elsewhere.
+
+The chain alone shows damage. It is no evidence against a process that can write the stream, which can recompute every hash. A head stored
+elsewhere is: whatever changed at or before its position gives another hash there, and records cut off before it are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollmesh.services.coordinator.audit_report import Complain, HeadLine
+from rollmesh.services.coordinator.ledger import StoredRecord, check_record, missing
+from rollmesh.shared.bus.bus import Record
+from rollmesh.shared.errors import DataLoss
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
+
+CLOCK_S = 5.0
+"""By how much the time of a record may lie before that of the one before it: wall clocks are corrected."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHead:
+    """A head and where it was stored."""
+
+    where: str
+    head: LedgerHead
+
+
+class Chain:
+    """Takes the records of one ledger in the order of the stream. `complain` receives what is wrong, `warn` what is unusual."""
+
+    def __init__(self, name: str, heads: Sequence[StoredHead], complain: Complain, warn: Complain) -> None:
+        self.head = EMPTY
+        """Of the newest record taken, as its bytes are."""
+        self._name = name
+        self._complain = complain
+        self._warn = warn
+        self._broken = False
+        self._waiting = sorted(heads, key=lambda stored: stored.head.position, reverse=True)
+        """Heads whose position is not reached yet, the lowest last."""
+        self._compared: list[HeadLine] = []
+        self._places: dict[str, int] = {}
+        """Position of every record by its id."""
+        self._time_unix_s = 0.0
+
+    @property
+    def heads(self) -> tuple[HeadLine, ...]:
+        """Every head it was compared with, by position."""
+        return tuple(self._compared)
+
+    def enter(self, record: Record) -> StoredRecord | None:
+        """The decision in a record; None from the first break on: what follows it proves nothing, but is checked for further damage."""
+        stored = None
+        try:
+            stored = check_record(self._name, record, self.head)
+        except DataLoss as error:
+            self._broken = True
+            self._complain("chain", error.message, record.seq)
+        self._check_lost_heads(record.seq)
+        self.head = LedgerHead(position=record.seq, hash=record_hash(record.payload))
+        self._check_heads()
+        if stored is not None:
+            self._check_id_and_time(stored)
+        return None if self._broken else stored
+
+    def finish(self, last_seq: int) -> None:
+        """There are no further records; `last_seq` is the sequence that the stream says it reached."""
+        if self.head.position < last_seq:
+            self._complain("chain", missing(self._name, self.head.position + 1, last_seq).message, last_seq)
+        for stored in reversed(self._waiting):
+            self._note(stored, holds=False)
+            self._complain(
+                "chain",
+                f"{self._name} ends at record {self.head.position}, but {stored.where} holds the hash of record "
+                f"{stored.head.position}: the records after {self.head.position} were removed",
+                stored.head.position,
+            )
+
+    def _check_lost_heads(self, position: int) -> None:
+        while self._waiting and self._waiting[-1].head.position < position:
+            stored = self._waiting.pop()
+            self._note(stored, holds=False)
+            at = stored.head.position
+            self._complain("chain", f"{self._name} lacks record {at}, whose hash {stored.where} holds", at)
+
+    def _check_heads(self) -> None:
+        while self._waiting and self._waiting[-1].head.position == self.head.position:
+            stored = self._waiting.pop()
+            holds = stored.head.hash == self.head.hash
+            self._note(stored, holds=holds)
+            if not holds:
+                self._complain(
+                    "chain",
+                    f"record {self.head.position} has the hash {self.head.hash[:12]}, {stored.where} holds {stored.head.hash[:12]}: this record "
+                    "or one before it was altered, removed, inserted or moved, or the head is of another run with this name",
+                )
+
+    def _note(self, stored: StoredHead, *, holds: bool) -> None:
+        head = stored.head
+        self._compared.append(HeadLine(where=stored.where, position=head.position, hash=head.hash, holds=holds))
+
+    def _check_id_and_time(self, stored: StoredRecord) -> None:
+        first = self._places.setdefault(stored.record_id, stored.position)
+        if first != stored.position:
+            self._complain("ledger", f"record id {stored.record_id[:80]!r} was used by record {first}", stored.position)
+        if stored.time_unix_s < self._time_unix_s - CLOCK_S:
+            behind_s = self._time_unix_s - stored.time_unix_s
+            self._warn(
+                "ledger",
+                f"its time lies {behind_s:.1f} s before that of record {stored.position - 1}: a wall clock was set back, or "
+                "the record was written by another host; times prove nothing",
+                stored.position,
+            )
+        self._time_unix_s = stored.time_unix_s

@@ -1,0 +1,73 @@
+"""Settings that changed: what RunChanged lists, against what its spec changed."""
+
+from __future__ import annotations
+
+import json
+from enum import IntEnum
+from typing import Any
+
+import msgspec
+
+from rollmesh.services.coordinator.audit_report import ChangeLine, Complain
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core.changes import MAY_CHANGE
+from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
+from rollmesh.services.coordinator.ledger import StoredRecord
+
+
+class Changes:
+    """Every change of a run, in order."""
+
+    def __init__(self, complain: Complain) -> None:
+        self.lines: list[ChangeLine] = []
+        self._complain = complain
+        self._spec: RunSpec | None = None
+
+    def enter(self, fact: f.Fact, record: StoredRecord) -> None:
+        """Take note of one fact."""
+        if isinstance(fact, f.RunChanged):
+            self.lines += [
+                ChangeLine(
+                    position=record.position,
+                    time_unix_s=record.time_unix_s,
+                    key=change.key,
+                    old=change.old,
+                    new=change.new,
+                )
+                for change in fact.changes
+            ]
+            if self._spec is not None:
+                self._compare(self._spec, fact)
+        if isinstance(fact, f.RunCreated | f.RunChanged):
+            self._spec = fact.spec
+
+    def _compare(self, old: RunSpec, fact: f.RunChanged) -> None:
+        listed = {change.key: change for change in fact.changes}
+        for name in (field.name for field in msgspec.structs.fields(RunSpec)):
+            was, now = getattr(old, name), getattr(fact.spec, name)
+            if was == now:
+                continue
+            what = f"run.{name} changed from {was!r} to {now!r}"
+            if name not in MAY_CHANGE:
+                self._complain("ledger", f"{what}, and it may not change in the life of a run")
+            elif (change := listed.get(f"run.{name}")) is None:
+                self._complain("ledger", f"{what}, but the record's list of changes does not contain it")
+            elif not _says(change, was, now):
+                self._complain(
+                    "ledger", f"{what}, but the record lists {change.old or '(none)'} -> {change.new or '(none)'}"
+                )
+
+
+def _says(change: ConfigChange, was: Any, now: Any) -> bool:
+    return _equal(change.old, was) and _equal(change.new, now)
+
+
+def _equal(text: str, value: Any) -> bool:
+    """Whether a listed value, as JSON, is `value`; a setting that was not set is listed as empty."""
+    if not text:
+        return True
+    try:
+        listed = json.loads(text)
+    except ValueError:
+        return False
+    return bool(listed == (int(value) if isinstance(value, IntEnum) else value))

@@ -1,0 +1,134 @@
+"""One trainer, and one lease for each sample and update: epochs and batch leases against the commits that consumed them.
+
+    TrainerAttached(e) -> BatchLeased(e, k, samples) -> UpdateCommitted(e, k, used + dropped = samples)
+
+A commit in another epoch than the newest is allowed in one case: the attach that follows finds update k in the trainer's checkpoint and
+commits the batch in doubt (roll forward).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rollmesh.services.coordinator.audit_report import Complain
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core.records import RunSpec
+
+
+class Leases:
+    """The trainer epochs and the batch leases of a run."""
+
+    def __init__(self, complain: Complain) -> None:
+        self.open: dict[str, f.BatchLeased] = {}
+        """Batch leases that are out or in doubt."""
+        self._complain = complain
+        self._in_doubt: set[str] = set()
+        self._epochs: set[int] = set()
+        self._newest: f.TrainerAttached | None = None
+        self._spec: RunSpec | None = None
+        self._leased_under: dict[str, RunSpec | None] = {}
+        self._group: dict[str, str] = {}
+        """Group of every scored sample."""
+        self._holder: dict[str, str] = {}
+        """The open lease of a sample."""
+
+    def spec_of(self, lease_ids: tuple[str, ...]) -> RunSpec | None:
+        """What the run was when a batch was leased: its bound judges that batch's samples."""
+        return self._leased_under.get(lease_ids[0], self._spec) if lease_ids else self._spec
+
+    def enter(self, fact: f.Fact) -> None:
+        """Take note of one fact."""
+        match fact:
+            case f.RunCreated() | f.RunChanged():
+                self._spec = fact.spec
+            case f.EpisodeScored():
+                self._group.update((sample.sample_id, fact.group) for sample in fact.samples)
+            case f.TrainerAttached():
+                self._attach(fact)
+            case f.BatchLeased():
+                self._lease(fact)
+            case f.BatchInDoubt():
+                if fact.lease_id not in self.open:
+                    self._complain("once", f"lease {fact.lease_id} is in doubt, but is not out")
+                self._in_doubt.add(fact.lease_id)
+            case f.BatchReturned():
+                if self._close(fact.lease_id) is None:
+                    self._complain("once", f"lease {fact.lease_id} is returned, but is not out")
+            case f.UpdateCommitted():
+                self._commit(fact)
+
+    def _attach(self, fact: f.TrainerAttached) -> None:
+        last = self._newest.trainer_epoch if self._newest is not None else 0
+        if fact.trainer_epoch != last + 1:
+            self._complain(
+                "once", f"trainer epoch {fact.trainer_epoch} attached after epoch {last}, expected {last + 1}"
+            )
+        self._newest = fact
+        self._epochs.add(fact.trainer_epoch)
+
+    def _lease(self, fact: f.BatchLeased) -> None:
+        name = fact.lease_id
+        if name in self.open:
+            self._complain("once", f"lease {name} is given twice")
+        newest = self._newest.trainer_epoch if self._newest is not None else 0
+        if fact.trainer_epoch not in self._epochs or fact.trainer_epoch != newest:
+            what = f"epoch {fact.trainer_epoch}; the trainer that attached last has epoch {newest}"
+            self._complain("once", f"lease {name} is bound to {what}")
+        if not fact.sample_ids:
+            self._complain("once", f"lease {name} of update {fact.update} holds no samples")
+        groups = set(fact.groups)
+        for sample in fact.sample_ids:
+            if self._group.get(sample) not in groups:
+                self._complain("once", f"lease {name} holds sample {sample}, which no group of the lease has")
+            if sample in self._holder:
+                self._complain("once", f"lease {name} holds sample {sample}, which lease {self._holder[sample]} holds")
+            self._holder[sample] = name
+        self.open[name] = fact
+        self._leased_under[name] = self._spec
+
+    def _close(self, lease_id: str) -> f.BatchLeased | None:
+        self._in_doubt.discard(lease_id)
+        lease = self.open.pop(lease_id, None)
+        for sample in lease.sample_ids if lease is not None else ():
+            self._holder.pop(sample, None)
+        return lease
+
+    def _commit(self, fact: f.UpdateCommitted) -> None:
+        leased: Counter[str] = Counter()
+        forward = self._newest is not None and self._newest.last_update == fact.update
+        if fact.trainer_epoch not in self._epochs:
+            self._complain(
+                "once", f"update {fact.update} is committed by epoch {fact.trainer_epoch}, which never attached"
+            )
+        elif self._newest is not None and fact.trainer_epoch != self._newest.trainer_epoch and not forward:
+            what = f"epoch {fact.trainer_epoch}, which epoch {self._newest.trainer_epoch} fences"
+            self._complain("once", f"update {fact.update} is committed by {what}")
+        for lease_id in fact.lease_ids:
+            doubtful = lease_id in self._in_doubt
+            lease = self._close(lease_id)
+            if lease is None:
+                self._complain("once", f"update {fact.update} is committed with lease {lease_id}, which is not out")
+                continue
+            leased.update(lease.sample_ids)
+            if doubtful and not forward:
+                self._complain("once", f"update {fact.update} is committed with lease {lease_id}, which is in doubt")
+            if (lease.update, lease.trainer_epoch) != (fact.update, fact.trainer_epoch):
+                self._complain(
+                    "once",
+                    f"update {fact.update} of epoch {fact.trainer_epoch} is committed with lease {lease_id}, which is bound to "
+                    f"update {lease.update} of epoch {lease.trainer_epoch}",
+                )
+        self._compare(fact, leased)
+
+    def _compare(self, fact: f.UpdateCommitted, leased: Counter[str]) -> None:
+        """Every leased sample has one disposition, and no other sample has one."""
+        disposed = Counter([*fact.used, *(dropped.sample_id for dropped in fact.dropped)])
+        for sample in sorted((disposed - leased).keys()):
+            what = (
+                f"more often than its leases hold it ({leased[sample]} times)"
+                if leased[sample]
+                else "though no lease of it holds it"
+            )
+            self._complain("once", f"update {fact.update} used or dropped sample {sample} {what}")
+        for sample in sorted((leased - disposed).keys()):
+            self._complain("once", f"update {fact.update} neither used nor dropped sample {sample} of its leases")

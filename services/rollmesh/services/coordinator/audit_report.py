@@ -1,0 +1,170 @@
+"""What an audit reports: findings with position and remedy, counts, and the report as text."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from rollmesh.services.coordinator.audit_story import StoryLine
+
+REMEDIES = {
+    "chain": "restore RM_<run>_LEDGER from a replica or a backup that contains every stored head, and do not resume the run before",
+    "ledger": "compare the record with a replica or a backup; if it is the same there, report it with a copy of the ledger",
+    "conservation": "compare the record with a replica or a backup; if it is the same there, report it with a copy of the ledger",
+    "once": "do not use weights of this update or a later one: go back to a checkpoint before it",
+    "bound": "do not use weights of this update or a later one: go back to a checkpoint before it",
+    "digest": "do not use weights of this update or a later one: go back to a checkpoint before it",
+    "checkpoint": "use a checkpoint of this run whose list agrees with the ledger, or restore the ledger that it was trained with",
+    "payloads": "find the worker that wrote the payload or the report in the logs, and remove it from the mesh",
+}
+"""What to do about a finding, by the claim that it breaks."""
+CHECKS = tuple(REMEDIES)
+
+
+class Complain(Protocol):
+    """Receives a finding: the claim that it breaks, what is wrong, and at which record if it is not the current one."""
+
+    def __call__(self, check: str, message: str, position: int | None = None) -> None: ...
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that must not be."""
+
+    check: str
+    """Which claim it breaks: one of `CHECKS`."""
+    position: int
+    """Ledger record at which it shows; 0 if it is about the whole."""
+    message: str
+    remedy: str = ""
+
+
+class HeadLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A head of the ledger that was stored elsewhere."""
+
+    where: str
+    """Checkpoint, gateway or option that it comes from."""
+    position: int
+    hash: str
+    holds: bool
+    """Whether the ledger contains it."""
+
+
+class CheckpointSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint's list holds."""
+
+    path: str
+    updates: int
+    samples: int
+    digest: str
+
+
+class PayloadCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Payloads of scored episodes."""
+
+    compared: int
+    purged: int
+    """No longer in the sample stream: nothing can be said about them."""
+
+
+class SampleAccounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Samples by fate; reserved = live + all ends."""
+
+    reserved: int
+    live: int
+    trained: int
+    stale: int
+    filtered: int
+    failed: int
+    cancelled: int
+    exported: int
+
+
+class ChangeLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A setting that changed when the run went on."""
+
+    position: int
+    time_unix_s: float
+    key: str
+    old: str
+    new: str
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What an audit found."""
+
+    run: str
+    holds: bool
+    """Whether every claim was proven."""
+    num_records: int
+    head: str
+    """Head of the ledger as it was read, POSITION:HASH."""
+    num_findings: int
+    findings: tuple[Finding, ...]
+    warnings: tuple[Finding, ...]
+    """What is unusual and breaks no claim."""
+    ended: str
+    eta: int
+    lag_max: int
+    """Largest lag of a used sample; -1 if none trained on POLICY tokens."""
+    lags: dict[int, int]
+    samples: SampleAccounts
+    eval_samples: SampleAccounts
+    reasons: dict[str, int]
+    updates: int
+    """Updates that stand."""
+    updates_undone: int
+    updates_skipped: int
+    digest: str
+    heads: tuple[HeadLine, ...] = ()
+    """Every head that the chain was compared with."""
+    checkpoint: CheckpointSummary | None = None
+    payloads: PayloadCounts | None = None
+    """None if payloads were not compared."""
+    changes: tuple[ChangeLine, ...] = ()
+    """Settings that changed when the run went on, in order."""
+    story: tuple[StoryLine, ...] = ()
+
+    def to_text(self) -> str:
+        """The report for people."""
+        broken = {finding.check for finding in self.findings}
+        lags = ", ".join(f"{lag}: {num}" for lag, num in sorted(self.lags.items())) or "none"
+        lines = [
+            f"run {self.run}: {'every claim holds' if self.holds else 'CLAIMS ARE BROKEN'} over {self.num_records} ledger records",
+            *(f"  {check:<13} {self._verdict(check, check in broken)}" for check in CHECKS),
+            f"  samples       {_describe(self.samples)}",
+            f"  evaluation    {_describe(self.eval_samples)}",
+            f"  updates       {self.updates} stand, {self.updates_skipped} of them skipped, {self.updates_undone} were undone",
+            f"  staleness     eta {self.eta}, samples used by lag: {lags}",
+            f"  digest        {self.digest or '(none)'}",
+            f"  head          {self.head}",
+        ]
+        lines += [
+            f"  changed       at record {c.position}: {c.key} {c.old or '(none)'} -> {c.new or '(none)'}"
+            for c in self.changes
+        ]
+        lines += [f"  warning at record {warning.position}: {warning.message}" for warning in self.warnings]
+        lines += [f"  {finding.check} at record {finding.position}: {finding.message}" for finding in self.findings]
+        if self.num_findings > len(self.findings):
+            lines.append(f"  and {self.num_findings - len(self.findings)} more")
+        lines += [f"  what to do about {check}: {REMEDIES[check]}" for check in CHECKS if check in broken]
+        lines += [f"  #{line.position} {line.what}" for line in self.story]
+        return "\n".join(lines)
+
+    def _verdict(self, check: str, broken: bool) -> str:
+        if broken:
+            return "BROKEN"
+        if check == "chain":
+            newest = max((head for head in self.heads), key=lambda head: head.position, default=None)
+            proven = f"compared with {len(self.heads)} stored heads, up to record {newest.position}" if newest else ""
+            return f"holds; {proven or 'no head is stored elsewhere, so missing newest records would not show'}"
+        if check == "checkpoint" and self.checkpoint is None:
+            return "not looked at (give one)"
+        if check == "payloads":
+            found = self.payloads
+            return f"holds; {found.compared} compared, {found.purged} purged" if found else "not compared (--payloads)"
+        return "holds"
+
+
+def _describe(samples: SampleAccounts) -> str:
+    return ", ".join(f"{name} {value}" for name, value in msgspec.structs.asdict(samples).items() if value) or "none"
