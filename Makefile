@@ -51,8 +51,9 @@ sim: setup ## long seeded simulations of the coordinator core
 soak: setup ## slow suites: full demo per seed, 10,000 samples under kills
 	$(BIN)/python -m pytest -q -m slow --timeout 1800
 
-models: setup ## tiny models of every architecture of tests/models through trainer and engine
+models: setup ## tiny models of every architecture of tests/models through trainer and engine; the table of docs/models.md
 	$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 600 tests/models
+	$(BIN)/python -m tests.models
 
 leaks: setup ## 10,000 sandbox sessions under kills of the service; nothing of them is left
 	$(BIN)/python -m pytest -q -s -m slow --timeout 7200 tests/integration/test_sandbox_leaks.py

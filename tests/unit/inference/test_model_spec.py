@@ -12,6 +12,7 @@ import torch
 from rollmesh.services.inference.engines.model_spec import ModelSpec, UnknownToDecoder, model_spec, read_config
 from rollmesh.services.inference.engines.self_check import SLOTS, TOLERANCE, SelfCheck, reference_model
 from rollmesh.services.inference.engines.torch_runner import TorchRunner
+from rollmesh.trainer.model_config import use_whole_attention
 from tests.models.architectures import build_model
 
 from .builders import TinyModel, hf_logprobs, hf_model, load_weights, random_prompt, read_spec
@@ -54,7 +55,7 @@ DECODED = ("llama_llama3_rope", "mistral_window", "gemma2_softcap", "gemma3", "q
 @pytest.mark.parametrize("name", DECODED)
 def test_architecture_scores_and_generates_like_transformers(name: str) -> None:
     model: Any = build_model(name)
-    model.set_attn_implementation("eager")
+    use_whole_attention(model)
     spec = model_spec(model.config)
     runner = runner_of(spec, torchscript=name == "qwen3_moe")
     assert SelfCheck(model, CPU).difference(runner, runner.lay_out(model.state_dict())) < 1e-4
@@ -88,7 +89,7 @@ def without_window(spec: ModelSpec) -> ModelSpec:
 )
 def test_self_check_finds_what_a_decoder_leaves_out(name: str, wrong: Any) -> None:
     config = build_model(name).config
-    config.query_pre_attn_scalar = 8
+    config.query_pre_attn_scalar, config.attn_logit_softcapping = 8, 50.0  # as in published models
     model = reference_model(config)
     spec = model_spec(model.config)
     check = SelfCheck(model, CPU)

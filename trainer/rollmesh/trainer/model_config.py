@@ -27,6 +27,12 @@ def context_length(model: PreTrainedModel) -> int | None:
     return next((int(value) for value in values if value), None)
 
 
+def use_whole_attention(model: PreTrainedModel) -> None:
+    """Select an attention that caps its scores, for a model that caps them: the default one of transformers leaves the cap out."""
+    if getattr(text_config(model), "attn_logit_softcapping", None):
+        model.set_attn_implementation("eager")
+
+
 def check_trainable(model: object) -> None:
     """Raise ValueError for a model whose updates would be wrong or lost: adapters, parameters below float32.
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
-from rollmesh.trainer.model_config import check_trainable, context_length, text_config
+from rollmesh.trainer.model_config import check_trainable, context_length, text_config, use_whole_attention
 from rollmesh.trainer.packing import MicroBatch, PackingConfig, Sequence1D, num_targets, pack
 
 _log = logging.getLogger(__name__)
@@ -63,9 +63,11 @@ class _Computed:
 def choose_forward(model: PreTrainedModel) -> ForwardChoice:
     """The fastest forward that computes what the plain one does. Raises ValueError for a model that cannot be trained.
 
-    Weights, gradients and random generators are left as they were; the model is left in evaluation mode.
+    Weights, gradients and random generators are left as they were; the model is left in evaluation mode, with an attention that
+    computes the whole model.
     """
     check_trainable(model)
+    use_whole_attention(model)
     model.eval()
     sequences = _random_sequences(model)
     parameters = _compared_parameters(model)

@@ -20,9 +20,8 @@ from rollmesh.services.inference.engine import WeightsRejected
 from rollmesh.services.inference.engines.runner import Drawn, Ints, RowRules, Span, drawn, sampling_rules
 from rollmesh.services.inference.engines.sampling import sample
 from rollmesh.services.inference.engines.slots import PrefixReuse
+from rollmesh.trainer.model_config import use_whole_attention
 
-ATTENTION = "eager"
-"""The attention that every family implements whole: others skip logit softcaps or attention sinks."""
 _CACHE_FIELDS = ("past_key_values", "cache_params", "state")
 """Where models return their cache, and the argument that takes it."""
 
@@ -110,7 +109,6 @@ def model_of_state(model_class: Any, config: Any, state: Mapping[str, Tensor], d
             config=config,
             state_dict=dict(state),
             dtype=dtype,
-            attn_implementation=ATTENTION,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
@@ -130,4 +128,5 @@ def model_of_state(model_class: Any, config: Any, state: Mapping[str, Tensor], d
         raise WeightsRejected(
             "the output layer differs from the embedding, but config.json ties them: send them equal or untie the config"
         )
+    use_whole_attention(model)
     return model.eval()

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from rollmesh.services.inference.engines.runner import Drawn, LoadedWeights, RowRules, Runner, Span
 from rollmesh.services.inference.engines.slots import PrefixReuse
 from rollmesh.shared.model_folder import positions_max
+from rollmesh.trainer.model_config import use_whole_attention
 
 TOLERANCE = 1e-3
 """Largest difference of a log-prob in float32, in nats. Right runners differ by less than 1e-4, wrong ones by more than 1e-2."""
@@ -43,7 +44,8 @@ def reference_model(config: Any) -> Any:
         config = _cut(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = make(config, dtype=torch.float32, attn_implementation="eager").eval()
+        model = make(config, dtype=torch.float32).eval()
+        use_whole_attention(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 _spread(parameter)
