@@ -142,6 +142,40 @@ EPISODE_OUTCOME_CANCELLED: EpisodeOutcome.ValueType  # 3
 Global___EpisodeOutcome: _TypeAlias = EpisodeOutcome  # noqa: Y015
 
 @_typing.final
+class ProcessInfo(_message.Message):
+    """The process that a node runs in, for operators; decides nothing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    TRACES_FOLDER_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Version of the installed software, e.g. "0.1.0"; empty if unknown."""
+    host: _builtins.str
+    """Name of the host."""
+    metrics_address: _builtins.str
+    """host:port of /metrics for Prometheus; empty if the process serves none."""
+    traces_folder: _builtins.str
+    """Folder of the process's span files on its host; empty if it writes none."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        host: _builtins.str = ...,
+        metrics_address: _builtins.str = ...,
+        traces_folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "metrics_address", b"metrics_address", "traces_folder", b"traces_folder", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProcessInfo: _TypeAlias = ProcessInfo  # noqa: Y015
+
+@_typing.final
 class NodeHello(_message.Message):
     """A node introduces itself."""
 
@@ -154,6 +188,7 @@ class NodeHello(_message.Message):
     RUNS_FIELD_NUMBER: _builtins.int
     ACTIVE_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Stable over reconnects of one process, unique in the mesh."""
     kind: Global___NodeKind.ValueType
@@ -172,6 +207,10 @@ class NodeHello(_message.Message):
     def active(self) -> _types_pb2.PolicyVersion:
         """Active weights, for inference nodes that already serve."""
 
+    @_builtins.property
+    def process(self) -> Global___ProcessInfo:
+        """The process it runs in; absent if the node does not report it."""
+
     def __init__(
         self,
         *,
@@ -182,10 +221,11 @@ class NodeHello(_message.Message):
         runs: _abc.Iterable[_builtins.str] | None = ...,
         active: _types_pb2.PolicyVersion | None = ...,
         draining: _builtins.bool = ...,
+        process: Global___ProcessInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capacity", b"capacity", "draining", b"draining", "kind", b"kind", "node_id", b"node_id", "runs", b"runs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capacity", b"capacity", "draining", b"draining", "kind", b"kind", "node_id", b"node_id", "process", b"process", "runs", b"runs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -948,6 +988,7 @@ class FleetNode(_message.Message):
     CAUSE_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     """Id."""
     kind: Global___NodeKind.ValueType
@@ -976,6 +1017,10 @@ class FleetNode(_message.Message):
     def prepared(self) -> _types_pb2.PolicyVersion:
         """Prepared weights, for inference nodes."""
 
+    @_builtins.property
+    def process(self) -> Global___ProcessInfo:
+        """The process it runs in, from its hello."""
+
     def __init__(
         self,
         *,
@@ -991,10 +1036,11 @@ class FleetNode(_message.Message):
         cause: _builtins.str = ...,
         num_waiting: _builtins.int = ...,
         waiting_for: _builtins.str = ...,
+        process: Global___ProcessInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "prepared", b"prepared"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "prepared", b"prepared", "process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capacity", b"capacity", "cause", b"cause", "kind", b"kind", "node_id", b"node_id", "num_running", b"num_running", "num_waiting", b"num_waiting", "prepared", b"prepared", "silent_s", b"silent_s", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "address", b"address", "capacity", b"capacity", "cause", b"cause", "kind", b"kind", "node_id", b"node_id", "num_running", b"num_running", "num_waiting", b"num_waiting", "prepared", b"prepared", "process", b"process", "silent_s", b"silent_s", "state", b"state", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

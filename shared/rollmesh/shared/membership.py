@@ -31,6 +31,7 @@ from rollmesh.shared.errors import (
     Unimplemented,
 )
 from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.process_info import this_process
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -231,6 +232,9 @@ class Membership:
         hello = coordinator_pb2.NodeHello()
         hello.CopyFrom(self._handler.hello())
         hello.draining = hello.draining or self._draining
+        process = this_process()
+        hello.process.version, hello.process.host = process.version, process.host
+        hello.process.metrics_address, hello.process.traces_folder = process.metrics_address, process.traces_folder
         return hello
 
     async def _welcome(self, call: Any) -> float:

@@ -9,7 +9,7 @@ import msgspec
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from rollmesh.services.cli.causes import failure_words, no_update_words
@@ -17,7 +17,7 @@ from rollmesh.services.cli.fleet_client import MeshStatus
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
 _COLOURS = {"READY": "green", "STALE": "yellow", "JOINING": "yellow", "DRAINING": "cyan", "DEAD": "dim"}
-_COLUMNS = ("node", "kind", "state", "active", "work", "silent", "waits for / cause")
+_COLUMNS = ("kind", "state", "active", "work", "silent", "build", "waits for / cause")
 _ENDS = ("trained", "stale", "filtered", "failed", "cancelled", "exported")
 
 
@@ -48,7 +48,9 @@ def status_view(status: MeshStatus) -> RenderableType:
 
 
 def _fleet_table(status: MeshStatus) -> Table:
-    table = Table(*_COLUMNS, box=None, pad_edge=False)
+    widest = max([len(node.node_id) for node in status.nodes], default=0)
+    identity = Column("node", no_wrap=True, min_width=widest)  # whole: it is what `rollmesh drain` takes
+    table = Table(identity, *_COLUMNS, box=None, pad_edge=False)
     for node in sorted(status.nodes, key=lambda n: (n.kind, n.node_id)):
         state = _name(coordinator_pb2.NodeState.Name(node.state), "NODE_STATE_")
         kind = _name(coordinator_pb2.NodeKind.Name(node.kind), "NODE_KIND_").lower()
@@ -59,6 +61,7 @@ def _fleet_table(status: MeshStatus) -> Table:
             _version(node.active) if node.HasField("active") else "-",
             _work(node),
             f"{node.silent_s:.0f} s",
+            node.process.version or "-",
             _why(node, status),
         )
     return table

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.services.mesh.joined_nodes import read_joined_folders
 from rollmesh.shared.errors import NotFound
 from rollmesh.shared.telemetry.span_file import FOLDER, SpanRecord, read_spans
 from rollmesh.shared.telemetry.tracing import EPISODE
@@ -23,7 +24,7 @@ def load_trace(run_dir: Path, episode: str = "") -> list[SpanRecord]:
     """
     roots: dict[str, SpanRecord] = {}
     committed: set[str] = set()
-    for span in read_spans(run_dir):
+    for span in _spans(run_dir):
         if EPISODE in span.attributes and not span.parent:
             roots[span.trace] = span
         elif span.name == COMMIT:
@@ -32,8 +33,15 @@ def load_trace(run_dir: Path, episode: str = "") -> list[SpanRecord]:
     if not wanted:
         raise _not_found(run_dir, episode, bool(roots))
     chosen = max(wanted, key=lambda root: (not episode and root.trace in committed, root.start_unix_ns))
-    spans = [span for span in read_spans(run_dir) if span.trace == chosen.trace]
+    spans = [span for span in _spans(run_dir) if span.trace == chosen.trace]
     return sorted(spans, key=lambda span: (span.span != chosen.span, span.start_unix_ns))
+
+
+def _spans(run_dir: Path) -> Iterator[SpanRecord]:
+    """Spans of the run's own processes, and of nodes that joined whose folders this host can read."""
+    yield from read_spans(run_dir / FOLDER)
+    for joined in read_joined_folders(run_dir):
+        yield from read_spans(Path(joined.folder))
 
 
 def to_json(spans: Sequence[SpanRecord]) -> str:
@@ -83,9 +91,14 @@ def _value(value: object) -> str:
 
 def _not_found(run_dir: Path, episode: str, any_episode: bool) -> NotFound:
     if any_episode:
+        unread = [one for one in read_joined_folders(run_dir) if not Path(one.folder).is_dir()]
+        elsewhere = "".join(
+            f"; or {one.node} ran it, whose spans are on host {one.host} in {one.folder}: copy them into {run_dir / FOLDER}"
+            for one in unread
+        )
         return NotFound(
             f"{run_dir / FOLDER} holds no trace of episode {episode!r}: it was not sampled (telemetry.sample_ratio), its spans "
-            "are not written yet, or the file has been replaced since (telemetry.trace_file_bytes_max)"
+            f"are not written yet, or the file has been replaced since (telemetry.trace_file_bytes_max){elsewhere}"
         )
     return NotFound(
         f"{run_dir / FOLDER} holds no traces; run with telemetry.traces=file (an OTLP collector keeps its own)"

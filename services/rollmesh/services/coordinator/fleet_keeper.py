@@ -27,6 +27,7 @@ from rollmesh.shared.errors import (
     UnknownNode,
     WeightsRejected,
 )
+from rollmesh.shared.process_info import ProcessInfo
 from rollmesh.v1 import coordinator_pb2 as pb
 
 PLAN_S = 0.05
@@ -134,6 +135,7 @@ class FleetKeeper:
             runs=tuple(hello.runs),
             active=decode(Version, hello.active) if hello.HasField("active") else None,
             now=self._clock.monotonic_s(),
+            process=decode(ProcessInfo, hello.process),
         )
         if hello.draining:
             self._fleet.drain(hello.node_id)
@@ -240,7 +242,7 @@ class FleetKeeper:
         ready = (n for kind in NodeKind for n in self._fleet.usable(kind))
         view = pb.FleetView(nodes=[self._describe(n) for n in ready])
         for node in view.nodes:  # what changes all the time is not part of the picture
-            for name in ("num_running", "num_waiting", "waiting_for", "silent_s"):
+            for name in ("num_running", "num_waiting", "waiting_for", "silent_s", "process"):
                 node.ClearField(name)
         return view
 
@@ -257,6 +259,7 @@ class FleetKeeper:
             silent_s=self._clock.monotonic_s() - node.last_seen,
             cause=node.cause,
         )
+        encode_into(node.process, message.process)
         for version, place in ((node.active, message.active), (node.prepared, message.prepared)):
             if version is not None:
                 encode_into(version, place)

@@ -30,6 +30,7 @@ from typing import Any, Self
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.mesh.changes import change_id, diff, note_recorded, recorded, settings_of
 from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.services.mesh.joined_nodes import keep_joined
 from rollmesh.services.mesh.observe import source_of
 from rollmesh.services.mesh.parts import Part, build_part, part_names
 from rollmesh.services.mesh.place import Place, open_place
@@ -70,6 +71,8 @@ class Mesh:
         process = "mesh" if parts is None else "+".join(parts) or "nats"
         self.telemetry = Telemetry(config.telemetry, folder=self.place.run_dir, process=process)
         """Traces and metrics, while the mesh is entered."""
+        self._joined: asyncio.Task[None] | None = None
+        """Keeps the list of joined nodes, beside the coordinator."""
         self._stack = AsyncExitStack()
         self._bus: Bus | None = None
 
@@ -135,12 +138,17 @@ class Mesh:
         node = self._parts[name][1]
         if (source := source_of(name, node)) is not None:
             self.telemetry.add_source(name, source)
+        if name == "coordinator" and self.telemetry.is_on:
+            self._joined = asyncio.create_task(keep_joined(node.fleet_nodes, self.place.run_dir), name="joined nodes")
         return node
 
     async def stop(self, name: str) -> None:
         """Stops a part in good order."""
         part, _ = self._parts.pop(name)
         self.telemetry.remove_source(name)
+        if name == "coordinator" and self._joined is not None:
+            self._joined.cancel()
+            await asyncio.gather(self._joined, return_exceptions=True)
         await part.__aexit__(None, None, None)
 
     async def stop_learner(self) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.process_info import observe_at
 from rollmesh.shared.telemetry import metrics, tracing
 from rollmesh.shared.telemetry.config import TelemetryConfig
 from rollmesh.shared.telemetry.metrics import Source
@@ -55,6 +56,7 @@ class Telemetry:
                 self._trace(stack)
             if self._config.metrics == "prometheus":
                 self._measure(stack)
+            self._announce(stack)
             self._stack = stack.pop_all()
         return self
 
@@ -62,6 +64,18 @@ class Telemetry:
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._stack.aclose()
+
+    def _announce(self, stack: AsyncExitStack) -> None:
+        """Let the nodes of this process report where its metrics and spans are."""
+        traces = str((self._folder / TRACES).resolve()) if self._config.traces == "file" else ""
+        if traces or self.metrics_address:
+            observe_at(metrics_address=self.metrics_address, traces_folder=traces)
+            stack.callback(observe_at, metrics_address="", traces_folder="")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether traces or metrics are configured."""
+        return self._config.traces != "none" or self._config.metrics != "none"
 
     def add_source(self, node: str, source: Source) -> None:
         """Shows a node's metrics, if any are shown."""

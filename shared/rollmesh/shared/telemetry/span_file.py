@@ -70,9 +70,9 @@ class SpanFileExporter(SpanExporter):
         return True
 
 
-def read_spans(run_dir: Path) -> Iterator[SpanRecord]:
-    """Every span of a run's files; a line cut short by a kill is passed by."""
-    for path in sorted((run_dir / FOLDER).glob("*.jsonl")):
+def read_spans(folder: Path) -> Iterator[SpanRecord]:
+    """Every span of the files in a folder. A line that was cut short by a kill is skipped."""
+    for path in sorted(folder.glob("*.jsonl")):
         with path.open("rb") as file:
             for line in file:
                 try:

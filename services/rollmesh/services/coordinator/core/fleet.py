@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from rollmesh.services.coordinator.core.records import Version
+from rollmesh.shared.process_info import ProcessInfo
 
 PREPARE_TRIES_MAX = 3
 LEFT = "left in good order"
@@ -77,6 +78,7 @@ class Node:
     capacity: int
     runs: tuple[str, ...]
     last_seen: float
+    process: ProcessInfo
     state: NodeState = NodeState.JOINING
     connected: bool = True
     draining: bool = False
@@ -180,6 +182,7 @@ class Fleet:
         runs: tuple[str, ...],
         active: Version | None,
         now: float,
+        process: ProcessInfo | None = None,
     ) -> None:
         """A node says hello, for the first time or again."""
         self.nodes[node_id] = Node(
@@ -190,6 +193,7 @@ class Fleet:
             runs=runs,
             active=active,
             last_seen=now,
+            process=process or ProcessInfo(),
         )
 
     def reported(

@@ -1,0 +1,73 @@
+"""Metrics and spans of nodes that joined from elsewhere are found beside those of the run's own processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from rollmesh.services.cli.fleet_client import MeshStatus
+from rollmesh.services.cli.status import status_view
+from rollmesh.services.cli.trace import load_trace
+from rollmesh.services.mesh.joined_nodes import keep_joined, read_joined_folders
+from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.errors import NotFound
+from rollmesh.shared.telemetry.span_file import SpanRecord
+from rollmesh.shared.telemetry.tracing import EPISODE
+from rollmesh.v1 import coordinator_pb2 as pb
+
+
+def node(name: str, *, metrics: str = "", traces: str = "", state: int = pb.NODE_STATE_READY) -> pb.FleetNode:
+    process = pb.ProcessInfo(version="0.1.0", host="elsewhere", metrics_address=metrics, traces_folder=traces)
+    return pb.FleetNode(node_id=name, state=pb.NodeState.ValueType(state), process=process)
+
+
+async def written(nodes: list[pb.FleetNode], run_dir: Path) -> asyncio.Task[None]:
+    """The task that keeps the files, after its first look."""
+    task = asyncio.create_task(keep_joined(lambda: nodes, run_dir, ManualClock()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_prometheus_finds_nodes_that_joined_and_each_target_once(tmp_path: Path) -> None:
+    own = tmp_path / "metrics" / "mesh.json"
+    own.parent.mkdir()
+    own.write_text(json.dumps([{"targets": ["127.0.0.1:1"]}]))
+    gone = node("reward-b", metrics="10.0.0.3:9", state=pb.NODE_STATE_DEAD)
+    nodes = [node("inference-0", metrics="127.0.0.1:1"), node("reward-a", metrics="10.0.0.2:9"), node("data-0"), gone]
+    task = await written(nodes, tmp_path)
+    found = json.loads((tmp_path / "metrics" / "joined.json").read_text())
+    assert found == [{"targets": ["10.0.0.2:9"], "labels": {"process": "reward-a", "host": "elsewhere"}}]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not (tmp_path / "metrics" / "joined.json").exists(), "a stale target would be scraped without effect"
+
+
+async def test_a_trace_includes_the_spans_of_nodes_that_joined(tmp_path: Path) -> None:
+    span = SpanRecord(
+        trace="a" * 32, span="b" * 16, name="episode", service="rollout", start_unix_ns=1, duration_ns=1,
+        attributes={EPISODE: "g0.0"},
+    )  # fmt: skip
+    theirs = tmp_path / "node" / "traces"
+    theirs.mkdir(parents=True)
+    (theirs / "rollout-x.jsonl").write_bytes(msgspec.json.encode(span) + b"\n")
+    lost = "/nowhere/traces"
+    task = await written([node("rollout-x", traces=str(theirs)), node("rollout-y", traces=lost)], tmp_path / "run")
+    assert [one.node for one in read_joined_folders(tmp_path / "run")] == ["rollout-x", "rollout-y"]
+    assert load_trace(tmp_path / "run", "g0.0") == [span]
+    with pytest.raises(NotFound, match=f"or rollout-y ran it, whose spans are on host elsewhere in {lost}"):
+        load_trace(tmp_path / "run", "g9.9")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def test_status_shows_node_ids_whole_on_a_narrow_terminal() -> None:
+    name = "inference-a-host-with-a-long-name-2ea41f07"
+    console = Console(width=60, record=True)
+    console.print(status_view(MeshStatus(nodes=[node(name)], runs=[])))
+    assert name in console.export_text()
