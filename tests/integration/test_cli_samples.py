@@ -127,6 +127,8 @@ def test_an_episode_that_fails_for_good_is_listed_with_its_cause_and_nothing_exp
     failed = run("rollout", folder / "mine.yaml", "run.tries_max=1", "-n", 1, "--run-dir", folder / "run")
     assert failed.exit_code == 1, failed.output
     assert "reserved 1, failed 1" in failed.stdout
+    assert "newest failure\nagent: RuntimeError: no idea" in failed.stdout
+    assert "raise RuntimeError('no idea')" in failed.stdout, "the line of the user's code"
     listed = run("show", folder / "run")
     assert "g0.0  tasks-" in listed.stdout
     assert "failed TRIES_EXHAUSTED: " in listed.stdout
@@ -145,3 +147,39 @@ def test_a_runs_folder_is_rolled_out_by_its_own_configuration(mine: Path, done: 
         "EXPORTED",
         {"reserved": 1, "exported": 1},
     )
+
+
+# check --dry-run --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_prints_one_episode_with_its_rewards_and_leaves_nothing(mine: Path) -> None:
+    before = sorted(path.name for path in mine.iterdir())
+    done = run("check", mine / "mine.yaml", "--dry-run")
+    assert done.exit_code == 0, done.output
+    assert "main@0.0" in done.stderr
+    assert "correct" in done.stderr
+    assert sorted(path.name for path in mine.iterdir()) == before
+
+
+def test_a_dry_run_prints_the_traceback_of_a_users_scorer(tmp_path: Path) -> None:
+    folder = save_user_folder(tmp_path)
+    (folder / "scorer.py").write_text(
+        "class Scorer:\n    async def score(self, item):\n        return float(item.response.strip() == '1')\n"
+    )
+    done = run("check", folder / "mine.yaml", "--dry-run")
+    assert done.exit_code == 2, done.output
+    assert "the dry run's episode failed: scorer" in done.stderr
+    assert "(`response` is a method; call it: `response()`)" in done.stderr
+    assert "return float(item.response.strip() == '1')" in done.stderr
+
+
+def test_training_whose_first_samples_all_fail_ends_with_the_users_traceback(tmp_path: Path) -> None:
+    folder = save_user_folder(tmp_path)
+    (folder / "agent.py").write_text(
+        "class Agent:\n    async def run(self, task, env):\n        raise RuntimeError('no idea')\n"
+    )
+    done = run("train", folder / "mine.yaml", "run.first_failures_max=8", "--out", folder / "run")
+    assert done.exit_code == 1, done.output
+    assert "samples all failed alike: agent: RuntimeError: no idea" in done.stderr
+    assert "raise RuntimeError('no idea')" in done.stderr
+    assert json.loads((folder / "run" / "summary.json").read_text())["outcome"] == "failed"

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.user_code import explain, user_traceback
 
 
 def load_object(name: str, base_dir: str | Path | None = None) -> Any:
@@ -66,8 +67,13 @@ def _load_file(name: str, source: str, base_dir: str | Path | None) -> ModuleTyp
         spec.loader.exec_module(module)
     except Exception as err:  # user code may raise anything; the key that named it must be told
         del sys.modules[module_name]
-        raise ConfigError(f"`{name}`: running {path} failed: {type(err).__name__}: {err}", name=name) from err
+        raise ConfigError(f"`{name}`: running {path} failed: {explain(err)}{_frames(err)}", name=name) from err
     return module
+
+
+def _frames(error: Exception) -> str:
+    """Where in the user's code; a SyntaxError says so itself."""
+    return "" if isinstance(error, SyntaxError) else f"\n{user_traceback(error)}"
 
 
 def _public_names(module: ModuleType) -> str:

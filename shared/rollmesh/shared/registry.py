@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.objects import load_object
+from rollmesh.shared.user_code import explain, user_traceback
 
 
 class Registry:
@@ -46,7 +47,13 @@ class Registry:
         """
         cls = self.find(name, base_dir)
         converted = self.options(name, options, base_dir)
-        return cls(**context, options=converted) if hasattr(cls, "Options") else cls(**context)
+        try:
+            return cls(**context, options=converted) if hasattr(cls, "Options") else cls(**context)
+        except MeshError:
+            raise
+        except Exception as err:  # user code may raise anything; the name that led to it must be reported
+            what = f"making the {self.kind} failed: {explain(err)}\n{user_traceback(err)}"
+            raise ConfigError(f"{self.kind} `{name}`: {what}", name=name) from err
 
     def options(self, name: str, options: Mapping[str, Any], base_dir: str | Path | None = None) -> msgspec.Struct:
         """`options` as the struct of the class called `name`, with its defaults. ConfigError naming the key."""

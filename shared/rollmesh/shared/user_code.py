@@ -7,7 +7,7 @@ import traceback
 from types import TracebackType
 
 TRACEBACK_CHARS_MAX = 4000
-_OURS = "rollmesh.services."
+_CALLERS = ("rollmesh.services.", "rollmesh.shared.", "importlib.", "_frozen_importlib")
 """Modules that call a user's code."""
 
 
@@ -25,7 +25,7 @@ def explain(error: BaseException) -> str:
 def user_traceback(error: BaseException) -> str:
     """The frames from the user's code on, without the error's message; the last `TRACEBACK_CHARS_MAX` characters."""
     begin: TracebackType | None = error.__traceback__
-    while begin is not None and begin.tb_frame.f_globals.get("__name__", "").startswith(_OURS):
+    while begin is not None and begin.tb_frame.f_globals.get("__name__", "").startswith(_CALLERS):
         begin = begin.tb_next
     frames = "".join(traceback.format_tb(begin or error.__traceback__))
     return frames[-TRACEBACK_CHARS_MAX:].rstrip("\n")

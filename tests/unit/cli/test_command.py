@@ -69,6 +69,11 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_version_is_printed() -> None:
+    done = command("--version")
+    assert (done.exit_code, done.stdout.split()[0]) == (0, "rollmesh")
+
+
 # check --------------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.objects import load_object
+from rollmesh.shared.registry import Registry
 
 
 def test_module_and_dotted_names_resolve() -> None:
@@ -41,3 +42,12 @@ def test_what_does_not_load_says_why(tmp_path: Path, name: str, expected: str) -
     (tmp_path / "good.py").write_text("class Agent: ...\n")
     with pytest.raises(ConfigError, match=expected):
         load_object(name, tmp_path)
+
+
+def test_what_a_users_file_or_constructor_raises_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "breaks.py").write_text("def helper():\n    raise KeyError('mine')\nhelper()\n")
+    with pytest.raises(ConfigError, match=r"(?s)KeyError: 'mine'.*breaks.py\", line 2, in helper"):
+        load_object("breaks.py:Name", tmp_path)
+    (tmp_path / "made.py").write_text("class Made:\n    def __init__(self):\n        open('/no/such/file')\n")
+    with pytest.raises(ConfigError, match=r"(?s)thing `made.py:Made`: .*FileNotFoundError.*made.py\", line 3"):
+        Registry("thing", {}).make("made.py:Made", {}, tmp_path)

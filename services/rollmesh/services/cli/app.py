@@ -21,12 +21,29 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="rollmesh",
-    help="Asynchronous reinforcement learning for LLM agents, as a mesh of small gRPC services.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"rollmesh {version('rollmesh')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Asynchronous reinforcement learning for LLM agents, as a mesh of small gRPC services."""
+
 
 Overrides = Annotated[
     list[str] | None,

@@ -226,10 +226,11 @@ def _reward_names(scorer: ScorerConfig, index: int, base_dir: Path) -> Sequence[
 
 
 def engine_options(inference: InferenceConfig, base_dir: Path) -> Any:
-    """The engine's settings with their defaults; `model` is `-`. Raises ConfigError naming the key."""
+    """The engine's settings with their defaults; the run's model is `-`. Raises ConfigError naming the key."""
     type_ = load_object(inference.engine_config, base_dir)
+    model = {"model": "-"} if "model" in getattr(type_, "__struct_fields__", ()) else {}
     try:
-        return config_from_dict(type_, {"model": "-", **inference.engine_options})
+        return config_from_dict(type_, {**model, **inference.engine_options})
     except ConfigError as err:
         key = "inference.engine_options"
         raise ConfigError(f"`{key}`: {err.message}", violations=err.violations, key=key) from err

@@ -75,9 +75,10 @@ def headline(config: TrainConfig, base_dir: Path) -> str:
 
 def chat_format(config: TrainConfig, base_dir: Path) -> ChatFormat | None:
     """The words of the model's conversations; None for a model that is made on the spot, and without one."""
-    if config.made_model is not None or not config.model:
+    if config.made_model is not None or not (config.model or config.rollout.model_dir):
         return None
-    return load_tokenizer((base_dir / config.model).resolve(), config.rollout.format).format
+    folder = base_dir / config.rollout.model_dir if config.rollout.model_dir else model_folder(config, base_dir)
+    return load_tokenizer(folder.resolve(), config.rollout.format).format
 
 
 def _as_config(words: ChatFormat) -> FormatConfig:

@@ -286,6 +286,19 @@ def rollout(
 ) -> RolloutSummary:
     """Rolls out. Raises MeshError."""
     folder, config, base_dir = prepare(path, overrides, options, command)
+    return run_rollout(folder, config, base_dir, options.samples, on_sample=on_sample, on_phase=on_phase)
+
+
+def run_rollout(
+    folder: RunFolder,
+    config: TrainConfig,
+    base_dir: Path,
+    out: Path | None,
+    *,
+    on_sample: Callable[[SampleLine], None],
+    on_phase: Callable[[str], None],
+) -> RolloutSummary:
+    """Rolls out in a folder that `prepare` made. Raises MeshError."""
     with folder.log.open("a", encoding="utf-8") as log:
         set_up_logging(stream=log)
         try:
@@ -293,7 +306,7 @@ def rollout(
                 folder=folder,
                 config=config,
                 base_dir=base_dir,
-                out=options.samples,
+                out=out,
                 on_sample=on_sample,
                 on_phase=on_phase,
             )

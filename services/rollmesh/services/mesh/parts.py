@@ -21,6 +21,7 @@ from rollmesh.services.mesh.tool_descriptions import rollout_config
 from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.oracles import AnswerFileConfig
 from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.checkpoint_files import SNAPSHOT_NAME, list_checkpoints
 
 Part = AbstractAsyncContextManager[Any]
@@ -47,7 +48,10 @@ def part_names(config: MeshConfig) -> list[str]:
 def build_part(name: str, place: Place, bus: Bus, **options: Any) -> Part:
     """The part called `name`; `options` go to its node. Raises ConfigError for a config that cannot work."""
     kind = name.partition("-")[0]
-    part: Part = _BUILDERS[kind](name, place, bus, **options)
+    try:
+        part: Part = _BUILDERS[kind](name, place, bus, **options)
+    except ValueError as err:  # of an engine or a trainer: it would be raised again at every restart
+        raise ConfigError(f"{name}: {err}") from err
     return part
 
 

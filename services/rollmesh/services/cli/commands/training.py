@@ -72,16 +72,41 @@ def train(
 
 
 @app.command()
-def check(config: Annotated[Path, typer.Argument(help="A configuration file.")], overrides: Overrides = None) -> None:
+def check(
+    config: Annotated[Path, typer.Argument(help="A configuration file.")],
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Also run one episode with its scorers, and print what was said and the rewards."
+        ),
+    ] = False,
+) -> None:
     """Find every mistake in a configuration before a run, and print every setting with the value in force."""
     with told_once():
         from rollmesh.services.cli import train as runs
 
         set_up_compute()
         text, lines = runs.check_file(config, overrides or [])
-    typer.echo(text, nl=False)
-    for line in lines:
-        typer.echo(line, err=True)
+        typer.echo(text, nl=False)
+        for line in lines:
+            typer.echo(line, err=True)
+        if dry_run:
+            _dry_run(config, overrides or [])
+
+
+def _dry_run(config: Path, overrides: list[str]) -> None:
+    from rollmesh.services.cli import dry_run
+    from rollmesh.services.cli.transcript import transcript
+
+    terminal = console(as_json=True)
+    with terminal.status("dry run") as status:
+        dry_run.dry_run(
+            config,
+            overrides,
+            on_sample=lambda line: terminal.print(transcript(line)),
+            on_phase=lambda phase: status.update(f"dry run: {phase}"),
+        )
 
 
 def _subject(config: Path | None, resume: Path | None, overrides: list[str]) -> tuple[Path, list[str]]:

@@ -1,0 +1,34 @@
+"""What a part's constructor cannot accept is a configuration error: the process ends with code 2 and is not restarted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.services.mesh.parts import build_part
+from rollmesh.services.mesh.place import open_place
+from rollmesh.shared.bus.memory_bus import MemoryBus
+from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.errors import ConfigError
+
+ENGINE = """
+import msgspec
+class Options(msgspec.Struct, forbid_unknown_fields=True): ...
+class Engine:
+    def __init__(self, options):
+        raise ValueError("model_type 'odd' is not supported")
+"""
+
+
+def config(folder: Path) -> MeshConfig:
+    (folder / "engine.py").write_text(ENGINE)
+    inference = {"engine": "engine.py:Engine", "engine_config": "engine.py:Options"}
+    return config_from_dict(MeshConfig, {"inference": inference, "bus": {"url": "nats://127.0.0.1:1"}})
+
+
+def test_a_model_that_the_engine_rejects_is_a_configuration_error(tmp_path: Path) -> None:
+    place = open_place(config(tmp_path), run_dir=tmp_path / "run", base_dir=tmp_path)
+    with pytest.raises(ConfigError, match="inference-0: model_type 'odd' is not supported"):
+        build_part("inference-0", place, MemoryBus())
