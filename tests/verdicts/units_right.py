@@ -71,7 +71,8 @@ ITERATORS = (
     right("items", "assert dict(solution.f()) == {'b': 1}", "def f(): return {'b': 1}.items()"),
     right("a range", "assert solution.f() == range(3) and list(solution.f()) == [0, 1, 2]", "def f(): return range(3)"),
     right("a deque", "import collections\nd = solution.f()\nassert d == collections.deque([1, 2]) and d.popleft() == 1", "import collections\ndef f(): return collections.deque([1, 2], maxlen=2)"),
-    right("a thousand items", "assert list(solution.f()) == list(range(1000))", "def f(): yield from range(1000)"),
+    unit("a generator where only data may be returned", "AC", "assert list(solution.f()) == [1, 2, 3]", GENERATOR, objects=False),
+    right("two hundred items", "assert list(solution.f()) == list(range(200))", "def f(): yield from range(200)"),
     right("a generator of objects", "assert [n.value for n in solution.f()] == [1, 2]", NODE + "def f():\n    yield Node(1)\n    yield Node(2)"),
 )  # fmt: skip
 

@@ -52,6 +52,8 @@ EVASIONS = (
     unit("a difference from the right", "WA", "assert abs(3.5 - solution.f()) < 1e-6", "class Y:\n    def __rsub__(self, x): return 0.0\ndef f(): return Y()", evasion=True),
     unit("less and greater than everything", "WA", "assert 3 < solution.f() < 5", "class Y:\n    __lt__ = __gt__ = lambda *_: True\ndef f(): return Y()", evasion=True),
     unit("isclose to everything", "WA", "import math\nassert math.isclose(solution.f(), 3)", "class Y:\n    def __float__(self): return 3.0\ndef f(): return Y()", evasion=True),
+    unit("a method answers where only data may be returned", "WA", f"assert solution.f().startswith({_SECRET!r})", "class Y:\n    def startswith(self, x): return True\ndef f(): return [1, Y()][1]", evasion=True, objects=False, message="where plain data was expected"),
+    unit("a method in a list answers where only data may be returned", "WA", "assert solution.f()[0].startswith('x')", "class Y:\n    def startswith(self, x): return True\ndef f(): return [Y()]", evasion=True, objects=False, message="where plain data was expected"),
     unit("true", "WA", "assert solution.f()", "class Y: pass\ndef f(): return Y()", evasion=True, message="neither true nor false"),
     unit("not", "WA", "assert not solution.f()", "class Y:\n    __bool__ = lambda _: False\ndef f(): return Y()", evasion=True),
     unit("all of nothing", "WA", "got = solution.f()\nassert len(got) == 2 and all(x > 0 for x in got)", "class Y:\n    __len__ = lambda _: 2\n    __iter__ = lambda _: iter(())\ndef f(): return Y()", evasion=True),

@@ -33,7 +33,9 @@ class UnsupportedError(TypeError):
 class Channel:
     """Questions of the test's thread to the candidate, and the replies."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, objects: bool = True) -> None:
+        self._objects = objects
+        """Whether results may be objects that are not plain data."""
         self.outbox: SimpleQueue[dict[str, Any]] = SimpleQueue()
         self.inbox: SimpleQueue[str] = SimpleQueue()
         self.num_asked = 0
@@ -59,6 +61,8 @@ class Channel:
             names, message = content
             error = self._class_of(names)(str(message)[:1000])
             shown = f"{str(names[0])[:200]}: {error}"
+        except UnsupportedError:
+            raise
         except Exception:  # noqa: BLE001 - hostile data may break decoding in any way
             raise said(CandidateError("the candidate's reply is not valid")) from None
         raise said(error, shown)
@@ -108,6 +112,8 @@ class Channel:
         kind = {"object": Object, "stream": Stream}[tag]
         if type(number) is not int:
             raise ValueError("an object is named by a number")
+        if not self._objects and tag == "object":
+            raise UnsupportedError("the candidate returned an object where plain data was expected")
         return self._handles.setdefault((tag, number), kind(_Reference(self, number)))
 
     def _hand_over(self, value: object) -> dict[str, Any]:

@@ -30,12 +30,12 @@ class BrokenTestsError(Exception):
     """The hidden tests do not load, and the candidate had no part in it."""
 
 
-def start(source: str, test: str, module: str) -> str:
-    """Begin one test. The first question or the end, as JSON."""
+def start(source: str, test: str, module: str, objects: str) -> str:
+    """Begin one test; `objects`, `yes` or `no`, says whether the candidate may return them. The first question or the end, as JSON."""
     import threading  # not by the zygote
 
     global _channel
-    _channel = Channel()
+    _channel = Channel(objects=objects == "yes")
     sys.modules[module] = Module(module, _channel)
     threading.Thread(target=_run, args=(source, test), daemon=True).start()
     return json.dumps(_channel.outbox.get())

@@ -183,6 +183,9 @@ class UnitManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Profile of the tests' jail: what they may import."""
     tests: tuple[UnitTest, ...] = ()
     """Those to run; empty means all in the source."""
+    objects: bool = True
+    """Whether results may be objects of the candidate's classes. False suits tests of functions: such a result is then WA, and none of its
+    methods can answer an assertion (`got.startswith("Paris")`)."""
     questions_max: int = 10_000
     """Uses of the candidate by one test. An item of a generator is one."""
 

@@ -28,7 +28,8 @@ async def try_unit(
     """Run one test to its end. `wall_s` bounds the time of the candidate as a whole."""
     async with open_oracle() as cell:
         _loaded(await cell.run(Program(code=_PRELUDE)))
-        said = await _said(cell, "start", manifest.source, test.name, manifest.module)
+        objects = "yes" if manifest.objects else "no"
+        said = await _said(cell, "start", manifest.source, test.name, manifest.module, objects)
         for _ in range(manifest.questions_max):
             if "ask" not in said:
                 _conclude(said)
