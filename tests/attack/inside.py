@@ -14,14 +14,14 @@ from typing import Any
 
 _libc = ctypes.CDLL(None, use_errno=True)
 NUMBERS = {
-    "mmap": 9, "shmget": 29, "shmat": 30, "socket": 41, "clone": 56, "semget": 64, "msgget": 68, "ptrace": 101, "syslog": 103,
-    "personality": 135, "modify_ldt": 154, "pivot_root": 155, "adjtimex": 159, "chroot": 161, "acct": 163, "settimeofday": 164,
+    "mmap": 9, "shmget": 29, "shmat": 30, "socket": 41, "setsockopt": 54, "clone": 56, "semget": 64, "msgget": 68, "ptrace": 101, "syslog": 103,
+    "personality": 135, "modify_ldt": 154, "pivot_root": 155, "adjtimex": 159, "chroot": 161, "sync": 162, "acct": 163, "settimeofday": 164,
     "mount": 165, "umount2": 166, "swapon": 167, "reboot": 169, "sethostname": 170, "iopl": 172, "ioperm": 173,
-    "init_module": 175, "delete_module": 176, "quotactl": 179, "io_setup": 206, "clock_settime": 227, "mq_open": 240, "mq_unlink": 241,
-    "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251, "inotify_init1": 294,
-    "unshare": 272, "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304,
+    "init_module": 175, "delete_module": 176, "quotactl": 179, "io_setup": 206, "fadvise64": 221, "clock_settime": 227, "mq_open": 240, "mq_unlink": 241,
+    "kexec_load": 246, "add_key": 248, "request_key": 249, "keyctl": 250, "ioprio_set": 251, "inotify_init1": 294, "inotify_add_watch": 254,
+    "unshare": 272, "perf_event_open": 298, "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304, "syncfs": 306,
     "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "finit_module": 313, "memfd_create": 319,
-    "bpf": 321, "execveat": 322, "userfaultfd": 323, "io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430,
+    "bpf": 321, "execveat": 322, "userfaultfd": 323, "preadv2": 327, "io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430,
     "pidfd_open": 434, "clone3": 435, "pidfd_getfd": 438, "mount_setattr": 442, "memfd_secret": 447,
 }  # fmt: skip
 """Of x86_64."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import resource
@@ -256,6 +258,28 @@ async def test_a_lost_zygote_is_reported_when_its_sessions_are_cleared(engine: J
     assert (await engine._live["s"].ended).lost
     assert session_processes(engine) == []
     assert (await run(engine, "6*7", "next")).result == "42"
+
+
+async def test_a_stopped_warden_ends_with_its_zygote(engine: JailEngine) -> None:
+    warden_pid = int((await run(engine, FAMILY + "\nos.getppid()")).result)
+    os.kill(warden_pid, signal.SIGSTOP)
+    try:
+        os.kill(parent_of(warden_pid), signal.SIGKILL)
+        async with asyncio.timeout(10.0):
+            assert (await engine._live["s"].ended).lost
+        assert session_processes(engine) == []
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(warden_pid, signal.SIGCONT)
+
+
+async def test_a_warden_that_was_stopped_for_a_while_goes_on(engine: JailEngine) -> None:
+    warden_pid = int((await run(engine, "import os; os.getppid()")).result)
+    os.kill(warden_pid, signal.SIGSTOP)
+    os.kill(warden_pid, signal.SIGCONT)
+    assert (await run(engine, "6*7")).result == "42"
+    await engine.end("s")
+    assert session_processes(engine) == []
 
 
 def parent_of(pid: int) -> int:

@@ -144,6 +144,31 @@ async def test_bash_exit_ends_the_shell_and_the_next_command_says_so(engine: Jai
     assert (await bash(engine, "echo quiet")).stderr == ""
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "enable -n printf times", "enable -n times", "enable -n printf", "printf() { :; }; times() { :; }",
+        "alias printf=: times=: builtin=:", "enable -n printf; set -eu",
+    ],
+)  # fmt: skip
+async def test_bash_without_its_builtins_still_ends_each_command(engine: JailEngine, code: str) -> None:
+    first = await bash(engine, f"x=kept; {code}")
+    assert (first.outcome, first.stdout, first.stderr) == (Outcome.OK, "", ""), first
+    for _ in range(2):
+        result = await bash(engine, "(exit 3)")
+        assert (result.outcome, result.exit_status, result.stdout) == (Outcome.ERROR, 3, ""), result
+        if "set -e" in code:
+            return
+        assert (await bash(engine, "echo $x")).stdout == "kept\n"
+
+
+async def test_bash_that_never_tells_its_end_is_replaced(engine: JailEngine) -> None:
+    await bash(engine, "true")
+    assert (await bash(engine, "builtin() { :; }", wall_s=0.5)).outcome is Outcome.TIME
+    after = await bash(engine, "echo here")
+    assert (after.stdout, "fresh" in after.stderr) == ("here\n", True)
+
+
 async def test_bash_output_is_cut_and_a_flood_is_stopped(engine: JailEngine) -> None:
     limits = PROFILES["shell"].resolved_limits()
     cut = await bash(engine, f"head -c {limits.output_bytes + 10} /dev/zero | tr '\\0' x")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import numpy
 import pytest
 
 from rollmesh.sandbox_runtime import cgroups
@@ -326,3 +327,20 @@ async def test_prelude_and_library_paths_reach_every_session(tmp_path: Path) -> 
     assert (await engine.call("s", "twice", ["abc"], 1.0)).result == "18"
     assert (await engine.run("s", Program(code=f"open({str(library / 'x')!r}, 'w')"), 1.0)).error_type == "OSError"
     await engine.close()
+
+
+async def test_a_preloaded_generator_draws_other_numbers_in_each_session(tmp_path: Path) -> None:
+    profile = {
+        "library_paths": [str(Path(numpy.__file__).parents[1])],
+        "preload": ["numpy", "numpy.random"],
+        "prelude": "import numpy\nnumpy.random.seed(1)\ndef draw(): return repr([numpy.random.rand(), numpy.random.randint(2**60)])",
+    }
+    config = config_from_dict(SandboxConfig, {"profiles": {"python": profile}})
+    engine = JailEngine(config, state_dir=tmp_path / "state", ids=RandomIds())
+    await engine.start()
+    drawn = []
+    for session_id in ("one", "two", "three"):
+        await open_session(engine, session_id)
+        drawn.append((await engine.call(session_id, "draw", [], 5.0)).result)
+    await engine.close()
+    assert len(set(drawn)) == 3

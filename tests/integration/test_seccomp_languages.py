@@ -21,6 +21,16 @@ PTY = "import os, pty; pid, fd = pty.fork()\nif not pid: os.execvp('sh', ['sh', 
 PTY += "print(42 if b'/dev' in os.read(fd, 99) else 'no terminal')"
 ASYNC = "import asyncio, subprocess\nasync def f():\n  p = await asyncio.create_subprocess_exec('true'); return await p.wait()\n"
 ASYNC += "print(42 + asyncio.run(f()))"
+LOCKS = "import sqlite3, subprocess, sys\nsqlite3.connect('z.db', isolation_level=None).execute('create table t (a)')\n"
+LOCKS += "held = sqlite3.connect('z.db', isolation_level=None); held.execute('begin exclusive')\n"
+LOCKS += 'late = \'import sqlite3; sqlite3.connect("z.db", timeout=0).execute("insert into t values (1)")\'\n'
+LOCKS += "print(42 if b'database is locked' in subprocess.run([sys.executable, '-c', late], stderr=-1).stderr else 'not locked')"
+TAIL = "echo 4 > t; tail -n +1 -f t > out 2> err & for i in $(seq 300); do [[ -s out ]] && break; sleep 0.02; done; echo 2 >> t; "
+TAIL += "for i in $(seq 300); do [[ $(wc -l < out) == 2 ]] && break; sleep 0.02; done; kill %1; grep -q 'reverting to polling' err; tr -d '\\n' < out"
+WATCH = "try { require('fs').watch('.'); console.log('watches') } catch (e) { console.log(e.code == 'EPERM' ? 42 : e) }"
+WATCH += "; require('fs').unwatchFile(require('fs').watchFile('.', () => {}) && '.')"
+SOCKETS = "import socket; a, b = socket.socketpair(); a.setsockopt(1, 7, 9000); a.setsockopt(1, 20, bytes(16)); a.setblocking(False)\n"
+SOCKETS += "import fcntl, os; fcntl.flock(os.open('l', os.O_CREAT), 6); fcntl.fcntl(os.pipe()[1], 1031, 8192); os.preadv(os.open('l', 0), [bytearray(1)], 0); print(42)"
 NODE = "const {execSync} = require('child_process'); new (require('worker_threads').Worker)"
 NODE += "('process.stdout.write(\"\")', {eval: true}); console.log(execSync('echo 42').toString().trim())"
 SQL = (
@@ -41,6 +51,9 @@ PYTHON = [sys.executable, "-c"]
         [*PYTHON, NUMPY],
         [*PYTHON, SQL.format("sqlite3")],
         [*PYTHON, SQL.format("duckdb")],
+        [*PYTHON, LOCKS],
+        [*PYTHON, SOCKETS],
+        ["bash", "-c", TAIL],
         [
             "bash",
             "-c",
@@ -49,6 +62,7 @@ PYTHON = [sys.executable, "-c"]
         ["sh", "-c", "gcc -pthread -o c x.c && ./c"],
         ["sh", "-c", "g++ -pthread -o c x.cpp && ./c"],
         ["node", "-e", NODE],
+        ["node", "-e", WATCH],
         ["sqlite3", "y.db", "create table t (a); insert into t values (42); select * from t"],
     ],
     ids=[
@@ -59,10 +73,14 @@ PYTHON = [sys.executable, "-c"]
         "numpy",
         "sqlite module",
         "duckdb",
+        "locks",
+        "sockets",
+        "tail",
         "bash",
         "gcc",
         "g++",
         "node",
+        "watch",
         "sqlite3",
     ],
 )

@@ -11,6 +11,9 @@ import resource
 
 from rollmesh.sandbox_runtime.limits import Limits
 
+_CORE_BYTES = 1
+"""Too few for any core file, and the one value for which the kernel starts no program of `core_pattern` either: with 0 it would pipe
+each crash to the host's. A program can lower it to 0, and then crashes as if there were no limit here."""
 _SIGPENDING_MAX = 256
 """Queued signals and timers: kernel memory that no other limit counts where no memory cgroup is writable."""
 
@@ -22,7 +25,7 @@ def apply(limits: Limits, *, processes: bool = True) -> None:
         (resource.RLIMIT_CPU, limits.cpu_total_s),
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files_max),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, _CORE_BYTES),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_SIGPENDING, _SIGPENDING_MAX),

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from rollmesh.sandbox_runtime import contain, files, framing, program, snapshot
+from rollmesh.sandbox_runtime import contain, files, framing, program, random_state, snapshot
 from rollmesh.sandbox_runtime.interpreter import Interpreter
 from rollmesh.sandbox_runtime.languages.port import Refused
 from rollmesh.sandbox_runtime.languages.registry import Languages
@@ -37,6 +37,7 @@ def _contain_and_serve(ground: contain.Ground, cell: contain.Cell, namespace: Ma
 
 def answer_all(connection: socket.socket, namespace: Mapping[str, Any], limits: Limits) -> None:
     """Say that a session is ready, then answer its requests until its socket ends."""
+    random_state.seed_generators()
     interpreter = Interpreter(namespace, limits)
     languages = Languages(interpreter, limits)
     connection.sendall(framing.encode({"ready": True}))

@@ -3,7 +3,8 @@
     zygote -- warden -- the session's first process -- whatever that starts
 
 Every orphan of the session becomes the warden's child (it is their subreaper), so "no child is left" means "nothing is left". It
-ends with the session's first process, on SIGTERM, and with the zygote, each time after all the others. How it kills:
+ends with the session's first process, on SIGTERM, and with the zygote, each time after all the others. The zygote's end is signalled by
+SIGCONT, the one signal that a stopped warden takes. How it kills:
 
 - as root: a child of it, which by then is no longer root, but may signal the session's processes (effective uid) while they may not
   signal it (real and saved uid are its own). One kill(-1), which the kernel makes atomic against forks.
@@ -30,7 +31,7 @@ from rollmesh.sandbox_runtime import landlock, privileges, syscalls
 
 FAILED = 255
 _SIGNALLED = 128
-_AWAITED = {signal.SIGCHLD, signal.SIGTERM}
+_AWAITED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGCONT}
 _ROUNDS_MAX = 1000
 """Of killing child by child. Each round ends all that were there when it began."""
 
@@ -145,7 +146,7 @@ def _watch_over(begin: Callable[[int], NoReturn], powers: Powers) -> int:
     _tie_to(zygote)
     os.write(opener, b"1")  # not before: what goes wrong until here closes the gate, and the session ends unbegun
     syscalls.call("close_range", 3, 0xFFFFFFFF, 0)
-    return _clear(first, powers, _wait_for_end(first))
+    return _clear(first, powers, _wait_for_end(first, zygote))
 
 
 def _enter_domain(zygote: int) -> None:
@@ -159,14 +160,14 @@ def _enter_domain(zygote: int) -> None:
 
 
 def _tie_to(zygote: int) -> None:
-    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM, "pdeathsig")
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGCONT, "pdeathsig")
     if os.getppid() != zygote:
         raise OSError("the zygote ended")
 
 
-def _wait_for_end(first: int) -> int | None:
-    """The wait status of the session's first process, or None on SIGTERM. Reaps orphans meanwhile."""
-    while signal.sigwait(_AWAITED) != signal.SIGTERM:
+def _wait_for_end(first: int, zygote: int) -> int | None:
+    """The wait status of the session's first process, or None on SIGTERM or when the zygote has ended. Reaps orphans meanwhile."""
+    while signal.sigwait(_AWAITED) != signal.SIGTERM and os.getppid() == zygote:
         pid, status = os.waitpid(-1, os.WNOHANG)
         while pid:
             if pid == first:

@@ -158,6 +158,37 @@ DOORS = (
                                        ("io_setup, 1, bytes(8)", "got 0|EINVAL")], quick=True),
     _calls("the kernel log and watches on every file", [("syslog, 10, 0, 0", "got .*"), ("fanotify_init, 0, 0", "got .*|ENOSYS")]),
     Attack(
+        name="watches on files that all sessions share", verdict=REFUSED, quick=True,
+        source="""
+            import fcntl
+            probe('inotify', lambda: raw('inotify_init1', 0))
+            probe('watch', lambda: raw('inotify_add_watch', -1, b'/usr/bin', 0x20))
+            signal.signal(signal.SIGIO, signal.SIG_IGN)
+            folder = os.open('/usr/bin', os.O_RDONLY)
+            for command in (1026, 1026 | 0xABC << 32):
+                probe('F_NOTIFY', lambda: libc('fcntl', folder, ctypes.c_long(command), ctypes.c_long(1)))
+            """,
+        held=["inotify {no}", "watch {no}", *["F_NOTIFY {no}"] * 2],
+        free=["inotify got .*", "watch EBADF", *["F_NOTIFY (got 0|EINVAL)"] * 2],
+    ),
+    Attack(
+        name="programs attached to sockets", verdict=REFUSED, quick=True,
+        source="""
+            socket_fd = socket.socketpair()[0].detach()
+            code = (ctypes.c_uint64 * 1)(0x06)
+            program = struct.pack('HxxxxxxQ', 1, ctypes.addressof(code))
+            for option in (26, 50, 51, 52, 26 | 0xABC << 32):
+                probe('attach', lambda: raw('setsockopt', socket_fd, 1, option, program, len(program)))
+            probe('detach', lambda: raw('setsockopt', socket_fd, 1, 27, bytes(4), 4))
+            probe('lock', lambda: raw('setsockopt', socket_fd, 1, 44, bytes(4), 4))
+            """,
+        held=["attach {no}"] * 5 + ["detach {no}", "lock {no}"],
+        free=["attach got 0", *["attach E.*"] * 3, "attach got 0", "detach got 0", "lock (got 0|E.*)"],
+    ),
+    _calls("waiting for the host's disks", [("sync,", "got 0"), ("syncfs, 0", "got 0|EBADF")]),
+    _calls("what the host's page cache holds", [("fadvise64, 0, 0, 0, 4", "got 0|ESPIPE|EBADF"),
+                                                ("preadv2, 0, 0, 0, 0, 0, 8", "got 0|EOPNOTSUPP|ESPIPE")]),
+    Attack(
         name="system calls of the x32 table", verdict=REFUSED, quick=True,
         source="NUMBERS.update({'x32 getpid': 0x40000027, 'x32 socket': 0x40000029})\n"
         "for call in (('x32 getpid',), ('x32 socket', 2, 1, 0)):\n"
@@ -200,7 +231,7 @@ DOORS = (
             print(*in_child(lambda: os.kill(os.getpid(), signal.SIGABRT)))
             print('left', [name for name in os.listdir('.') if name.startswith('core')])
             """,
-        held=[r"limit \(0, 0\)", " ?6", r"left \[\]"],
+        held=[r"limit \(1, 1\)", " ?6", r"left \[\]"],
     ),
 )  # fmt: skip
 

@@ -118,6 +118,12 @@ FRAMES = (
     _forged("the socket closed", "service.close()\n    os.close(3)\n"),
     _forged("the socket's number taken by a file", "os.dup2(os.open('/dev/zero', os.O_RDONLY), 3)\n"),
     _forged("a stranger answers after exec", "os.execv('/bin/sh', ['sh', '-c', 'echo forged >&3; sleep 60'])\n"),
+    _forged("a refusal of twelve megabytes", "service.sendall(frame({'refused': 'A' * 12_000_000}))\n", quick=True),
+    _forged("a refusal of a megabyte", "service.sendall(frame({'refused': 'A' * (1 << 20)}))\n"),
+    _forged("names of a hundred thousand files", "service.sendall(frame({'outcome': 'ok', 'files': {str(n): '' for n in range(100000)}}))\n", quick=True),
+    _forged("half a million lost names", "service.sendall(frame(b'{\"lost\":[\"\"' + b',\"\"' * 500000 + b']}'))\n"),
+    _forged("an exit status beyond 32 bits", "service.sendall(frame({'outcome': 'ok', 'exit_status': 10 ** 20}))\n", quick=True),
+    _forged("a command of a thousand years", "service.sendall(frame({'outcome': 'ok', 'wall_s': 3e10, 'cpu_s': 3e10}))\n"),
     _forged("the reply of a call that never was", "service.sendall(frame({'ready': True, 'reason': 'x' * 1000}))\n"),
 )  # fmt: skip
 

@@ -36,6 +36,22 @@ ATTACKS = (
     _endless("an endless import", "open('endless.py', 'w').write('while True: pass')\nsys.path.insert(0, '/session')\nimport endless", alive=True),
     _endless("compile for ever", "compile('(' * 80 + 'x for x in ' * 1 + 'y' + ')' * 80, 'x', 'exec') if 0 else None\n"
              "import ast\nwhile True:\n    ast.parse('+'.join(['1'] * 900))", alive=None),
+    Attack(
+        name="a CPU limit lowered, and used around clock ticks alone", verdict=Verdict.ENDED, alive=False,
+        source="""
+            import resource
+            seen = []
+            signal.signal(signal.SIGPROF, lambda *_: seen.append(time.monotonic()))
+            signal.setitimer(signal.ITIMER_PROF, 1e-6, 1e-6)
+            while len(seen) < 20: pass
+            period = min(later - earlier for earlier, later in zip(seen[5:], seen[6:]))
+            resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+            while True:
+                time.sleep(max(0.0, seen[-1] + period - 2e-4 - time.monotonic()))
+                ticks = len(seen)
+                while len(seen) == ticks: pass
+            """,
+    ),
     Attack(name="exec of a program that stays", verdict=Verdict.ENDED, alive=False, source="os.execv('/bin/sleep', ['sleep', '600'])"),
     Attack(
         name="digits of a huge number", verdict=HARMLESS, quick=True,

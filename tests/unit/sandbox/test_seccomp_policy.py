@@ -60,7 +60,7 @@ def test_every_number_has_its_verdict(machine: str) -> None:
         (seccomp_policy.ALLOWED, ALLOW), (seccomp_policy.REFUSED, EPERM), (seccomp_policy.UNSUPPORTED, EOPNOTSUPP),
     ):  # fmt: skip
         expected |= {pyseccomp.resolve_syscall(arch, name): answer for name in names}
-    with_arguments = {"clone": ALLOW, "mknodat": ALLOW, "mknod": ALLOW, "socketpair": EPERM}
+    with_arguments = {"clone": ALLOW, "mknodat": ALLOW, "mknod": ALLOW, "socketpair": EPERM, "fcntl": ALLOW}
     expected |= {pyseccomp.resolve_syscall(arch, name): answer for name, answer in with_arguments.items()}
     program = seccomp_policy.compiled(machine)
     for number in range(700):
@@ -93,6 +93,13 @@ def test_clone_makes_threads_and_forks_but_no_namespaces(machine: str) -> None:
         ("prctl", (22 | HIGH,), EPERM),
         ("prctl", (36,), EPERM),
         ("prctl", (59,), ENOSYS),
+        ("setsockopt", (3, 1, 7), ALLOW),
+        ("setsockopt", (3, 1, 21), ALLOW),
+        *(("setsockopt", (3, 1, option), ENOSYS) for option in (26, 27, 44, 50, 51, 52, 68)),
+        ("setsockopt", (3, 1 | HIGH, 26 | HIGH), ENOSYS),
+        ("setsockopt", (3, 6, 7), ENOSYS),
+        *(("fcntl", (3, command), ALLOW) for command in (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1031, 1032)),
+        *(("fcntl", (3, command), ENOSYS) for command in (1024, 1026, 1026 | HIGH, 1034)),
         ("mknodat", (0, 0, 0o010644), ALLOW),
         ("mknodat", (0, 0, 0o020644), EPERM),
         ("mknodat", (0, 0, 0o060644), EPERM),

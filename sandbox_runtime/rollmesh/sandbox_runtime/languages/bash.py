@@ -83,7 +83,7 @@ class Bash:
         return shell
 
     def _done(self, mark: Mark, before_s: float) -> Reply:
-        self._cpu_s = mark.cpu_s
+        self._cpu_s = max(before_s, mark.cpu_s)
         reply: Reply = {"outcome": port.OK, "exit_status": mark.status, "cpu_s": max(0.0, mark.cpu_s - before_s)}
         return reply | port.failed("ExitStatus", str(mark.status)) if mark.status else reply
 

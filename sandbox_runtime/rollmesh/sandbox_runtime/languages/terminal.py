@@ -2,7 +2,8 @@
 
 The shell tells by a mark on its terminal that it waits for the next line: a random word, so that programs don't print it by
 accident, with the status of the last command and the CPU time used so far. A terminal keeps the order of what is written to it,
-so everything before the mark is the command's output.
+so everything before the mark is the command's output. The shell's builtins print the mark; where a program has disabled one of them, the
+prompt does, without the times.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from rollmesh.sandbox_runtime.surroundings import private_dir
 
 _ROWS, _COLUMNS = 40, 120
 _TIOCGPTN = 0x80045430
-_START = b"\x1e"
+_START, _END = b"\x1e", b"\x1f"
 _MARK_BYTES_MAX = 200
 _TIMES = re.compile(r"(\d+)m([\d.,]+)s")
 _SEQUENCE = re.compile(
@@ -78,8 +79,8 @@ class Shell:
 
     def setup_line(self) -> bytes:
         """What makes the shell tell that it waits."""
-        mark = f"printf '\\036{self._word}:%d:' $? && times && printf '\\036'"
-        report = f"{{ {mark}; }} > {self._name}; PS1= PS2="
+        mark = "\\builtin printf %s \"$PS1\" && \\builtin times && \\builtin printf '\\037'"
+        report = f"PS1=$'\\036{self._word}:'$?: PS2=; {{ {mark}; }} > {self._name} 2>&- && PS1= || PS1+=$'\\037'"
         return (
             f"unset HISTFILE; set +o history +H; declare +x PS1 PS2; PROMPT_COMMAND={_quote(report)}; "
             "readonly PROMPT_COMMAND\n"
@@ -150,12 +151,13 @@ class _Reader:
         if begin < 0:
             self._hand_on(into, self._held_from())
             return None
-        end = self._buffer.find(_START, begin + len(self._start))
+        end = self._buffer.find(_END, begin + len(self._start))
         if end < 0:
             is_mark = len(self._buffer) - begin < _MARK_BYTES_MAX
             self._hand_on(into, begin if is_mark else begin + len(self._start))
             return None
-        body = self._buffer[begin + len(self._start) : end].decode("ascii", "replace")
+        whole = self._buffer.rfind(self._start, begin, end)  # a mark that broke off is followed by another
+        body = self._buffer[whole + len(self._start) : end].decode("ascii", "replace")
         text, self._buffer = self._buffer[:begin], self._buffer[end + 1 :]
         into.feed(_SEQUENCE.sub(b"", text))
         self.pending = bool(self._buffer)
@@ -178,7 +180,7 @@ class _Reader:
 
 
 def _parse(body: str) -> Mark:
-    """`status:` and what the builtin `times` prints: user and system time of the shell and of its children."""
+    """`status:` and, if it is not disabled, what the builtin `times` prints: user and system time of the shell and of its children."""
     status, _, times = body.partition(":")
     cpu_s = sum(int(minutes) * 60 + float(seconds.replace(",", ".")) for minutes, seconds in _TIMES.findall(times))
     return Mark(status=int(status) if status.isdigit() else 1, cpu_s=cpu_s)

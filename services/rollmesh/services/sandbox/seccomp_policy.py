@@ -7,8 +7,14 @@ then uses `clone`, whose flags are checked. Calls of a foreign architecture kill
 Arguments of which the kernel reads 32 bits are compared in 32 bits: otherwise a set upper half would slip past the comparison.
 
 Allowed is what python, bash, gcc, g++, node, sqlite, duckdb and numpy were seen to need, with room for their kin. Out of reach stay
-other processes' memory, mounts, namespaces, kernel modules, keys, clocks, BPF, io_uring, memory that no limit counts (memfd,
-System V), and sockets, but for connected pairs; what a session may reach outside comes to it as a connected descriptor.
+other processes' memory, mounts, namespaces, kernel modules, keys, clocks, BPF (as an option of a socket too), io_uring, memory that no
+limit counts (memfd, System V), watches on files, which the host and other sessions share (inotify, dnotify), what waits for the host's
+disks (sync) or tells and changes what its page cache holds (fadvise, preadv2), and sockets, but for connected pairs; what a session may
+reach outside comes to it as a connected descriptor.
+
+Record locks stay allowed, though the kernel counts them in no limit: sqlite and duckdb open no database without them, and answering
+that a lock is taken without taking it would corrupt databases that two processes write. They cost time that grows with their number and
+end with the session.
 
 Where a session shares its uid with others and no namespace hides them (`shares_uid`), the uid permits what neither Landlock nor signals'
 rules hold back: limits and priorities of other processes, modes, owners and times of files. There the first are allowed for the caller
@@ -40,13 +46,12 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 _FILES = """
-    access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate
-    fchdir fchmod fchmodat fchmodat2 fchown fchownat fcntl fdatasync fgetxattr flistxattr flock fstat fstatfs fsync ftruncate
-    futimesat getcwd getdents getdents64 getxattr inotify_add_watch inotify_init inotify_init1 inotify_rm_watch lchown
-    lgetxattr link linkat listxattr llistxattr lseek lstat mkdir mkdirat newfstatat open openat openat2 pread64 preadv
-    preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv rename renameat renameat2 rmdir sendfile splice
-    stat statfs statx symlink symlinkat sync sync_file_range syncfs tee truncate umask unlink unlinkat utime utimensat utimes
-    write writev
+    access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fallocate fchdir fchmod
+    fchmodat fchmodat2 fchown fchownat fdatasync fgetxattr flistxattr flock fstat fstatfs fsync ftruncate futimesat getcwd
+    getdents getdents64 getxattr lchown lgetxattr link linkat listxattr llistxattr lseek lstat mkdir mkdirat newfstatat open
+    openat openat2 pread64 preadv pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv rename renameat renameat2
+    rmdir sendfile splice stat statfs statx symlink symlinkat sync_file_range tee truncate umask unlink unlinkat utime
+    utimensat utimes write writev
 """
 _WAITING = """
     epoll_create epoll_create1 epoll_ctl epoll_ctl_old epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 pause pipe pipe2
@@ -70,20 +75,21 @@ _TIME = """
     timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime
 """
 _PAIRED_SOCKETS = """
-    getpeername getsockname getsockopt recvfrom recvmmsg recvmsg sendmmsg sendmsg sendto setsockopt shutdown
+    getpeername getsockname getsockopt recvfrom recvmmsg recvmsg sendmmsg sendmsg sendto shutdown
 """
 ALLOWED = _words(f"{_FILES} {_WAITING} {_MEMORY} {_PROCESSES} {_TIME} {_PAIRED_SOCKETS}")
 """Whatever their arguments."""
 
 REFUSED = _words("""
     accept accept4 acct add_key adjtimex bind bpf chroot clock_adjtime clock_settime connect delete_module fanotify_init
-    fanotify_mark finit_module fsconfig fsmount fsopen fspick get_mempolicy init_module io_cancel io_destroy
+    fanotify_mark finit_module fsconfig fsmount fsopen fspick get_mempolicy init_module inotify_add_watch inotify_init
+    inotify_init1 inotify_rm_watch io_cancel io_destroy
     io_getevents io_pgetevents io_setup io_submit io_uring_enter io_uring_register io_uring_setup ioperm iopl kcmp
     kexec_file_load kexec_load keyctl listen lookup_dcookie mbind memfd_create memfd_secret migrate_pages modify_ldt
     mount mount_setattr move_mount move_pages msgctl msgget msgrcv msgsnd name_to_handle_at open_by_handle_at
     open_tree perf_event_open personality pidfd_getfd pivot_root process_madvise process_vm_readv process_vm_writev
     ptrace quotactl quotactl_fd reboot request_key seccomp semctl semget semop semtimedop set_mempolicy
-    setdomainname sethostname setns settimeofday shmat shmctl shmdt shmget socket stime swapoff swapon syslog umount
+    setdomainname sethostname setns settimeofday shmat shmctl shmdt shmget socket stime swapoff swapon sync syncfs syslog umount
     umount2 unshare uselib userfaultfd vhangup vmsplice
 """)
 """Known and refused: EPERM. The rest of the kernel's calls are ENOSYS."""
@@ -126,6 +132,13 @@ _NAMESPACES = (
     namespaces.CLONE_NEWNS, namespaces.CLONE_NEWCGROUP, namespaces.CLONE_NEWUTS, namespaces.CLONE_NEWIPC,
     namespaces.CLONE_NEWUSER, namespaces.CLONE_NEWPID, namespaces.CLONE_NEWNET,
 )  # fmt: skip
+_FCNTLS = 0o77
+"""Commands below 64: descriptors, flags, locks, owner and signal. Above are leases, F_NOTIFY (1026) and hints."""
+_OTHER_FCNTLS = (1030, 1031, 1032)
+"""F_DUPFD_CLOEXEC, F_SETPIPE_SZ, F_GETPIPE_SZ."""
+_SOCKET_LEVEL = 1
+_SOCKET_OPTIONS = ((0xFFFFFFF0, 0), (0xFFFFFFF8, 16))
+"""As masks and values: 0 to 15 and 16 to 23, sizes, credentials and timeouts of buffers among them. Above are those that attach programs."""
 _FILE_KIND, _FIFO, _REGULAR, _DEVICES = 0o170000, 0o010000, 0o100000, (0o020000, 0o060000)
 _INT = 0xFFFFFFFF
 _UNIX = 1
@@ -195,6 +208,8 @@ class _Compiler:
         self._only_values("mknod", 1, _FILE_KIND, (0, _FIFO, _REGULAR), _DEVICES)
         self._only_values("mknodat", 2, _FILE_KIND, (0, _FIFO, _REGULAR), _DEVICES)
         self._socket_pairs()
+        self._rule(self._lib.ALLOW, "fcntl", self._when(1, _INT & ~_FCNTLS, 0))
+        self._only_values("fcntl", 1, _INT, _OTHER_FCNTLS, ())
         with tempfile.TemporaryFile() as file:
             self._filter.export_bpf(file)
             file.seek(0)
@@ -246,3 +261,5 @@ class _Compiler:
         for kind in _OTHER_TYPES:
             self._rule(self._refuse, "socketpair", family, self._when(1, _TYPE, kind))
         self._rule(self._refuse, "socketpair", self._lib.Arg(0, self._lib.NE, _UNIX))
+        for mask, value in _SOCKET_OPTIONS:
+            self._rule(self._lib.ALLOW, "setsockopt", self._when(1, _INT, _SOCKET_LEVEL), self._when(2, mask, value))
