@@ -161,12 +161,12 @@ async def test_a_program_over_its_memory_limit_is_told_so_every_time(node: Node)
     if group_of(node) is None:
         pytest.skip("no memory cgroup is writable here")
     await node.sessions.close("s")
-    for _ in range(8):
+    for _ in range(4):
         await node.open()
         async with asyncio.timeout(WAIT_S):
             result = await node.sessions.run("s", Program(code=BOMB), 9.0)
         assert (result.outcome, result.session_alive) == (Outcome.MEMORY, False), result.error_message
-    assert node.ended == {End.CLOSED: 1, End.DIED: 8}
+    assert node.ended == {End.CLOSED: 1, End.DIED: 4}
 
 
 async def test_the_account_of_memory_is_complete_when_the_end_is_known(node: Node) -> None:
