@@ -1,4 +1,7 @@
-"""What `status` and `drain` ask of a mesh: one address, read-only but for Drain. Collaborators: `status` shows what is found here."""
+"""What `status`, `drain` and `delete` ask of a mesh: one address, read-only but for Drain and DeleteRun.
+
+Collaborators: `status` shows what is found here.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2, run_pb2_grpc
 
 CALL_S_MAX = 5.0
+DELETE_S_MAX = 60.0
 POLL_S = 0.5
 GONE = coordinator_pb2.NODE_STATE_DEAD
 
@@ -56,6 +60,11 @@ class FleetClient:
         """Tells a node to finish and leave. Raises UnknownNode."""
         with typed_errors():
             await self._coordinator.Drain(coordinator_pb2.DrainRequest(node_id=node_id))
+
+    async def delete(self, run: str) -> None:
+        """Delete a run that has ended. Raises UnknownRun, RunLive."""
+        with typed_errors():
+            await self._runs.DeleteRun(run_pb2.DeleteRunRequest(run=run), timeout=DELETE_S_MAX)
 
     async def until_gone(self, node_id: str, *, limit_s: float, clock: Clock) -> None:
         """Until the node has left. A coordinator that is away meanwhile is waited for. Raises DeadlineExceeded."""

@@ -1,4 +1,4 @@
-"""`rollmesh up`, `serve`, `drain` and `status`: from the command line to a mesh that runs. Loaded by the sub-commands that need it."""
+"""`rollmesh up`, `serve`, `drain`, `delete` and `status`: from the command line to a mesh that runs. Loaded by the sub-commands that need it."""
 
 from __future__ import annotations
 
@@ -122,6 +122,16 @@ def drain(mesh: MeshAddress, node_id: str, *, wait_s: float) -> None:
                 await client.until_gone(node_id, limit_s=wait_s, clock=SystemClock())
 
     asyncio.run(run())
+
+
+def delete(mesh: MeshAddress, run: str) -> None:
+    """Delete a run that has ended. Raises UnknownRun, RunLive."""
+
+    async def call() -> None:
+        async with FleetClient(mesh) as client:
+            await client.delete(run)
+
+    asyncio.run(call())
 
 
 def status(mesh: MeshAddress) -> MeshStatus:

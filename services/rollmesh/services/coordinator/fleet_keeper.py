@@ -28,6 +28,7 @@ from rollmesh.shared.errors import (
     WeightsRejected,
 )
 from rollmesh.shared.process_info import ProcessInfo
+from rollmesh.shared.rpc.addresses import is_address
 from rollmesh.v1 import coordinator_pb2 as pb
 
 PLAN_S = 0.05
@@ -276,6 +277,9 @@ def _check_hello(hello: pb.NodeHello) -> None:
     if missing:
         what = f"{missing} is missing; a node names its id, its kind and, if it serves anything, its address"
         raise InvalidInput(what, violations=[FieldViolation(f"hello.{missing}", "is missing")])
+    if hello.address and not is_address(hello.address):
+        what = f"must be host:port or unix:PATH, got {hello.address[:100]!r}"
+        raise InvalidInput(f"`hello.address` {what}", violations=[FieldViolation("hello.address", what)])
 
 
 def _weight_phase(report: pb.WeightReport) -> fl.WeightPhase:

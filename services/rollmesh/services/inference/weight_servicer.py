@@ -6,7 +6,9 @@ import asyncio
 
 from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.services.inference.weights import WeightKeeper
+from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.codec.trajectory import decode_version
+from rollmesh.shared.rpc.addresses import is_address
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.manifest import parse_manifest
@@ -28,6 +30,9 @@ class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
         return weights_pb2.GetManifestResponse(manifest=manifest)
 
     async def Prepare(self, request: weights_pb2.PrepareRequest, context: Context) -> weights_pb2.PrepareResponse:
+        for index, source in enumerate(request.sources):
+            if not is_address(source):
+                invalid(f"sources[{index}]", f"must be host:port or unix:PATH, got {source[:100]!r}")
         fetched_bytes = await self._keeper.prepare(decode_version(request.version), list(request.sources))
         return weights_pb2.PrepareResponse(fetched_bytes=fetched_bytes)
 

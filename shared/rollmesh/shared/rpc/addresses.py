@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 
 from rollmesh.shared.errors import ConfigError
 
@@ -16,6 +17,15 @@ def port_of(address: str) -> int:
     """The port of host:port; 0 for unix:PATH, or if there is none."""
     text = address.rpartition(":")[2]
     return int(text) if text.isdecimal() and not address.startswith("unix:") else 0
+
+
+def is_address(text: str) -> bool:
+    """Return whether a client can call `text`: host:port with a port above 0, or unix:PATH."""
+    if text.startswith("unix:"):
+        return len(text) > len("unix:") and text.isprintable()
+    return bool(re.fullmatch(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.%a-z]{2,64}\]", text.rpartition(":")[0])) and (
+        0 < port_of(text) < 65536
+    )
 
 
 def join_host_port(host: str, port: int) -> str:

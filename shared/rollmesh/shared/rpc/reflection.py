@@ -21,14 +21,15 @@ V1 = "grpc.reflection.v1"
 def add_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
     """Makes `server` describe the named services, and reflection itself, to tools such as grpcurl."""
     pool = descriptor_pool.Default()
-    pool.AddSerializedFile(_v1_file().SerializeToString())  # adding the same file again changes nothing
+    pool.AddSerializedFile(v1_file().SerializeToString())  # adding the same file again changes nothing
     names = [*service_names, f"{V1ALPHA}.ServerReflection", f"{V1}.ServerReflection"]
     servicer = reflection_aio.ReflectionServicer(names, pool)
     reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
     server.add_generic_rpc_handlers((_v1_handler(servicer),))
 
 
-def _v1_file() -> descriptor_pb2.FileDescriptorProto:
+def v1_file() -> descriptor_pb2.FileDescriptorProto:
+    """The descriptor of reflection v1."""
     file = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(file)
     file.name = "grpc/reflection/v1/reflection.proto"

@@ -1,4 +1,4 @@
-"""`rollmesh up`, `serve`, `drain`, `status`: a mesh that runs, and hands on it."""
+"""`rollmesh up`, `serve`, `drain`, `delete`, `status`: a mesh that runs, and hands on it."""
 
 from __future__ import annotations
 
@@ -106,6 +106,26 @@ def drain(
 
         operating.drain(find_mesh(run, join, token_file, settings or []), node, wait_s=wait_s if wait else 0.0)
     typer.echo(f"{node} has left" if wait else f"{node} takes nothing new, and leaves when it is done")
+
+
+@app.command()
+def delete(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a run, as `rollmesh status` lists it.")],
+    run: Run = None,
+    join: Join = "",
+    token_file: TokenFile = None,
+    settings: Tls = None,
+) -> None:
+    """Delete a run that has ended from a running mesh: its ledger and samples, its snapshots and its weights.
+
+    It cannot be audited or resumed afterwards, and its name may be used again. Run folders with checkpoints are not touched.
+    """
+    with told_once():
+        from rollmesh.services.cli import operating
+        from rollmesh.services.cli.mesh_address import find_mesh
+
+        operating.delete(find_mesh(run, join, token_file, settings or []), name)
+    typer.echo(f"run {name} is deleted")
 
 
 @app.command()

@@ -1,0 +1,163 @@
+"""Malformed requests, generated from the descriptor of a method's request type.
+
+A case is a name and the bytes to send. Most cases are a plausible request with one field changed, so that a server gets past the checks
+of the other fields; the rest are bytes that are not a request at all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
+
+DEPTH_MAX = 3
+INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), -1, 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), -1, 2**62, 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (2**32 - 1,),
+    FieldDescriptor.CPPTYPE_UINT64: (2**63, 2**64 - 1),
+    FieldDescriptor.CPPTYPE_ENUM: (-1, 99, 2**31 - 1),
+}
+FLOATS = (float("nan"), float("inf"), float("-inf"), -1.0, 1e308, 5e-324)
+NOT_UTF_8 = b"\xff\xff"
+REPEATED = 10_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """One malformed request."""
+
+    name: str
+    raw: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large the large cases are."""
+
+    text_bytes: int = 200_000
+    oversized: bool = True
+    """Whether one case is above the size limit of a message."""
+
+
+def cases(method: str, descriptor: Descriptor, plausible: Mapping[str, Any], sizes: Sizes) -> Iterator[Case]:
+    """Every case of a request type. `plausible` has values by the name of a field; the same method gets the same cases."""
+    draw = random.Random(method)
+    base = filled(descriptor, plausible)
+    yield Case("empty", b"")
+    yield Case("plausible", base.SerializeToString())
+    for num_bytes in (1, 17, 4_000):
+        yield Case(f"{num_bytes} random bytes", draw.randbytes(num_bytes))
+    yield Case("nested groups", b"\x0b" * 5_000)
+    yield Case("unknown fields", b"\xfa\x3e\x02hi" * 1_000)
+    raw = base.SerializeToString()
+    if len(raw) > 1:
+        yield Case("cut off", raw[: len(raw) // 2])
+    if sizes.oversized:
+        yield Case("oversized", b"\x0a" + _varint(MESSAGE_BYTES_MAX) + bytes(MESSAGE_BYTES_MAX))
+    for path, make in _mutations(descriptor, sizes, DEPTH_MAX):
+        for name, change in make:
+            request = filled(descriptor, plausible)
+            change(request)
+            yield Case(f"{path} {name}", request.SerializeToString())
+    for number, wire in ((f.number, f.name) for f in descriptor.fields if f.type == FieldDescriptor.TYPE_STRING):
+        yield Case(f"{wire} not UTF-8", raw + _varint(number << 3 | 2) + b"\x02" + NOT_UTF_8)
+
+
+def filled(descriptor: Descriptor, plausible: Mapping[str, Any], depth: int = DEPTH_MAX) -> Any:
+    """A message of the type with the plausible values that it has fields for."""
+    message = message_factory.GetMessageClass(descriptor)()
+    for one in descriptor.fields:
+        if one.containing_oneof is not None and one.containing_oneof.fields[0] is not one:
+            continue
+        value = plausible.get(one.name)
+        if value is not None and isinstance(value, Message) is (one.message_type is not None):
+            _put(message, one, value)
+        elif one.message_type is not None and not one.is_repeated and depth:
+            getattr(message, one.name).CopyFrom(filled(one.message_type, plausible, depth - 1))
+    return message
+
+
+def _put(message: Any, one: FieldDescriptor, value: Any) -> None:
+    if one.message_type is not None:
+        getattr(message, one.name).CopyFrom(value)
+    elif isinstance(value, str) is not (one.type == FieldDescriptor.TYPE_STRING):
+        return  # another field of that name
+    elif one.is_repeated:
+        getattr(message, one.name).append(value)
+    else:
+        setattr(message, one.name, value)
+
+
+def _mutations(descriptor: Descriptor, sizes: Sizes, depth: int) -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    """By the path of a field: named changes of a request of this type."""
+    for one in descriptor.fields:
+        if one.message_type is None:
+            yield one.name, [(name, _setter(one, value)) for name, value in _values(one, sizes)]
+        elif one.message_type.GetOptions().map_entry:
+            continue
+        else:
+            if one.is_repeated:
+                yield one.name, [(f"{REPEATED} of them", _adder(one, REPEATED))]
+            if depth:
+                for path, changes in _mutations(one.message_type, sizes, depth - 1):
+                    yield f"{one.name}.{path}", [(name, _inside(one, change)) for name, change in changes]
+
+
+def _values(one: FieldDescriptor, sizes: Sizes) -> Iterator[tuple[str, Any]]:
+    if one.cpp_type in INTEGERS:
+        yield from ((str(value), value) for value in INTEGERS[one.cpp_type])
+    elif one.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+        yield from ((str(value), value) for value in FLOATS)
+    elif one.type == FieldDescriptor.TYPE_STRING:
+        yield from (
+            ("empty", ""),
+            ("control characters", "a\0b\n"),
+            ("a path", "../../etc/passwd"),
+            ("of another", "nothing"),
+        )
+        yield f"{sizes.text_bytes} bytes", "x" * sizes.text_bytes
+    elif one.type == FieldDescriptor.TYPE_BYTES:
+        yield from (("empty", b""), ("odd", b"\xff\x00\x7f"), (f"{sizes.text_bytes} bytes", b"\xff" * sizes.text_bytes))
+    elif one.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        yield "true", True
+
+
+def _setter(one: FieldDescriptor, value: Any) -> Any:
+    def change(message: Any) -> None:
+        if one.is_repeated:
+            getattr(message, one.name).extend([value, value])
+        else:
+            setattr(message, one.name, value)
+
+    return change
+
+
+def _adder(one: FieldDescriptor, number: int) -> Any:
+    def change(message: Any) -> None:
+        for _ in range(number):
+            getattr(message, one.name).add()
+
+    return change
+
+
+def _inside(one: FieldDescriptor, change: Any) -> Any:
+    def outer(message: Any) -> None:
+        change(getattr(message, one.name).add() if one.is_repeated else getattr(message, one.name))
+
+    return outer
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*out, value])
