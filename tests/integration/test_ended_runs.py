@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from rollmesh.services.coordinator.node import CoordinatorNode
 from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import DiskFull, NotReady, Overloaded, RunEnded, RunLive, UnknownRun
@@ -41,10 +42,14 @@ async def delete(mesh: MeshParts, run: str) -> None:
     await mesh.call(mesh.run.DeleteRun, run_pb2.DeleteRunRequest(run=run))
 
 
+def node_of(mesh: MeshParts) -> CoordinatorNode:
+    assert mesh.node is not None
+    return mesh.node
+
+
 async def not_led(mesh: MeshParts, run: str) -> None:
     async def gone() -> bool:
-        assert mesh.node is not None
-        return run in mesh.node.runs.ended and not tasks_of(run)
+        return run in node_of(mesh).runs.ended and not tasks_of(run)
 
     await eventually(gone)
 
@@ -66,9 +71,9 @@ async def test_an_ended_run_is_led_only_while_it_is_asked_for(tmp_path: Path) ->
 
         state = await mesh.state()
         assert (state.ended, state.samples.trained, state.policies[0].applied_step) == ("UPDATES_MAX", 4, 1)
-        mesh_says = await mesh.call(mesh.run.GetRun, run_pb2.GetRunRequest(run="r"))
-        assert mesh_says.state.ledger_position == state.ledger_position, "asking for a run records nothing"
         await not_led(mesh, "r")
+        assert (await mesh.state()).ledger_position == state.ledger_position, "asking for a run records nothing"
+        assert "r" in node_of(mesh).runs.ended, "its state was read before"
 
         await mesh.stop_coordinator()
         node = await mesh.start_coordinator()
@@ -217,9 +222,8 @@ async def test_a_batch_that_is_out_when_its_run_is_stopped_keeps_the_run_led(tmp
         await mesh.generate(await mesh.acquire(), step=0)
         batch = await mesh.lease(1)
         await stop(mesh)
-        assert mesh.node is not None
-        await mesh.node.runs.retire(0.0)
-        assert "r" in mesh.node.runs.drivers
+        await node_of(mesh).runs.retire(0.0)
+        assert "r" in node_of(mesh).runs.drivers
         await mesh.commit(1, [batch.lease_id])
         with pytest.raises(RunEnded):
             await mesh.lease(2)

@@ -50,6 +50,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self._keeper = keeper
         self._outgoing = outgoing
         self._mesh = mesh
+        self._final: dict[str, pb.RunState] = {}
+        """States of runs that have ended, as last read."""
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         spec = wire.run_spec(request.spec)
@@ -190,8 +192,19 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             yield pb.WatchRunResponse(state=self._with_nodes(state), command=command)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
-        driver = await self._runs.get(request.run)
-        return pb.GetRunResponse(state=self._with_nodes(await driver.look(self._reader(driver))))
+        return pb.GetRunResponse(state=self._with_nodes(await self._state(request.run)))
+
+    async def _state(self, run: str) -> pb.RunState:
+        """The state by the ledger. That of an ended run is read once, or each call would recover it."""
+        ended, state = self._runs.ended.get(run), self._final.get(run)
+        if ended is None or state is None or state.ledger_position != ended.position:
+            driver = await self._runs.get(run)
+            state = await driver.look(self._reader(driver))
+            if state.ended:
+                self._final[run] = state
+        found = pb.RunState()
+        found.CopyFrom(state)
+        return found
 
     def _reader(self, driver: RunDriver) -> Callable[[Core, LedgerHead], pb.RunState]:
         """Reads a run's state, with the chain of who waits for whom."""
@@ -220,6 +233,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:
         await self._runs.delete(request.run, self._outgoing.forget_run)
+        self._final.pop(request.run, None)
         return pb.DeleteRunResponse()
 
     async def ListDead(self, request: pb.ListDeadRequest, context: Context) -> pb.ListDeadResponse:

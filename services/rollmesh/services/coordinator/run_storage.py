@@ -32,6 +32,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """A run that has ended and is not led."""
 
     reason: str
+    position: int
+    """Of the last record in its ledger."""
     goal: WeightGoal
     """What the nodes that it had last should serve while no run is live."""
 

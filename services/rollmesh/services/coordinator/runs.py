@@ -29,6 +29,7 @@ from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import DataLoss, DiskFull, MeshError, NotReady, Overloaded, RunLive, UnknownRun
 from rollmesh.shared.ids import IdSource
+from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.telemetry import log_context
 
 _log = logging.getLogger(__name__)
@@ -288,11 +289,11 @@ class Runs:
         self._changed = asyncio.Event()
 
 
-def _how_it_ended(core: Core, _: object) -> Ended | None:
+def _how_it_ended(core: Core, head: LedgerHead) -> Ended | None:
     """None while a batch is leased: its lease has yet to end."""
     if not core.state.ended or core.volatile.batch_deadlines:
         return None
-    return Ended(reason=core.state.ended, goal=weight_goal(core))
+    return Ended(reason=core.state.ended, position=head.position, goal=weight_goal(core))
 
 
 def _task_ended(task: asyncio.Task[None], driver: RunDriver) -> None:
