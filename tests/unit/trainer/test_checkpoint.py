@@ -70,6 +70,22 @@ def test_training_goes_on_bit_for_bit_after_a_checkpoint(tmp_path: Path) -> None
         assert all(torch.equal(one[key], two[key]) for key in one)
 
 
+def test_a_resumed_trainer_keeps_the_present_settings_of_the_optimizer(tmp_path: Path) -> None:
+    first, log = fresh()
+    advance(first, log, 2)
+    found = save(tmp_path, first, log)
+    present = OptimizerConfig(lr=1e-3, betas=(0.5, 0.6), epsilon=1e-4, weight_decay=0.1)
+    second = Trainer(load_model(found.path), UpdateConfig(optimizer=present), seed=5)
+    changed = found.restore(second)
+    decays = []
+    for group in second.optimizer.param_groups:
+        assert (group["betas"], group["eps"]) == ((0.5, 0.6), 1e-4)
+        decays.append(group["weight_decay"])
+    assert decays == [0.1, 0.0]
+    assert sorted(changed) == ["betas (0.9, 0.95) -> (0.5, 0.6)", "eps 1e-08 -> 0.0001", "weight_decay 0.0 -> 0.1"]
+    assert len(second.optimizer.state) == len(first.optimizer.state)
+
+
 def test_position_and_snapshot_come_back(tmp_path: Path) -> None:
     trainer, log = fresh()
     advance(trainer, log, 2)

@@ -21,6 +21,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -65,8 +66,11 @@ class Checkpoint:
         """A log that goes on from this checkpoint."""
         return TrainedLog(self.trained, update=self.meta.update, digest=self.meta.digest)
 
-    def restore(self, trainer: Trainer) -> None:
+    def restore(self, trainer: Trainer) -> tuple[str, ...]:
         """Put weights, optimiser state and step into a trainer built for the same model and optimiser.
+
+        The settings of the optimiser stay the trainer's: only its moments are the checkpoint's. Returns the settings that
+        differ, for people: "betas (0.9, 0.95) -> (0.9, 0.99)". The learning rate is not among them, it follows the update.
 
         Raises CheckpointError if they do not fit, or if the trainer's seed differs: it would train on, but otherwise.
         """
@@ -75,10 +79,11 @@ class Checkpoint:
         try:
             load_weights(trainer.model, self.path / WEIGHTS_NAME)
             state = torch.load(self.path / OPTIMIZER_NAME, map_location=trainer.model.device, weights_only=True)
-            trainer.optimizer.load_state_dict(state)
+            changed = _load_moments(trainer.optimizer, state)
         except (ValueError, RuntimeError, KeyError) as error:
             raise CheckpointError(f"{self.path} does not fit the configured model or optimiser: {error}") from error
         trainer.step = self.meta.update
+        return changed
 
 
 def save_checkpoint(
@@ -117,6 +122,19 @@ def latest_checkpoint(root: Path) -> Checkpoint | None:
     """The newest whole checkpoint; None if there is none. Raises CheckpointError if there are some, and none is whole."""
     found = newest_whole(root)
     return None if found is None else Checkpoint(found.path, found.meta, found.passed_by)
+
+
+def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> tuple[str, ...]:
+    """Load an optimiser's state but for its settings, which `load_state_dict` would overwrite. Returns those that differ."""
+    present = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    changed: dict[str, None] = {}
+    for group, settings in zip(optimizer.param_groups, present, strict=True):
+        for name, value in settings.items():
+            if name != "lr" and group.get(name) != value:
+                changed[f"{name} {group.get(name)} -> {value}"] = None
+        group.update(settings)
+    return tuple(changed)
 
 
 def _check_agreement(trainer: Trainer, log: TrainedLog, position: CheckpointPosition, keep_last: int) -> None:

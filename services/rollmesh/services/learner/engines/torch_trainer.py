@@ -110,10 +110,11 @@ def _fresh(config: LearnerConfig, recipe: UpdateConfig) -> Restored:
 
 def _resumed(config: LearnerConfig, recipe: UpdateConfig, found: Checkpoint) -> Restored:
     trainer = _trainer(config, recipe, found.path)
-    found.restore(trainer)
+    changed = found.restore(trainer)
     meta = found.meta
     if meta.config_digest != _digest(recipe):
-        _log.warning("%s was trained under another recipe; going on under the present one", found.path)
+        settings = f" (optimizer: {', '.join(changed)})" if changed else ""
+        _log.warning("%s was trained under other settings of the recipe; the present ones apply%s", found.path, settings)
     position = Position(
         update=meta.update,
         policy=meta.policy,
