@@ -87,6 +87,12 @@ def test_changes_are_laid_over_a_recipe_key_by_key() -> None:
     assert getattr(changed.loss, "clip_low", None) == 0.1
 
 
+def test_the_weights_of_rewards_come_from_the_run_and_from_nowhere_else() -> None:
+    assert resolve_recipe("gdpo", {}, {"correct": 1.0}).advantage.weights == {"correct": 1.0}
+    with pytest.raises(ConfigError, match=r"recipe_options.advantage.weights.*set `reward.weights`"):
+        resolve_recipe("gdpo", {"advantage": {"weights": {"correct": 1.0}}})
+
+
 def test_another_loss_starts_from_its_own_defaults() -> None:
     assert resolve_recipe("grpo", {"loss": {"name": "tis"}}).loss == TisConfig()
 

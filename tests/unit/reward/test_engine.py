@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.services.reward.config import FinalizerConfig, RewardConfig, ScorerConfig, build_engine
+from rollmesh.services.reward.config import RewardConfig, ScorerConfig, build_engine
 from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine, run_scorer
 from rollmesh.services.reward.finalizers.keep_all import KeepAllFinalizer
 from rollmesh.services.reward.item import ScoreItem
@@ -55,6 +55,7 @@ def engine(*scorers: ConfiguredScorer, queue_samples_max: int = 8) -> RewardEngi
         scorers=scorers,
         finalizer=KeepAllFinalizer(),
         oracles=Oracles({}),
+        weights={},
         concurrency_max=2,
         queue_samples_max=queue_samples_max,
     )
@@ -210,9 +211,8 @@ def test_a_users_scorer_that_cannot_be_used_is_named(tmp_path: Path, scorer: Sco
 
 
 def test_a_weight_for_a_reward_that_nobody_gives_is_refused() -> None:
-    config = RewardConfig(finalizer=FinalizerConfig(options={"weights": {"correkt": 1.0}}))
-    with pytest.raises(ConfigError, match="correkt.*known: correct"):
-        build_engine(config)
+    with pytest.raises(ConfigError, match=r"`reward.weights`.*'corect'.*known: correct; did you mean 'correct'\?"):
+        build_engine(RewardConfig(weights={"corect": 1.0}))
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,8 @@ def test_a_weight_for_a_reward_that_nobody_gives_is_refused() -> None:
         ({"scorers": [{"scorer": "exact"}, {"scorer": "math", "name": "exact"}]}, "scorers.*exact, exact"),
         ({"scorers": [{"scorer": "exact", "timeout_s": 0}]}, "timeout_s"),
         ({"concurrency_max": 0}, "concurrency_max.*0"),
+        ({"weights": {"correct": float("nan")}}, "weights must be finite"),
+        ({"weights": {"correct": 0.0}}, "weights must name at least one reward"),
     ],
 )
 def test_settings_out_of_range_name_field_and_value(settings: dict[str, Any], message: str) -> None:

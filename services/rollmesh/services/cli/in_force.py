@@ -107,7 +107,7 @@ def _recipe(config: TrainConfig) -> Any:
         return config.learner.recipe_options
     from rollmesh.services.learner.engines.recipe import resolve_recipe
 
-    return resolve_recipe(config.learner.recipe, config.learner.recipe_options)
+    return resolve_recipe(config.learner.recipe, config.learner.recipe_options, config.reward.weights)
 
 
 def _recipe_words(config: TrainConfig) -> list[str]:

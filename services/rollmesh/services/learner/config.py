@@ -66,6 +66,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Name in `rollmesh.trainer.recipes`: advantage, loss, optimiser, packing."""
     recipe_options: dict[str, Any] = {}
     """Changes to the recipe, nested as in `UpdateConfig`, e.g. {"optimizer": {"lr": 1e-4}}."""
+    reward_weights: dict[str, float] = {}
+    """Reward name -> weight in the advantage. A mesh sets it to `reward.weights`, where both the finalizer and the trainer find it."""
     seed: int = 0
     """Key of the trainer's draws (minibatches). A checkpoint is only resumed under its own."""
     device: str = "cpu"

@@ -47,6 +47,7 @@ FIXED = (
     "data.seed",
     "data.success_reward",
     "reward.scorers",
+    "reward.weights.*",
     "reward.finalizer.*",
     "reward.answer_files.*",
     "rollout.agent",

@@ -190,6 +190,11 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         check_exposure(self.security, self.servers())
+        if self.learner.reward_weights:
+            raise ValueError(
+                f"learner.reward_weights must be empty, got {self.learner.reward_weights}: `reward.weights` serves the trainer "
+                "and the finalizer alike, set it there"
+            )
 
     def servers(self) -> dict[str, ServerConfig]:
         """Where services listen on this host, by key."""

@@ -218,6 +218,7 @@ def learner_config(place: Place) -> LearnerConfig:
         directory=str(place.run_dir),
         model=config.model or (str(place.model_dir()) if place.config.model else ""),
         seed=config.seed or place.config.run.seed,
+        reward_weights=place.config.reward.weights,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -58,6 +60,9 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     scorers: tuple[ScorerConfig, ...] = (ScorerConfig(scorer="exact", name="correct"),)
     """Scorers in the order they run; each gives rewards of its own name."""
+    weights: dict[str, float] = {}
+    """Reward name -> weight, for the advantage of the built-in trainer and for the finalizer alike. A reward that is not named is
+    recorded and not optimized. Empty: every reward has weight 1."""
     finalizer: FinalizerConfig = msgspec.field(default_factory=FinalizerConfig)
     """What becomes of a group when its members have ended."""
     answer_files: dict[str, AnswerFileConfig] = {}
@@ -77,6 +82,10 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         names = [scorer.reward_name for scorer in self.scorers]
         if len(set(names)) != len(names):
             raise ValueError(f"scorers must have names that differ, got {', '.join(names)}")
+        if not all(math.isfinite(weight) for weight in self.weights.values()):
+            raise ValueError(f"weights must be finite, got {self.weights}")
+        if self.weights and not any(self.weights.values()):
+            raise ValueError(f"weights must name at least one reward with a weight other than 0, got {self.weights}")
         for name in ("concurrency_max", "queue_samples_max"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
@@ -92,7 +101,7 @@ def build_engine(
     Raises ConfigError, or RecordError for a malformed answer file.
     """
     scorers = [build_scorer(scorer, base_dir) for scorer in config.scorers]
-    _check_weights(config.finalizer, scorers)
+    _check_weights(config.weights, scorers)
     if sandbox is not None:
         for configured in scorers:
             if isinstance(configured.scorer, UsesSandbox):
@@ -100,6 +109,7 @@ def build_engine(
     return RewardEngine(
         scorers=scorers,
         finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer.name, config.finalizer.options, base_dir)),
+        weights=config.weights,
         oracles=Oracles(
             {
                 "calc": CalcOracle(),
@@ -129,12 +139,14 @@ def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> Configure
     )
 
 
-def _check_weights(config: FinalizerConfig, scorers: list[ConfiguredScorer]) -> None:
-    """A weight for a reward that nobody gives would silently leave it out of every total."""
-    weights = config.options.get("weights")
+def _check_weights(weights: Mapping[str, float], scorers: Sequence[ConfiguredScorer]) -> None:
+    """A weight for a reward that no scorer gives would silently leave the intended reward out of every total."""
     known = [name for scorer in scorers for name in scorer.reward_names]
-    unknown = [str(name) for name in weights if name not in known] if isinstance(weights, dict) else []
-    if unknown:
-        raise ConfigError(
-            f"`finalizer.options.weights` names the rewards {', '.join(unknown)}, which no scorer gives; known: {', '.join(known)}"
-        )
+    for name in weights:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"`reward.weights` names the reward {name!r}, which no scorer gives; known: {', '.join(known)}"
+                + (f"; did you mean {near[0]!r}?" if near else "; a scorer of your own lists further names in `rewards`"),
+                key="reward.weights",
+            )

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollmesh.services.reward.finalizer import Finalizer, Group, Verdict
@@ -61,12 +61,14 @@ class RewardEngine:
         scorers: Sequence[ConfiguredScorer],
         finalizer: Finalizer,
         oracles: Oracles,
+        weights: Mapping[str, float],
         concurrency_max: int,
         queue_samples_max: int,
     ) -> None:
         self.scorers = tuple(scorers)
         self.finalizer = finalizer
         self.oracles = oracles
+        self.weights = weights
         self._slots = asyncio.Semaphore(concurrency_max)
         self._queue_samples_max = queue_samples_max
         self._num_queued = 0

@@ -30,6 +30,8 @@ class Group:
     group: str
     task: TaskView
     members: tuple[MemberOutcome, ...]
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """What the trainer optimizes (`reward.weights`); empty: every reward counts once."""
     num_unscored: int = 0
     """Members that ended without a score: infra failures, cancellations."""
     deadline_passed: bool = False

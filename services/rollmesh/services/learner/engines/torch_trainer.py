@@ -35,7 +35,7 @@ def open_trainer(config: LearnerConfig) -> Restored:
     if config.engine_options:
         raise ConfigError(f"engine_options: the torch trainer has none, found {', '.join(config.engine_options)}")
     torch.set_num_threads(config.threads)
-    recipe = resolve_recipe(config.recipe, config.recipe_options)
+    recipe = resolve_recipe(config.recipe, config.recipe_options, config.reward_weights)
     try:
         found = latest_checkpoint(config.checkpoints)
         return _fresh(config, recipe) if found is None else _resumed(config, recipe, found)

@@ -22,8 +22,6 @@ TOO_FEW_SURVIVORS = "TOO_FEW_SURVIVORS"
 class ZeroVarianceOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the zero-variance finaliser."""
 
-    weights: dict[str, float] = {}
-    """Reward name -> weight in the total; names left out do not count. Empty = every reward counts once."""
     epsilon: float = 1e-6
     """Totals whose largest and smallest differ by no more than this are the same."""
     survivors_min: int = 2
@@ -34,8 +32,6 @@ class ZeroVarianceOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Most episodes of a group, ended ones included, that `extend_by` may reach."""
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(weight) for weight in self.weights.values()):
-            raise ValueError(f"weights must be finite, got {self.weights}")
         if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
             raise ValueError(f"epsilon must be finite and >= 0, got {self.epsilon}")
         for name, least in (("survivors_min", 1), ("extend_by", 0), ("members_max", 1)):
@@ -52,7 +48,7 @@ class ZeroVarianceFinalizer:
         self._options = options
 
     def decide(self, group: Group) -> Verdict:
-        totals = [t for member in group.members if (t := total(member.rewards, self._options.weights)) is not None]
+        totals = [t for member in group.members if (t := total(member.rewards, group.weights)) is not None]
         if len(totals) < self._options.survivors_min:
             return self._extend_or_filter(group, TOO_FEW_SURVIVORS)
         if len(totals) > 1 and max(totals) - min(totals) <= self._options.epsilon:
