@@ -75,6 +75,9 @@ async def test_a_run_from_its_making_to_its_end_over_a_real_mesh(tmp_path: Path)
 async def train_on(trainer: Trainer, batch: Batch) -> None:
     """What a trainer does with a batch, less the training."""
     assert {sample.leased.group for sample in batch.samples} == {group.group for group in batch.groups}
+    # A trainer can tell the samples of one episode apart from those of several.
+    episodes = {member.sample_id: member.episode for group in batch.groups for member in group.members}
+    assert all(sample_id == f"{episode}-0" for sample_id, episode in episodes.items())
     for sample in batch.samples:
         path = sample.path()
         assert path[0].parent == -1

@@ -50,11 +50,16 @@ async def serving(
         await engine.close()
 
 
+def view(said: str) -> reward_pb2.TextView:
+    said_by = (("user", "6*7"), ("assistant", said))
+    return reward_pb2.TextView(messages=[types_pb2.Message(role=role, content=text) for role, text in said_by])
+
+
 def episode(said: str, *, oracle_ref: str = "calc:6*7", num_samples: int = 1) -> reward_pb2.ScoreItem:
     return reward_pb2.ScoreItem(
         key=types_pb2.EpisodeKey(run="r", task="t", group="g0", episode="g0.0", attempt=1),
         task=types_pb2.Task(task_id="t", oracle_ref=oracle_ref),
-        messages=[types_pb2.Message(role="user", content="6*7"), types_pb2.Message(role="assistant", content=said)],
+        views=[view(said) for _ in range(num_samples)],
         samples=[types_pb2.Sample(sample_id=f"s{i}") for i in range(num_samples)],
         num_action_tokens=[8] * num_samples,
         finishes=[types_pb2.FINISH_REASON_STOP] * num_samples,
@@ -75,6 +80,18 @@ def group(*values: float) -> reward_pb2.FinalizeGroupRequest:
         for i, value in enumerate(values)
     ]
     return reward_pb2.FinalizeGroupRequest(run="r", group=types_pb2.GroupContext(group="g0", task="t", members=members))
+
+
+async def test_every_sample_is_scored_on_the_text_of_its_own_path() -> None:
+    item = episode("", num_samples=2)
+    del item.views[:]
+    item.views.extend([view("<answer>42</answer>"), view("no idea")])
+    async with serving({}) as stub:
+        response = await stub.Score(request(item))
+        assert [sample.rewards[0].value for sample in response.samples] == [1.0, 0.0]
+        del item.views[1:]
+        with pytest.raises(InvalidInput, match=r"items\[0\].views` has 1 entries for 2 samples"), typed_errors():
+            await stub.Score(request(item))
 
 
 async def test_scores_come_per_sample_in_order_with_scorer_and_outcome() -> None:

@@ -56,11 +56,11 @@ class ScoreItem(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
-    MESSAGES_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     NUM_ACTION_TOKENS_FIELD_NUMBER: _builtins.int
     FINISHES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    VIEWS_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
     """W3C traceparent of the span that asks; empty if not traced. Here, not in call metadata: many episodes share a request."""
     @_builtins.property
@@ -70,10 +70,6 @@ class ScoreItem(_message.Message):
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The public part of its task."""
-
-    @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Message]:
-        """Text view of the episode."""
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Sample]:
@@ -87,24 +83,52 @@ class ScoreItem(_message.Message):
     def finishes(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FinishReason.ValueType]:
         """Finish reason of each sample's last action, in the order of `samples`."""
 
+    @_builtins.property
+    def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextView]:
+        """Text view of each sample's own path from the root to its leaf, in the order of `samples`."""
+
     def __init__(
         self,
         *,
         key: _types_pb2.EpisodeKey | None = ...,
         task: _types_pb2.Task | None = ...,
-        messages: _abc.Iterable[_types_pb2.Message] | None = ...,
         samples: _abc.Iterable[_types_pb2.Sample] | None = ...,
         num_action_tokens: _abc.Iterable[_builtins.int] | None = ...,
         finishes: _abc.Iterable[_types_pb2.FinishReason.ValueType] | None = ...,
         traceparent: _builtins.str = ...,
+        views: _abc.Iterable[Global___TextView] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "key", b"key", "messages", b"messages", "num_action_tokens", b"num_action_tokens", "samples", b"samples", "task", b"task", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "key", b"key", "num_action_tokens", b"num_action_tokens", "samples", b"samples", "task", b"task", "traceparent", b"traceparent", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreItem: _TypeAlias = ScoreItem  # noqa: Y015
+
+@_typing.final
+class TextView(_message.Message):
+    """What was said on the path to one sample."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Message]:
+        """In order."""
+
+    def __init__(
+        self,
+        *,
+        messages: _abc.Iterable[_types_pb2.Message] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextView: _TypeAlias = TextView  # noqa: Y015
 
 @_typing.final
 class RewardServiceScoreRequest(_message.Message):

@@ -61,7 +61,7 @@ class RewardServiceServicer(object):
         Repeatable: the same input gives the same rewards, as far as the scorers are deterministic.
         Errors:
         NOT_FOUND UNKNOWN_ORACLE: the oracle reference does not resolve; the task and the service's sources disagree.
-        INVALID_ARGUMENT: an item without samples or task.
+        INVALID_ARGUMENT: an item without samples or task, or whose lists have not one entry per sample.
         RESOURCE_EXHAUSTED OVERLOADED: retry after RetryInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -38,7 +38,7 @@ class RewardServiceStub:
     Repeatable: the same input gives the same rewards, as far as the scorers are deterministic.
     Errors:
       NOT_FOUND UNKNOWN_ORACLE: the oracle reference does not resolve; the task and the service's sources disagree.
-      INVALID_ARGUMENT: an item without samples or task.
+      INVALID_ARGUMENT: an item without samples or task, or whose lists have not one entry per sample.
       RESOURCE_EXHAUSTED OVERLOADED: retry after RetryInfo.
     """
     FinalizeGroup: _grpc.UnaryUnaryMultiCallable[_reward_pb2.FinalizeGroupRequest, _reward_pb2.FinalizeGroupResponse]
@@ -59,7 +59,7 @@ class RewardServiceAsyncStub(RewardServiceStub):
     Repeatable: the same input gives the same rewards, as far as the scorers are deterministic.
     Errors:
       NOT_FOUND UNKNOWN_ORACLE: the oracle reference does not resolve; the task and the service's sources disagree.
-      INVALID_ARGUMENT: an item without samples or task.
+      INVALID_ARGUMENT: an item without samples or task, or whose lists have not one entry per sample.
       RESOURCE_EXHAUSTED OVERLOADED: retry after RetryInfo.
     """
     FinalizeGroup: _aio.UnaryUnaryMultiCallable[_reward_pb2.FinalizeGroupRequest, _reward_pb2.FinalizeGroupResponse]  # type: ignore[assignment]
@@ -83,7 +83,7 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         Repeatable: the same input gives the same rewards, as far as the scorers are deterministic.
         Errors:
           NOT_FOUND UNKNOWN_ORACLE: the oracle reference does not resolve; the task and the service's sources disagree.
-          INVALID_ARGUMENT: an item without samples or task.
+          INVALID_ARGUMENT: an item without samples or task, or whose lists have not one entry per sample.
           RESOURCE_EXHAUSTED OVERLOADED: retry after RetryInfo.
         """
 

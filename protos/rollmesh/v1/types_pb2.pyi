@@ -939,10 +939,13 @@ class MemberOutcome(_message.Message):
     SAMPLE_ID_FIELD_NUMBER: _builtins.int
     REWARDS_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    EPISODE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Sample."""
     end: _builtins.str
     """"ready", or the typed reason it ended for."""
+    episode: _builtins.str
+    """Its episode: a baseline counts episodes, however many samples each has. Empty: the sample is an episode by itself."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
         """Its rewards."""
@@ -953,10 +956,11 @@ class MemberOutcome(_message.Message):
         sample_id: _builtins.str = ...,
         rewards: _abc.Iterable[Global___Reward] | None = ...,
         end: _builtins.str = ...,
+        episode: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "rewards", b"rewards", "sample_id", b"sample_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "episode", b"episode", "rewards", b"rewards", "sample_id", b"sample_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

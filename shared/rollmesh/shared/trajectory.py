@@ -225,6 +225,8 @@ class MemberOutcome:
     rewards: tuple[Reward, ...]
     end: str
     """`ready`, or the typed reason it ended for, e.g. `stale`, `filtered`."""
+    episode: str = ""
+    """Its episode, of which it may be one of several samples; empty: the sample is an episode by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,5 +252,7 @@ class TrainingSample:
     task: str
     staleness: int | None
     """Staleness for the update it was leased for; None if it trains on no POLICY token."""
+    episode: str = ""
+    """Its episode, as in `MemberOutcome`."""
     sampling_params: tuple[SamplingParams, ...] = ()
     """What `Segment.sampling` indexes into; a segment whose index is outside was sampled at temperature 1, untruncated."""

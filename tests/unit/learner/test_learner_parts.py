@@ -71,6 +71,11 @@ def test_an_engine_that_does_not_exist_is_a_config_error() -> None:
         find_engine("rollmesh.services.learner.engines.no_such:open_trainer")
 
 
+def test_a_users_trainer_is_looked_up_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def open_trainer(config): ...")
+    assert find_engine("mine.py:open_trainer", tmp_path).__name__ == "open_trainer"  # type: ignore[attr-defined]
+
+
 # Recipes --------------------------------------------------------------------------------------------------------------
 
 

@@ -15,25 +15,33 @@ from rollmesh.services.reward.finalizer import Decision, Group
 from rollmesh.services.reward.item import TaskView
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Reward
 from rollmesh.trainer.advantages.grpo import Grpo
 
-SCORERS = [{"scorer": "exact", "name": "correct"}, {"scorer": "length", "name": "brief", "options": {"target_tokens": 9}}]
+SCORERS = [
+    {"scorer": "exact", "name": "correct"},
+    {"scorer": "length", "name": "brief", "options": {"budget_tokens": 9}},
+]
 
 
 def _group(*rewards: tuple[float, float]) -> tuple[MemberOutcome, ...]:
     return tuple(
-        MemberOutcome(sample_id=f"s{i}", rewards=(Reward(name="correct", value=a), Reward(name="brief", value=b)), end="ready")
+        MemberOutcome(
+            sample_id=f"s{i}", rewards=(Reward(name="correct", value=a), Reward(name="brief", value=b)), end="ready"
+        )
         for i, (a, b) in enumerate(rewards)
     )
 
 
-@pytest.mark.parametrize("weights", [{}, {"correct": 1.0}, {"correct": 1.0, "brief": 0.1}, {"correct": 1.0, "brief": 0.0}])
+@pytest.mark.parametrize(
+    "weights", [{}, {"correct": 1.0}, {"correct": 1.0, "brief": 0.1}, {"correct": 1.0, "brief": 0.0}]
+)
 @pytest.mark.parametrize("rewards", [((1.0, 0.0), (0.0, 1.0)), ((1.0, 0.2), (1.0, 0.7))])
 def test_a_group_is_kept_exactly_if_it_has_advantages(
     weights: dict[str, float], rewards: tuple[tuple[float, float], ...]
 ) -> None:
-    config = config_from_dict(MeshConfig, {"reward": {"weights": weights, "scorers": SCORERS}, "model": "m"})
+    config = config_from_dict(MeshConfig, {"reward": {"weights": weights, "scorers": SCORERS}})
     members = _group(*rewards)
     engine = build_engine(reward_config(config))
     verdict = engine.finalize(Group(group="g", task=TaskView(task_id="t"), members=members, weights=engine.weights))
@@ -49,4 +57,5 @@ def test_weights_at_the_learner_are_rejected() -> None:
 
 
 def _place(config: MeshConfig) -> Place:
-    return Place(config=config, base_dir=Path(), run_dir=Path("run"))  # type: ignore[call-arg]
+    here = {"coordinator": "localhost:1", "gateway": "localhost:2", "depot": "localhost:3"}
+    return Place(config=config, base_dir=Path(), run_dir=Path("run"), access=Access(token="t"), **here)

@@ -345,6 +345,40 @@ async def test_forks_share_their_past_and_draw_apart_whatever_finishes_first() -
     assert drawn[0] == drawn[1]
 
 
+async def test_each_line_is_scored_on_its_own_text() -> None:
+    class Forks:
+        async def run(self, task: Task, env: Environment) -> None:
+            other = await env.fork()
+            env.observe("right")
+            other.observe("wrong")
+            for line in (env, other):
+                await line.generate()
+
+    mesh = tool_mesh(lambda text: "<answer>3</answer><|end|>" if "right" in text else "no idea<|end|>")
+    episode = await finished(mesh, Forks())
+    assert [sample.rewards[0].value for sample in episode.samples] == [1.0, 0.0]
+
+
+async def test_appended_tokens_are_read_by_scorers_and_do_not_count_as_sampled() -> None:
+    class Forces:
+        async def run(self, task: Task, env: Environment) -> None:
+            tokens = mesh.tokenizer.encode_text("abc")
+            env.append(mesh.tokenizer.encode_text("be brief"))
+            env.append(tokens, role=Role.ACTION)
+            await env.generate()
+
+    mesh = tool_mesh(lambda text: "defg")
+    episode = await finished(mesh, Forces())
+    (item,) = mesh.scorer.items
+    assert list(item.num_action_tokens) == [4]
+    (shown,) = item.views
+    assert [(m.role, m.content) for m in shown.messages][-2:] == [("user", "be brief"), ("assistant", "abcdefg")]
+    hint, forced, sampled = episode.segments[-3:]
+    assert (hint.role, hint.source, hint.num_trainable) == (Role.CONTEXT, Source.HINT, 0)
+    assert (forced.role, forced.source, forced.num_trainable) == (Role.ACTION, Source.HINT, 0)
+    assert (sampled.source, sampled.num_trainable) == (Source.POLICY, 4)
+
+
 async def test_a_new_context_leaves_the_old_one_as_a_sample_of_its_own() -> None:
     class Summarises:
         async def run(self, task: Task, env: Environment) -> None:

@@ -22,10 +22,15 @@ from rollmesh.shared.versions import PolicyVersion
 
 
 def member(
-    sample_id: str, rewards: Mapping[str, float], *, outcome: Outcome = Outcome.OK, end: str = "ready"
+    sample_id: str,
+    rewards: Mapping[str, float],
+    *,
+    outcome: Outcome = Outcome.OK,
+    end: str = "ready",
+    episode: str = "",
 ) -> MemberOutcome:
     made = tuple(Reward(name=n, value=v, outcome=outcome) for n, v in rewards.items())
-    return MemberOutcome(sample_id=sample_id, rewards=made, end=end)
+    return MemberOutcome(sample_id=sample_id, rewards=made, end=end, episode=episode)
 
 
 def group(name: str, *members: MemberOutcome) -> GroupContext:

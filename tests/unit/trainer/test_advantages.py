@@ -36,6 +36,32 @@ def test_dr_grpo_only_centres() -> None:
     assert found == pytest.approx([0.75, -0.25])
 
 
+def test_a_baseline_counts_episodes_and_not_their_samples() -> None:
+    """Three samples of a right episode and one of a wrong one: the mean over episodes is 0.5, over samples 0.75."""
+    right = [member(f"s{i}", {"r": 1.0}, episode="e0") for i in range(3)]
+    context = group("g", *right, member("s3", {"r": 0.0}, episode="e1"))
+    ids = ["s0", "s1", "s2", "s3"]
+    found = scalars(AdvantageConfig(scale_by_std=False), [context], ids)
+    assert found == pytest.approx([0.5, 0.5, 0.5, -0.5])
+    for name in ("grpo", "gdpo"):
+        assert scalars(AdvantageConfig(name=name), [context], ids) == pytest.approx([1, 1, 1, -1], abs=1e-4)
+
+
+def test_samples_of_one_episode_may_differ() -> None:
+    members = [member("s0", {"r": 1.0}, episode="e0"), member("s1", {"r": 0.0}, episode="e0")]
+    context = group("g", *members, member("s2", {"r": 0.0}, episode="e1"))
+    found = scalars(AdvantageConfig(scale_by_std=False), [context], ["s0", "s1", "s2"])
+    assert found == pytest.approx([0.75, -0.25, -0.25])  # means of the episodes: 0.5 and 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["grpo", "gdpo"])
+def test_a_reward_that_is_not_finite_is_a_failure_of_its_member_alone(name: str, value: float) -> None:
+    context = group("g", member("s0", {"r": 1.0}), member("s1", {"r": value}), member("s2", {"r": 0.0}))
+    found = scalars(AdvantageConfig(name=name, scale_by_std=False), [context], ["s0", "s1", "s2"])
+    assert found == [pytest.approx(0.5), None, pytest.approx(-0.5)]
+
+
 def test_grpo_uses_untrained_members_for_the_baseline() -> None:
     context = group(
         "g", member("s0", {"r": 1.0}), member("s1", {"r": 0.0}, end="stale"), member("s2", {"r": 0.0}, end="filtered")

@@ -163,6 +163,11 @@ def test_untrainable_samples_are_dropped_with_their_reason() -> None:
         "nolp": ([good[0], no_logprobs], True, DropReason.NO_LOGPROBS),
         "nan": ([good[0], bad_logprobs], True, DropReason.NO_LOGPROBS),
         "long": ([prompt([20] * 600), good[1]], True, DropReason.TOO_LONG),
+        "first": ([action([30, 31], [-4.0, -4.0])], True, DropReason.NOTHING_BEFORE),
+        "unknown": ([prompt([20, 9999]), good[1]], True, DropReason.UNKNOWN_TOKEN),
+        "negative": ([prompt([20, -1]), good[1]], True, DropReason.UNKNOWN_TOKEN),
+        "short": ([good[0], replace(good[1], logprobs=np.zeros(1, np.float32))], True, DropReason.MALFORMED),
+        "mask": ([good[0], replace(good[1], loss_mask=np.full(2, 3, np.uint8))], True, DropReason.MALFORMED),
         "infra": (good, True, DropReason.UNSCORED),
     }
     samples = [training_sample(i, segments, trainable=on) for i, (segments, on, _) in cases.items()]
@@ -194,7 +199,7 @@ def test_table_reads_lag_temperature_and_truncation_from_each_segment() -> None:
     segments = [prompt([20, 21]), action([30], [-1.0], step=1), prompt([22]), action([31, 32], [-2.0, -3.0], step=3)]
     made = training_sample("s", segments, params=params)
     per_segment = tuple(np.asarray(v, np.float32) for v in (0, 1, 0, [2, 3]))
-    assert drop_reason(made, per_segment, context_max=10) is None
+    assert drop_reason(made, per_segment, context_max=10, vocab_size=112) is None
     table = build_table([made], [per_segment], update=5)
     assert table.lag.tolist() == [3, 1, 1]
     assert table.temperature.tolist() == [0.5, 0.5, 0.5]

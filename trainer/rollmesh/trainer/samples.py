@@ -36,6 +36,12 @@ class DropReason(Enum):
     """No usable reward: infrastructure failed, or nothing scored it."""
     TOO_LONG = "TOO_LONG"
     """Longer than the model's context."""
+    NOTHING_BEFORE = "NOTHING_BEFORE"
+    """The first token of its path is trained: nothing stands before it that it could be predicted from."""
+    UNKNOWN_TOKEN = "UNKNOWN_TOKEN"
+    """A token id outside the model's vocabulary."""
+    MALFORMED = "MALFORMED"
+    """A log-prob or mask array that has not one entry per token, or a mask with other values than 0 and 1."""
     NO_LOGPROBS = "NO_LOGPROBS"
     """A trained token has no behaviour log-prob, or a non-finite one."""
     NON_FINITE = "NON_FINITE"
@@ -76,9 +82,11 @@ class TokenTable:
 
 
 def drop_reason(
-    sample: TrainingSample, advantage: SegmentAdvantages | None, *, context_max: int | None
+    sample: TrainingSample, advantage: SegmentAdvantages | None, *, context_max: int | None, vocab_size: int
 ) -> DropReason | None:
     """Why this sample cannot be trained on; None if it can."""
+    if not all(_is_well_formed(s) for s in sample.segments):
+        return DropReason.MALFORMED
     trained = [s for s in sample.segments if s.num_trainable]
     if not sample.sample.trainable:
         return DropReason.NOT_TRAINABLE
@@ -88,6 +96,11 @@ def drop_reason(
         return DropReason.UNSCORED
     if context_max is not None and sum(s.num_tokens for s in sample.segments) > context_max:
         return DropReason.TOO_LONG
+    if any(((s.token_ids < 0) | (s.token_ids >= vocab_size)).any() for s in sample.segments):
+        return DropReason.UNKNOWN_TOKEN
+    first = next(s for s in sample.segments if s.num_tokens)
+    if first.loss_mask is not None and first.loss_mask[0]:
+        return DropReason.NOTHING_BEFORE
     if not all(_has_logprobs(s) for s in trained):
         return DropReason.NO_LOGPROBS
     return None
@@ -124,6 +137,13 @@ def num_trained(sample: TrainingSample) -> int:
 def trainer_temperature(params: SamplingParams | None) -> float:
     """Temperature at which the trainer evaluates a token: greedy sampling reports the plain model's log-probs."""
     return params.temperature if params is not None and params.temperature > 0 else 1.0
+
+
+def _is_well_formed(segment: Segment) -> bool:
+    arrays = (segment.logprobs, segment.loss_mask)
+    if any(a is not None and a.shape != segment.token_ids.shape for a in arrays):
+        return False
+    return segment.loss_mask is None or bool((segment.loss_mask <= 1).all())
 
 
 def _has_logprobs(segment: Segment) -> bool:

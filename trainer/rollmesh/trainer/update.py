@@ -32,7 +32,7 @@ from rollmesh.trainer import forward
 from rollmesh.trainer.advantages import AdvantageConfig, SegmentAdvantages, make_advantage
 from rollmesh.trainer.losses import LossConfig, LossInputs, Normalisation, PpoClipConfig, make_loss, token_weights
 from rollmesh.trainer.metrics import length_metrics, reward_metrics
-from rollmesh.trainer.model_config import context_length
+from rollmesh.trainer.model_config import context_length, vocab_size
 from rollmesh.trainer.model_files import write_weights
 from rollmesh.trainer.optim import OptimizerConfig, guarded_step, lr_at, make_adamw, set_lr
 from rollmesh.trainer.packing import MicroBatch, PackingConfig, fill_ratio, pack
@@ -126,8 +126,11 @@ class Trainer:
         if k != self.step + 1:
             raise ValueError(f"update {k} does not follow step {self.step}")
         advantages = self._advantage(groups, samples)
-        context_max = context_length(self.model)
-        reasons = [drop_reason(s, a, context_max=context_max) for s, a in zip(samples, advantages, strict=True)]
+        context_max, vocabulary = context_length(self.model), vocab_size(self.model)
+        reasons = [
+            drop_reason(s, a, context_max=context_max, vocab_size=vocabulary)
+            for s, a in zip(samples, advantages, strict=True)
+        ]
         trace = UpdateTrace()
         self._train(k, samples, advantages, reasons, trace)
         self.step = k

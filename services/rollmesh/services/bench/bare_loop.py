@@ -141,9 +141,12 @@ def _batch(episodes: list[Episode]) -> tuple[list[TrainingSample], list[GroupCon
                     task=task,
                     staleness=0,
                     sampling_params=episode.sampling_params,
+                    episode=episode.key.episode,
                 )
             )
-            outcome = MemberOutcome(sample_id=sample.sample_id, rewards=sample.rewards, end="ready")
+            outcome = MemberOutcome(
+                sample_id=sample.sample_id, rewards=sample.rewards, end="ready", episode=episode.key.episode
+            )
             members.setdefault((group, task), []).append(outcome)
     groups = [GroupContext(group=group, task=task, members=tuple(them)) for (group, task), them in members.items()]
     return samples, groups

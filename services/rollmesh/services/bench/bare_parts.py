@@ -82,18 +82,17 @@ class DirectScorer:
 
     async def score(self, run: str, item: reward_pb2.ScoreItem) -> list[tuple[Reward, ...]]:
         key, answer_key = decode_key(item.key), self._engine.oracles.resolve(item.task.oracle_ref)
-        messages = tuple(Message(role=m.role, content=m.content) for m in item.messages)
         views = [
             ScoreItem(
                 key=key,
                 task=TaskView(task_id=item.task.task_id),
                 answer_key=answer_key,
-                messages=messages,
+                messages=tuple(Message(role=m.role, content=m.content) for m in view.messages),
                 sample_id=sample.sample_id,
                 leaf=sample.leaf,
                 finish=FinishReason(finish),
             )
-            for sample, finish in zip(item.samples, item.finishes, strict=True)
+            for sample, view, finish in zip(item.samples, item.views, item.finishes, strict=True)
         ]
         return await self._engine.score(views)
 

@@ -130,7 +130,7 @@ class _Check:
         with self._collected():
             engine = self._engine()
         with self._collected():
-            _check_learner(config)
+            _check_learner(config, base_dir)
         if config.made_model is not None:
             with self._collected():
                 check_made_model(config, engine)
@@ -236,9 +236,9 @@ def engine_options(inference: InferenceConfig, base_dir: Path) -> Any:
         raise ConfigError(f"`{key}`: {err.message}", violations=err.violations, key=key) from err
 
 
-def _check_learner(config: TrainConfig) -> None:
+def _check_learner(config: TrainConfig, base_dir: Path) -> None:
     learner = config.learner
-    find_engine(learner.engine)
+    find_engine(learner.engine, base_dir)
     if learner.engine != TORCH_TRAINER:
         return
     if learner.engine_options:

@@ -26,7 +26,7 @@ from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.shared.errors import UnknownOracle
 from rollmesh.shared.jsonl import Record, read_jsonl
-from rollmesh.shared.trajectory import EpisodeKey, FinishReason, Message, Outcome
+from rollmesh.shared.trajectory import EpisodeKey, FinishReason, Message, Outcome, Source
 
 NUM_LINES_MAX = 1_000_000
 CHUNK_LINES = 256
@@ -139,7 +139,7 @@ def _item(record: Record, tasks: _Tasks, oracles: Oracles) -> ScoreItem:
         messages=tuple(Message(role=m.role, content=m.content) for m in sample.messages),
         sample_id=sample.sample_id,
         role=sample.role,
-        num_action_tokens=sum(len(segment.token_ids) for segment in actions),
+        num_action_tokens=sum(len(s.token_ids) for s in actions if s.source == Source.POLICY.name.lower()),
         finish=FinishReason[actions[-1].finish.upper()] if actions else FinishReason.STOP,
     )
 

@@ -47,7 +47,7 @@ def finalize_request(state: State, effect: FinalizeGroup) -> reward_pb2.Finalize
     request.group.group = group.group
     request.group.task = group.task.task_id
     for sample in group.samples.values():
-        member = request.group.members.add(sample_id=sample.sample_id, end=_end(sample))
+        member = request.group.members.add(sample_id=sample.sample_id, end=_end(sample), episode=sample.episode)
         for reward in sample.rewards:
             encode_into(reward, member.rewards.add())
     return request

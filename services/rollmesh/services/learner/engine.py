@@ -115,7 +115,7 @@ class OpenEngine(Protocol):
         ...
 
 
-def find_engine(name: str) -> OpenEngine:
-    """The engine a config names. Raises `ConfigError`."""
-    found: OpenEngine = load_object(name)
+def find_engine(name: str, base_dir: str | Path | None = None) -> OpenEngine:
+    """The engine a config names; a user's file is looked up in `base_dir`. Raises `ConfigError`."""
+    found: OpenEngine = load_object(name, base_dir)
     return found

@@ -50,8 +50,9 @@ class LearnerNode:
         open_engine: OpenEngine | None = None,
         coordinator: str = "",
         node_id: str = "learner",
+        base_dir: str | Path | None = None,
     ) -> None:
-        """`at` is awaited at each `Moment`; `open_engine` replaces the one that `config.engine` names."""
+        """`at` is awaited at each `Moment`; `open_engine` replaces the one that `config.engine` names, in `base_dir` if it is a file."""
         self._config = config
         self._where = where
         self._clock = clock or SystemClock()
@@ -60,13 +61,14 @@ class LearnerNode:
         self._open_engine = open_engine
         self._coordinator = coordinator
         self._node_id = node_id
+        self._base_dir = base_dir
         self._stack = AsyncExitStack()
         self._commands: Commands | None = None
         self._task: asyncio.Task[None] | None = None
         self.progress = Progress(self._clock)
 
     async def __aenter__(self) -> Self:
-        open_engine = self._open_engine or find_engine(self._config.engine)
+        open_engine = self._open_engine or find_engine(self._config.engine, self._base_dir)
         async with AsyncExitStack() as stack:
             parts = await self._parts(stack, open_engine)
             self._commands = parts.commands

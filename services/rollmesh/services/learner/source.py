@@ -86,6 +86,7 @@ def _training_sample(leased: run_pb2.LeasedSample, episode: Episode, sample: Sam
         segments=segments,
         group=leased.group,
         task=leased.task,
+        episode=episode.key.episode,
         staleness=None if leased.staleness < 0 else leased.staleness,
         sampling_params=episode.sampling_params,
     )

@@ -206,6 +206,7 @@ def _learner(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         where,
         coordinator=place.coordinator,
         node_id=name,
+        base_dir=place.base_dir,
         **{"data_snapshot": DataSnapshots(place), **options},
     )
 

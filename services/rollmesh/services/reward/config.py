@@ -147,6 +147,10 @@ def _check_weights(weights: Mapping[str, float], scorers: Sequence[ConfiguredSco
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(
                 f"`reward.weights` names the reward {name!r}, which no scorer gives; known: {', '.join(known)}"
-                + (f"; did you mean {near[0]!r}?" if near else "; a scorer of your own lists further names in `rewards`"),
+                + (
+                    f"; did you mean {near[0]!r}?"
+                    if near
+                    else "; a scorer of your own lists further names in `rewards`"
+                ),
                 key="reward.weights",
             )

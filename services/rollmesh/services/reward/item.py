@@ -13,7 +13,8 @@ TEXT_CHARS_MAX = 16_384
 square of its length, and the text is the model's to choose."""
 
 Where = Literal["final", "episode"]
-"""`final`: the last assistant message. `episode`: all assistant messages, one per paragraph."""
+"""`final`: the last assistant message. `episode`: all assistant messages of the sample's path, one per
+paragraph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class ScoreItem:
     answer_key: AnswerKey | None
     """None if the task has no oracle reference."""
     messages: tuple[Message, ...]
-    """Text view of the episode."""
+    """Text view of the sample's own path, from the root to its leaf."""
     sample_id: str
     leaf: int = 0
     """Index of the sample's last segment."""

@@ -5,7 +5,7 @@ The answer key goes from the oracles to the scorers and never into a reply.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from rollmesh.services.reward.engine import RewardEngine
@@ -80,13 +80,14 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         key = decode_key(item.key, f"{field}.key")
         task = _task_view(item.task)
         answer_key = self._engine.oracles.resolve(item.task.oracle_ref)
-        messages = tuple(Message(role=m.role, content=m.content) for m in item.messages)
-        for sample, num_tokens, finish in zip(item.samples, item.num_action_tokens, item.finishes, strict=True):
+        for sample, view, num_tokens, finish in zip(
+            item.samples, item.views, item.num_action_tokens, item.finishes, strict=True
+        ):
             yield ScoreItem(
                 key=key,
                 task=task,
                 answer_key=answer_key,
-                messages=messages,
+                messages=_messages(view.messages),
                 sample_id=sample.sample_id,
                 leaf=sample.leaf,
                 role=sample.role,
@@ -100,7 +101,12 @@ def _check_item(item: reward_pb2.ScoreItem, field: str) -> None:
         raise _invalid(f"{field}.samples", "is empty; an episode without samples has nothing to score")
     if not item.task.task_id:
         raise _invalid(f"{field}.task", "is missing; send the task as the data service gave it")
-    for name, values in (("num_action_tokens", item.num_action_tokens), ("finishes", item.finishes)):
+    lists: tuple[tuple[str, Sized], ...] = (
+        ("num_action_tokens", item.num_action_tokens),
+        ("finishes", item.finishes),
+        ("views", item.views),
+    )
+    for name, values in lists:
         if len(values) != len(item.samples):
             raise _invalid(f"{field}.{name}", f"has {len(values)} entries for {len(item.samples)} samples")
     known = {int(reason) for reason in FinishReason}
@@ -109,10 +115,14 @@ def _check_item(item: reward_pb2.ScoreItem, field: str) -> None:
             raise _invalid(f"{field}.finishes", f"has the unknown finish reason {finish}")
 
 
+def _messages(messages: Iterable[types_pb2.Message]) -> tuple[Message, ...]:
+    return tuple(Message(role=m.role, content=m.content) for m in messages)
+
+
 def _task_view(task: types_pb2.Task) -> TaskView:
     return TaskView(
         task_id=task.task_id,
-        messages=tuple(Message(role=m.role, content=m.content) for m in task.messages),
+        messages=_messages(task.messages),
         tools=tuple(task.tools),
         split=task.split,
         labels=dict(task.labels),

@@ -169,8 +169,15 @@ class Environment:
         self._give(Role.CONTEXT, source, token_ids, messages)
 
     def append(self, token_ids: IntArray, *, role: Role = Role.CONTEXT, source: Source = Source.HINT) -> None:
-        """Adds tokens [n] as they are: a hint, the beginning of an answer."""
-        self._give(role, source, np.asarray(token_ids, dtype=np.int32), [])
+        """Adds tokens [n] as they are: a hint, or with `Role.ACTION` the beginning of an answer, which scorers then read as such.
+
+        They are not sampled: never trained on, and not counted as tokens of the policy.
+        """
+        state = self._state
+        given = np.asarray(token_ids, dtype=np.int32)
+        speaker = {Role.ACTION: state.format.assistant_role, Role.OBSERVATION: state.format.tool_role}.get(role, "user")
+        message = Message(role=speaker, content=state.format.without_end(state.tokenizer.decode(given)))
+        self._give(role, source, given, [message])
 
     async def fork(self) -> Environment:
         """A second line with the same past, files and variables of its tools included; `lost_state` names what could not come along.

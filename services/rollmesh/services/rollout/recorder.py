@@ -85,8 +85,17 @@ class Recorder:
         return chain[::-1]
 
     def messages(self, leaf: int) -> tuple[Message, ...]:
-        """The text view of the path to `leaf`."""
-        return tuple(message for index in self.path(leaf) for message in self._messages.get(index, ()))
+        """The text view of the path to `leaf`. A forced beginning of an answer and what was sampled after it are one message."""
+        view: list[Message] = []
+        forced = False
+        for index in self.path(leaf):
+            segment = self.segments[index]
+            for message in self._messages.get(index, ()):
+                continued = forced and segment.role is Role.ACTION
+                beginning = view.pop().content if continued else ""
+                view.append(replace(message, content=beginning + message.content))
+                forced = segment.role is Role.ACTION and segment.source is not Source.POLICY
+        return tuple(view)
 
     def leaves(self) -> list[int]:
         """The last action of every path, in order: what follows it teaches nothing, and what it continues is part of it."""
@@ -106,8 +115,9 @@ class Recorder:
         return None if leaf == ROOT else leaf
 
     def num_action_tokens(self, sample: Sample) -> int:
-        path = self.path(sample.leaf)
-        return sum(self.segments[i].num_tokens for i in path if self.segments[i].role is Role.ACTION)
+        """Tokens that the policy sampled; those it was made to say do not count."""
+        path = (self.segments[i] for i in self.path(sample.leaf))
+        return sum(s.num_tokens for s in path if s.role is Role.ACTION and s.source is Source.POLICY)
 
     def _append(self, segment: Segment, key: int, messages: Sequence[Message]) -> int:
         index = len(self.segments)

@@ -10,7 +10,7 @@ from rollmesh.services.rollout.lease import Lease
 from rollmesh.services.rollout.recorder import Recorder
 from rollmesh.shared.codec.trajectory import encode_key, encode_sample
 from rollmesh.shared.errors import ScorerFailed
-from rollmesh.shared.trajectory import FinishReason, Outcome, Reward, Sample, Segment
+from rollmesh.shared.trajectory import FinishReason, Message, Outcome, Reward, Sample, Segment
 from rollmesh.v1 import reward_pb2, types_pb2
 
 
@@ -22,16 +22,19 @@ def finish_of(segment: Segment, *, cut: bool) -> FinishReason:
 def score_item(
     lease: Lease, samples: Sequence[Sample], recorder: Recorder, finishes: Sequence[FinishReason]
 ) -> reward_pb2.ScoreItem:
-    """The text view is that of the last sample's path: with several, scorers tell them apart by leaf and role."""
-    view = recorder.messages(samples[-1].leaf)
+    """Every sample is scored on the text of its own path."""
     return reward_pb2.ScoreItem(
         key=encode_key(lease.key),
         task=lease.task_message,
-        messages=[types_pb2.Message(role=m.role, content=m.content) for m in view],
+        views=[_view(recorder.messages(sample.leaf)) for sample in samples],
         samples=[encode_sample(sample) for sample in samples],
         num_action_tokens=[recorder.num_action_tokens(sample) for sample in samples],
         finishes=[int(finish) for finish in finishes],  # type: ignore[misc]  # equal by definition; the stub has its own type
     )
+
+
+def _view(messages: Sequence[Message]) -> reward_pb2.TextView:
+    return reward_pb2.TextView(messages=[types_pb2.Message(role=m.role, content=m.content) for m in messages])
 
 
 def scored(samples: Sequence[Sample], rewards: Sequence[tuple[Reward, ...]]) -> tuple[Sample, ...]:

@@ -265,7 +265,7 @@ class _LocalSession:
 
 
 class FixedScorer:
-    """Gives every sample the rewards that `rewards` makes of the last message."""
+    """Gives every sample the rewards that `rewards` makes of the last message of its path."""
 
     def __init__(self, rewards: Callable[[str], tuple[Reward, ...]]) -> None:
         self._rewards = rewards
@@ -275,7 +275,7 @@ class FixedScorer:
     async def score(self, run: str, item: reward_pb2.ScoreItem) -> list[tuple[Reward, ...]]:
         self.items.append(item)
         await self.gate.enter()
-        return [self._rewards(item.messages[-1].content) for _ in item.samples]
+        return [self._rewards(view.messages[-1].content) for view in item.views]
 
 
 class ListLog:

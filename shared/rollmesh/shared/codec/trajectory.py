@@ -264,7 +264,7 @@ def encode_group_context(group: GroupContext) -> types_pb2.GroupContext:
     """Raises `InvalidInput`."""
     checks.check_group_context(group)
     members = [
-        types_pb2.MemberOutcome(sample_id=m.sample_id, rewards=encode_rewards(m.rewards), end=m.end)
+        types_pb2.MemberOutcome(sample_id=m.sample_id, rewards=encode_rewards(m.rewards), end=m.end, episode=m.episode)
         for m in group.members
     ]
     return types_pb2.GroupContext(group=group.group, task=group.task, members=members)
@@ -273,7 +273,12 @@ def encode_group_context(group: GroupContext) -> types_pb2.GroupContext:
 def decode_group_context(message: types_pb2.GroupContext, field: str = "group") -> GroupContext:
     """Raises `InvalidInput`."""
     members = tuple(
-        MemberOutcome(sample_id=m.sample_id, rewards=_rewards(m.rewards, f"{field}.members[{i}].rewards"), end=m.end)
+        MemberOutcome(
+            sample_id=m.sample_id,
+            rewards=_rewards(m.rewards, f"{field}.members[{i}].rewards"),
+            end=m.end,
+            episode=m.episode,
+        )
         for i, m in enumerate(message.members)
     )
     group = GroupContext(group=message.group, task=message.task, members=members)

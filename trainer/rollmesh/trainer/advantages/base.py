@@ -3,16 +3,20 @@
 Which rewards count: those about the whole sample with outcome OK. An INFRA_FAILURE says nothing about the model: such
 a member is left out of every mean, and as a sample it has no advantage at all (never a zero score). NOT_APPLICABLE
 leaves out that one reward of that one member.
+A baseline counts episodes, not samples: a mean is taken over the samples of each episode, then over episodes.
 Members that will not be trained (stale, filtered) stay in the statistics: leaving them out would bias the baseline.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Protocol
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rollmesh.shared.trajectory import (
     WHOLE_SAMPLE,
@@ -33,11 +37,17 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     name: str = "grpo"
     """`grpo`: compares weighted reward sums. `gdpo`: normalises each reward by itself, which keeps weights meaningful."""
     weights: dict[str, float] = {}
-    """Reward name -> weight. Rewards not named are recorded, not optimised. Empty: every reward has weight 1."""
+    """Reward name -> weight. Rewards not named are recorded, not optimised. Empty: every reward has weight 1. In a mesh this is
+    `reward.weights`."""
     scale_by_std: bool = True
     """Divide by the group's standard deviation. False is Dr. GRPO: small differences keep their size."""
     epsilon: float = 1e-6
     """Added to standard deviations, so that groups whose members agree get 0, not a division by zero."""
+
+    @property
+    def scaling(self) -> float | None:
+        """What `centered` takes."""
+        return self.epsilon if self.scale_by_std else None
 
     def __post_init__(self) -> None:
         if self.epsilon <= 0:
@@ -60,15 +70,32 @@ class Advantage(Protocol):
 
 
 def usable_rewards(member: MemberOutcome) -> dict[str, float] | None:
-    """Name -> value of a member's whole-sample rewards; None if infrastructure failed it, or nothing was scored."""
+    """Name -> value of a member's whole-sample rewards; None if infrastructure failed it, or nothing was scored.
+
+    A value that is not finite is a failure of the scorer.
+    """
     whole = [r for r in member.rewards if r.segment == WHOLE_SAMPLE]
-    if any(r.outcome is Outcome.INFRA_FAILURE for r in whole):
+    if any(r.outcome is Outcome.INFRA_FAILURE or (r.outcome is Outcome.OK and not isfinite(r.value)) for r in whole):
         return None
     return {r.name: r.value for r in whole if r.outcome is Outcome.OK} or None
 
 
 def weight_of(weights: Mapping[str, float], name: str) -> float:
     return weights.get(name, 0.0) if weights else 1.0
+
+
+def episode_weights(members: Sequence[MemberOutcome]) -> NDArray[np.float64]:
+    """Weights [n] of members in a mean: every episode counts once, shared by its samples. Their sum is 1."""
+    episodes = [m.episode or m.sample_id for m in members]
+    sizes = Counter(episodes)
+    weights = np.array([1.0 / sizes[e] for e in episodes], dtype=np.float64)
+    return weights / len(sizes) if sizes else weights
+
+
+def centered(values: NDArray[np.float64], weights: NDArray[np.float64], epsilon: float | None) -> NDArray[np.float64]:
+    """Values [n] minus their weighted mean, divided by their weighted standard deviation plus `epsilon`, if it is given."""
+    centered = values - weights @ values
+    return centered if epsilon is None else centered / (np.sqrt(weights @ np.square(centered)) + epsilon)
 
 
 def spread_over_samples(

@@ -6,6 +6,7 @@ Whitened over the whole batch:      A       = (A - mean_batch A) / (std_batch A 
 
 Why: GRPO divides the *sum* by its std, so where the main rewards agree, whatever small difference is left (a 0.1-weight
 length reward) becomes a full-size advantage. Here 0.1 stays 0.1. Population standard deviations throughout.
+Means and standard deviations count every episode once, shared by its samples.
 Choices the paper leaves open: "batch" is all scored members of the groups given, trained or not; a member without
 reward n gets 0 from it. `scale_by_std = false` drops the per-reward division and the whitening's too.
 """
@@ -15,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rollmesh.shared.trajectory import GroupContext, TrainingSample
 from rollmesh.trainer.advantages.base import (
     AdvantageConfig,
     SegmentAdvantages,
+    centered,
     check_membership,
+    episode_weights,
     spread_over_samples,
     usable_rewards,
     weight_of,
@@ -39,23 +41,22 @@ class Gdpo:
     ) -> list[SegmentAdvantages | None]:
         check_membership(groups, samples)
         raw = {g.group: self.before_whitening(g) for g in groups}
-        pooled = np.array([a for members in raw.values() for a in members.values()])
-        if pooled.size:
-            shift, scale = pooled.mean(), self._scale(pooled)
-            raw = {g: {i: (a - shift) / scale for i, a in members.items()} for g, members in raw.items()}
-        return spread_over_samples(raw, samples)
+        scored = [(g.group, m) for g in groups for m in g.members if m.sample_id in raw[g.group]]
+        pooled = np.array([raw[group][m.sample_id] for group, m in scored], dtype=np.float64)
+        whitened = centered(pooled, episode_weights([m for _, m in scored]), self.config.scaling)
+        result: dict[str, dict[str, float]] = {g.group: {} for g in groups}
+        for (group, member), advantage in zip(scored, whitened.tolist(), strict=True):
+            result[group][member.sample_id] = advantage
+        return spread_over_samples(result, samples)
 
     def before_whitening(self, group: GroupContext) -> dict[str, float]:
         """Sample id -> weighted sum of per-reward normalised rewards, for the members that have usable rewards."""
-        rewards = {m.sample_id: r for m in group.members if (r := usable_rewards(m)) is not None}
-        result = dict.fromkeys(rewards, 0.0)
-        for name in sorted({n for r in rewards.values() for n in r}):
-            having = [i for i, r in rewards.items() if name in r]
-            values = np.array([rewards[i][name] for i in having])
-            normalised = (values - values.mean()) / self._scale(values)
-            for sample_id, advantage in zip(having, normalised.tolist(), strict=True):
-                result[sample_id] += weight_of(self.config.weights, name) * advantage
+        usable = [(m, r) for m in group.members if (r := usable_rewards(m)) is not None]
+        result = {m.sample_id: 0.0 for m, _ in usable}
+        for name in sorted({n for _, r in usable for n in r}):
+            having = [(m, r[name]) for m, r in usable if name in r]
+            values = np.array([value for _, value in having], dtype=np.float64)
+            normalised = centered(values, episode_weights([m for m, _ in having]), self.config.scaling)
+            for (member, _), advantage in zip(having, normalised.tolist(), strict=True):
+                result[member.sample_id] += weight_of(self.config.weights, name) * advantage
         return result
-
-    def _scale(self, values: NDArray[np.float64]) -> float:
-        return float(values.std()) + self.config.epsilon if self.config.scale_by_std else 1.0

@@ -3,7 +3,8 @@
 GRPO (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300):  A_i = (R_i - mean_j R_j) / (std_j R_j + epsilon)
 Dr. GRPO (Liu et al. 2025, arXiv:2503.20783):             A_i = R_i - mean_j R_j            (`scale_by_std = false`)
 
-with R_i = sum_n w_n r_n^(i) and the population standard deviation over all scored members j of the group.
+with R_i = sum_n w_n r_n^(i) and the population standard deviation over the group: over the scored samples of each episode, then over
+episodes, so that an episode with many samples does not set the baseline. For one sample per episode these are the papers' formulas.
 A lone member has advantage 0. Deviation from both: members with an infrastructure failure are not in the mean.
 """
 
@@ -17,7 +18,9 @@ from rollmesh.shared.trajectory import GroupContext, TrainingSample
 from rollmesh.trainer.advantages.base import (
     AdvantageConfig,
     SegmentAdvantages,
+    centered,
     check_membership,
+    episode_weights,
     spread_over_samples,
     usable_rewards,
     weight_of,
@@ -34,18 +37,12 @@ class Grpo:
         self, groups: Sequence[GroupContext], samples: Sequence[TrainingSample]
     ) -> list[SegmentAdvantages | None]:
         check_membership(groups, samples)
-        return spread_over_samples({g.group: self._of_group(g) for g in groups}, samples)
+        return spread_over_samples({g.group: self.of_group(g) for g in groups}, samples)
 
-    def _of_group(self, group: GroupContext) -> dict[str, float]:
-        sums: dict[str, float] = {}
-        for member in group.members:
-            rewards = usable_rewards(member)
-            if rewards is not None:
-                sums[member.sample_id] = sum(weight_of(self.config.weights, n) * v for n, v in rewards.items())
-        if not sums:
-            return {}
-        values = np.fromiter(sums.values(), dtype=np.float64)
-        advantages = values - values.mean()
-        if self.config.scale_by_std:
-            advantages /= values.std() + self.config.epsilon
-        return dict(zip(sums, advantages.tolist(), strict=True))
+    def of_group(self, group: GroupContext) -> dict[str, float]:
+        """Sample id -> advantage, for the members that have usable rewards."""
+        usable = [(m, r) for m in group.members if (r := usable_rewards(m)) is not None]
+        sums = [sum(weight_of(self.config.weights, n) * v for n, v in r.items()) for _, r in usable]
+        members = [m for m, _ in usable]
+        advantages = centered(np.array(sums, dtype=np.float64), episode_weights(members), self.config.scaling)
+        return {m.sample_id: a for m, a in zip(members, advantages.tolist(), strict=True)}

@@ -160,6 +160,7 @@ def _members(group: GroupState) -> i.GroupMembers:
             sample_id=s.sample_id,
             rewards=s.rewards,
             end="ready" if s.end is SampleEnd.LIVE else f"{s.end.name.lower()}/{s.reason}",
+            episode=s.episode,
         )
         for s in group.samples.values()
     )

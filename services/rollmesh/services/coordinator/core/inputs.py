@@ -226,6 +226,7 @@ class Member:
     sample_id: str
     rewards: tuple[Reward, ...]
     end: str
+    episode: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,9 @@ def _resumed(config: LearnerConfig, recipe: UpdateConfig, found: Checkpoint) -> 
     meta = found.meta
     if meta.config_digest != _digest(recipe):
         settings = f" (optimizer: {', '.join(changed)})" if changed else ""
-        _log.warning("%s was trained under other settings of the recipe; the present ones apply%s", found.path, settings)
+        _log.warning(
+            "%s was trained under other settings of the recipe; the present ones apply%s", found.path, settings
+        )
     position = Position(
         update=meta.update,
         policy=meta.policy,
