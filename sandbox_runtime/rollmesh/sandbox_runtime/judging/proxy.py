@@ -239,8 +239,7 @@ class _Missing:
     def _fail(self, *_arguments: Any, **_keywords: Any) -> NoReturn:
         raise self.__dict__["_error"]
 
-    __call__ = __getattr__ = __bool__ = __eq__ = __ne__ = __len__ = __iter__ = __getitem__ = __str__ = _fail  # type: ignore[assignment]
-    __hash__ = None  # type: ignore[assignment]
+    __call__ = __getattr__ = __bool__ = __eq__ = __ne__ = __len__ = __iter__ = __getitem__ = __str__ = _fail
 
 
 def _reference(proxy: Handle | Module) -> _Reference:

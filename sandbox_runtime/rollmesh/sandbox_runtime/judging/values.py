@@ -11,7 +11,7 @@ import importlib
 import json
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
@@ -25,7 +25,7 @@ _PARTS: dict[type, Callable[[Any], tuple[str, list[Any]]]] = {
     complex: lambda value: ("complex", [value.real, value.imag]),
     type({}.keys()): lambda value: ("keys", list(value)),
 }
-_VIEWS: tuple[type, ...] = (type({}.values()), type({}.items()))
+_VIEWS: tuple[type[Iterable[Any]], ...] = (type({}.values()), type({}.items()))
 _BASES: tuple[Callable[[Any], Any], ...] = (
     int, float, complex, str, list, dict, tuple, set, frozenset, deque, bytes
 )  # fmt: skip
