@@ -10,7 +10,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test check protos verify lint-protos sim soak models leaks chaos attack verdicts bench clean
+.PHONY: setup demo test newcomer check protos verify lint-protos sim soak models leaks chaos attack verdicts bench clean
 
 setup: $(VENV)/.installed
 
@@ -25,6 +25,9 @@ demo: setup ## train the demo with a live display; the report lies in runs/<run>
 
 test: setup ## all fast tests
 	$(BIN)/python -m pytest -q
+
+newcomer: setup ## README's own-tasks path, literally, with small ChatML and Llama 3 models made by plain transformers
+	$(BIN)/python -m pytest -q -m slow --timeout 900 tests/newcomer
 
 check: setup ## style, types, import contracts, layout
 	$(BIN)/ruff check .

@@ -94,10 +94,10 @@ def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger
     assert found["samples"]["trained"] == summary["samples"]["trained"]
     assert found["checkpoint"] is not None
 
-    cleaned = CliRunner().invoke(app, ["clean", str(out), "--json"])
+    cleaned = CliRunner().invoke(app, ["clean", str(out), "--for-good", "--json"])
     assert cleaned.exit_code == 0, cleaned.output
     removed = {Path(r["path"]).name for r in json.loads(cleaned.stdout)["removed"]}
-    assert {"nats", "coordinator", "depot"} <= removed, "the run has ended"
+    assert {"nats", "coordinator", "depot"} <= removed
     assert json.loads((out / "audit.json").read_text())["holds"], "the proof outlives the ledger"
     assert Path(summary["checkpoint"]).is_dir()
 

@@ -6,8 +6,11 @@ of the released models write around turns, tools and tool results.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -139,3 +142,71 @@ def save_chat_tokenizer(name: str, folder: Path, *, words: tuple[str, ...] = ("s
     ends = [core.token_to_id(token) for token in (style.eos, *style.eos_more)]
     GenerationConfig(eos_token_id=ends).save_pretrained(folder)  # type: ignore[no-untyped-call]
     return int(core.get_vocab_size())
+
+
+def save_chat_model(name: str, folder: Path, pairs: Sequence[tuple[str, str]], *, steps: int) -> None:
+    """A small model of the style's architecture, trained for a moment on question and answer, saved with its tokenizer.
+
+    "chatml" is a Qwen3, "llama3" a Llama with the rotary scaling of Llama 3.1.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    size = save_chat_tokenizer(name, folder, words=[f"{question} {answer}" for question, answer in pairs])
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = _model(name, size)
+    model.generation_config = model.generation_config.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rng = random.Random(0)
+    for _ in range(steps):
+        ids, labels = _batch(tokenizer, rng.sample(list(pairs), 32))
+        loss = model(input_ids=ids, labels=labels).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    model.save_pretrained(folder)
+
+
+def _model(name: str, vocab_size: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    shape: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "intermediate_size": 256,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    }
+    if name == "llama3":
+        scaling = {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        }
+        rope = {"rope_type": "llama3", "rope_theta": 500000.0, **scaling}
+        return LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=rope))  # type: ignore[no-untyped-call]
+    return Qwen3ForCausalLM(Qwen3Config(**shape))  # type: ignore[no-untyped-call]
+
+
+def _batch(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> tuple[Any, Any]:
+    """Conversations in a rectangle; only the answers with their end of turn are learned."""
+    import torch
+
+    rows = []
+    for question, answer in pairs:
+        turns = [{"role": "user", "content": question}]
+        before = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        whole = tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": answer}], return_dict=False)
+        rows.append((whole, len(before)))
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
+    labels = torch.full_like(ids, -100)
+    for number, (row, begin) in enumerate(rows):
+        labels[number, begin : len(row)] = torch.tensor(row[begin:])
+    return ids, labels
