@@ -10,7 +10,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test newcomer check protos verify lint-protos sim soak models leaks chaos attack verdicts bench clean
+.PHONY: setup demo test newcomer check protos verify lint-protos sim soak models leaks chaos attack verdicts bench clean garbage many-runs
 
 setup: $(VENV)/.installed
 
@@ -60,6 +60,12 @@ models: setup ## tiny models of every architecture of tests/models through train
 
 leaks: setup ## 10,000 sandbox sessions under kills of the service; nothing of them is left
 	$(BIN)/python -m pytest -q -s -m slow --timeout 7200 tests/integration/test_sandbox_leaks.py
+
+garbage: setup ## malformed and oversized requests to every method of a mesh of processes, with its memory
+	$(BIN)/python -m pytest -q -s -m slow --timeout 1800 tests/garbage/test_garbage.py
+
+many-runs: setup ## 20 and 100 runs one after the other on one mesh of processes: time from publication to batch
+	$(BIN)/python -m pytest -q -s -m slow --timeout 1800 tests/garbage/test_many_runs.py
 
 chaos: setup ## ROUNDS of random kills and pauses of every process of a demo run; a table of what became of them
 	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED) --parallel $(PARALLEL)

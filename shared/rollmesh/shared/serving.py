@@ -19,6 +19,7 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
 from rollmesh.shared.retirement import Retirement
 from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.limits import RequestLimits
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.v1 import coordinator_pb2
 
@@ -60,10 +61,10 @@ class JoinedServer:
         return self._server.address
 
     def add(
-        self, add_to_server: Callable[[Any, Any], None], servicer: object, *, text_bytes_max: int | None = None
+        self, add_to_server: Callable[[Any, Any], None], servicer: object, *, limits: RequestLimits | None = None
     ) -> None:
         """Serve `servicer` as `RpcServer.add` does; call it before `start`."""
-        self._server.add(add_to_server, servicer, text_bytes_max=text_bytes_max)
+        self._server.add(add_to_server, servicer, limits=limits)
 
     async def wait(self) -> None:
         """Until the node was drained: what it had is finished, it only has to leave."""

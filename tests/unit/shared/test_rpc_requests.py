@@ -13,8 +13,10 @@ import grpc
 import pytest
 
 from rollmesh.shared import errors
+from rollmesh.shared.rpc import heap
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import MeshChannel, open_channel
+from rollmesh.shared.rpc.limits import RequestLimits
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import events_pb2, run_pb2, weights_pb2
@@ -81,9 +83,9 @@ def add_blobs(blobs: Blobs, server: Any) -> None:
 
 
 @asynccontextmanager
-async def served(runs: Runs, *, text_bytes_max: int | None = None) -> AsyncIterator[MeshChannel]:
+async def served(runs: Runs, limits: RequestLimits | None = None) -> AsyncIterator[MeshChannel]:
     async with RpcServer(ServerConfig(stop_s=0.0), access=ACCESS) as server:
-        server.add(add_runs, runs, text_bytes_max=text_bytes_max)
+        server.add(add_runs, runs, limits=limits)
         server.add(add_blobs, Blobs())
         await server.start()
         async with open_channel(server.address, access=ACCESS) as channel:
@@ -139,6 +141,14 @@ async def test_health_and_reflection_reject_them_as_well() -> None:
                 await send(channel, method, NOT_UTF_8, streams=streams)
 
 
+async def test_a_request_beyond_the_services_limit_is_rejected_with_the_remedy() -> None:
+    async with served(Runs(), RequestLimits(request_bytes=100)) as channel:
+        with pytest.raises(errors.PayloadTooLarge, match="at most 100 bytes, got 101; send less at once"):
+            await send(channel, f"{RUN}GetRun", bytes(101), streams=False)
+        with pytest.raises(errors.UnknownRun):
+            await send(channel, f"{RUN}GetRun", run_pb2.GetRunRequest(run="x" * 98).SerializeToString(), streams=False)
+
+
 async def test_a_text_beyond_the_services_limit_is_rejected_by_its_path() -> None:
     long = "x" * 101
     requests = {
@@ -146,7 +156,7 @@ async def test_a_text_beyond_the_services_limit_is_rejected_by_its_path() -> Non
         "spec.run": (f"{RUN}ChangeRun", run_pb2.ChangeRunRequest(spec=events_pb2.RunSpec(run=long))),
         "changes.key": (f"{RUN}ChangeRun", run_pb2.ChangeRunRequest(changes=[CHANGE(), CHANGE(key=long)])),
     }
-    async with served(Runs(), text_bytes_max=100) as channel:
+    async with served(Runs(), RequestLimits(text_bytes=100)) as channel:
         for path, (method, request) in requests.items():
             with pytest.raises(errors.InvalidInput) as caught:
                 await send(channel, method, request.SerializeToString(), streams=False)
@@ -198,3 +208,20 @@ def test_an_error_keeps_a_bounded_part_of_what_it_quotes() -> None:
     error = errors.InvalidInput(large, violations=[errors.FieldViolation("f", large)], name=large)
     kept = [error.message, str(error), error.metadata["name"], error.violations[0].description]
     assert max(map(len, kept)) < 10_000
+
+
+async def test_the_heap_is_trimmed_once_after_many_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(heap, "PAUSE_S", 0.0)
+    trimmer = heap.HeapTrimmer()
+    monkeypatch.setattr(trimmer, "_trim", lambda _: loop.call_soon_threadsafe(trimmed.set))
+    trimmer.received(heap.TRIM_AFTER_BYTES - 1)
+    trimmer.received(heap.LARGE_BYTES - 1)
+    assert trimmer._timer is None
+    trimmer.received(heap.LARGE_BYTES)
+    async with asyncio.timeout(10):
+        await trimmed.wait()
+    assert trimmer._timer is None
+    assert trimmer._num_bytes == 0
+    trimmer.close()

@@ -21,6 +21,8 @@ from rollmesh.shared.errors import FailedPrecondition
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 LIST_MAX = 1000
+PIECE_BYTES = 1 << 20
+"""Size of the letters that are replayed by one decision."""
 
 
 class NotReplayable(FailedPrecondition):
@@ -59,11 +61,13 @@ class DeadLetters:
             )
         for letter in letters if dead_ids else ():
             _check_replayable(letter)
-        tasks = tuple(
-            i.DeadTask(dead_id=letter.dead_id, task=decode(Task, letter.task), draw=letter.draw)
-            for letter in letters
-            if _is_replayable(letter)
-        )
+        replayed: list[int] = []
+        for piece in _pieces([letter for letter in letters if _is_replayable(letter)]):
+            replayed += await self._replay(driver, piece)
+        return tuple(replayed)
+
+    async def _replay(self, driver: RunDriver, letters: Sequence[events_pb2.DeadLetter]) -> tuple[int, ...]:
+        tasks = tuple(i.DeadTask(dead_id=one.dead_id, task=decode(Task, one.task), draw=one.draw) for one in letters)
         answer: i.Replayed = await driver.ask(lambda ticket: i.ReplayDead(ticket=ticket, tasks=tasks))
         return answer.dead_ids
 
@@ -82,6 +86,19 @@ def _read(payload: bytes, dead_id: int) -> events_pb2.DeadLetter:
         letter = events_pb2.DeadLetter(kind=events_pb2.DEAD_KIND_PAYLOAD, cause=cause)
     letter.dead_id = dead_id
     return letter
+
+
+def _pieces(letters: Sequence[events_pb2.DeadLetter]) -> list[list[events_pb2.DeadLetter]]:
+    """The letters in parts, each of which fits one ledger record. At least one part: what refuses a replay refuses none too."""
+    pieces: list[list[events_pb2.DeadLetter]] = [[]]
+    num_bytes = 0
+    for letter in letters:
+        num_bytes += letter.ByteSize()
+        if pieces[-1] and num_bytes > PIECE_BYTES:
+            pieces.append([])
+            num_bytes = letter.ByteSize()
+        pieces[-1].append(letter)
+    return pieces
 
 
 def _is_replayable(letter: events_pb2.DeadLetter) -> bool:

@@ -33,7 +33,7 @@ from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import Internal, MeshError
 from rollmesh.shared.ids import IdSource, RandomIds
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.rpc.limits import TEXT_BYTES_MAX
+from rollmesh.shared.rpc.limits import RECORDED
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 
@@ -153,9 +153,9 @@ class CoordinatorNode:
         mesh = MeshFacts(self._offer, runs, keeper)
         coordinator = CoordinatorServicer(runs, keeper, self._clock, deadline_s=limit_s, mesh=mesh)
         add_coordinator = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
-        self._server.add(add_coordinator, coordinator, text_bytes_max=TEXT_BYTES_MAX)
+        self._server.add(add_coordinator, coordinator, limits=RECORDED)
         run = RunServicer(runs, keeper, outgoing, dead, mesh, clock=self._clock, deadline_s=limit_s)
-        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run, text_bytes_max=TEXT_BYTES_MAX)
+        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run, limits=RECORDED)
 
     def _on_loop_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -20,6 +20,8 @@ from rollmesh.v1 import coordinator_pb2
 
 REPORTS_MAX = 4096
 """Most reports of one request, by contract."""
+REQUEST_BYTES = 1 << 20
+"""Size above which reports wait for the next request. Each request becomes one ledger record."""
 
 
 @dataclass(slots=True)
@@ -66,11 +68,21 @@ class Reporter:
         try:
             while self._waiting:
                 await self._clock.sleep(self._config.report_window_s)
-                batch = self._waiting[:REPORTS_MAX]
-                del self._waiting[: len(batch)]
-                await self._send(batch)
+                await self._send(self._take())
         finally:
             self._pump = None
+
+    def _take(self) -> list[_Waiting]:
+        """Remove and return the reports of one request: the oldest that fit, and at least one."""
+        num = num_bytes = 0
+        for waiting in self._waiting[:REPORTS_MAX]:
+            num_bytes += waiting.report.ByteSize()
+            if num and num_bytes > REQUEST_BYTES:
+                break
+            num += 1
+        batch = self._waiting[:num]
+        del self._waiting[:num]
+        return batch
 
     async def _send(self, batch: list[_Waiting]) -> None:
         reports = [waiting.report for waiting in batch]

@@ -1,4 +1,4 @@
-"""Requests that cannot be decoded, or that carry a text beyond its service's limit, end with INVALID_ARGUMENT.
+"""Requests that cannot be decoded, or that are beyond the limits of their service, end with a status that says why.
 
 grpc.aio calls a deserializer outside of the handler, where no interceptor sees what it raises: the client would get UNKNOWN or INTERNAL
 without a reason. So the deserializer returns the failure in place of the message, and the handler raises it when it reads that message.
@@ -15,10 +15,12 @@ import grpc
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
-from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, UndecodableRequest
+from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, PayloadTooLarge, UndecodableRequest
 from rollmesh.shared.rpc.handlers import Context, Handler, behaviour_of, rebuilt
+from rollmesh.shared.rpc.limits import RequestLimits
 
 Decode = Callable[[bytes], Any]
+_NO_LIMITS = RequestLimits()
 
 
 class _Refused:
@@ -31,10 +33,12 @@ class _Refused:
 
 
 class DecodeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Checks requests while they are decoded. `text_bytes_max` has the longest text of a request by service; absent means any."""
+    """Checks requests while they are decoded. `limits` are by service."""
 
-    def __init__(self, text_bytes_max: Mapping[str, int]) -> None:
-        self._text_bytes_max = text_bytes_max
+    def __init__(self, limits: Mapping[str, RequestLimits], received: Callable[[int], None]) -> None:
+        """`received` is called with the size of each request."""
+        self._limits = limits
+        self._received = received
 
     async def intercept_service(
         self,
@@ -45,13 +49,21 @@ class DecodeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if handler is None or handler.request_deserializer is None:
             return handler
         method = handler_call_details.method
-        limit = self._text_bytes_max.get(method.strip("/").rpartition("/")[0])
-        decode = _decoding(handler.request_deserializer, method, limit)
+        limits = self._limits.get(method.strip("/").rpartition("/")[0], _NO_LIMITS)
+        decode = _decoding(handler.request_deserializer, method, limits, self._received)
         return rebuilt(handler, _reading(behaviour_of(handler), streams=handler.request_streaming), decode)
 
 
-def _decoding(decode: Decode, method: str, text_bytes_max: int | None) -> Decode:
+def _decoding(decode: Decode, method: str, limits: RequestLimits, received: Callable[[int], None]) -> Decode:
     def decoded(raw: bytes) -> Any:
+        received(len(raw))
+        if limits.request_bytes is not None and len(raw) > limits.request_bytes:
+            return _Refused(
+                PayloadTooLarge(
+                    f"a request of {method} must have at most {limits.request_bytes} bytes, got {len(raw)}; send less at once",
+                    method=method,
+                )
+            )
         try:
             message = decode(raw)
         except DecodeError as err:
@@ -62,8 +74,8 @@ def _decoding(decode: Decode, method: str, text_bytes_max: int | None) -> Decode
                     method=method,
                 )
             )
-        if text_bytes_max is not None and len(raw) > text_bytes_max:
-            return _with_short_texts(message, text_bytes_max)
+        if limits.text_bytes is not None and len(raw) > limits.text_bytes:
+            return _with_short_texts(message, limits.text_bytes)
         return message
 
     return decoded

@@ -1,6 +1,22 @@
 """Limits that both sides of a call must agree on."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 MESSAGE_BYTES_MAX = 8 * 1024 * 1024
 """Largest message either way."""
-TEXT_BYTES_MAX = 64 * 1024
-"""Largest text in a request of RunService or CoordinatorService: names, causes and settings, which end up in ledger records."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """What a service accepts beyond the limit of a message; None means no limit."""
+
+    text_bytes: int | None = None
+    """Largest text in a request."""
+    request_bytes: int | None = None
+    """Largest request."""
+
+
+RECORDED = RequestLimits(text_bytes=64 * 1024, request_bytes=6 * 1024 * 1024)
+"""Of RunService and CoordinatorService: names, causes and settings end up in ledger records, and a record must fit a message of NATS."""

@@ -28,7 +28,8 @@ from rollmesh.shared.rpc.auth_interceptor import AuthInterceptor
 from rollmesh.shared.rpc.deadline_interceptor import DeadlineInterceptor
 from rollmesh.shared.rpc.decode_interceptor import DecodeInterceptor
 from rollmesh.shared.rpc.error_interceptor import ErrorInterceptor
-from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
+from rollmesh.shared.rpc.heap import HeapTrimmer
+from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX, RequestLimits
 from rollmesh.shared.rpc.metrics_interceptor import MetricsInterceptor
 from rollmesh.shared.rpc.reflection import add_reflection
 from rollmesh.shared.rpc.stream_interceptor import StreamInterceptor
@@ -77,7 +78,8 @@ class RpcServer:
         # A unix socket is guarded by the file system; a certificate has no name for it.
         local_socket = self._config.address.startswith("unix:")
         self._credentials = None if local_socket else access.server_credentials()
-        self._text_bytes_max: dict[str, int] = {}
+        self._limits: dict[str, RequestLimits] = {}
+        self._heap = HeapTrimmer()
         self._server = grpc.aio.server(
             interceptors=[
                 TraceInterceptor(),
@@ -86,7 +88,7 @@ class RpcServer:
                 ErrorInterceptor(),
                 StreamInterceptor(self._config.streams_max),
                 DeadlineInterceptor(self._config.deadline_s),
-                DecodeInterceptor(self._text_bytes_max),
+                DecodeInterceptor(self._limits, self._heap.received),
             ],
             options=_options(self._config),
             maximum_concurrent_rpcs=self._config.concurrent_rpcs_max,
@@ -96,17 +98,17 @@ class RpcServer:
         self._port = 0
 
     def add(
-        self, add_to_server: Callable[[Any, Any], None], servicer: object, *, text_bytes_max: int | None = None
+        self, add_to_server: Callable[[Any, Any], None], servicer: object, *, limits: RequestLimits | None = None
     ) -> None:
         """Serve `servicer`; `add_to_server` is the generated `add_<Service>Servicer_to_server`. Call it before `start`.
 
-        `text_bytes_max` limits each text in a request of this service, for services whose texts are stored in records.
+        `limits` are those of its requests, beyond the size of a message.
         """
         recorder = _Recorder(self._server, self._service_names)
         known = len(self._service_names)
         add_to_server(servicer, recorder)
-        if text_bytes_max is not None:
-            self._text_bytes_max |= dict.fromkeys(self._service_names[known:], text_bytes_max)
+        if limits is not None:
+            self._limits |= dict.fromkeys(self._service_names[known:], limits)
 
     async def start(self) -> int:
         """Binds, serves, and returns the port (0 for a unix socket). Raises `ConfigError` or `AddressTaken` if it cannot bind."""
@@ -126,6 +128,7 @@ class RpcServer:
     async def stop(self, grace_s: float | None = None) -> None:
         """Refuses new calls, lets those in progress end for `grace_s` (default `stop_s`), cancels the rest. Idempotent."""
         grace_s = self._config.stop_s if grace_s is None else grace_s
+        self._heap.close()
         await self._health.enter_graceful_shutdown()
         # A handler that swallows its cancellation must not hold the process: the wait has a limit of its own.
         async with asyncio.timeout(grace_s + 5.0):
