@@ -83,13 +83,18 @@ def check_exposure(security: SecurityConfig, servers: Mapping[str, ServerConfig]
 def open_access(security: SecurityConfig, *, base_dir: Path, run_token: Path) -> Access:
     """The access that `security` describes; without a token file the token is read from `run_token`. Raises ConfigError."""
     token = read_token(base_dir / security.token_file if security.token_file else run_token)
+    return Access(token, open_tls(security, base_dir=base_dir))
+
+
+def open_tls(security: SecurityConfig, *, base_dir: Path) -> Tls | None:
+    """The certificates that `security` names; None if it names none. Raises ConfigError."""
     if not security.has_tls:
-        return Access(token)
+        return None
     paths = {name: (base_dir / getattr(security, name)).resolve() for name in ("ca", "certificate", "key")}
     _require_private(paths["key"])
     tls = Tls(**paths)
     tls.ssl_context()  # files that do not belong together are found here, not in a failing handshake
-    return Access(token, tls)
+    return tls
 
 
 def read_token(path: Path) -> str:

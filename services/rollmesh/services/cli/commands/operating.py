@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rollmesh.services.cli.app import AsJson, Out, Overrides, app, console, set_up_compute, told_once
+from rollmesh.services.cli.app import FAILED, AsJson, Out, Overrides, app, console, set_up_compute, told_once
 
 STOPPED = 143
 """Exit code of a node that was told to stop by a signal, as of every process of a mesh."""
@@ -152,3 +152,27 @@ def status(
             typer.echo(status_json(found).decode())
         else:
             console(as_json).print(status_view(found))
+
+
+@app.command()
+def health(
+    run: Run = None,
+    address: Annotated[
+        str, typer.Option("--address", metavar="HOST:PORT", help="A service, instead of a folder.")
+    ] = "",
+    service: Annotated[
+        str, typer.Option(help="Full gRPC name, e.g. rollmesh.v1.RunService. Default: the server as a whole.")
+    ] = "",
+    timeout_s: Annotated[float, typer.Option(help="Longest wait for the answer, in seconds.", min=0.1)] = 5.0,
+    settings: Tls = None,
+) -> None:
+    """Check the health of a service, e.g. as a probe of Kubernetes: exit code 0 if it serves, 1 if not.
+
+    Needs no token. With TLS, name the certificates: --set security.ca=FILE, security.certificate=FILE, security.key=FILE.
+    """
+    with told_once():
+        from rollmesh.services.cli.health import check_health
+
+        serves, text = check_health(run, address, settings or [], service=service, timeout_s=timeout_s)
+    typer.echo(text)
+    raise typer.Exit(0 if serves else FAILED)
