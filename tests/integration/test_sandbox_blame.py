@@ -40,6 +40,7 @@ os.waitpid(child, 0)
 WAIT_S = 30.0
 CONFIG = SandboxConfig(grace_s=0.5, start_timeout_s=90.0, pools=PoolsConfig(ready_max=0))
 LOWERED = "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\nwhile True: pass"
+FORGED_REFUSAL = 'import os, time\nos.write(3, bytes([15, 0, 0, 0]) + b\'{"refused":"x"}\')\ntime.sleep(9)'
 AT_TICKS = """
 import resource, signal, time
 seen = []
@@ -134,6 +135,7 @@ async def test_an_idle_session_killed_from_outside_is_infra_at_its_next_command(
     [
         ("import os; os.kill(1, 9); os.kill(os.getpid(), 9); os._exit(7)", Outcome.EXITED),
         ("import os; os.close(3); import time; time.sleep(9)", Outcome.EXITED),
+        (FORGED_REFUSAL, Outcome.EXITED),
         (LOWERED, Outcome.EXITED),
         (AT_TICKS, Outcome.EXITED),
         ("import ctypes; ctypes.string_at(0)", Outcome.EXITED),
@@ -142,6 +144,7 @@ async def test_an_idle_session_killed_from_outside_is_infra_at_its_next_command(
     ids=[
         "signals and exit",
         "closes its socket",
+        "forges a refusal",
         "lowers its CPU limit",
         "lowers it and runs at ticks alone",
         "faults",

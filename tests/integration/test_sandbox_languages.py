@@ -197,8 +197,12 @@ async def test_stateful_languages_refuse_input(engine: JailEngine) -> None:
     for language in ("bash", "python"):
         with pytest.raises(InvalidInput, match="takes no stdin"):
             await run(engine, language, "1", stdin=b"x")
-    with pytest.raises(InvalidInput, match="NUL"):
-        await bash(engine, "echo \0")
+
+
+async def test_bash_code_with_a_nul_is_the_programs_error(engine: JailEngine) -> None:
+    result = await bash(engine, "echo \0")
+    assert (result.outcome, result.session_alive) == (Outcome.ERROR, True)
+    assert "NUL" in result.error_message
 
 
 # Programs --------------------------------------------------------------------------------------------------------------

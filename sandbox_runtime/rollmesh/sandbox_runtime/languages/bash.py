@@ -48,7 +48,7 @@ class Bash:
         """See `port.Language`."""
         port.refuse_input(program)
         if "\0" in program.code:
-            raise Refused("bash code must not contain a NUL character")
+            return port.failed("ValueError", "bash code must not contain a NUL character")
         if not os.path.exists(PTMX):
             raise Refused("this session has no terminal for bash: the host let none be mounted in the jail")
         began_s = time.monotonic()

@@ -20,7 +20,7 @@ from typing import Any
 
 from rollmesh.sandbox_runtime import cgroups, walls
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.program import Program
+from rollmesh.sandbox_runtime.program import PYTHON, Program
 from rollmesh.services.sandbox import survey
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.ports import Ports
@@ -230,6 +230,8 @@ class JailEngine:
         message["wall_s"] = wall_s
         try:
             reply = await self._exchange(session_id, live, message, wall_s + self._config.grace_s, on_output)
+            if reply.refused and not _may_be_refused(message):
+                raise ProtocolBroken("a refusal of a program that every session runs")
         except TimeoutError:
             await self._ended_by_itself(session_id, live)
             return killed(Outcome.TIME, wall_s + self._config.grace_s)
@@ -307,3 +309,9 @@ class JailEngine:
         if unasked and killed_from_outside(ended, live.limits):
             raise SandboxFailed("the session was killed from outside; is the host out of memory?", session=session_id)
         return ended
+
+
+def _may_be_refused(message: Mapping[str, Any]) -> bool:
+    """Return whether a session can refuse this request by itself. A refusal is the caller's mistake and never held against the program, which
+    in python could write one."""
+    return message["verb"] != "run" or message["language"] != PYTHON or bool(message["stdin"] or message["arguments"])
