@@ -10,7 +10,9 @@ Conventions of every file in this package:
     for people only and decide nothing.
   * Errors are google.rpc.Status with ErrorInfo{domain: "rollmesh", reason} and, where waiting helps, RetryInfo. Each RPC
     lists its codes with the caller's remedy. UNAUTHENTICATED (wrong or missing bearer token), UNAVAILABLE (try again with
-    backoff), DEADLINE_EXCEEDED and INTERNAL (a bug: report it) can come from every RPC and are not listed again.
+    backoff), DEADLINE_EXCEEDED and INTERNAL (a bug: report it) can come from every RPC and are not listed again; nor are
+    INVALID_ARGUMENT UNDECODABLE_REQUEST (the bytes are not the request message) and RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE (more
+    than 6 MiB to RunService or CoordinatorService; gRPC itself rejects more than 8 MiB, without ErrorInfo: send less at once).
   * Every call carries the metadata `authorization: Bearer <token>`. Messages are at most 8 MiB either way: raise your client's
     own limit, which most gRPC libraries set to 4 MiB. Beyond loopback servers want TLS with a client certificate.
   * Digests are SHA-256 in lower-case hex.
