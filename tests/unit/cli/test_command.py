@@ -69,6 +69,12 @@ def test_help_loads_nothing_heavy() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_help_lists_what_a_newcomer_needs_first() -> None:
+    shown = command("--help").stdout
+    commands = [line.split()[0] for line in shown.partition("Commands:")[2].splitlines() if line.strip()]
+    assert commands[:3] == ["demo", "train", "check"]
+
+
 def test_version_is_printed() -> None:
     done = command("--version")
     assert (done.exit_code, done.stdout.split()[0]) == (0, "rollmesh")

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on."""
 
+import json
 from io import StringIO
 from pathlib import Path
 
@@ -146,3 +147,16 @@ def test_views_without_evaluations_or_labels_say_so(tmp_path: Path) -> None:
     assert "no evaluations (run.eval_every=0)" in out.getvalue()
     assert eval_text(Eval(time_s=1.0, step=0, success=0.5)) == "held-out success 0.500"
     recorder.close()
+
+
+def test_the_learners_health_is_in_view(tmp_path: Path) -> None:
+    recorder = watched(tmp_path)
+    line = {"update": 6, "incarnation": 0, "outcome": "APPLIED", "time_unix_s": 0.0, "seconds": {}}
+    line["metrics"] = {"kl": 0.00123, "entropy": 1.5, "grad_norm": None, "length/used_mean": 3.4}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n" + '{"update": 7, "cut')
+    shown, out = console(terminal=False)
+    live = LiveView(CONFIG, shown, "runs/x")
+    live.follow(recorder)
+    live.close()
+    shown.print(live.render())
+    assert "kl 0.00123  entropy 1.5  length 3.4" in out.getvalue()

@@ -23,6 +23,9 @@ __all__ = ["COMMANDS", "app", "main"]
 COMMANDS = (training, operating, sampling, proving, mending, securing, observing, diagnosing, measuring)
 """In the order of `--help`; importing them registers them."""
 
+_ORDER = [module.__name__ for module in COMMANDS]
+app.registered_commands.sort(key=lambda command: _ORDER.index(getattr(command.callback, "__module__", "")))
+
 
 def main() -> None:
     """The entry point of the package."""

@@ -34,7 +34,7 @@ def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = T
     `learner`: whether a learner is going to run on this host, with the libraries that it needs.
     """
     config, mistakes = read_train_config(path, overrides)
-    found = list(mistakes)
+    found: list[MeshError] = list(mistakes)
     if config is not None:
         found += find_mistakes(config, path.parent, known=mistakes, learner=learner)
     if config is None or found:

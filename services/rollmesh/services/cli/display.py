@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from rich.box import ROUNDED
@@ -22,6 +23,7 @@ from rollmesh.services.cli.causes import failure_words, no_update_words
 from rollmesh.services.cli.config import TrainConfig
 from rollmesh.services.cli.model_process import WarmStep
 from rollmesh.services.cli.series import Eval, Point, Series, staleness_shares
+from rollmesh.services.cli.update_words import learner_words
 from rollmesh.services.cli.watch import Recorder
 from rollmesh.services.mesh.process_events import ProcessEvent
 
@@ -139,7 +141,12 @@ class PlainView:
         total = f"/{self._config.run.updates_max}" if self._config.run.updates_max else ""
         return (
             f"{_clock(now.time_s)}  update {now.update}{total}  reward {rewards}  lag {lags}  {_si(generated)} tokens/s"
+            + (f"  {learner}" if (learner := learner_words(self._metrics())) else "")
         )
+
+    def _metrics(self) -> Path:
+        assert self._recorder is not None, "lines about updates come from a recorder"
+        return self._recorder.metrics
 
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -248,6 +255,8 @@ def run_table(config: TrainConfig, recorder: Recorder) -> Table:
     rows.append(("reward", _rewards(series)))
     rows.append(("staleness", _staleness(now, config.run.max_staleness)))
     rows.append(("samples", _samples(now)))
+    if learner := learner_words(recorder.metrics):
+        rows.append(("learner", Text(learner)))
     generated, trained = series.rates()
     rows.append(("tokens/s", Text(f"{_si(generated)} generated   {_si(trained)} trained")))
     failure, no_update = troubles(config, recorder)

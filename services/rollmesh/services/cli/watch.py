@@ -25,6 +25,7 @@ from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import run_pb2, run_pb2_grpc
 
 _log = logging.getLogger(__name__)
+METRICS_NAME = "metrics.jsonl"
 
 RECORD_EVERY_S = 2.0
 """Between updates, a point is recorded this often, so that a run which stands still shows it."""
@@ -59,6 +60,8 @@ class Recorder:
         """The state when the newest update was first seen: what ended since then brought none."""
         self._begin = self.series.last
         self._first_failures_max = first_failures_max
+        self.metrics = path.with_name(METRICS_NAME)
+        """The learner's metrics per update, beside the series."""
         self._success_reward = success_reward
         self._clock = clock
         self._on_state = on_state

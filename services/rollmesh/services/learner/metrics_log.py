@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 _log = logging.getLogger(__name__)
+_LINE_BYTES_MAX = 1 << 16
 
 
 class MetricsLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +89,17 @@ def read_metrics(path: Path) -> dict[int, MetricsLine]:
                 raise ValueError(f"{path}:{number}: {err}") from err
             lines[line.update] = line
     return lines
+
+
+def newest_metrics(path: Path) -> dict[str, float | None]:
+    """The metrics of the last whole line of a metrics.jsonl; empty if there is none. Safe while the file is being written."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE_BYTES_MAX))
+            lines = file.read().split(b"\n")[:-1]
+        return msgspec.json.decode(lines[-1], type=MetricsLine).metrics if lines else {}
+    except (OSError, msgspec.DecodeError):
+        return {}
 
 
 def _event_writer(folder: Path) -> Any:

@@ -1,0 +1,79 @@
+"""Failed attempts: counted, told with the newest cause and traceback, and kept in the dead letter."""
+
+from __future__ import annotations
+
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.turn import DeadLetter
+from rollmesh.services.coordinator.questions import dead_letter
+from rollmesh.services.coordinator.run_state import run_state
+from rollmesh.services.coordinator.wire import TRACEBACK_CHARS_MAX, episode_report
+from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
+
+from .core_run import CoreRun
+
+HEAD = LedgerHead()
+
+
+def fail(run: CoreRun, cause: str, num: int = 1) -> list[DeadLetter]:
+    """Lease and fail `num` episodes; the dead letters of it."""
+    acquired: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=num, wait_s=1.0)
+    reports = tuple(
+        i.EpisodeReport(
+            lease_id=lease.lease_id,
+            group=lease.group,
+            episode=lease.episode,
+            attempt=lease.attempt,
+            outcome=i.EpisodeOutcome.INFRA_FAILURE,
+            cause=cause,
+            traceback="line 7",
+        )
+        for lease in acquired.leases
+    )
+    decision = run.core.handle(i.ReportEpisodes(ticket=0, node_id="w", reports=reports), run.now)
+    run.take(decision)
+    return [effect for effect in decision.effects if isinstance(effect, DeadLetter)]
+
+
+def told(run: CoreRun) -> run_pb2.FailedAttempts:
+    return run_state(run.core, HEAD).failed_attempts
+
+
+def test_failures_of_one_kind_make_a_row_that_a_scored_episode_ends() -> None:
+    run = CoreRun(tries_max=9)
+    run.begin()
+    assert not run_state(run.core, HEAD).HasField("failed_attempts")
+    fail(run, "scorer correct: KeyError: 'a'")
+    fail(run, "scorer correct: KeyError: 'b'")
+    assert (told(run).num, told(run).num_alike, told(run).cause) == (2, 2, "scorer correct: KeyError: 'b'")
+    assert told(run).traceback == "line 7"
+    fail(run, "agent: KeyError: 'b'")
+    assert (told(run).num, told(run).num_alike) == (3, 1)
+    run.generate(1, step=0)
+    assert (told(run).num, told(run).num_alike) == (3, 0)
+
+
+def test_a_dead_letter_keeps_the_traceback() -> None:
+    run = CoreRun(tries_max=1)
+    run.begin()
+    (letter,) = fail(run, "agent: ValueError: x")
+    assert dead_letter(letter, 0.0).traceback == "line 7"
+
+
+def test_a_report_brings_the_end_of_a_long_traceback() -> None:
+    failure = types_pb2.Failure(message="agent: ValueError", metadata={"traceback": "a" * TRACEBACK_CHARS_MAX + "end"})
+    message = coordinator_pb2.EpisodeReport(
+        key=types_pb2.EpisodeKey(run="r", group="g", episode="e", attempt=1),
+        outcome=coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE,
+        failure=failure,
+    )
+    report = episode_report(message)
+    assert len(report.traceback) == TRACEBACK_CHARS_MAX
+    assert report.traceback.endswith("end")
+
+
+def test_only_sampled_tokens_count_as_generated() -> None:
+    run = CoreRun()
+    run.begin()
+    run.generate(2, step=0)  # 2 samples of 8 tokens, of which 4 were sampled
+    assert run_state(run.core, HEAD).policies[0].tokens_generated == 8
