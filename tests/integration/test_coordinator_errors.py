@@ -84,12 +84,19 @@ async def a_checkpoint_ahead_of_the_ledger(mesh: MeshParts) -> None:
     await mesh.attach(7, "0" * 64)
 
 
+@brings("AttachTrainer", "INVALID_ARGUMENT", "")
+async def a_checkpoint_before_the_first_update(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.attach(-1)
+
+
 # LeaseBatch -----------------------------------------------------------------------------------------------------------
 
 
 @brings("LeaseBatch", "ABORTED", "FENCED")
 async def leasing_in_an_old_epoch(mesh: MeshParts) -> None:
     await mesh.begin()
+    await mesh.attach()
     await mesh.lease(1, trainer_epoch=mesh.epoch - 1)
 
 
@@ -126,6 +133,19 @@ async def leasing_after_a_roll_back(mesh: MeshParts) -> None:
     await mesh.lease(1)
 
 
+async def leased(mesh: MeshParts) -> str:
+    """The lease of update 1, which is out."""
+    await mesh.begin()
+    await mesh.generate(await mesh.acquire(), step=0)
+    return (await mesh.lease(1)).lease_id
+
+
+@brings("LeaseBatch", "INVALID_ARGUMENT", "")
+async def leasing_more_than_can_be_admitted(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.lease(1, geometry=pb.BatchGeometry(unit=pb.BatchGeometry.UNIT_GROUPS, amount=1000))
+
+
 @brings("LeaseBatch", "OUT_OF_RANGE", "RUN_ENDED")
 async def leasing_after_the_end(mesh: MeshParts) -> None:
     await mesh.begin()
@@ -145,6 +165,7 @@ async def fetching_what_was_never_leased(mesh: MeshParts) -> None:
 @brings("FetchSamples", "ABORTED", "FENCED")
 async def fetching_in_an_old_epoch(mesh: MeshParts) -> None:
     await mesh.begin()
+    await mesh.attach()
     mesh.epoch -= 1
     await mesh.fetch("any")
 
@@ -185,6 +206,7 @@ async def renewing_what_was_never_leased(mesh: MeshParts) -> None:
 @brings("RenewBatch", "ABORTED", "FENCED")
 async def renewing_in_an_old_epoch(mesh: MeshParts) -> None:
     await mesh.begin()
+    await mesh.attach()
     await renew(mesh, "any", mesh.epoch - 1)
 
 
@@ -201,17 +223,20 @@ async def release(mesh: MeshParts, lease_id: str, epoch: int) -> None:
 @brings("ReleaseBatch", "ABORTED", "FENCED")
 async def releasing_in_an_old_epoch(mesh: MeshParts) -> None:
     await mesh.begin()
+    await mesh.attach()
     await release(mesh, "any", mesh.epoch - 1)
 
 
 @brings("ReleaseBatch", "NOT_FOUND", "UNKNOWN_LEASE")
-async def releasing_twice(mesh: MeshParts) -> None:
-    await mesh.begin()
-    await mesh.generate(await mesh.acquire(), step=0)
-    batch = await mesh.lease(1)
-    await release(mesh, batch.lease_id, mesh.epoch)
-    assert (await mesh.state()).policies[0].groups["ready"] == 2
-    await release(mesh, batch.lease_id, mesh.epoch)
+async def releasing_what_was_committed(mesh: MeshParts) -> None:
+    lease_id = await leased(mesh)
+    await mesh.commit(1, [lease_id])
+    await release(mesh, lease_id, mesh.epoch)
+
+
+@brings("ReleaseBatch", "FAILED_PRECONDITION", "LEASE_EXPIRED")
+async def releasing_too_late(mesh: MeshParts) -> None:
+    await release(mesh, await expired(mesh), mesh.epoch)
 
 
 # CommitUpdate ---------------------------------------------------------------------------------------------------------
@@ -222,6 +247,7 @@ async def committing_in_an_old_epoch(mesh: MeshParts) -> None:
     await mesh.begin()
     await mesh.generate(await mesh.acquire(), step=0)
     batch = await mesh.lease(1)
+    await mesh.attach()
     await mesh.commit(1, [batch.lease_id], trainer_epoch=mesh.epoch - 1)
 
 
@@ -256,6 +282,31 @@ async def committing_otherwise_than_before(mesh: MeshParts) -> None:
     await mesh.commit(1, [batch.lease_id], outcome=pb.UPDATE_OUTCOME_SKIPPED)
 
 
+@brings("CommitUpdate", "NOT_FOUND", "UNKNOWN_LEASE")
+async def committing_what_was_released(mesh: MeshParts) -> None:
+    lease_id = await leased(mesh)
+    await release(mesh, lease_id, mesh.epoch)
+    await mesh.commit(1, [lease_id])
+
+
+@brings("CommitUpdate", "FAILED_PRECONDITION", "LEASE_OUT")
+async def committing_past_the_lease(mesh: MeshParts) -> None:
+    await leased(mesh)
+    await mesh.commit(1, [])
+
+
+@brings("CommitUpdate", "FAILED_PRECONDITION", "WRONG_UPDATE")
+async def committing_ahead(mesh: MeshParts) -> None:
+    await mesh.commit(2, [await leased(mesh)])
+
+
+@brings("CommitUpdate", "OUT_OF_RANGE", "RUN_ENDED")
+async def committing_an_empty_update_after_the_end(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await mesh.call(mesh.run.StopRun, pb.StopRunRequest(run=mesh.name))
+    await mesh.commit(1, [])
+
+
 @brings("CommitUpdate", "INVALID_ARGUMENT", "")
 async def disposing_of_a_stranger(mesh: MeshParts) -> None:
     await mesh.begin()
@@ -270,6 +321,7 @@ async def disposing_of_a_stranger(mesh: MeshParts) -> None:
 @brings("ReportCheckpoint", "ABORTED", "FENCED")
 async def reporting_in_an_old_epoch(mesh: MeshParts) -> None:
     await mesh.begin()
+    await mesh.attach()
     await mesh.checkpoint(0, "", trainer_epoch=mesh.epoch - 1)
 
 
@@ -289,6 +341,7 @@ async def reporting_what_was_never_committed(mesh: MeshParts) -> None:
 @brings("PublishVersion", "ABORTED", "FENCED")
 async def publishing_in_an_old_epoch(mesh: MeshParts) -> None:
     await mesh.begin()
+    await mesh.attach()
     mesh.epoch -= 1
     await mesh.publish(0)
 
@@ -345,13 +398,20 @@ async def deleting_what_is_live(mesh: MeshParts) -> None:
 
 
 async def change(mesh: MeshParts, **changes: Any) -> None:
-    request = pb.ChangeRunRequest(spec=spec(**({"run": mesh.name} | changes)), change_id="change")
+    change_id = changes.pop("change_id", "change")
+    request = pb.ChangeRunRequest(spec=spec(**({"run": mesh.name} | changes)), change_id=change_id)
     await mesh.call(mesh.run.ChangeRun, request)
 
 
 @brings("ChangeRun", "NOT_FOUND", "UNKNOWN_RUN")
 async def changing_nothing(mesh: MeshParts) -> None:
     await change(mesh, run="nothing")
+
+
+@brings("ChangeRun", "INVALID_ARGUMENT", "")
+async def changing_without_an_id(mesh: MeshParts) -> None:
+    await mesh.create()
+    await change(mesh, change_id="", max_staleness=0)
 
 
 @brings("ChangeRun", "INVALID_ARGUMENT", "INVALID_SPEC")

@@ -89,11 +89,32 @@ class CoreMachine(RuleBasedStateMachine):
         for _ in range(updates):
             self.tolerate(self.world.train, stragglers=stragglers)
 
-    @rule(lose_reply=st.booleans(), applied=st.sampled_from([True, True, True, False]))
-    def trainer_commits(self, lose_reply: bool, applied: bool) -> None:
+    @rule()
+    def trainer_releases(self) -> None:
+        self.tolerate(self.world.release_and_repeat)
+
+    def some_leased(self, dropping: bool) -> list[str]:
+        lease = self.world.trainer.lease
+        return [s.meta.sample_id for s in lease.samples[:1]] if dropping and lease is not None else []
+
+    @rule(dropping=st.booleans(), applied=st.booleans())
+    def trainer_saves_and_dies_before_the_commit(self, dropping: bool, applied: bool) -> None:
+        world = self.world
+        if world.trainer.stepped or not self.is_held():
+            return
+        world.save_before_commit(dropped=self.some_leased(dropping), applied=applied)
+
+    def is_held(self) -> bool:
+        """Whether the ledger still has the trainer's batch, out or in doubt."""
+        lease = self.world.trainer.lease
+        return lease is not None and lease.lease_id in self.world.core.state.batches
+
+    @rule(lose_reply=st.booleans(), applied=st.sampled_from([True, True, True, False]), dropping=st.booleans())
+    def trainer_commits(self, lose_reply: bool, applied: bool, dropping: bool) -> None:
         world = self.world
         before = world.trainer.lease
-        self.tolerate(world.step_and_commit, lose_reply=lose_reply, applied=applied)
+        dropped = self.some_leased(dropping)
+        self.tolerate(world.step_and_commit, lose_reply=lose_reply, applied=applied, dropped=dropped)
         if before is not None and world.trainer.stepped:
             world.attach()  # it died before it heard: its checkpoint is older than the ledger
 

@@ -18,6 +18,7 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.core.records import (
+    DroppedSample,
     GroupDecision,
     PayloadRef,
     Purpose,
@@ -30,6 +31,7 @@ from rollmesh.services.coordinator.core.records import (
 )
 from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.core.turn import CancelEpisodes, DrawTasks, Effect, FinalizeGroup, Refusal, Reply
+from rollmesh.shared.digest import next_digest
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
@@ -40,6 +42,9 @@ class Checkpoint:
     digest: str
     incarnation: int
     content: list[tuple[int, tuple[str, ...]]]
+    dropped: tuple[str, ...] = ()
+    """With `applied`: the dispositions of its last update, if that was not committed when it was saved."""
+    applied: bool = True
 
 
 @dataclass
@@ -73,6 +78,8 @@ class World:
     trainer: Trainer = field(default_factory=Trainer)
     node_step: tuple[int, int] = (0, 0)
     """(incarnation, step) that the inference fleet serves."""
+    published: list[tuple[int, int]] = field(default_factory=list)
+    """Every (incarnation, step) announced, oldest first: what a node may have served."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
 
     # --- the coordinator -------------------------------------------------------------------------------------
@@ -169,16 +176,19 @@ class World:
             cause="the jail broke",
         )
         answer = self.ask(i.ReportEpisodes(ticket=self.ticket(), node_id="worker", reports=(report,)))
-        if isinstance(answer, i.Reported) and answer.results == ("",):
+        assert isinstance(answer, i.Reported)
+        assert not answer.results[0].startswith("INVALID"), answer
+        if answer.results == ("",):
             self.spans.update({s.sample_id: s.steps for s in report.samples if s.sample_id not in self.spans})
 
     def _sample(self, lease: i.EpisodeLease, number: int) -> SampleMeta:
         incarnation, step = self.node_step
         if lease.purpose is Purpose.EVAL:
             incarnation, step = lease.incarnation_min, lease.step_min
-        oldest = self.rng.randint(min(lease.step_min, step), step)
-        spans: tuple[StepSpan, ...] = (StepSpan(step=oldest, incarnation=incarnation, num_tokens=3),)
-        if oldest < step:
+        usable = [v for v in self.published if v <= (incarnation, step) and v[1] >= lease.step_min]
+        first = self.rng.choice(usable or [(incarnation, step)])
+        spans: tuple[StepSpan, ...] = (StepSpan(step=first[1], incarnation=first[0], num_tokens=3),)
+        if first != (incarnation, step):
             spans += (StepSpan(step=step, incarnation=incarnation, num_tokens=2),)
         return SampleMeta(
             sample_id=f"{lease.episode}/{number}",
@@ -195,7 +205,15 @@ class World:
         """A trainer process starts from the newest checkpoint."""
         newest = self.checkpoints[-1] if self.checkpoints else Checkpoint(0, "", 0, [])
         answer = self.ask(
-            i.AttachTrainer(ticket=self.ticket(), last_update=newest.update, digest=newest.digest, **NAMES)
+            i.AttachTrainer(
+                ticket=self.ticket(),
+                last_update=newest.update,
+                digest=newest.digest,
+                dropped=tuple(DroppedSample(sample_id=name, reason="TEST") for name in newest.dropped),
+                named=tuple(newest.dropped),
+                applied=newest.applied,
+                **NAMES,
+            )
         )
         assert isinstance(answer, i.Attached)
         if answer.resolution is i.Resolution.ROLLED_BACK:
@@ -215,6 +233,8 @@ class World:
         version = Version(policy="main", step=t.update, incarnation=t.incarnation, weights_digest=f"w{t.update}")
         self.ask(i.PublishVersion(ticket=self.ticket(), trainer_epoch=t.epoch, version=version, **NAMES))
         self.node_step = (t.incarnation, t.update)
+        if self.node_step not in self.published:
+            self.published.append(self.node_step)
 
     def lease_batch(self) -> None:
         t = self.trainer
@@ -225,12 +245,29 @@ class World:
         if isinstance(answer, i.Batch) and answer.lease_id:
             t.lease, t.stepped = answer, False
 
+    def release_and_repeat(self) -> None:
+        """Give the batch back, then repeat the release late, when the next batch may be out: it must not hit that one."""
+        t = self.trainer
+        if t.lease is None:
+            return
+        release = {"trainer_epoch": t.epoch, "lease_id": t.lease.lease_id, **NAMES}
+        t.lease = None
+        self.ask(i.ReleaseBatch(ticket=self.ticket(), **release))
+        self.lease_batch()
+        self.ask(i.ReleaseBatch(ticket=self.ticket(), **release))
+        if t.lease is not None:
+            again = self.ask(
+                i.LeaseBatch(ticket=self.ticket(), trainer_epoch=t.epoch, update=t.update + 1, wait_s=0.0, **NAMES)
+            )
+            assert isinstance(again, i.Batch)
+            assert again.lease_id == t.lease.lease_id != release["lease_id"]
+
     def step_and_commit(self, *, lose_reply: bool, dropped: Sequence[str] = (), applied: bool = True) -> None:
         """Move the weights, then commit; with `lose_reply` the trainer dies or never hears."""
         t = self.trainer
         if t.lease is None:
             return
-        used = tuple(s.meta.sample_id for s in t.lease.samples) if applied else ()
+        used = tuple(s.meta.sample_id for s in t.lease.samples if s.meta.sample_id not in dropped) if applied else ()
         t.stepped = True
         answer = self.ask(
             i.CommitUpdate(
@@ -238,6 +275,8 @@ class World:
                 trainer_epoch=t.epoch,
                 update=t.update + 1,
                 lease_ids=(t.lease.lease_id,),
+                dropped=tuple(DroppedSample(sample_id=name, reason="TEST") for name in dropped),
+                named=tuple(dropped),
                 applied=applied,
                 **NAMES,
             ),
@@ -249,6 +288,17 @@ class World:
         t.content.append((t.update, used))
         t.digest = answer.digest
         t.lease, t.stepped = None, False
+
+    def save_before_commit(self, *, dropped: Sequence[str], applied: bool) -> None:
+        """Move the weights and make them durable, then die before the commit: the next attach must roll forward."""
+        t = self.trainer
+        if t.lease is None:
+            return
+        used = tuple(s.meta.sample_id for s in t.lease.samples if s.meta.sample_id not in dropped) if applied else ()
+        content = [*t.content, (t.update + 1, used)]
+        digest = next_digest(t.digest, t.update + 1, used)
+        self.checkpoints.append(Checkpoint(t.update + 1, digest, t.incarnation, content, tuple(dropped), applied))
+        self.attach()
 
     def checkpoint(self, *, report: bool) -> None:
         """Make the weights durable, and say so (or die in between)."""

@@ -894,7 +894,7 @@ class ReportEpisodesResponse(_message.Message):
     RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def results(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Empty string: recorded (now or before). Else the reason, e.g. "UNKNOWN_LEASE"."""
+        """Empty string: recorded (now or before). Else the reason, e.g. "UNKNOWN_LEASE" or "INVALID_REPORT: `samples[0].leaf` must be >= 0"."""
 
     def __init__(
         self,

@@ -128,8 +128,11 @@ class CoordinatorServiceServicer(object):
 
     def ReportEpisodes(self, request, context):
         """Reports finished episodes: payload first (its sequence is in the report), then this. Idempotent by (episode, attempt).
-        A lease that expired meanwhile is still accepted if its episode was not given away. Results are per report:
-        UNKNOWN_LEASE: the episode went to someone else or ended; forget it.
+        A lease that expired meanwhile is still accepted if its episode was not given away. Results are per report, and one report never
+        affects another of the same request:
+        UNKNOWN_LEASE: the episode went to another worker or ended, or the lease id is not that of (episode, attempt); forget it.
+        INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than the lease's, weights
+        that were never published. The text names the field. The attempt counts as an infra failure; do not repeat the report.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

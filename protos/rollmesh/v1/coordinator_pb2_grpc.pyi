@@ -52,8 +52,11 @@ class CoordinatorServiceStub:
     """Renews episode leases by a full term and learns which to give up. Idempotent."""
     ReportEpisodes: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ReportEpisodesRequest, _coordinator_pb2.ReportEpisodesResponse]
     """Reports finished episodes: payload first (its sequence is in the report), then this. Idempotent by (episode, attempt).
-    A lease that expired meanwhile is still accepted if its episode was not given away. Results are per report:
-      UNKNOWN_LEASE: the episode went to someone else or ended; forget it.
+    A lease that expired meanwhile is still accepted if its episode was not given away. Results are per report, and one report never
+    affects another of the same request:
+      UNKNOWN_LEASE: the episode went to another worker or ended, or the lease id is not that of (episode, attempt); forget it.
+      INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than the lease's, weights
+        that were never published. The text names the field. The attempt counts as an infra failure; do not repeat the report.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainResponse]
     """Stops giving work to a node and tells it to finish or hand over what it has, and to leave. Idempotent. Leaving shows in GetFleet:
@@ -106,8 +109,11 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     """Renews episode leases by a full term and learns which to give up. Idempotent."""
     ReportEpisodes: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ReportEpisodesRequest, _coordinator_pb2.ReportEpisodesResponse]  # type: ignore[assignment]
     """Reports finished episodes: payload first (its sequence is in the report), then this. Idempotent by (episode, attempt).
-    A lease that expired meanwhile is still accepted if its episode was not given away. Results are per report:
-      UNKNOWN_LEASE: the episode went to someone else or ended; forget it.
+    A lease that expired meanwhile is still accepted if its episode was not given away. Results are per report, and one report never
+    affects another of the same request:
+      UNKNOWN_LEASE: the episode went to another worker or ended, or the lease id is not that of (episode, attempt); forget it.
+      INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than the lease's, weights
+        that were never published. The text names the field. The attempt counts as an infra failure; do not repeat the report.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainResponse]  # type: ignore[assignment]
     """Stops giving work to a node and tells it to finish or hand over what it has, and to leave. Idempotent. Leaving shows in GetFleet:
@@ -187,8 +193,11 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.ReportEpisodesResponse, _abc.Awaitable[_coordinator_pb2.ReportEpisodesResponse]]:
         """Reports finished episodes: payload first (its sequence is in the report), then this. Idempotent by (episode, attempt).
-        A lease that expired meanwhile is still accepted if its episode was not given away. Results are per report:
-          UNKNOWN_LEASE: the episode went to someone else or ended; forget it.
+        A lease that expired meanwhile is still accepted if its episode was not given away. Results are per report, and one report never
+        affects another of the same request:
+          UNKNOWN_LEASE: the episode went to another worker or ended, or the lease id is not that of (episode, attempt); forget it.
+          INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than the lease's, weights
+            that were never published. The text names the field. The attempt counts as an infra failure; do not repeat the report.
         """
 
     @_abc_1.abstractmethod

@@ -77,9 +77,13 @@ Global___DeadKind: _TypeAlias = DeadKind  # noqa: Y015
 
 @_typing.final
 class RunSpec(_message.Message):
-    """What a run is. It changes only by RunChanged. Numbers are taken as they are: an absent one is 0, not a default, and is refused
-    where 0 cannot work. batch_groups, group_size, publish_every and tries_max are at least 1; episode_lease_s, batch_lease_s,
-    group_s_max and eval_s_max are above 0, also for a run that never evaluates.
+    """What a run is. It changes only by RunChanged. Numbers are taken as they are: an absent one is 0, not a default, and is rejected
+    where 0 cannot work, also for a run that never evaluates. Ranges:
+      batch_groups 1 to 65536; group_size 1 to 16384; (max_staleness + 1) * batch_groups * group_size at most 131072 episodes;
+      max_staleness 0 to 131071; publish_every 1 to max_staleness + 1; tries_max 1 to 1000;
+      updates_max, eval_every, export_groups 0 to 1e9; eval_tasks 0 to 100000; tokens_max 0 to 1e15;
+      episode_lease_s, batch_lease_s 0.01 to 86400; group_s_max, eval_s_max 0.01 to 604800; seconds_max 0 to 1e9; stall_s 0 to 604800;
+      policy, learner, eval_split, export_split and success_reward at most 64 characters.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -714,7 +718,7 @@ class SamplesEnded(_message.Message):
     end: _types_pb2.SampleEnd.ValueType
     """How."""
     reason: _builtins.str
-    """E.g. "BEYOND_BOUND", "VOID_VERSION", "RUN_ENDED", "EVALUATED", "IN_DOUBT"."""
+    """E.g. "BEYOND_BOUND", "VOID_VERSION", "RUN_ENDED", "EVALUATED", "IN_DOUBT", "NOT_FINALIZED" (the reward service fails on the group)."""
     group: _builtins.str
     """Group they belong to."""
     @_builtins.property
@@ -840,7 +844,7 @@ class BatchReturned(_message.Message):
     lease_id: _builtins.str
     """Lease."""
     reason: _builtins.str
-    """E.g. "RELEASED", "NOT_IN_CHECKPOINT"."""
+    """E.g. "RELEASED", "NOT_IN_CHECKPOINT", "IN_DOUBT", "RUN_ENDED"."""
     def __init__(
         self,
         *,
@@ -1095,7 +1099,9 @@ class RunEnded(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """"UPDATES_MAX", "SECONDS_MAX", "TOKENS_MAX", "SUCCESS_TARGET", "TASKS_EXHAUSTED" or "STOPPED: ..."."""
+    """"UPDATES_MAX", "SECONDS_MAX", "TOKENS_MAX", "SUCCESS_TARGET", "TASKS_EXHAUSTED", "STOPPED: ..." or "FAILED: ...", which is a bug of
+    the coordinator with its cause. ChangeRun opens a run again that ended at a limit or failed.
+    """
     def __init__(
         self,
         *,

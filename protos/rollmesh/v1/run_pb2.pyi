@@ -15,11 +15,18 @@ The life of a trainer:
     upload weights of step k, PublishVersion; k += 1
   after FENCED or LEASE_EXPIRED: go back to the newest checkpoint and AttachTrainer again.
 
+Every verb of an attached trainer carries `trainer_epoch`, at least 1. A field out of its range, a text that is too long, or a name
+that occurs twice is INVALID_ARGUMENT on every verb, with the field in BadRequest, and nothing was decided.
+
+A bug of the coordinator that a request meets ends the run that it concerns and no other: the request is answered with INTERNAL and
+the cause, RunState.ended begins with "FAILED", and the same request again is OUT_OF_RANGE RUN_ENDED. Do not repeat a request that was
+answered with INTERNAL.
+
 The life of a reader of a run without a learner: whoever has the initial weights attaches, uploads and publishes step 0, and is
 done; StreamSamples until it ends.
 
-The gateway serves all of it. The coordinator serves the decisions among these verbs itself (all but FetchSamples and
-StreamSamples, which it answers with UNIMPLEMENTED) to the gateway, which adds payloads.
+The gateway serves all of it. The coordinator serves the decisions among these verbs itself, to the gateway, which adds payloads.
+On the coordinator's port FetchSamples and StreamSamples are UNIMPLEMENTED, although its reflection lists them.
 """
 
 from collections import abc as _abc
@@ -49,9 +56,9 @@ class _AttachResolutionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Atta
     ATTACH_RESOLUTION_UNSPECIFIED: _AttachResolution.ValueType  # 0
     """Invalid."""
     ATTACH_RESOLUTION_CONTINUED: _AttachResolution.ValueType  # 1
-    """First trainer, or the checkpoint equals the ledger; batches in doubt went back to READY."""
+    """First trainer, or the checkpoint equals the ledger; batches in doubt are READY again. Also the answer to a repeated call."""
     ATTACH_RESOLUTION_ROLLED_FORWARD: _AttachResolution.ValueType  # 2
-    """The checkpoint holds the update that was in doubt: it counts."""
+    """The checkpoint holds the update that was in doubt, with the digest that committing it gives: it counts."""
     ATTACH_RESOLUTION_ROLLED_BACK: _AttachResolution.ValueType  # 3
     """The checkpoint is older than the ledger: incarnation + 1, later steps void, their samples back if still in bound."""
 
@@ -61,9 +68,9 @@ class AttachResolution(_AttachResolution, metaclass=_AttachResolutionEnumTypeWra
 ATTACH_RESOLUTION_UNSPECIFIED: AttachResolution.ValueType  # 0
 """Invalid."""
 ATTACH_RESOLUTION_CONTINUED: AttachResolution.ValueType  # 1
-"""First trainer, or the checkpoint equals the ledger; batches in doubt went back to READY."""
+"""First trainer, or the checkpoint equals the ledger; batches in doubt are READY again. Also the answer to a repeated call."""
 ATTACH_RESOLUTION_ROLLED_FORWARD: AttachResolution.ValueType  # 2
-"""The checkpoint holds the update that was in doubt: it counts."""
+"""The checkpoint holds the update that was in doubt, with the digest that committing it gives: it counts."""
 ATTACH_RESOLUTION_ROLLED_BACK: AttachResolution.ValueType  # 3
 """The checkpoint is older than the ledger: incarnation + 1, later steps void, their samples back if still in bound."""
 Global___AttachResolution: _TypeAlias = AttachResolution  # noqa: Y015
@@ -125,7 +132,7 @@ class _TrainerCommandEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Traine
     TRAINER_COMMAND_UNSPECIFIED: _TrainerCommand.ValueType  # 0
     """None."""
     TRAINER_COMMAND_STOP: _TrainerCommand.ValueType  # 1
-    """Stop after the present update; write a checkpoint."""
+    """The run has ended. Commit or release the batch that is held, write a checkpoint, report it, publish the last version, disconnect."""
     TRAINER_COMMAND_CHECKPOINT: _TrainerCommand.ValueType  # 2
     """Write a checkpoint after the present update."""
 
@@ -135,7 +142,7 @@ class TrainerCommand(_TrainerCommand, metaclass=_TrainerCommandEnumTypeWrapper):
 TRAINER_COMMAND_UNSPECIFIED: TrainerCommand.ValueType  # 0
 """None."""
 TRAINER_COMMAND_STOP: TrainerCommand.ValueType  # 1
-"""Stop after the present update; write a checkpoint."""
+"""The run has ended. Commit or release the batch that is held, write a checkpoint, report it, publish the last version, disconnect."""
 TRAINER_COMMAND_CHECKPOINT: TrainerCommand.ValueType  # 2
 """Write a checkpoint after the present update."""
 Global___TrainerCommand: _TypeAlias = TrainerCommand  # noqa: Y015
@@ -196,7 +203,7 @@ class ChangeRunRequest(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     CHANGE_ID_FIELD_NUMBER: _builtins.int
     change_id: _builtins.str
-    """Chosen by the caller, the same for a repetition."""
+    """Chosen by the caller, the same for a repetition; 1 to 256 characters."""
     @_builtins.property
     def spec(self) -> _events_pb2.RunSpec:
         """What the run is to be, whole; `spec.run` names it."""
@@ -349,6 +356,8 @@ class AttachTrainerRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     HOLDER_FIELD_NUMBER: _builtins.int
     KEEPS_NO_CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Run."""
     policy: _builtins.str
@@ -356,15 +365,23 @@ class AttachTrainerRequest(_message.Message):
     learner: _builtins.str
     """Learner it is."""
     last_update: _builtins.int
-    """Last update in its checkpoint; 0 for fresh weights."""
+    """Last update in its checkpoint; 0 for fresh weights. At least 0."""
     digest: _builtins.str
     """Digest after that update, from CommitUpdate; empty for last_update 0."""
     holder: _builtins.str
-    """For messages: host, process."""
+    """For messages: host, process. At most 256 characters."""
     keeps_no_checkpoints: _builtins.bool
     """True for a trainer that keeps no checkpoints: its samples are TRAINED at commit, and what was in doubt when it attaches
-    again ends as failed(IN_DOUBT): rather lost than doubled.
+    again ends as failed(IN_DOUBT): a loss is better than a duplicate.
     """
+    outcome: Global___UpdateOutcome.ValueType
+    """Outcome of update `last_update`, with the meaning of CommitUpdateRequest.outcome. Absent means APPLIED."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___DisposedSample]:
+        """Dispositions of update `last_update`, with the meaning of CommitUpdateRequest.samples: needed to roll forward an update that dropped
+        samples, because its digest does not cover them. Ignored unless that update is the one in doubt. Absent samples are USED.
+        """
+
     def __init__(
         self,
         *,
@@ -375,10 +392,12 @@ class AttachTrainerRequest(_message.Message):
         digest: _builtins.str = ...,
         holder: _builtins.str = ...,
         keeps_no_checkpoints: _builtins.bool = ...,
+        samples: _abc.Iterable[Global___DisposedSample] | None = ...,
+        outcome: Global___UpdateOutcome.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "holder", b"holder", "keeps_no_checkpoints", b"keeps_no_checkpoints", "last_update", b"last_update", "learner", b"learner", "policy", b"policy", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "holder", b"holder", "keeps_no_checkpoints", b"keeps_no_checkpoints", "last_update", b"last_update", "learner", b"learner", "outcome", b"outcome", "policy", b"policy", "run", b"run", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -438,7 +457,9 @@ Global___AttachTrainerResponse: _TypeAlias = AttachTrainerResponse  # noqa: Y015
 
 @_typing.final
 class BatchGeometry(_message.Message):
-    """How much a batch holds. Whole groups are leased until the amount is reached."""
+    """How much a batch holds. Whole groups are leased until the amount is reached. For update k at most (max_staleness + 1) * batch_groups
+    groups can be READY, up to the last update of the run; a larger amount is INVALID_ARGUMENT, also in samples and tokens.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -554,7 +575,10 @@ class LeasedSample(_message.Message):
     task: _builtins.str
     """Task."""
     staleness: _builtins.int
-    """Staleness for this update, (update - 1) - (oldest step among its trained POLICY tokens); -1 if it trains on none."""
+    """Staleness for this update, (update - 1) - (oldest step among its trained POLICY tokens); -1 if it trains on none. To recompute it:
+    follow Segment.parent from `meta.leaf` to the root, take the segments of source POLICY whose version.policy is `meta.policy`
+    and whose loss_mask has a 1, leave out those with version.step below `mask_below_step`, and take the smallest version.step.
+    """
     mask_below_step: _builtins.int
     """Set under bound policy `mask`: the trainer takes loss_mask as 0 in segments of source POLICY, of this sample's policy, whose
     version.step is below this. 0 means none.
@@ -599,9 +623,11 @@ class LeaseBatchResponse(_message.Message):
     lease_id: _builtins.str
     """Empty if there is no batch yet."""
     waiting_for: _builtins.str
-    """What the lease waits for, e.g. "READY groups: 9 of 16, 7 generating"; empty if lease_id is set."""
+    """What the lease waits for, in the unit that was asked for, e.g. "READY samples: 7 of 64, 2 groups on their way". If no group is on
+    its way, also why. Empty if lease_id is set.
+    """
     lease_s: _builtins.float
-    """Seconds until the lease expires unless renewed."""
+    """Seconds until the lease expires unless renewed: a full term for a new lease, what is left for one that is returned again."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeasedSample]:
         """The samples."""
@@ -778,7 +804,7 @@ class DisposedSample(_message.Message):
     disposition: Global___SampleDisposition.ValueType
     """What was done."""
     reason: _builtins.str
-    """For DROPPED, e.g. "TOO_LONG"."""
+    """For DROPPED, e.g. "TOO_LONG": at most 64 characters of A-Z a-z 0-9 _ . : / -. Absent means "DROPPED"."""
     def __init__(
         self,
         *,
@@ -822,7 +848,7 @@ class CommitUpdateRequest(_message.Message):
     """What became of it."""
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Leases it used."""
+        """The lease of this update. Empty if none is out: the update then uses no sample."""
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___DisposedSample]:
@@ -1232,7 +1258,7 @@ class StopRunRequest(_message.Message):
     run: _builtins.str
     """Run."""
     reason: _builtins.str
-    """For the record."""
+    """For the record. At most 1024 characters."""
     def __init__(
         self,
         *,

@@ -137,7 +137,8 @@ class RunServiceServicer(object):
     """
 
     def CreateRun(self, request, context):
-        """Makes a run. Idempotent: the same run with the same spec succeeds and changes nothing.
+        """Makes a run. Idempotent: the same run with the same spec succeeds and changes nothing, also after the run has ended. The name of a
+        run stays taken while the mesh stores its ledger.
         Errors:
         ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
         INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
@@ -153,6 +154,7 @@ class RunServiceServicer(object):
         """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
         a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
         Errors:
+        INVALID_ARGUMENT: no change_id.
         NOT_FOUND UNKNOWN_RUN.
         as CreateRun: another run is live.
         FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
@@ -178,28 +180,37 @@ class RunServiceServicer(object):
 
     def AttachTrainer(self, request, context):
         """Makes the caller the one trainer of (policy, learner); fences every older one. Resolves what the last trainer left: the
-        caller's checkpoint is the truth about what its weights contain. Repeatable: each call makes a new epoch.
+        caller's checkpoint is the truth about what its weights contain. Repeatable: each call makes a new epoch. After a lost answer,
+        call again with the same checkpoint: the second answer is CONTINUED, whatever the first call did. `next_update` and
+        `incarnation` say where the run stands; `resolution` says what this call changed, not what the caller's weights contain.
+        A run that has ended accepts attaches, so that its last checkpoint and version can be reported.
         Errors:
+        INVALID_ARGUMENT: last_update below 0, a sample named twice.
         NOT_FOUND UNKNOWN_RUN: CreateRun first.
         FAILED_PRECONDITION DIGEST_MISMATCH: the checkpoint is of another history (another run, or a lost ledger); attach with
         the checkpoint that belongs to this run, or create a new run.
-        OUT_OF_RANGE UNKNOWN_UPDATE: the checkpoint is ahead of the ledger by more than the batch in doubt, or older than the
-        digests kept; use a newer checkpoint or a new run.
+        OUT_OF_RANGE UNKNOWN_UPDATE: the checkpoint is ahead of the ledger and its last update is not the one in doubt with this
+        digest, or it is older than the digests kept. If samples of that update were dropped or it was skipped, pass `samples` and
+        `outcome`; otherwise use another checkpoint or a new run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaseBatch(self, request, context):
-        """Leases the batch of update k. Unary, waits up to wait_s. Idempotent by (epoch, update): asking again returns the same
-        lease. The bound is checked here and again at commit.
+        """Leases the batch of update k. Unary, waits up to wait_s. An update has at most one lease at a time. Idempotent by (epoch,
+        update): while that lease is out, asking again returns it, with the seconds that it has left, whatever `geometry` the second call
+        has; release it to lease another amount. The bound is checked here and again at commit.
+        The batch is as large as `geometry` asks, with one exception: if fewer samples are READY, none is on its way, and admission is
+        closed until the next commit or publication, what is READY is leased.
         Errors:
+        INVALID_ARGUMENT: an amount that admission can never supply; the message and the metadata `amount_max` give the largest.
         ABORTED FENCED: a newer trainer has attached; stop, or attach again from the newest checkpoint.
         FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
         FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata says which is.
         FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
         FAILED_PRECONDITION NO_LEARNER: the run exports its samples; StreamSamples.
-        OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update.
+        OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is out is still returned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,7 +220,7 @@ class RunServiceServicer(object):
         """Streams the payloads of a lease, or of one shard of it, at most one episode per message. Repeatable while the lease lives.
         Every shard has whole samples; the union of the n shards is the lease.
         Errors:
-        NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
+        NOT_FOUND UNKNOWN_LEASE: never granted, committed or released, or expired in a run that has ended.
         ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
         DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
         cannot be read, or that contradicts the reported metadata, does not fail the call: its message carries `failure`.
@@ -229,13 +240,20 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Commits update k: its samples are APPLIED. Idempotent: the same commit again returns the same digest.
+        """Commits update k: its samples are APPLIED. Idempotent: the same commit again, with the same leases, outcome and set of dropped
+        samples, returns the same digest; the reasons of the first call stand. A commit names the lease of its update if one is out; one
+        without a lease uses no sample. A batch that is held may be committed after the run has ended.
         Errors:
         ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: the update does not count; go back to the checkpoint, attach again.
-        FAILED_PRECONDITION BEYOND_BOUND: a sample is older than the bound at this update (a bug, or a changed bound); the
-        lease stays; drop that sample and train again.
-        ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
-        INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
+        NOT_FOUND UNKNOWN_LEASE: as LEASE_EXPIRED.
+        FAILED_PRECONDITION LEASE_OUT: a lease of this update is out and not named; name it, or release it first.
+        FAILED_PRECONDITION WRONG_UPDATE: k is not the next update, or the lease is of another; go back to the checkpoint, attach again.
+        FAILED_PRECONDITION BEYOND_BOUND: samples are older than the bound at this update. The lease stays. Restore the weights from
+        before this update, or attach again from the newest checkpoint; drop the samples in the metadata `sample_ids`; train again.
+        ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases, another outcome or other dropped samples; go back
+        to the checkpoint, attach again.
+        OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
+        INVALID_ARGUMENT: a lease or sample that is named twice, a disposition for a sample that is not in the lease.
         FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -243,16 +261,18 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseBatch(self, request, context):
-        """Gives a lease back unused: its samples are READY again. Idempotent.
+        """Gives a lease back unused: its samples are READY again. Idempotent: releasing a lease of this epoch again is OK. In a run that has
+        ended, the samples end as cancelled(RUN_ENDED).
         Errors:
-        ABORTED FENCED, NOT_FOUND UNKNOWN_LEASE: nothing to give back.
+        ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
+        NOT_FOUND UNKNOWN_LEASE: never granted in this epoch, or committed. A trainer that only wanted to release has nothing to do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportCheckpoint(self, request, context):
-        """Says that a checkpoint holding update k is durable: samples up to k are TRAINED. Idempotent.
+        """Says that a checkpoint holding update k is durable: samples up to k are TRAINED. Idempotent. Update 0 has the empty digest.
         Errors:
         ABORTED FENCED; FAILED_PRECONDITION DIGEST_MISMATCH; OUT_OF_RANGE UNKNOWN_UPDATE: k was never committed.
         """
@@ -261,7 +281,7 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PublishVersion(self, request, context):
-        """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest.
+        """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest, also after the next commit.
         Errors:
         ABORTED FENCED; FAILED_PRECONDITION WRONG_VERSION: not a committed step of this incarnation.
         ALREADY_EXISTS VERSION_CONFLICT: this (step, incarnation) was published with another digest.
@@ -287,8 +307,8 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """Progress of a run, and commands to its trainers (stop, checkpoint now). Starts with the present state; best effort:
-        a slow watcher misses intermediate events, never the newest state.
+        """Progress of a run, and commands to its trainers. Starts with the present state; best effort: a slow watcher misses intermediate
+        events, never the newest state.
         Errors:
         NOT_FOUND UNKNOWN_RUN.
         """
@@ -306,7 +326,8 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StopRun(self, request, context):
-        """Stops a run: nothing new is admitted, running episodes are cancelled, trainers are told. Idempotent.
+        """Stops a run: nothing new is admitted or leased, running episodes are cancelled, WatchRun sends STOP. Idempotent. A batch that is
+        held may still be committed; samples that are released, or whose lease expires, end as cancelled(RUN_ENDED).
         Errors:
         NOT_FOUND UNKNOWN_RUN.
         """

@@ -15,11 +15,18 @@ The life of a trainer:
     upload weights of step k, PublishVersion; k += 1
   after FENCED or LEASE_EXPIRED: go back to the newest checkpoint and AttachTrainer again.
 
+Every verb of an attached trainer carries `trainer_epoch`, at least 1. A field out of its range, a text that is too long, or a name
+that occurs twice is INVALID_ARGUMENT on every verb, with the field in BadRequest, and nothing was decided.
+
+A bug of the coordinator that a request meets ends the run that it concerns and no other: the request is answered with INTERNAL and
+the cause, RunState.ended begins with "FAILED", and the same request again is OUT_OF_RANGE RUN_ENDED. Do not repeat a request that was
+answered with INTERNAL.
+
 The life of a reader of a run without a learner: whoever has the initial weights attaches, uploads and publishes step 0, and is
 done; StreamSamples until it ends.
 
-The gateway serves all of it. The coordinator serves the decisions among these verbs itself (all but FetchSamples and
-StreamSamples, which it answers with UNIMPLEMENTED) to the gateway, which adds payloads.
+The gateway serves all of it. The coordinator serves the decisions among these verbs itself, to the gateway, which adds payloads.
+On the coordinator's port FetchSamples and StreamSamples are UNIMPLEMENTED, although its reflection lists them.
 """
 
 from collections import abc as _abc
@@ -53,7 +60,8 @@ class RunServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RunServiceAsyncStub: ...
     CreateRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.CreateRunRequest, _run_pb2.CreateRunResponse]
-    """Makes a run. Idempotent: the same run with the same spec succeeds and changes nothing.
+    """Makes a run. Idempotent: the same run with the same spec succeeds and changes nothing, also after the run has ended. The name of a
+    run stays taken while the mesh stores its ledger.
     Errors:
       ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
       INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
@@ -65,6 +73,7 @@ class RunServiceStub:
     """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
     a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
     Errors:
+      INVALID_ARGUMENT: no change_id.
       NOT_FOUND UNKNOWN_RUN.
       as CreateRun: another run is live.
       FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
@@ -76,30 +85,39 @@ class RunServiceStub:
     """Adds finished samples (DATASET or PREFERENCE stages). Answered UNIMPLEMENTED in this version."""
     AttachTrainer: _grpc.UnaryUnaryMultiCallable[_run_pb2.AttachTrainerRequest, _run_pb2.AttachTrainerResponse]
     """Makes the caller the one trainer of (policy, learner); fences every older one. Resolves what the last trainer left: the
-    caller's checkpoint is the truth about what its weights contain. Repeatable: each call makes a new epoch.
+    caller's checkpoint is the truth about what its weights contain. Repeatable: each call makes a new epoch. After a lost answer,
+    call again with the same checkpoint: the second answer is CONTINUED, whatever the first call did. `next_update` and
+    `incarnation` say where the run stands; `resolution` says what this call changed, not what the caller's weights contain.
+    A run that has ended accepts attaches, so that its last checkpoint and version can be reported.
     Errors:
+      INVALID_ARGUMENT: last_update below 0, a sample named twice.
       NOT_FOUND UNKNOWN_RUN: CreateRun first.
       FAILED_PRECONDITION DIGEST_MISMATCH: the checkpoint is of another history (another run, or a lost ledger); attach with
         the checkpoint that belongs to this run, or create a new run.
-      OUT_OF_RANGE UNKNOWN_UPDATE: the checkpoint is ahead of the ledger by more than the batch in doubt, or older than the
-        digests kept; use a newer checkpoint or a new run.
+      OUT_OF_RANGE UNKNOWN_UPDATE: the checkpoint is ahead of the ledger and its last update is not the one in doubt with this
+        digest, or it is older than the digests kept. If samples of that update were dropped or it was skipped, pass `samples` and
+        `outcome`; otherwise use another checkpoint or a new run.
     """
     LeaseBatch: _grpc.UnaryUnaryMultiCallable[_run_pb2.LeaseBatchRequest, _run_pb2.LeaseBatchResponse]
-    """Leases the batch of update k. Unary, waits up to wait_s. Idempotent by (epoch, update): asking again returns the same
-    lease. The bound is checked here and again at commit.
+    """Leases the batch of update k. Unary, waits up to wait_s. An update has at most one lease at a time. Idempotent by (epoch,
+    update): while that lease is out, asking again returns it, with the seconds that it has left, whatever `geometry` the second call
+    has; release it to lease another amount. The bound is checked here and again at commit.
+    The batch is as large as `geometry` asks, with one exception: if fewer samples are READY, none is on its way, and admission is
+    closed until the next commit or publication, what is READY is leased.
     Errors:
+      INVALID_ARGUMENT: an amount that admission can never supply; the message and the metadata `amount_max` give the largest.
       ABORTED FENCED: a newer trainer has attached; stop, or attach again from the newest checkpoint.
       FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
       FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata says which is.
       FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples; StreamSamples.
-      OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update.
+      OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is out is still returned.
     """
     FetchSamples: _grpc.UnaryStreamMultiCallable[_run_pb2.FetchSamplesRequest, _run_pb2.FetchSamplesResponse]
     """Streams the payloads of a lease, or of one shard of it, at most one episode per message. Repeatable while the lease lives.
     Every shard has whole samples; the union of the n shards is the lease.
     Errors:
-      NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
+      NOT_FOUND UNKNOWN_LEASE: never granted, committed or released, or expired in a run that has ended.
       ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
       DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
         cannot be read, or that contradicts the reported metadata, does not fail the call: its message carries `failure`.
@@ -111,27 +129,36 @@ class RunServiceStub:
       NOT_FOUND UNKNOWN_LEASE, ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
     """
     CommitUpdate: _grpc.UnaryUnaryMultiCallable[_run_pb2.CommitUpdateRequest, _run_pb2.CommitUpdateResponse]
-    """Commits update k: its samples are APPLIED. Idempotent: the same commit again returns the same digest.
+    """Commits update k: its samples are APPLIED. Idempotent: the same commit again, with the same leases, outcome and set of dropped
+    samples, returns the same digest; the reasons of the first call stand. A commit names the lease of its update if one is out; one
+    without a lease uses no sample. A batch that is held may be committed after the run has ended.
     Errors:
       ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: the update does not count; go back to the checkpoint, attach again.
-      FAILED_PRECONDITION BEYOND_BOUND: a sample is older than the bound at this update (a bug, or a changed bound); the
-        lease stays; drop that sample and train again.
-      ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
-      INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
+      NOT_FOUND UNKNOWN_LEASE: as LEASE_EXPIRED.
+      FAILED_PRECONDITION LEASE_OUT: a lease of this update is out and not named; name it, or release it first.
+      FAILED_PRECONDITION WRONG_UPDATE: k is not the next update, or the lease is of another; go back to the checkpoint, attach again.
+      FAILED_PRECONDITION BEYOND_BOUND: samples are older than the bound at this update. The lease stays. Restore the weights from
+        before this update, or attach again from the newest checkpoint; drop the samples in the metadata `sample_ids`; train again.
+      ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases, another outcome or other dropped samples; go back
+        to the checkpoint, attach again.
+      OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
+      INVALID_ARGUMENT: a lease or sample that is named twice, a disposition for a sample that is not in the lease.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
     """
     ReleaseBatch: _grpc.UnaryUnaryMultiCallable[_run_pb2.ReleaseBatchRequest, _run_pb2.ReleaseBatchResponse]
-    """Gives a lease back unused: its samples are READY again. Idempotent.
+    """Gives a lease back unused: its samples are READY again. Idempotent: releasing a lease of this epoch again is OK. In a run that has
+    ended, the samples end as cancelled(RUN_ENDED).
     Errors:
-      ABORTED FENCED, NOT_FOUND UNKNOWN_LEASE: nothing to give back.
+      ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
+      NOT_FOUND UNKNOWN_LEASE: never granted in this epoch, or committed. A trainer that only wanted to release has nothing to do.
     """
     ReportCheckpoint: _grpc.UnaryUnaryMultiCallable[_run_pb2.ReportCheckpointRequest, _run_pb2.ReportCheckpointResponse]
-    """Says that a checkpoint holding update k is durable: samples up to k are TRAINED. Idempotent.
+    """Says that a checkpoint holding update k is durable: samples up to k are TRAINED. Idempotent. Update 0 has the empty digest.
     Errors:
       ABORTED FENCED; FAILED_PRECONDITION DIGEST_MISMATCH; OUT_OF_RANGE UNKNOWN_UPDATE: k was never committed.
     """
     PublishVersion: _grpc.UnaryUnaryMultiCallable[_run_pb2.PublishVersionRequest, _run_pb2.PublishVersionResponse]
-    """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest.
+    """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest, also after the next commit.
     Errors:
       ABORTED FENCED; FAILED_PRECONDITION WRONG_VERSION: not a committed step of this incarnation.
       ALREADY_EXISTS VERSION_CONFLICT: this (step, incarnation) was published with another digest.
@@ -149,8 +176,8 @@ class RunServiceStub:
       INVALID_ARGUMENT: a cursor that no response held.
     """
     WatchRun: _grpc.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]
-    """Progress of a run, and commands to its trainers (stop, checkpoint now). Starts with the present state; best effort:
-    a slow watcher misses intermediate events, never the newest state.
+    """Progress of a run, and commands to its trainers. Starts with the present state; best effort: a slow watcher misses intermediate
+    events, never the newest state.
     Errors:
       NOT_FOUND UNKNOWN_RUN.
     """
@@ -160,7 +187,8 @@ class RunServiceStub:
       NOT_FOUND UNKNOWN_RUN.
     """
     StopRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.StopRunRequest, _run_pb2.StopRunResponse]
-    """Stops a run: nothing new is admitted, running episodes are cancelled, trainers are told. Idempotent.
+    """Stops a run: nothing new is admitted or leased, running episodes are cancelled, WatchRun sends STOP. Idempotent. A batch that is
+    held may still be committed; samples that are released, or whose lease expires, end as cancelled(RUN_ENDED).
     Errors:
       NOT_FOUND UNKNOWN_RUN.
     """
@@ -194,7 +222,8 @@ class RunServiceAsyncStub(RunServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     CreateRun: _aio.UnaryUnaryMultiCallable[_run_pb2.CreateRunRequest, _run_pb2.CreateRunResponse]  # type: ignore[assignment]
-    """Makes a run. Idempotent: the same run with the same spec succeeds and changes nothing.
+    """Makes a run. Idempotent: the same run with the same spec succeeds and changes nothing, also after the run has ended. The name of a
+    run stays taken while the mesh stores its ledger.
     Errors:
       ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
       INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
@@ -206,6 +235,7 @@ class RunServiceAsyncStub(RunServiceStub):
     """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
     a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
     Errors:
+      INVALID_ARGUMENT: no change_id.
       NOT_FOUND UNKNOWN_RUN.
       as CreateRun: another run is live.
       FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
@@ -217,30 +247,39 @@ class RunServiceAsyncStub(RunServiceStub):
     """Adds finished samples (DATASET or PREFERENCE stages). Answered UNIMPLEMENTED in this version."""
     AttachTrainer: _aio.UnaryUnaryMultiCallable[_run_pb2.AttachTrainerRequest, _run_pb2.AttachTrainerResponse]  # type: ignore[assignment]
     """Makes the caller the one trainer of (policy, learner); fences every older one. Resolves what the last trainer left: the
-    caller's checkpoint is the truth about what its weights contain. Repeatable: each call makes a new epoch.
+    caller's checkpoint is the truth about what its weights contain. Repeatable: each call makes a new epoch. After a lost answer,
+    call again with the same checkpoint: the second answer is CONTINUED, whatever the first call did. `next_update` and
+    `incarnation` say where the run stands; `resolution` says what this call changed, not what the caller's weights contain.
+    A run that has ended accepts attaches, so that its last checkpoint and version can be reported.
     Errors:
+      INVALID_ARGUMENT: last_update below 0, a sample named twice.
       NOT_FOUND UNKNOWN_RUN: CreateRun first.
       FAILED_PRECONDITION DIGEST_MISMATCH: the checkpoint is of another history (another run, or a lost ledger); attach with
         the checkpoint that belongs to this run, or create a new run.
-      OUT_OF_RANGE UNKNOWN_UPDATE: the checkpoint is ahead of the ledger by more than the batch in doubt, or older than the
-        digests kept; use a newer checkpoint or a new run.
+      OUT_OF_RANGE UNKNOWN_UPDATE: the checkpoint is ahead of the ledger and its last update is not the one in doubt with this
+        digest, or it is older than the digests kept. If samples of that update were dropped or it was skipped, pass `samples` and
+        `outcome`; otherwise use another checkpoint or a new run.
     """
     LeaseBatch: _aio.UnaryUnaryMultiCallable[_run_pb2.LeaseBatchRequest, _run_pb2.LeaseBatchResponse]  # type: ignore[assignment]
-    """Leases the batch of update k. Unary, waits up to wait_s. Idempotent by (epoch, update): asking again returns the same
-    lease. The bound is checked here and again at commit.
+    """Leases the batch of update k. Unary, waits up to wait_s. An update has at most one lease at a time. Idempotent by (epoch,
+    update): while that lease is out, asking again returns it, with the seconds that it has left, whatever `geometry` the second call
+    has; release it to lease another amount. The bound is checked here and again at commit.
+    The batch is as large as `geometry` asks, with one exception: if fewer samples are READY, none is on its way, and admission is
+    closed until the next commit or publication, what is READY is leased.
     Errors:
+      INVALID_ARGUMENT: an amount that admission can never supply; the message and the metadata `amount_max` give the largest.
       ABORTED FENCED: a newer trainer has attached; stop, or attach again from the newest checkpoint.
       FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
       FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata says which is.
       FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples; StreamSamples.
-      OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update.
+      OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is out is still returned.
     """
     FetchSamples: _aio.UnaryStreamMultiCallable[_run_pb2.FetchSamplesRequest, _run_pb2.FetchSamplesResponse]  # type: ignore[assignment]
     """Streams the payloads of a lease, or of one shard of it, at most one episode per message. Repeatable while the lease lives.
     Every shard has whole samples; the union of the n shards is the lease.
     Errors:
-      NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
+      NOT_FOUND UNKNOWN_LEASE: never granted, committed or released, or expired in a run that has ended.
       ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
       DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
         cannot be read, or that contradicts the reported metadata, does not fail the call: its message carries `failure`.
@@ -252,27 +291,36 @@ class RunServiceAsyncStub(RunServiceStub):
       NOT_FOUND UNKNOWN_LEASE, ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
     """
     CommitUpdate: _aio.UnaryUnaryMultiCallable[_run_pb2.CommitUpdateRequest, _run_pb2.CommitUpdateResponse]  # type: ignore[assignment]
-    """Commits update k: its samples are APPLIED. Idempotent: the same commit again returns the same digest.
+    """Commits update k: its samples are APPLIED. Idempotent: the same commit again, with the same leases, outcome and set of dropped
+    samples, returns the same digest; the reasons of the first call stand. A commit names the lease of its update if one is out; one
+    without a lease uses no sample. A batch that is held may be committed after the run has ended.
     Errors:
       ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: the update does not count; go back to the checkpoint, attach again.
-      FAILED_PRECONDITION BEYOND_BOUND: a sample is older than the bound at this update (a bug, or a changed bound); the
-        lease stays; drop that sample and train again.
-      ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
-      INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
+      NOT_FOUND UNKNOWN_LEASE: as LEASE_EXPIRED.
+      FAILED_PRECONDITION LEASE_OUT: a lease of this update is out and not named; name it, or release it first.
+      FAILED_PRECONDITION WRONG_UPDATE: k is not the next update, or the lease is of another; go back to the checkpoint, attach again.
+      FAILED_PRECONDITION BEYOND_BOUND: samples are older than the bound at this update. The lease stays. Restore the weights from
+        before this update, or attach again from the newest checkpoint; drop the samples in the metadata `sample_ids`; train again.
+      ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases, another outcome or other dropped samples; go back
+        to the checkpoint, attach again.
+      OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
+      INVALID_ARGUMENT: a lease or sample that is named twice, a disposition for a sample that is not in the lease.
       FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
     """
     ReleaseBatch: _aio.UnaryUnaryMultiCallable[_run_pb2.ReleaseBatchRequest, _run_pb2.ReleaseBatchResponse]  # type: ignore[assignment]
-    """Gives a lease back unused: its samples are READY again. Idempotent.
+    """Gives a lease back unused: its samples are READY again. Idempotent: releasing a lease of this epoch again is OK. In a run that has
+    ended, the samples end as cancelled(RUN_ENDED).
     Errors:
-      ABORTED FENCED, NOT_FOUND UNKNOWN_LEASE: nothing to give back.
+      ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
+      NOT_FOUND UNKNOWN_LEASE: never granted in this epoch, or committed. A trainer that only wanted to release has nothing to do.
     """
     ReportCheckpoint: _aio.UnaryUnaryMultiCallable[_run_pb2.ReportCheckpointRequest, _run_pb2.ReportCheckpointResponse]  # type: ignore[assignment]
-    """Says that a checkpoint holding update k is durable: samples up to k are TRAINED. Idempotent.
+    """Says that a checkpoint holding update k is durable: samples up to k are TRAINED. Idempotent. Update 0 has the empty digest.
     Errors:
       ABORTED FENCED; FAILED_PRECONDITION DIGEST_MISMATCH; OUT_OF_RANGE UNKNOWN_UPDATE: k was never committed.
     """
     PublishVersion: _aio.UnaryUnaryMultiCallable[_run_pb2.PublishVersionRequest, _run_pb2.PublishVersionResponse]  # type: ignore[assignment]
-    """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest.
+    """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest, also after the next commit.
     Errors:
       ABORTED FENCED; FAILED_PRECONDITION WRONG_VERSION: not a committed step of this incarnation.
       ALREADY_EXISTS VERSION_CONFLICT: this (step, incarnation) was published with another digest.
@@ -290,8 +338,8 @@ class RunServiceAsyncStub(RunServiceStub):
       INVALID_ARGUMENT: a cursor that no response held.
     """
     WatchRun: _aio.UnaryStreamMultiCallable[_run_pb2.WatchRunRequest, _run_pb2.WatchRunResponse]  # type: ignore[assignment]
-    """Progress of a run, and commands to its trainers (stop, checkpoint now). Starts with the present state; best effort:
-    a slow watcher misses intermediate events, never the newest state.
+    """Progress of a run, and commands to its trainers. Starts with the present state; best effort: a slow watcher misses intermediate
+    events, never the newest state.
     Errors:
       NOT_FOUND UNKNOWN_RUN.
     """
@@ -301,7 +349,8 @@ class RunServiceAsyncStub(RunServiceStub):
       NOT_FOUND UNKNOWN_RUN.
     """
     StopRun: _aio.UnaryUnaryMultiCallable[_run_pb2.StopRunRequest, _run_pb2.StopRunResponse]  # type: ignore[assignment]
-    """Stops a run: nothing new is admitted, running episodes are cancelled, trainers are told. Idempotent.
+    """Stops a run: nothing new is admitted or leased, running episodes are cancelled, WatchRun sends STOP. Idempotent. A batch that is
+    held may still be committed; samples that are released, or whose lease expires, end as cancelled(RUN_ENDED).
     Errors:
       NOT_FOUND UNKNOWN_RUN.
     """
@@ -338,7 +387,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.CreateRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.CreateRunResponse, _abc.Awaitable[_run_pb2.CreateRunResponse]]:
-        """Makes a run. Idempotent: the same run with the same spec succeeds and changes nothing.
+        """Makes a run. Idempotent: the same run with the same spec succeeds and changes nothing, also after the run has ended. The name of a
+        run stays taken while the mesh stores its ledger.
         Errors:
           ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
           INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
@@ -356,6 +406,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
         a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
         Errors:
+          INVALID_ARGUMENT: no change_id.
           NOT_FOUND UNKNOWN_RUN.
           as CreateRun: another run is live.
           FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
@@ -385,13 +436,18 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.AttachTrainerResponse, _abc.Awaitable[_run_pb2.AttachTrainerResponse]]:
         """Makes the caller the one trainer of (policy, learner); fences every older one. Resolves what the last trainer left: the
-        caller's checkpoint is the truth about what its weights contain. Repeatable: each call makes a new epoch.
+        caller's checkpoint is the truth about what its weights contain. Repeatable: each call makes a new epoch. After a lost answer,
+        call again with the same checkpoint: the second answer is CONTINUED, whatever the first call did. `next_update` and
+        `incarnation` say where the run stands; `resolution` says what this call changed, not what the caller's weights contain.
+        A run that has ended accepts attaches, so that its last checkpoint and version can be reported.
         Errors:
+          INVALID_ARGUMENT: last_update below 0, a sample named twice.
           NOT_FOUND UNKNOWN_RUN: CreateRun first.
           FAILED_PRECONDITION DIGEST_MISMATCH: the checkpoint is of another history (another run, or a lost ledger); attach with
             the checkpoint that belongs to this run, or create a new run.
-          OUT_OF_RANGE UNKNOWN_UPDATE: the checkpoint is ahead of the ledger by more than the batch in doubt, or older than the
-            digests kept; use a newer checkpoint or a new run.
+          OUT_OF_RANGE UNKNOWN_UPDATE: the checkpoint is ahead of the ledger and its last update is not the one in doubt with this
+            digest, or it is older than the digests kept. If samples of that update were dropped or it was skipped, pass `samples` and
+            `outcome`; otherwise use another checkpoint or a new run.
         """
 
     @_abc_1.abstractmethod
@@ -400,15 +456,19 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.LeaseBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.LeaseBatchResponse, _abc.Awaitable[_run_pb2.LeaseBatchResponse]]:
-        """Leases the batch of update k. Unary, waits up to wait_s. Idempotent by (epoch, update): asking again returns the same
-        lease. The bound is checked here and again at commit.
+        """Leases the batch of update k. Unary, waits up to wait_s. An update has at most one lease at a time. Idempotent by (epoch,
+        update): while that lease is out, asking again returns it, with the seconds that it has left, whatever `geometry` the second call
+        has; release it to lease another amount. The bound is checked here and again at commit.
+        The batch is as large as `geometry` asks, with one exception: if fewer samples are READY, none is on its way, and admission is
+        closed until the next commit or publication, what is READY is leased.
         Errors:
+          INVALID_ARGUMENT: an amount that admission can never supply; the message and the metadata `amount_max` give the largest.
           ABORTED FENCED: a newer trainer has attached; stop, or attach again from the newest checkpoint.
           FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
           FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata says which is.
           FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
           FAILED_PRECONDITION NO_LEARNER: the run exports its samples; StreamSamples.
-          OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update.
+          OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is out is still returned.
         """
 
     @_abc_1.abstractmethod
@@ -420,7 +480,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         """Streams the payloads of a lease, or of one shard of it, at most one episode per message. Repeatable while the lease lives.
         Every shard has whole samples; the union of the n shards is the lease.
         Errors:
-          NOT_FOUND UNKNOWN_LEASE: never given, committed, released or expired.
+          NOT_FOUND UNKNOWN_LEASE: never granted, committed or released, or expired in a run that has ended.
           ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
           DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
             cannot be read, or that contradicts the reported metadata, does not fail the call: its message carries `failure`.
@@ -444,13 +504,20 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.CommitUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.CommitUpdateResponse, _abc.Awaitable[_run_pb2.CommitUpdateResponse]]:
-        """Commits update k: its samples are APPLIED. Idempotent: the same commit again returns the same digest.
+        """Commits update k: its samples are APPLIED. Idempotent: the same commit again, with the same leases, outcome and set of dropped
+        samples, returns the same digest; the reasons of the first call stand. A commit names the lease of its update if one is out; one
+        without a lease uses no sample. A batch that is held may be committed after the run has ended.
         Errors:
           ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: the update does not count; go back to the checkpoint, attach again.
-          FAILED_PRECONDITION BEYOND_BOUND: a sample is older than the bound at this update (a bug, or a changed bound); the
-            lease stays; drop that sample and train again.
-          ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases or dispositions.
-          INVALID_ARGUMENT: a disposition for a sample that is not in the leases.
+          NOT_FOUND UNKNOWN_LEASE: as LEASE_EXPIRED.
+          FAILED_PRECONDITION LEASE_OUT: a lease of this update is out and not named; name it, or release it first.
+          FAILED_PRECONDITION WRONG_UPDATE: k is not the next update, or the lease is of another; go back to the checkpoint, attach again.
+          FAILED_PRECONDITION BEYOND_BOUND: samples are older than the bound at this update. The lease stays. Restore the weights from
+            before this update, or attach again from the newest checkpoint; drop the samples in the metadata `sample_ids`; train again.
+          ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases, another outcome or other dropped samples; go back
+            to the checkpoint, attach again.
+          OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
+          INVALID_ARGUMENT: a lease or sample that is named twice, a disposition for a sample that is not in the lease.
           FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
         """
 
@@ -460,9 +527,11 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ReleaseBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ReleaseBatchResponse, _abc.Awaitable[_run_pb2.ReleaseBatchResponse]]:
-        """Gives a lease back unused: its samples are READY again. Idempotent.
+        """Gives a lease back unused: its samples are READY again. Idempotent: releasing a lease of this epoch again is OK. In a run that has
+        ended, the samples end as cancelled(RUN_ENDED).
         Errors:
-          ABORTED FENCED, NOT_FOUND UNKNOWN_LEASE: nothing to give back.
+          ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
+          NOT_FOUND UNKNOWN_LEASE: never granted in this epoch, or committed. A trainer that only wanted to release has nothing to do.
         """
 
     @_abc_1.abstractmethod
@@ -471,7 +540,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.ReportCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.ReportCheckpointResponse, _abc.Awaitable[_run_pb2.ReportCheckpointResponse]]:
-        """Says that a checkpoint holding update k is durable: samples up to k are TRAINED. Idempotent.
+        """Says that a checkpoint holding update k is durable: samples up to k are TRAINED. Idempotent. Update 0 has the empty digest.
         Errors:
           ABORTED FENCED; FAILED_PRECONDITION DIGEST_MISMATCH; OUT_OF_RANGE UNKNOWN_UPDATE: k was never committed.
         """
@@ -482,7 +551,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.PublishVersionRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.PublishVersionResponse, _abc.Awaitable[_run_pb2.PublishVersionResponse]]:
-        """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest.
+        """Announces an uploaded version: nodes prepare and activate it. Idempotent for the same digest, also after the next commit.
         Errors:
           ABORTED FENCED; FAILED_PRECONDITION WRONG_VERSION: not a committed step of this incarnation.
           ALREADY_EXISTS VERSION_CONFLICT: this (step, incarnation) was published with another digest.
@@ -512,8 +581,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.WatchRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_run_pb2.WatchRunResponse], _abc.AsyncIterator[_run_pb2.WatchRunResponse]]:
-        """Progress of a run, and commands to its trainers (stop, checkpoint now). Starts with the present state; best effort:
-        a slow watcher misses intermediate events, never the newest state.
+        """Progress of a run, and commands to its trainers. Starts with the present state; best effort: a slow watcher misses intermediate
+        events, never the newest state.
         Errors:
           NOT_FOUND UNKNOWN_RUN.
         """
@@ -535,7 +604,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.StopRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.StopRunResponse, _abc.Awaitable[_run_pb2.StopRunResponse]]:
-        """Stops a run: nothing new is admitted, running episodes are cancelled, trainers are told. Idempotent.
+        """Stops a run: nothing new is admitted or leased, running episodes are cancelled, WatchRun sends STOP. Idempotent. A batch that is
+        held may still be committed; samples that are released, or whose lease expires, end as cancelled(RUN_ENDED).
         Errors:
           NOT_FOUND UNKNOWN_RUN.
         """

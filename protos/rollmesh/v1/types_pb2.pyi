@@ -529,7 +529,7 @@ class Reward(_message.Message):
     name: _builtins.str
     """Name within the run, e.g. "correct"."""
     value: _builtins.float
-    """The number, finite if outcome is OK."""
+    """The number, finite if outcome is OK; else the attempt is an infra failure."""
     segment: _builtins.int
     """Segment it is about; -1 is the whole sample."""
     scorer: _builtins.str
@@ -852,7 +852,9 @@ Global___StepSpan: _TypeAlias = StepSpan  # noqa: Y015
 
 @_typing.final
 class SampleMeta(_message.Message):
-    """What the coordinator knows of a sample. Payloads stay in the sample stream."""
+    """What the coordinator knows of a sample, as the rollout worker reported it. Payloads stay in the sample stream. Every reader of a
+    payload compares `policy`, `leaf`, `steps`, `num_tokens` and `trainable` with it (METADATA_MISMATCH).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -865,13 +867,13 @@ class SampleMeta(_message.Message):
     TRAINABLE_FIELD_NUMBER: _builtins.int
     NUM_SAMPLED_TOKENS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
-    """Unique in the run."""
+    """Unique in the run: the episode's id, then one of - . / and letters, digits, - _ . /; at most 256 characters."""
     policy: _builtins.str
-    """The policy it may train."""
+    """The policy it may train: that of the lease, if it is trainable."""
     leaf: _builtins.int
     """Index of the leaf segment in the episode's payload."""
     num_tokens: _builtins.int
-    """All tokens on the path."""
+    """All tokens on the path, 0 to 2^31 - 1, and at least those of `steps`."""
     trainable: _builtins.bool
     """False for samples that only inform the group baseline."""
     num_sampled_tokens: _builtins.int
@@ -880,7 +882,9 @@ class SampleMeta(_message.Message):
     """
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSpan]:
-        """Trainable POLICY tokens by the weights that sampled them, oldest first. Empty: trains on no POLICY token."""
+        """Trainable POLICY tokens by the weights that sampled them, oldest first; each (step, incarnation) once, of a published version, with
+        at least one token; at most 4096. Empty: trains on no POLICY token.
+        """
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:

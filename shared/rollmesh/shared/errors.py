@@ -50,7 +50,7 @@ __all__ = [
     "BY_CODE", "BY_REASON", "DOMAIN", "Aborted", "AddressTaken", "AlreadyExists", "BeyondBound", "BrokenOracle", "Cancelled", "CatchingUp", "ChangeRefused", "Code",
     "CommitConflict", "ConfigError", "CorruptSnapshot", "DataLoss", "DeadlineExceeded", "DigestMismatch",
     "DiskFull", "Draining", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation", "HasLearner", "HashMismatch",
-    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "MeshError", "MetadataMismatch", "NoLearner", "NotFound",
+    "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LeaseExpired", "LeaseOut", "MeshError", "MetadataMismatch", "NoLearner", "NotFound",
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "ProbeMismatch", "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
     "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "Unauthenticated", "Unavailable", "UndecodableRequest",
@@ -261,6 +261,12 @@ class WrongUpdate(FailedPrecondition):
     """Not the update that comes next; the metadata says which does."""
 
     reason = "WRONG_UPDATE"
+
+
+class LeaseOut(FailedPrecondition):
+    """A batch of this update is leased, and the commit does not name its lease."""
+
+    reason = "LEASE_OUT"
 
 
 class NotPublished(FailedPrecondition):

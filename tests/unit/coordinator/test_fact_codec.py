@@ -59,10 +59,14 @@ def strategy(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
 def run_specs() -> st.SearchStrategy[records.RunSpec]:
     names = typing.get_type_hints(records.RunSpec)
     fields = {name: strategy(hint, name) for name, hint in names.items()}
-    fields |= {name: st.floats(0.001, 1e6) for name in fields if name.endswith(("_s", "_s_max"))}
-    fields |= {name: st.integers(1, 1000) for name in ("batch_groups", "group_size", "tries_max")}
-    fields["publish_every"] = st.just(1)
-    fields |= {"seconds_max": st.floats(0, 1e9), "success_target": st.just(0.0)}
+    fields |= {name: st.integers(int(least), int(most)) for name, (least, most) in records.SPEC_RANGES.items()}
+    fields |= {
+        name: st.floats(*records.SPEC_RANGES[name])
+        for name in fields
+        if names[name] is float and name in records.SPEC_RANGES
+    }
+    fields |= {name: st.integers(1, 50) for name in ("batch_groups", "group_size", "max_staleness")}
+    fields |= {"publish_every": st.just(1), "success_target": st.just(0.0)}
     trains = fields | {"export_groups": st.just(0)}
     succeeds = trains | {name: st.integers(1, 1000) for name in ("eval_every", "eval_tasks")}
     succeeds |= {"success_target": st.floats(0, 1)}

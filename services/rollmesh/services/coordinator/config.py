@@ -59,6 +59,8 @@ class RunLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds without a request after which a run that has ended is not led any longer; the next request recovers it."""
     calls_max: int = 64
     """Calls to the reward service under way at once."""
+    finalize_tries_max: int = 10
+    """Calls for one group that the reward service fails, before the group ends as failed(NOT_FINALIZED)."""
     call_s: float = 30.0
     """Deadline of one call to another service."""
     backoff_s: float = 0.05

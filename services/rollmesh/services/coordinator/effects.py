@@ -25,7 +25,7 @@ from rollmesh.services.coordinator.questions import (
 )
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import MeshError, OutOfRange
+from rollmesh.shared.errors import InfraFailure, MeshError, OutOfRange
 from rollmesh.shared.ids import IdSource
 from rollmesh.v1 import data_pb2, reward_pb2
 
@@ -152,8 +152,9 @@ class Effects:
             num_failed += 1
 
     async def _finalize(self, effect: FinalizeGroup) -> None:
-        """Ask until there is a decision: a reward service that is away must not decide by its absence."""
-        num_failed = 0
+        """Ask until there is a decision. A reward service that is away is waited for; one that fails on this group is asked
+        `finalize_tries_max` times."""
+        num_failed = num_rejected = 0
         while True:
             request = finalize_request(self._core.state, effect)
             if request is None:  # cancelled meanwhile: the core only wants to hear that the question is settled
@@ -169,6 +170,10 @@ class Effects:
                 self.trouble = str(error)
                 level = logging.WARNING if num_failed % 10 == 9 else logging.DEBUG
                 _log.log(level, "group %s is not finalised yet: %s", effect.group, error)
+                num_rejected += isinstance(error, InfraFailure) or not error.retryable
+                if num_rejected >= self._limits.finalize_tries_max:
+                    await self._inbox.post(i.FinalizeFailed(group=effect.group, cause=f"scorer: {error}"))
+                    return
             await self._pause(num_failed)
             num_failed += 1
 

@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
+from rollmesh.services.coordinator import validation
 from rollmesh.services.coordinator.config import FleetLimits
 from rollmesh.services.coordinator.core import fleet as fl
 from rollmesh.services.coordinator.core import inputs as i
@@ -125,6 +126,7 @@ class FleetKeeper:
 
     def join(self, hello: pb.NodeHello) -> NodeStream:
         """A node's new stream, with the welcome and the picture in it. Raises InvalidInput."""
+        validation.check_hello(hello)
         _check_hello(hello)
         if (old := self._streams.pop(hello.node_id, None)) is not None:
             old.end()
@@ -148,6 +150,7 @@ class FleetKeeper:
 
     def report(self, stream: NodeStream, report: pb.NodeReport) -> None:
         """A sign of life. Raises UnknownNode if the node was given up meanwhile."""
+        validation.check_node_report(report)
         node = self._node(stream.node_id)
         now = self._clock.monotonic_s()
         self._fleet.reported(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.records import GroupDecision, RunSpec, SampleEnd, SampleRewards, Task
+from rollmesh.services.coordinator.core.reports import is_finite
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, SampleState, State
 from rollmesh.services.coordinator.core.turn import DeadLetter, DrawTasks, FinalizeGroup
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
@@ -64,12 +65,17 @@ def group_decided(group: str, answer: reward_pb2.FinalizeGroupResponse) -> i.Gro
         raise ScorerFailed(
             f"the finaliser answered decision {answer.decision} for group {group}; see the reward service's log"
         )
+    adjusted = tuple(decode(SampleRewards, adjusted) for adjusted in answer.adjusted)
+    if broken := [r for a in adjusted for r in a.rewards if not is_finite(r)]:
+        raise ScorerFailed(
+            f"the finalizer changed reward {broken[0].name!r} of group {group} to {broken[0].value}, expected a finite number"
+        )
     return i.GroupDecided(
         group=group,
         decision=decision,
         reason=answer.reason,
         num_extend=answer.num_extend,
-        adjusted=tuple(decode(SampleRewards, adjusted) for adjusted in answer.adjusted),
+        adjusted=adjusted,
     )
 
 

@@ -20,6 +20,8 @@ BY_REASON: dict[str, type[errors.MeshError]] = {
     "WRONG_UPDATE": errors.WrongUpdate,
     "NOT_PUBLISHED": errors.NotPublished,
     "COMMIT_CONFLICT": errors.CommitConflict,
+    "LEASE_OUT": errors.LeaseOut,
+    "INVALID_INPUT": errors.InvalidInput,
     "UNKNOWN_SAMPLE": errors.InvalidInput,
     "BEYOND_BOUND": errors.BeyondBound,
     "WRONG_VERSION": errors.WrongVersion,
@@ -29,7 +31,8 @@ BY_REASON: dict[str, type[errors.MeshError]] = {
 
 def to_error(refusal: Refusal) -> errors.MeshError:
     """The typed error a refusal stands for; its reason is kept also where a more general class carries it."""
-    error = BY_REASON[refusal.reason](refusal.message)
+    violations = [errors.FieldViolation(refusal.field, refusal.message)] if refusal.field else []
+    error = BY_REASON[refusal.reason](refusal.message, violations=violations)
     error.reason = refusal.reason
     error.metadata = dict(refusal.metadata)
     return error

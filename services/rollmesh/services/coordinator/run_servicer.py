@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
-from rollmesh.services.coordinator import wire
+from rollmesh.services.coordinator import validation, wire
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import NodeKind
@@ -59,6 +59,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return pb.CreateRunResponse(created=await self._runs.create(spec))
 
     async def ChangeRun(self, request: pb.ChangeRunRequest, context: Context) -> pb.ChangeRunResponse:
+        validation.check_change(request)
         spec = wire.run_spec(request.spec)
         driver = await self._runs.get(spec.run)
         await self._mesh.check_run(spec)
@@ -70,19 +71,10 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return pb.ChangeRunResponse(recorded=changed.recorded, reopened=changed.reopened)
 
     async def AttachTrainer(self, request: pb.AttachTrainerRequest, context: Context) -> pb.AttachTrainerResponse:
+        validation.check_attach(request)
         driver = await self._runs.get(request.run)
         depot = self._depot(request.run)
-        attached: i.Attached = await driver.ask(
-            lambda ticket: i.AttachTrainer(
-                ticket=ticket,
-                policy=request.policy or DEFAULT,
-                learner=request.learner or DEFAULT,
-                last_update=request.last_update,
-                digest=request.digest,
-                holder=request.holder,
-                keeps_no_checkpoints=request.keeps_no_checkpoints,
-            )
-        )
+        attached: i.Attached = await driver.ask(lambda ticket: wire.attach_trainer(ticket, request))
         spec = await driver.look(lambda core, _: core.state.the_spec)
         return _attached(request, attached, spec, depot)
 
@@ -93,12 +85,15 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         raise NotReady(f"no depot has joined yet to take the weights of run {run}; start one, or try again", run=run)
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
+        validation.check_trainer(request)
+        validation.check_update(request.update)
         wait_s = wire.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         driver = await self._runs.get(request.run)
         batch: i.Batch = await driver.ask(lambda ticket: wire.lease_batch(ticket, request, wait_s))
         return wire.batch_response(batch)
 
     async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:
+        validation.check_trainer(request)
         driver = await self._runs.get(request.run)
         renewed: i.Renewed = await driver.ask(
             lambda ticket: i.RenewBatch(
@@ -112,11 +107,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return pb.RenewBatchResponse(lease_s=renewed.lease_s)
 
     async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
+        validation.check_commit(request)
         driver = await self._runs.get(request.run)
         committed, head = await driver.ask_placed(lambda ticket: wire.commit_update(ticket, request))
         return pb.CommitUpdateResponse(digest=committed.digest, ledger_position=head.position, ledger_hash=head.hash)
 
     async def ReleaseBatch(self, request: pb.ReleaseBatchRequest, context: Context) -> pb.ReleaseBatchResponse:
+        validation.check_trainer(request)
         driver = await self._runs.get(request.run)
         await driver.ask(
             lambda ticket: i.ReleaseBatch(
@@ -132,6 +129,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def ReportCheckpoint(
         self, request: pb.ReportCheckpointRequest, context: Context
     ) -> pb.ReportCheckpointResponse:
+        validation.check_checkpoint(request)
         driver = await self._runs.get(request.run)
         await driver.ask(
             lambda ticket: i.ReportCheckpoint(
@@ -146,6 +144,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return pb.ReportCheckpointResponse()
 
     async def PublishVersion(self, request: pb.PublishVersionRequest, context: Context) -> pb.PublishVersionResponse:
+        validation.check_publish(request)
         version = wire.version_of(request)
         driver = await self._runs.get(request.run)
         missing = await self._outgoing.missing_blobs(request.run, version.weights_digest)
@@ -227,6 +226,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return state
 
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
+        validation.check_text("reason", request.reason)
         driver = await self._runs.get(request.run)
         await driver.ask(lambda ticket: i.StopRun(ticket=ticket, reason=request.reason))
         return pb.StopRunResponse()

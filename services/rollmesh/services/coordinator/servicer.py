@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rollmesh.services.coordinator import wire
+from rollmesh.services.coordinator import validation, wire
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.driver import RunDriver
@@ -130,6 +130,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         raise Unimplemented("groups are extended by the finaliser in this version; let FinalizeGroup answer EXTEND")
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
+        validation.check_renew(request)
         by_run: dict[str, list[str]] = {}
         for name in request.lease_ids:
             run, lease_id = from_wire(name)
@@ -196,6 +197,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             yield piece
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
+        validation.check_epoch(request)
+        validation.check_id("lease_id", request.lease_id)
         driver = await self._runs.get(request.run)
         batch: i.Batch = await driver.ask(
             lambda ticket: i.GetBatch(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from rollmesh.services.coordinator import validation
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.records import DroppedSample, PayloadRef, RunSpec, SampleMeta, Version
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
@@ -20,6 +21,8 @@ WAIT_S_MAX = 60.0
 NUM_MAX = 4096
 TRACEBACK_CHARS_MAX = 4000
 """The end of a longer one is kept: it says what and where."""
+EVIDENCE_CHARS_MAX = 4096
+"""The ledger keeps this much of a reward's evidence; the payload has all of it."""
 
 
 def invalid(field: str, what: str) -> InvalidInput:
@@ -74,29 +77,31 @@ def episode_lease(run: str, lease: i.EpisodeLease) -> coordinator_pb2.EpisodeLea
 
 
 def episode_report(message: coordinator_pb2.EpisodeReport) -> i.EpisodeReport:
-    outcome = known_member(i.EpisodeOutcome, message.outcome)
-    if outcome is None:
-        raise invalid("reports.outcome", f"is {message.outcome}; expected 1 to {len(i.EpisodeOutcome)}")
-    if message.key.attempt < 1:
-        raise invalid("reports.key.attempt", f"is {message.key.attempt}; expected the lease's, 1 or more")
+    """A report that is not valid becomes a failed attempt, with the reason; see `EpisodeReport.invalid`."""
+    invalid = validation.why_invalid_report(message)
+    completed = not invalid and message.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED
+    run, lease_id = from_wire(message.lease_id)
     return i.EpisodeReport(
-        lease_id=from_wire(message.lease_id)[1],
+        lease_id=lease_id if run == message.key.run else "",
         group=message.key.group,
         episode=message.key.episode,
         attempt=message.key.attempt,
-        outcome=outcome,
-        payload=decode(PayloadRef, message.payload),
-        samples=tuple(_sample_meta(sample) for sample in message.samples),
-        cause=message.failure.message or message.failure.reason,
+        outcome=i.EpisodeOutcome.INFRA_FAILURE if invalid else i.EpisodeOutcome(message.outcome),
+        payload=decode(PayloadRef, message.payload) if completed else i.NO_PAYLOAD,
+        samples=tuple(_sample_meta(sample) for sample in message.samples) if completed else (),
+        cause=(message.failure.message or message.failure.reason)[: validation.TEXT_CHARS_MAX],
         traceback=message.failure.metadata["traceback"][-TRACEBACK_CHARS_MAX:]
         if "traceback" in message.failure.metadata
         else "",
+        invalid=invalid,
     )
 
 
 def _sample_meta(message: types_pb2.SampleMeta) -> SampleMeta:
-    meta = decode(SampleMeta, message)
-    return meta if meta.policy else msgspec.structs.replace(meta, policy=DEFAULT_NAME)
+    for reward in message.rewards:
+        reward.evidence = reward.evidence[:EVIDENCE_CHARS_MAX]
+    message.policy = message.policy or DEFAULT_NAME
+    return decode(SampleMeta, message)
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
@@ -137,19 +142,34 @@ def batch_response(batch: i.Batch) -> run_pb2.LeaseBatchResponse:
     return message
 
 
+def attach_trainer(ticket: int, request: run_pb2.AttachTrainerRequest) -> i.AttachTrainer:
+    return i.AttachTrainer(
+        ticket=ticket,
+        policy=request.policy or DEFAULT_NAME,
+        learner=request.learner or DEFAULT_NAME,
+        last_update=request.last_update,
+        digest=request.digest,
+        holder=request.holder,
+        keeps_no_checkpoints=request.keeps_no_checkpoints,
+        dropped=_dropped(request.samples),
+        named=_named(request.samples),
+        applied=request.outcome != run_pb2.UPDATE_OUTCOME_SKIPPED,
+    )
+
+
+def _named(samples: Iterable[run_pb2.DisposedSample]) -> tuple[str, ...]:
+    return tuple(sample.sample_id for sample in samples)
+
+
+def _dropped(samples: Iterable[run_pb2.DisposedSample]) -> tuple[DroppedSample, ...]:
+    return tuple(
+        DroppedSample(sample_id=sample.sample_id, reason=sample.reason or "DROPPED")
+        for sample in samples
+        if sample.disposition == run_pb2.SAMPLE_DISPOSITION_DROPPED
+    )
+
+
 def commit_update(ticket: int, request: run_pb2.CommitUpdateRequest) -> i.CommitUpdate:
-    """Raises InvalidInput for a sample named twice, or a disposition or an outcome that is missing."""
-    named = [sample.sample_id for sample in request.samples]
-    if len(set(named)) != len(named):
-        raise invalid("samples", "name a sample twice")
-    dropped = []
-    for sample in request.samples:
-        if sample.disposition == run_pb2.SAMPLE_DISPOSITION_DROPPED:
-            dropped.append(DroppedSample(sample_id=sample.sample_id, reason=sample.reason or "DROPPED"))
-        elif sample.disposition != run_pb2.SAMPLE_DISPOSITION_USED:
-            raise invalid("samples.disposition", f"of {sample.sample_id} is missing; expected USED or DROPPED")
-    if request.outcome not in (run_pb2.UPDATE_OUTCOME_APPLIED, run_pb2.UPDATE_OUTCOME_SKIPPED):
-        raise invalid("outcome", "is missing; expected APPLIED or SKIPPED")
     return i.CommitUpdate(
         ticket=ticket,
         policy=request.policy or DEFAULT_NAME,
@@ -157,14 +177,12 @@ def commit_update(ticket: int, request: run_pb2.CommitUpdateRequest) -> i.Commit
         trainer_epoch=request.trainer_epoch,
         update=request.update,
         lease_ids=tuple(request.lease_ids),
-        dropped=tuple(dropped),
-        named=tuple(named),
+        dropped=_dropped(request.samples),
+        named=_named(request.samples),
         applied=request.outcome == run_pb2.UPDATE_OUTCOME_APPLIED,
     )
 
 
 def version_of(request: run_pb2.PublishVersionRequest) -> Version:
     version = decode(Version, request.version)
-    if not version.weights_digest:
-        raise invalid("version.weights_digest", "is missing; upload the weights and name their manifest's digest")
     return version if version.policy else msgspec.structs.replace(version, policy=DEFAULT_NAME)

@@ -16,6 +16,7 @@ simulator alike, and it never decides.
 | apply.py    | fact -> state                                                                          |
 | bound.py    | the staleness bound and admission: the arithmetic of docs/staleness.md                  |
 | rollouts.py | decisions about groups and episodes                                                    |
+| reports.py  | decisions about reports of finished episodes                                           |
 | epochs.py   | decisions about who trains, and what the last trainer left                             |
 | guards.py   | what a trainer's request must pass first                                               |
 | batches.py  | decisions about batch leases                                                           |

@@ -5,12 +5,14 @@ Assertions here say what only a bug or a foreign ledger could break; `audit` rel
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import singledispatch
 
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import Bound, GroupDecision, Purpose, Reward, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import (
+    VERSIONS_KEPT_MAX,
     BatchState,
     EpisodeState,
     EpisodeStatus,
@@ -23,13 +25,16 @@ from rollmesh.services.coordinator.core.state import (
     SampleState,
     State,
     UpdateRecord,
+    names_digest,
 )
 
 UPDATES_KEPT_MAX = 4096
 """Digests kept for roll-back; a checkpoint older than this many updates can no longer be attached."""
 EVALS_KEPT_MAX = 1000
-VERSIONS_KEPT_MAX = 64
 REFUSED_KEPT_MAX = 100
+RELEASED_KEPT_MAX = 1024
+"""Released leases remembered, so that a repeated release is recognized."""
+RELEASED = "RELEASED"
 REPLAYED_KEPT_MAX = 4096
 """Dead letters remembered as replayed; an older one could be replayed twice."""
 
@@ -98,6 +103,7 @@ def _add_episodes(state: State, group: GroupState, num: int) -> None:
         episode = EpisodeState(episode=f"{group.group}.{index}")
         group.episodes[episode.episode] = episode
         state.pending_of(group.purpose).append((group.group, episode.episode))
+    group.num_unfinished += num
     state.accounts_of(group.purpose).reserve(num)
 
 
@@ -131,9 +137,12 @@ def _(fact: f.EpisodeReturned, state: State) -> None:
     state.pending_of(group.purpose).insert(0, (fact.group, fact.episode))
 
 
-def _leave_pending(state: State, group: GroupState, episode: EpisodeState) -> None:
+def _finish(state: State, group: GroupState, episode: EpisodeState, status: EpisodeStatus) -> None:
+    """Make a pending or leased episode SCORED or ENDED."""
     if episode.status is EpisodeStatus.PENDING:
         state.pending_of(group.purpose).remove((group.group, episode.episode))
+    episode.status = status
+    group.num_unfinished -= 1
 
 
 @_apply.register
@@ -141,8 +150,7 @@ def _(fact: f.EpisodeEnded, state: State) -> None:
     group = state.groups[fact.group]
     episode = group.episodes[fact.episode]
     assert episode.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED), f"{fact.episode} ended twice"
-    _leave_pending(state, group, episode)
-    episode.status = EpisodeStatus.ENDED
+    _finish(state, group, episode, EpisodeStatus.ENDED)
     episode.cause = fact.cause
     state.accounts_of(group.purpose).end(fact.end, fact.reason)
     _close_eval_episode(state, group)
@@ -155,8 +163,7 @@ def _(fact: f.EpisodeScored, state: State) -> None:
     episode = group.episodes[fact.episode]
     assert episode.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED), f"{fact.episode} scored twice"
     assert fact.samples, "an episode without samples ends as EpisodeEnded"
-    _leave_pending(state, group, episode)
-    episode.status = EpisodeStatus.SCORED
+    _finish(state, group, episode, EpisodeStatus.SCORED)
     episode.payload = fact.payload
     for meta in fact.samples:
         assert meta.sample_id not in group.samples, f"sample {meta.sample_id} reported twice"
@@ -224,19 +231,22 @@ def _(fact: f.GroupFinalized, state: State) -> None:
         _end_samples(state, group, [s.sample_id for s in group.live_samples()], SampleEnd.FILTERED, fact.reason)
 
 
-def _end_samples(state: State, group: GroupState, sample_ids: list[str], end: SampleEnd, reason: str) -> None:
+def _end_samples(state: State, group: GroupState, sample_ids: Iterable[str], end: SampleEnd, reason: str) -> None:
     for sample_id in sample_ids:
-        sample = group.samples[sample_id]
-        assert sample.end is SampleEnd.LIVE, f"sample {sample_id} ended twice: {sample.end.name}, then {end.name}"
-        sample.end = end
-        sample.reason = reason
-        state.accounts_of(group.purpose).end(end, reason)
+        _end_sample(state, group, group.samples[sample_id], end, reason)
     _settle(state, group)
+
+
+def _end_sample(state: State, group: GroupState, sample: SampleState, end: SampleEnd, reason: str) -> None:
+    assert sample.end is SampleEnd.LIVE, f"sample {sample.sample_id} ended twice: {sample.end.name}, then {end.name}"
+    sample.end = end
+    sample.reason = reason
+    state.accounts_of(group.purpose).end(end, reason)
 
 
 @_apply.register
 def _(fact: f.SamplesEnded, state: State) -> None:
-    _end_samples(state, state.groups[fact.group], list(fact.sample_ids), fact.end, fact.reason)
+    _end_samples(state, state.groups[fact.group], fact.sample_ids, fact.end, fact.reason)
 
 
 @_apply.register
@@ -245,6 +255,7 @@ def _(fact: f.TrainerAttached, state: State) -> None:
     assert fact.trainer_epoch > clock.trainer_epoch, "trainer epochs grow"
     clock.trainer_epoch = fact.trainer_epoch
     clock.keeps_no_checkpoints = fact.keeps_no_checkpoints
+    state.released.clear()
 
 
 @_apply.register
@@ -258,6 +269,7 @@ def _(fact: f.BatchLeased, state: State) -> None:
         sample_ids=fact.sample_ids,
         bound=state.the_spec.bound,
     )
+    state.num_batches += 1
     for name in fact.groups:
         group = state.groups[name]
         assert group.phase is GroupPhase.READY, f"{name} leased while {group.phase.name}"
@@ -268,6 +280,9 @@ def _(fact: f.BatchLeased, state: State) -> None:
 @_apply.register
 def _(fact: f.BatchReturned, state: State) -> None:
     batch = state.batches.pop(fact.lease_id)
+    if fact.reason == RELEASED:
+        state.released.append(fact.lease_id)
+        del state.released[:-RELEASED_KEPT_MAX]
     for name in batch.groups:
         if name in state.groups:
             state.groups[name].phase = GroupPhase.READY
@@ -293,7 +308,11 @@ def _(fact: f.UpdateCommitted, state: State) -> None:
     used = set(fact.used)
     clock.applied = fact.update
     clock.updates[fact.update] = UpdateRecord(
-        digest=fact.digest, trainer_epoch=fact.trainer_epoch, lease_ids=fact.lease_ids, applied=fact.applied
+        digest=fact.digest,
+        trainer_epoch=fact.trainer_epoch,
+        lease_ids=fact.lease_ids,
+        dropped=names_digest(d.sample_id for d in fact.dropped) if fact.applied else "",
+        applied=fact.applied,
     )
     clock.updates.pop(fact.update - UPDATES_KEPT_MAX, None)
     clock.mean_rewards = _mean_rewards(groups)
@@ -302,13 +321,12 @@ def _(fact: f.UpdateCommitted, state: State) -> None:
         group.phase = GroupPhase.APPLIED
         group.lease_id = ""
         group.update = fact.update
-        live = list(group.live_samples())
-        for sample in live:
+        for sample in group.live_samples():
             if sample.sample_id in used:
                 _count_trained(clock, bounds[group.group], sample, fact.update)
-        for sample in live:
-            if sample.sample_id in reasons:
-                _end_samples(state, group, [sample.sample_id], SampleEnd.FILTERED, reasons[sample.sample_id])
+            elif sample.sample_id in reasons:
+                _end_sample(state, group, sample, SampleEnd.FILTERED, reasons[sample.sample_id])
+        _settle(state, group)
 
 
 def _count_trained(clock: PolicyClock, leased_under: Bound, sample: SampleState, update: int) -> None:

@@ -1,12 +1,19 @@
-"""Decisions about batch leases: choosing whole groups within the bound, renewing, giving back."""
+"""Decisions about batch leases: choosing whole groups within the bound, renewing, releasing."""
 
 from __future__ import annotations
 
-from rollmesh.services.coordinator.core import bound
+from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.apply import RELEASED
 from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch, refuse_expired
-from rollmesh.services.coordinator.core.records import SampleEnd, SampleMeta
+from rollmesh.services.coordinator.core.records import (
+    EXTEND_FACTOR_MAX,
+    SAMPLE_TOKENS_MAX,
+    SAMPLES_PER_EPISODE_MAX,
+    SampleEnd,
+    SampleMeta,
+)
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
 from rollmesh.services.coordinator.core.turn import BatchWait, Turn, refuse
 
@@ -22,6 +29,7 @@ def lease_batch(turn: Turn, request: i.LeaseBatch) -> None:
         turn.reply(request.ticket, _describe_batch(turn, held))
         return
     _check_update(turn, request.update)
+    _check_geometry(turn, request)
     turn.volatile.trainers.append(BatchWait(request.ticket, request, request.trainer_epoch, turn.now + request.wait_s))
 
 
@@ -47,7 +55,6 @@ def grant_batches(turn: Turn) -> bool:
     unserved = False
     for waiter in list(turn.volatile.trainers):
         request = waiter.request
-        assert isinstance(request, i.LeaseBatch)
         chosen = [] if turn.state.stopping else _choose(turn, request)
         if chosen:
             turn.volatile.trainers.remove(waiter)
@@ -56,7 +63,7 @@ def grant_batches(turn: Turn) -> bool:
         unserved = True
         if turn.now >= waiter.deadline or turn.state.ended or turn.state.stopping:
             turn.volatile.trainers.remove(waiter)
-            turn.reply(waiter.ticket, i.Batch(waiting_for=why_no_batch(turn)))
+            turn.reply(waiter.ticket, i.Batch(waiting_for=why_no_batch(turn, request)))
     return unserved
 
 
@@ -73,17 +80,29 @@ def sweep(turn: Turn, update: int) -> None:
 
 
 def _choose(turn: Turn, request: i.LeaseBatch) -> list[GroupState]:
-    """Whole groups in order of admission until the amount is reached; empty if there is not enough."""
+    """Whole groups in order of admission until the amount is reached; empty if there is not enough and more can become READY."""
     sweep(turn, request.update)
-    amount = request.amount or turn.spec.batch_groups
+    unit, amount = _wanted(turn, request)
     chosen: list[GroupState] = []
     total = 0
     for group in turn.state.training_groups(GroupPhase.READY):
         chosen.append(group)
-        total += _size(group, request.unit if request.amount else i.GeometryUnit.GROUPS)
+        total += _size(group, unit)
         if total >= amount:
             return chosen
-    return []
+    return chosen if _is_all(turn) else []
+
+
+def _is_all(turn: Turn) -> bool:
+    """Whether no further group can become READY before this update is committed."""
+    on_their_way = turn.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING)
+    return not on_their_way and bound.num_admissible(turn.state) == 0
+
+
+def _wanted(turn: Turn, request: i.LeaseBatch | None) -> tuple[i.GeometryUnit, int]:
+    if request is None or request.amount == 0:
+        return i.GeometryUnit.GROUPS, turn.spec.batch_groups
+    return request.unit, request.amount
 
 
 def _size(group: GroupState, unit: i.GeometryUnit) -> int:
@@ -94,19 +113,56 @@ def _size(group: GroupState, unit: i.GeometryUnit) -> int:
     return sum(span.num_tokens for s in group.live_samples() for span in s.steps)
 
 
-def why_no_batch(turn: Turn) -> str:
-    """For people: what a trainer without a batch waits for."""
+def _check_geometry(turn: Turn, request: i.LeaseBatch) -> None:
+    """Refuse an amount that admission can never supply for this update."""
+    unit, amount = _wanted(turn, request)
+    most = _most(turn, request.update, unit)
+    if amount > most:
+        refuse(
+            "INVALID_INPUT",
+            f"`geometry.amount` must be in [1, {most}] {unit.name.lower()} for update {request.update}, got {amount}: with "
+            f"max_staleness {turn.spec.max_staleness} and batch_groups {turn.spec.batch_groups} no more can be admitted",
+            field="geometry.amount",
+            amount_max=most,
+        )
+
+
+def _most(turn: Turn, update: int, unit: i.GeometryUnit) -> int:
+    """The largest amount: admission reserves groups up to update `update` + eta, of bounded size, with bounded samples."""
+    spec = turn.spec
+    last_update = min(update + spec.max_staleness, spec.updates_max or update + spec.max_staleness)
+    groups = (last_update - update + 1) * spec.batch_groups
+    samples = groups * spec.group_size * EXTEND_FACTOR_MAX * SAMPLES_PER_EPISODE_MAX
+    return {
+        i.GeometryUnit.GROUPS: groups,
+        i.GeometryUnit.SAMPLES: samples,
+        i.GeometryUnit.TOKENS: samples * SAMPLE_TOKENS_MAX,
+    }[unit]
+
+
+def why_no_batch(turn: Turn, request: i.LeaseBatch | None = None) -> str:
+    """For people: what a trainer without a batch waits for. Without `request`: the first trainer that waits, or the run's geometry."""
     state = turn.state
     if state.ended or state.stopping:
         return f"run ended: {state.ended or state.stopping}"
-    ready = len(state.training_groups(GroupPhase.READY))
+    request = request or next((waiter.request for waiter in turn.volatile.trainers), None)
+    unit, amount = _wanted(turn, request)
+    ready = sum(_size(group, unit) for group in state.training_groups(GroupPhase.READY))
     busy = len(state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING))
-    return f"READY groups: {ready} of {turn.spec.batch_groups}, {busy} on their way"
+    groups = "" if unit is i.GeometryUnit.GROUPS else " groups"
+    text = f"READY {unit.name.lower()}: {ready} of {amount}, {busy}{groups} on their way"
+    return text if busy else f"{text}: they wait for {_why_none(turn)}"
+
+
+def _why_none(turn: Turn) -> str:
+    if turn.volatile.workers or turn.clock.published is None or bound.num_admissible(turn.state) == 0:
+        return rollouts.why_no_work(turn)
+    return "a rollout worker that asks for episodes"
 
 
 def _lease(turn: Turn, request: i.LeaseBatch, chosen: list[GroupState]) -> i.Batch:
     sample_ids = tuple(s.sample_id for g in chosen for s in g.live_samples())
-    lease_id = f"b{request.trainer_epoch}.{request.update}.{turn.clock.incarnation}"
+    lease_id = f"b{request.trainer_epoch}.{request.update}.{turn.clock.incarnation}.{turn.state.num_batches}"
     turn.emit(
         f.BatchLeased(
             lease_id=lease_id,
@@ -128,7 +184,7 @@ def _describe_batch(turn: Turn, batch: BatchState) -> i.Batch:
         lease_id=batch.lease_id,
         samples=tuple(_leased_sample(g, s, batch) for g in groups for s in g.live_samples()),
         groups=tuple(_members(g) for g in groups),
-        lease_s=turn.spec.batch_lease_s,
+        lease_s=max(0.0, turn.volatile.batch_deadlines[batch.lease_id] - turn.now),
     )
 
 
@@ -182,8 +238,10 @@ def renew_batch(turn: Turn, request: i.RenewBatch) -> None:
 
 
 def release_batch(turn: Turn, request: i.ReleaseBatch) -> None:
+    """Make the samples of a lease READY again. Idempotent within the trainer epoch."""
     check_epoch(turn, request)
-    batch = held_batch(turn, request.lease_id)
-    turn.volatile.batch_deadlines.pop(batch.lease_id, None)
-    turn.emit(f.BatchReturned(lease_id=batch.lease_id, reason="RELEASED"))
+    if request.lease_id not in turn.state.released:
+        batch = held_batch(turn, request.lease_id)
+        turn.volatile.batch_deadlines.pop(batch.lease_id, None)
+        turn.emit(f.BatchReturned(lease_id=batch.lease_id, reason=RELEASED))
     turn.reply(request.ticket, i.Done())

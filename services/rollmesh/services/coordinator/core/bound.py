@@ -9,13 +9,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollmesh.services.coordinator.core.records import Bound, BoundPolicy, StepSpan
-from rollmesh.services.coordinator.core.state import GroupPhase, GroupState, PolicyClock, SampleState, State
+from rollmesh.services.coordinator.core.state import (
+    VERSIONS_KEPT_MAX,
+    GroupPhase,
+    GroupState,
+    PolicyClock,
+    SampleState,
+    State,
+)
 from rollmesh.shared.versions import intended_update, oldest_admissible, staleness
 
 
 def is_void(span: StepSpan, clock: PolicyClock) -> bool:
     """Whether (step, incarnation) was undone: a later incarnation began below that step."""
     return any(span.incarnation < r.incarnation and span.step > r.to_update for r in clock.rollbacks)
+
+
+def was_published(span: StepSpan, clock: PolicyClock) -> bool:
+    """Whether weights of (step, incarnation) were announced. Of versions older than those kept, only the order is known."""
+    if any((span.step, span.incarnation) == (v.step, v.incarnation) for v in clock.versions):
+        return True
+    if len(clock.versions) < VERSIONS_KEPT_MAX:
+        return False
+    oldest = clock.versions[0]
+    return min(span.step, span.incarnation) >= 0 and (span.incarnation, span.step) < (oldest.incarnation, oldest.step)
 
 
 def trained_spans(steps: Sequence[StepSpan], *, update: int, bound: Bound) -> list[StepSpan]:

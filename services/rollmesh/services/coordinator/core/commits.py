@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch
+from rollmesh.services.coordinator.core.guards import check_epoch, check_none_out, check_trains, held_batch
 from rollmesh.services.coordinator.core.records import DroppedSample
-from rollmesh.services.coordinator.core.state import BatchState
+from rollmesh.services.coordinator.core.state import BatchState, names_digest
 from rollmesh.services.coordinator.core.turn import Turn, describe, refuse
-from rollmesh.shared.digest import next_digest
+from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
 
 SKIPPED = "SKIPPED_UPDATE"
+NAMED_MAX = 100
+"""Most samples that an error names."""
 
 
 def commit(turn: Turn, request: i.CommitUpdate) -> None:
-    """Make update k's samples APPLIED, after checking the bound once more. Idempotent."""
+    """Make update k's samples APPLIED, after the second check of the bound. Idempotent."""
     check_trains(turn)
     check_epoch(turn, request)
     if request.update <= turn.clock.applied:
@@ -27,7 +31,19 @@ def commit(turn: Turn, request: i.CommitUpdate) -> None:
     for batch in batches:
         if batch.update != request.update:
             refuse("WRONG_UPDATE", f"lease {batch.lease_id} is bound to update {batch.update}, not {request.update}")
-    used, dropped = _dispositions(request, [s for b in batches for s in b.sample_ids])
+    check_none_out(turn, request.lease_ids)
+    if not request.lease_ids and (turn.state.ended or turn.state.stopping):
+        refuse(
+            "RUN_ENDED", f"run {turn.spec.run} has ended: {turn.state.ended or turn.state.stopping}; no update begins"
+        )
+    leased = [s for b in batches for s in b.sample_ids]
+    if strangers := sorted(set(request.named) - set(leased)):
+        refuse(
+            "UNKNOWN_SAMPLE",
+            f"`samples` names {strangers[0]!r}, which is not in the leases of update {request.update}",
+            field="samples",
+        )
+    used, dropped = dispositions(request, leased)
     _check_bound(turn, batches, used, request.update)
     digest = next_digest(turn.clock.digest, request.update, used)
     turn.emit(
@@ -53,19 +69,21 @@ def commit(turn: Turn, request: i.CommitUpdate) -> None:
 
 def _committed_before(turn: Turn, request: i.CommitUpdate) -> i.Committed:
     record = turn.clock.updates.get(request.update)
-    same = record is not None and record.lease_ids == request.lease_ids and record.applied == request.applied
-    if record is None or not same:
+    dropped = names_digest(d.sample_id for d in request.dropped) if request.applied else ""
+    asked = (request.lease_ids, request.applied, dropped)
+    if record is None or asked != (record.lease_ids, record.applied, record.dropped):
         refuse(
             "COMMIT_CONFLICT",
-            f"update {request.update} was committed with other leases or another outcome; attach again from the newest checkpoint",
+            f"update {request.update} was committed with other leases, another outcome or other dropped samples; load the newest "
+            "checkpoint and attach again",
         )
     return i.Committed(digest=record.digest)
 
 
-def _dispositions(request: i.CommitUpdate, leased: list[str]) -> tuple[tuple[str, ...], tuple[DroppedSample, ...]]:
-    strangers = sorted(set(request.named) - set(leased))
-    if strangers:
-        refuse("UNKNOWN_SAMPLE", f"sample {strangers[0]!r} is not in the leases of update {request.update}")
+def dispositions(
+    request: i.CommitUpdate | i.AttachTrainer, leased: Sequence[str]
+) -> tuple[tuple[str, ...], tuple[DroppedSample, ...]]:
+    """Return the used and the dropped samples among `leased`."""
     if not request.applied:
         return (), tuple(DroppedSample(sample_id=s, reason=SKIPPED) for s in leased)
     left_out = {d.sample_id for d in request.dropped}
@@ -74,16 +92,22 @@ def _dispositions(request: i.CommitUpdate, leased: list[str]) -> tuple[tuple[str
 
 def _check_bound(turn: Turn, batches: list[BatchState], used: tuple[str, ...], update: int) -> None:
     wanted = set(used)
+    found: dict[str, str] = {}
     for group, batch in ((turn.state.groups[name], b) for b in batches for name in b.groups):
         for sample in group.live_samples():
             if sample.sample_id in wanted:
                 reason = bound.why_inadmissible(sample, update=update, bound=batch.bound, clock=turn.clock)
                 if reason:
-                    refuse(
-                        "BEYOND_BOUND",
-                        f"sample {sample.sample_id} may not be trained at update {update}: {reason}; drop it and train again",
-                        sample_id=sample.sample_id,
-                    )
+                    found[sample.sample_id] = reason
+    if found:
+        named = list(found)[:NAMED_MAX]
+        refuse(
+            "BEYOND_BOUND",
+            f"{len(found)} samples may not be trained at update {update}, first {named[0]}: {found[named[0]]}; restore the weights "
+            "from before this update (or attach again from the newest checkpoint), drop the samples in `sample_ids`, and train again",
+            sample_ids=",".join(named),
+            num=len(found),
+        )
 
 
 def report_checkpoint(turn: Turn, request: i.ReportCheckpoint) -> None:
@@ -91,8 +115,12 @@ def report_checkpoint(turn: Turn, request: i.ReportCheckpoint) -> None:
     record = turn.clock.updates.get(request.update)
     if request.update > turn.clock.applied or (request.update > 0 and record is None):
         refuse("UNKNOWN_UPDATE", f"update {request.update} was never committed; the last is {turn.clock.applied}")
-    if record is not None and record.digest != request.digest:
-        refuse("DIGEST_MISMATCH", f"the digest after update {request.update} is {record.digest[:12]!r}")
+    known = record.digest if record is not None else INITIAL_DIGEST
+    if known != request.digest:
+        refuse(
+            "DIGEST_MISMATCH",
+            f"the digest after update {request.update} is {known[:12]!r}, the checkpoint has {request.digest[:12]!r}",
+        )
     if request.update > turn.clock.checkpoint:
         note_checkpoint(turn, request.update)
     turn.reply(request.ticket, i.Done())
@@ -103,9 +131,18 @@ def note_checkpoint(turn: Turn, update: int) -> None:
 
 
 def publish(turn: Turn, request: i.PublishVersion) -> None:
-    """Announce uploaded weights of the newest committed step. Idempotent for the same digest."""
+    """Announce uploaded weights of the newest committed step. Idempotent for the same digest, also after the next commit."""
     check_epoch(turn, request)
     clock, version = turn.clock, request.version
+    known = next((v for v in clock.versions if v.name == version.name), None)
+    if known is not None and version.incarnation == clock.incarnation:
+        if known.weights_digest != version.weights_digest:
+            refuse(
+                "VERSION_CONFLICT",
+                f"{describe(version)} was published with digest {known.weights_digest[:12]!r}, not {version.weights_digest[:12]!r}",
+            )
+        turn.reply(request.ticket, i.Done())
+        return
     if version.policy != clock.policy or version.incarnation != clock.incarnation or version.step != clock.applied:
         refuse(
             "WRONG_VERSION",
@@ -113,15 +150,7 @@ def publish(turn: Turn, request: i.PublishVersion) -> None:
             applied=clock.applied,
             incarnation=clock.incarnation,
         )
-    last = clock.published
-    if last is not None and last.step == version.step:
-        if last.weights_digest != version.weights_digest:
-            refuse(
-                "VERSION_CONFLICT",
-                f"{describe(version)} was published with digest {last.weights_digest[:12]!r}, not {version.weights_digest[:12]!r}",
-            )
-    else:
-        turn.emit(f.VersionPublished(version=version))
+    turn.emit(f.VersionPublished(version=version))
     turn.reply(request.ticket, i.Done())
 
 

@@ -14,7 +14,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rollmesh.services.coordinator.core import batches, changes, commits, ending, epochs, limits, rollouts, trouble
+from rollmesh.services.coordinator.core import (
+    batches,
+    changes,
+    commits,
+    ending,
+    epochs,
+    limits,
+    reports,
+    rollouts,
+    trouble,
+)
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import apply
@@ -48,10 +58,11 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     i.ChangeRun: changes.change,
     i.AcquireRollouts: rollouts.acquire,
     i.RenewLeases: rollouts.renew,
-    i.ReportEpisodes: rollouts.report,
+    i.ReportEpisodes: reports.report,
     i.TasksDrawn: rollouts.tasks_drawn,
     i.DrawFailed: rollouts.draw_failed,
     i.GroupDecided: rollouts.group_decided,
+    i.FinalizeFailed: rollouts.finalize_failed,
     i.NodeDead: rollouts.node_dead,
     i.AttachTrainer: epochs.attach,
     i.LeaseBatch: batches.lease_batch,
@@ -69,6 +80,20 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
 }
 
 
+_AFTER_FAILURE_REFUSED = (
+    i.AttachTrainer,
+    i.LeaseBatch,
+    i.GetBatch,
+    i.RenewBatch,
+    i.CommitUpdate,
+    i.ReleaseBatch,
+    i.PublishVersion,
+    i.ReplayDead,
+    i.ReportEpisodes,
+)
+"""Not decided in a run that a bug has ended: the same request could meet the same bug again."""
+
+
 class Core:
     """One run's coordinator. Not thread-safe; `now` is seconds on any monotonic clock."""
 
@@ -81,6 +106,8 @@ class Core:
         turn = Turn(self.state, self.volatile, now)
         if self.state.spec is None and not isinstance(request, i.CreateRun):
             refuse("UNKNOWN_RUN", "no such run; CreateRun first")
+        if isinstance(request, _AFTER_FAILURE_REFUSED) and ending.has_failed(turn):
+            refuse("RUN_ENDED", f"run {turn.spec.run} has ended: {self.state.ended}")
         _HANDLERS[type(request)](turn, request)
         self._pump(turn)
         if any(isinstance(fact, f.PROGRESS) for fact in turn.facts):
@@ -113,6 +140,12 @@ class Core:
         for result in self.state.open_evals():
             self.volatile.eval_deadlines[(result.step, result.incarnation)] = now + turn.spec.eval_s_max
         self._pump(turn)
+        return Decision(tuple(turn.facts), tuple(turn.effects))
+
+    def fail(self, cause: str, now: float) -> Decision:
+        """After recovery from a bug: end the run, and decide nothing else."""
+        turn = Turn(self.state, self.volatile, now)
+        ending.fail(turn, cause)
         return Decision(tuple(turn.facts), tuple(turn.effects))
 
     def pinned(self) -> list[tuple[int, int]]:

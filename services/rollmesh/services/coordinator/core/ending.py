@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import limits, rollouts
-from rollmesh.services.coordinator.core.state import GroupPhase
+from rollmesh.services.coordinator.core.records import Purpose
+from rollmesh.services.coordinator.core.state import BatchState, GroupPhase
 from rollmesh.services.coordinator.core.turn import Turn
+
+FAILED = "FAILED"
+"""Begins the reason of a run that a bug of the coordinator ended."""
+RUN_ENDED = "RUN_ENDED"
 
 
 def stop(turn: Turn, request: i.StopRun) -> None:
     end_run(turn, f"STOPPED: {request.reason}" if request.reason else "STOPPED")
     turn.reply(request.ticket, i.Done())
+
+
+def fail(turn: Turn, cause: str) -> None:
+    """End the run because of a bug. Its batches end with it: no commit of theirs can be decided any more."""
+    end_run(turn, f"{FAILED}: {cause}")
+    _end_rest(turn, list(turn.state.batches.values()))
+
+
+def has_failed(turn: Turn) -> bool:
+    return turn.state.ended.startswith(FAILED)
 
 
 def end_run(turn: Turn, reason: str) -> None:
@@ -24,15 +41,26 @@ def end_run(turn: Turn, reason: str) -> None:
 def finish(turn: Turn) -> None:
     """At a limit nothing more is generated; the run ends when no batch is out and its last weights are safe and measured."""
     state, clock = turn.state, turn.clock
+    if state.ended:
+        _end_rest(turn, [batch for batch in state.batches.values() if batch.in_doubt])
+        return
     if turn.spec.exports:
         _finish_export(turn)
         return
-    if state.ended or not state.stopping:
+    if not state.stopping:
         return
     _cancel_unused(turn, include_evals=False)
     published = clock.published is not None and clock.published.step == clock.applied
     if published and clock.checkpoint == clock.applied and not state.batches and not turn.volatile.eval_deadlines:
         end_run(turn, state.stopping)
+
+
+def _end_rest(turn: Turn, batches: Sequence[BatchState]) -> None:
+    """After the end: cancel the samples of `batches`, and those that were released or undone since. A batch that is held may be committed."""
+    for batch in batches:
+        turn.volatile.batch_deadlines.pop(batch.lease_id, None)
+        turn.emit(f.BatchReturned(lease_id=batch.lease_id, reason=RUN_ENDED))
+    _cancel_unused(turn, include_evals=True)
 
 
 def _finish_export(turn: Turn) -> None:
@@ -46,8 +74,10 @@ def _finish_export(turn: Turn) -> None:
 
 
 def _cancel_unused(turn: Turn, *, include_evals: bool) -> None:
-    groups = turn.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
+    """End every group that no batch holds and no update has used. Evaluations that are scored end by themselves."""
+    for group in turn.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY):
+        rollouts.cancel_group(turn, group, RUN_ENDED)
     if include_evals:
-        groups += [g for g in turn.state.groups.values() if g not in groups and g.phase is GroupPhase.OPEN]
-    for group in groups:
-        rollouts.cancel_group(turn, group, "RUN_ENDED")
+        for group in list(turn.state.groups.values()):
+            if group.purpose is Purpose.EVAL and group.phase is GroupPhase.OPEN:
+                rollouts.cancel_group(turn, group, RUN_ENDED)

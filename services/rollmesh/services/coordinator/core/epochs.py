@@ -9,7 +9,7 @@ from __future__ import annotations
 from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.commits import note_checkpoint
+from rollmesh.services.coordinator.core.commits import dispositions, note_checkpoint
 from rollmesh.services.coordinator.core.guards import check_names
 from rollmesh.services.coordinator.core.records import SampleEnd
 from rollmesh.services.coordinator.core.state import BatchState
@@ -69,11 +69,13 @@ def _resolution(turn: Turn, request: i.AttachTrainer) -> i.Resolution:
     clock, last = turn.clock, request.last_update
     if last == clock.applied + 1 and _doubted(turn, request) is not None:
         return i.Resolution.ROLLED_FORWARD
-    if last < 0 or last > clock.applied:
+    if not 0 <= last <= clock.applied:
         refuse(
             "UNKNOWN_UPDATE",
-            f"the checkpoint holds update {last}, the ledger ends at {clock.applied}: it belongs to another run or the ledger is "
-            "lost; attach with this run's checkpoint or create a new run",
+            f"the checkpoint holds update {last} with digest {request.digest[:12]!r}, the ledger ends at {clock.applied} and a batch "
+            "in doubt does not give that digest: the checkpoint belongs to another run, or samples of its last update were dropped "
+            "or the update was skipped and `samples` and `outcome` do not say so; attach with this run's checkpoint or create a "
+            "new run",
             last_update=last,
             applied=clock.applied,
         )
@@ -94,7 +96,10 @@ def _resolution(turn: Turn, request: i.AttachTrainer) -> i.Resolution:
 def _doubted(turn: Turn, request: i.AttachTrainer) -> BatchState | None:
     """The open or doubtful batch of exactly the update that the checkpoint holds beyond the ledger."""
     for batch in turn.state.batches.values():
-        expected = next_digest(turn.clock.digest, batch.update, batch.sample_ids)
+        if not set(request.named) <= set(batch.sample_ids):
+            continue
+        used, _ = dispositions(request, batch.sample_ids)
+        expected = next_digest(turn.clock.digest, batch.update, used)
         if batch.update == request.last_update and expected == request.digest:
             return batch
     return None
@@ -103,6 +108,7 @@ def _doubted(turn: Turn, request: i.AttachTrainer) -> BatchState | None:
 def _roll_forward(turn: Turn, request: i.AttachTrainer) -> None:
     batch = _doubted(turn, request)
     assert batch is not None, "resolved as rolled forward"
+    used, dropped = dispositions(request, batch.sample_ids)
     turn.emit(
         f.UpdateCommitted(
             policy=request.policy,
@@ -111,14 +117,16 @@ def _roll_forward(turn: Turn, request: i.AttachTrainer) -> None:
             update=batch.update,
             incarnation=turn.clock.incarnation,
             lease_ids=(batch.lease_id,),
-            used=batch.sample_ids,
+            used=used,
+            dropped=dropped,
+            applied=request.applied,
             digest=request.digest,
         )
     )
 
 
 def _settle_doubt(turn: Turn, *, forgetful: bool) -> None:
-    """What is not in the checkpoint was not trained; a trainer without checkpoints can't say: rather lost than doubled."""
+    """What is not in the checkpoint was not trained. A trainer without checkpoints cannot report it: drop the samples."""
     for batch in list(turn.state.batches.values()):
         if not forgetful:
             turn.emit(f.BatchReturned(lease_id=batch.lease_id, reason="NOT_IN_CHECKPOINT"))

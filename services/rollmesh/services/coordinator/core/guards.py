@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from rollmesh.services.coordinator.core import inputs as i
@@ -48,10 +49,30 @@ def refuse_expired(lease_id: str) -> NoReturn:
     )
 
 
+def check_none_out(turn: Turn, lease_ids: Sequence[str]) -> None:
+    """An update has at most one lease, and its commit names it: no lease but those in `lease_ids` may be out."""
+    for batch in turn.state.batches.values():
+        if batch.lease_id in lease_ids:
+            continue
+        if batch.in_doubt:
+            refuse_expired(batch.lease_id)
+        refuse(
+            "LEASE_OUT",
+            f"batch lease {batch.lease_id} of update {batch.update} is out and the commit does not name it; name it in "
+            "`lease_ids`, or release it first",
+            lease_id=batch.lease_id,
+        )
+
+
 def held_batch(turn: Turn, lease_id: str) -> BatchState:
     batch = turn.state.batches.get(lease_id)
     if batch is None:
-        refuse("UNKNOWN_LEASE", f"no batch lease {lease_id!r}: never given, committed or released", lease_id=lease_id)
+        refuse(
+            "UNKNOWN_LEASE",
+            f"batch lease {lease_id!r} is not out: it was never granted, or was committed or released, or the run ended after it "
+            "expired; load the newest checkpoint and attach again",
+            lease_id=lease_id,
+        )
     if batch.in_doubt:
         refuse_expired(lease_id)
     return batch

@@ -106,6 +106,8 @@ class EpisodeReport:
     cause: str = ""
     traceback: str = ""
     """Of a user's agent or scorer that raised."""
+    invalid: str = ""
+    """Why the report cannot be recorded as it is; its attempt then counts as an infra failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +157,14 @@ class GroupDecided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FinalizeFailed:
+    """Answers `FinalizeGroup`: the reward service cannot decide on this group."""
+
+    group: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDead:
     """A node is gone: its episodes go to others."""
 
@@ -170,6 +180,10 @@ class AttachTrainer:
     digest: str
     holder: str = ""
     keeps_no_checkpoints: bool = False
+    dropped: tuple[DroppedSample, ...] = ()
+    """With `named` and `applied`: how the checkpoint's last update would be committed if it is the one in doubt."""
+    named: tuple[str, ...] = ()
+    applied: bool = True
 
 
 class Resolution(IntEnum):
@@ -353,6 +367,7 @@ Input = (
     | TasksDrawn
     | DrawFailed
     | GroupDecided
+    | FinalizeFailed
     | NodeDead
     | AttachTrainer
     | LeaseBatch

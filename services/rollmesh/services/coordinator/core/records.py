@@ -6,6 +6,12 @@ from enum import IntEnum
 
 import msgspec
 
+SAMPLES_PER_EPISODE_MAX = 4096
+SAMPLE_TOKENS_MAX = 2**31 - 1
+"""Largest number of tokens on a sample's path: totals of a run then fit in 64 bits."""
+EXTEND_FACTOR_MAX = 4
+"""A group may grow to this many times `group_size`; a finalizer that wants more gets the group as it is."""
+
 
 class Purpose(IntEnum):
     TRAIN = 1
@@ -134,6 +140,33 @@ class ConfigChange(Record, frozen=True, kw_only=True, omit_defaults=True):
     new: str = ""
 
 
+SPEC_NAME_CHARS_MAX = 64
+EPISODES_LIVE_MAX = 131_072
+"""Most episodes that admission reserves at once: one decision, such as StopRun, then fits into a ledger record."""
+_COUNT_MAX = 10**9
+_LEASE_S = (0.01, 86_400.0)
+_WEEK_S = 604_800.0
+SPEC_RANGES: dict[str, tuple[float, float]] = {
+    "batch_groups": (1, 65_536),
+    "group_size": (1, 16_384),
+    "max_staleness": (0, EPISODES_LIVE_MAX - 1),
+    "publish_every": (1, EPISODES_LIVE_MAX),
+    "tries_max": (1, 1000),
+    "updates_max": (0, _COUNT_MAX),
+    "eval_every": (0, _COUNT_MAX),
+    "eval_tasks": (0, 100_000),
+    "export_groups": (0, _COUNT_MAX),
+    "tokens_max": (0, 10**15),
+    "episode_lease_s": _LEASE_S,
+    "batch_lease_s": _LEASE_S,
+    "group_s_max": (0.01, _WEEK_S),
+    "eval_s_max": (0.01, _WEEK_S),
+    "seconds_max": (0, 1e9),
+    "stall_s": (0, _WEEK_S),
+}
+"""Least and largest value by field; documented in `rollmesh/v1/events.proto`."""
+
+
 class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     """What a run is. Changed by `RunChanged` alone; `rollmesh/v1/events.proto` describes each field."""
 
@@ -164,31 +197,24 @@ class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
     stall_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("batch_groups", "group_size", "publish_every", "tries_max"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        for name in (
-            "max_staleness",
-            "updates_max",
-            "eval_every",
-            "eval_tasks",
-            "seconds_max",
-            "tokens_max",
-            "export_groups",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
-        for name in ("episode_lease_s", "batch_lease_s", "group_s_max", "eval_s_max"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be a positive number of seconds")
+        for name, (least, most) in SPEC_RANGES.items():
+            if not least <= getattr(self, name) <= most:  # a NaN fails every comparison
+                raise ValueError(f"{name} = {getattr(self, name)}: must be in [{least}, {most}]")
+        for name in ("policy", "learner", "eval_split", "export_split", "success_reward"):
+            if len(getattr(self, name)) > SPEC_NAME_CHARS_MAX:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)[:20]!r}...: must have at most {SPEC_NAME_CHARS_MAX} characters"
+                )
+        episodes = (self.max_staleness + 1) * self.batch_groups * self.group_size
+        if not self.exports and episodes > EPISODES_LIVE_MAX:
+            raise ValueError(
+                f"batch_groups = {self.batch_groups} with group_size = {self.group_size}, max_staleness = {self.max_staleness}: "
+                f"(max_staleness + 1) * batch_groups * group_size must be at most {EPISODES_LIVE_MAX}, got {episodes}"
+            )
         if self.exports and (self.updates_max or self.eval_every):
             raise ValueError(
                 f"export_groups = {self.export_groups} with updates_max = {self.updates_max}, eval_every = {self.eval_every}: "
                 "a run that exports its samples has no updates and no evaluations; set both to 0"
-            )
-        if self.stall_s < 0:
-            raise ValueError(
-                f"stall_s = {self.stall_s}: must not be negative; 0 means that a run never counts as stalled"
             )
         if not 0 <= self.success_target <= 1:
             raise ValueError(f"success_target = {self.success_target}: must be a share, 0 (never) to 1")

@@ -11,9 +11,9 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import eval_of
 from rollmesh.services.coordinator.core.records import (
+    EXTEND_FACTOR_MAX,
     GroupDecision,
     Purpose,
-    RewardOutcome,
     SampleEnd,
     SampleRewards,
     Task,
@@ -30,8 +30,6 @@ from rollmesh.services.coordinator.core.turn import (
 
 DRAW_MAX = 64
 """Most tasks asked for at once; the selector then sees fresh outcomes between draws."""
-EXTEND_FACTOR_MAX = 4
-"""A group may grow to this many times `group_size`; a finaliser that wants more gets the group as it is."""
 
 
 def acquire(turn: Turn, request: i.AcquireRollouts) -> None:
@@ -213,59 +211,7 @@ def renew(turn: Turn, request: i.RenewLeases) -> None:
     turn.reply(request.ticket, i.Renewed(gone=tuple(gone), lease_s=turn.spec.episode_lease_s))
 
 
-def report(turn: Turn, request: i.ReportEpisodes) -> None:
-    results = tuple(_record(turn, one) for one in request.reports)
-    turn.reply(request.ticket, i.Reported(results=results))
-
-
-def _record(turn: Turn, report: i.EpisodeReport) -> str:
-    """Record one report. Idempotent by (episode, attempt); a late one counts if nobody else has the episode."""
-    group = turn.state.groups.get(report.group)
-    episode = group.episodes.get(report.episode) if group else None
-    if group is None or episode is None or report.attempt < 1 or episode.attempt != report.attempt:
-        return "UNKNOWN_LEASE"
-    if episode.status is EpisodeStatus.SCORED:
-        return ""
-    if episode.status is EpisodeStatus.ENDED:
-        return "UNKNOWN_LEASE"
-    turn.volatile.episode_deadlines.pop(episode.lease_id, None)
-    broken, broken_at = _broken_reward(report)
-    if report.outcome is i.EpisodeOutcome.COMPLETED and not broken:
-        _complete(turn, group, episode, report)
-    elif episode.status is EpisodeStatus.LEASED:
-        counts = report.outcome is not i.EpisodeOutcome.CANCELLED
-        cause, traceback = (broken, broken_at) if broken else (report.cause, report.traceback)
-        _return(turn, group, episode, counts=counts, cause=cause, traceback=traceback)
-    return ""
-
-
-def _broken_reward(report: i.EpisodeReport) -> tuple[str, str]:
-    """Cause and traceback of a scorer's failure, which is never a verdict: the whole try is an infra failure."""
-    for sample in report.samples:
-        for reward in sample.rewards:
-            if reward.outcome is RewardOutcome.INFRA_FAILURE:
-                cause, _, traceback = reward.evidence.partition("\n")
-                return f"scorer {reward.scorer}: {cause}", traceback
-    return "", ""
-
-
-def _complete(turn: Turn, group: GroupState, episode: EpisodeState, report: i.EpisodeReport) -> None:
-    """In an export, scored is finished: whoever streams samples waits for no group, and no finaliser filters them."""
-    turn.volatile.failed.end_row()
-    if report.samples:
-        turn.emit(
-            f.EpisodeScored(group=group.group, episode=episode.episode, payload=report.payload, samples=report.samples)
-        )
-        if group.purpose is Purpose.EXPORT:
-            ids = tuple(sample.sample_id for sample in report.samples)
-            turn.emit(f.SamplesEnded(group=group.group, sample_ids=ids, end=SampleEnd.EXPORTED))
-    else:
-        turn.emit(
-            f.EpisodeEnded(group=group.group, episode=episode.episode, end=SampleEnd.FILTERED, reason="NO_SAMPLES")
-        )
-
-
-def _return(
+def give_back(
     turn: Turn, group: GroupState, episode: EpisodeState, *, counts: bool, cause: str, traceback: str = ""
 ) -> None:
     """Give an episode another try, or end it and quarantine its task when its tries are used up."""
@@ -288,7 +234,7 @@ def node_dead(turn: Turn, node: i.NodeDead) -> None:
     """Give a dead worker's episodes to others."""
     for group, episode in list(leased_episodes(turn)):
         if episode.node_id == node.node_id:
-            _return(turn, group, episode, counts=True, cause=f"NODE_DEAD {node.node_id}")
+            give_back(turn, group, episode, counts=True, cause=f"NODE_DEAD {node.node_id}")
 
 
 def leased_episodes(turn: Turn) -> Iterable[tuple[GroupState, EpisodeState]]:
@@ -304,7 +250,7 @@ def expire(turn: Turn) -> None:
     for group, episode in list(leased_episodes(turn)) if overdue else ():
         if episode.lease_id in overdue:
             _cancel_at_node(turn, [episode], "LEASE_EXPIRED")
-            _return(turn, group, episode, counts=True, cause="LEASE_EXPIRED")
+            give_back(turn, group, episode, counts=True, cause="LEASE_EXPIRED")
     for name, deadline in list(turn.volatile.group_deadlines.items()):
         found = turn.state.groups.get(name)
         if found is None or not found.unfinished:
@@ -334,7 +280,7 @@ def call_back(turn: Turn, groups: Iterable[GroupState], cause: str) -> None:
         leased = [e for e in group.episodes.values() if e.status is EpisodeStatus.LEASED]
         _cancel_at_node(turn, leased, cause)
         for episode in leased:
-            _return(turn, group, episode, counts=False, cause=cause)
+            give_back(turn, group, episode, counts=False, cause=cause)
 
 
 def cancel_unfinished(turn: Turn, group: GroupState, reason: str) -> None:
@@ -401,6 +347,19 @@ def group_decided(turn: Turn, answer: i.GroupDecided) -> None:
         _drop_untrainable(turn, group)
     if group.group not in turn.state.groups:
         turn.volatile.overdue.discard(group.group)
+
+
+def finalize_failed(turn: Turn, answer: i.FinalizeFailed) -> None:
+    """End a group that the reward service cannot decide on. This is an infra failure; the task becomes a dead letter."""
+    turn.volatile.finalizing.discard(answer.group)
+    group = turn.state.groups.get(answer.group)
+    if group is None or group.phase is not GroupPhase.FINALIZING:
+        return  # cancelled meanwhile
+    turn.volatile.note_failure(answer.cause)
+    live = tuple(s.sample_id for s in group.live_samples())
+    turn.emit(f.SamplesEnded(group=group.group, sample_ids=live, end=SampleEnd.FAILED, reason="NOT_FINALIZED"))
+    episode = next(iter(group.episodes))
+    turn.effect(DeadLetter(episode, answer.cause, group.task, group.group, group.purpose, group.draw, 1))
 
 
 def _may_grow(turn: Turn, group: GroupState, num: int) -> bool:

@@ -13,7 +13,8 @@ In an export no sample goes further than OPEN: it ends as EXPORTED with the fact
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
 import msgspec
@@ -29,6 +30,9 @@ from rollmesh.services.coordinator.core.records import (
     Task,
     Version,
 )
+
+VERSIONS_KEPT_MAX = 64
+"""Announced versions kept; a run whose workers sample from older ones has a bound of more steps than that."""
 
 
 class EpisodeStatus(IntEnum):
@@ -89,6 +93,8 @@ class GroupState(msgspec.Struct, kw_only=True):
     dead_id: int = 0
     """Dead letter that it tries again; 0 for a fresh draw."""
     phase: GroupPhase = GroupPhase.OPEN
+    num_unfinished: int = 0
+    """Episodes that are PENDING or LEASED."""
     episodes: dict[str, EpisodeState] = {}
     samples: dict[str, SampleState] = {}
     lease_id: str = ""
@@ -98,7 +104,7 @@ class GroupState(msgspec.Struct, kw_only=True):
 
     @property
     def unfinished(self) -> bool:
-        return any(e.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED) for e in self.episodes.values())
+        return self.num_unfinished > 0
 
     def live_samples(self) -> Iterator[SampleState]:
         return (s for s in self.samples.values() if s.end is SampleEnd.LIVE)
@@ -106,8 +112,7 @@ class GroupState(msgspec.Struct, kw_only=True):
     @property
     def num_live(self) -> int:
         """Live samples, counting the reserved place of each unfinished episode."""
-        reserved = sum(e.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED) for e in self.episodes.values())
-        return reserved + sum(1 for _ in self.live_samples())
+        return self.num_unfinished + sum(1 for _ in self.live_samples())
 
 
 class BatchState(msgspec.Struct, kw_only=True):
@@ -124,14 +129,22 @@ class BatchState(msgspec.Struct, kw_only=True):
 
 
 class UpdateRecord(msgspec.Struct, kw_only=True):
-    """What is kept of a committed update: enough to roll back to it."""
+    """What is kept of a committed update: enough to roll back to it, and to recognize a repeated commit."""
 
     digest: str
     trainer_epoch: int = 0
     lease_ids: tuple[str, ...] = ()
+    dropped: str = ""
+    """`names_digest` of the dropped samples; empty for a skipped update, which drops all."""
     num_trained: int = 0
     """Samples of it that have ended TRAINED."""
     applied: bool = True
+
+
+def names_digest(names: Iterable[str]) -> str:
+    """Return a digest of a set of names; empty for none."""
+    ordered = sorted(names)
+    return hashlib.sha256("\n".join(ordered).encode()).hexdigest() if ordered else ""
 
 
 class RollBack(msgspec.Struct, kw_only=True, frozen=True):
@@ -233,6 +246,10 @@ class State(msgspec.Struct, kw_only=True):
     clock: PolicyClock | None = None
     groups: dict[str, GroupState] = {}
     batches: dict[str, BatchState] = {}
+    num_batches: int = 0
+    """Batches ever leased; the next one's number, which makes lease ids unique in the run."""
+    released: list[str] = []
+    """Leases of the present trainer epoch that were released, oldest first; the newest of them."""
     num_groups: int = 0
     """Training groups ever admitted; the next one's number."""
     next_draw: int = 0

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.facts import Fact
+from rollmesh.services.coordinator.core.inputs import LeaseBatch
 from rollmesh.services.coordinator.core.records import Purpose, RunSpec, Task, Version
 from rollmesh.services.coordinator.core.state import PolicyClock, State
 
@@ -18,17 +19,21 @@ FAILING_MAX = 32
 
 
 class Refusal(Exception):
-    """The input is refused; nothing became true. `reason` is an ErrorInfo reason of the protos."""
+    """The input is refused; nothing became true. `reason` is an ErrorInfo reason of the protos.
 
-    def __init__(self, reason: str, message: str, **metadata: object) -> None:
+    `field` names the request's field that is wrong, if the input can never succeed.
+    """
+
+    def __init__(self, reason: str, message: str, field: str = "", **metadata: object) -> None:
         super().__init__(message)
         self.reason = reason
         self.message = message
+        self.field = field
         self.metadata = {key: str(value) for key, value in metadata.items()}
 
 
-def refuse(reason: str, message: str, **metadata: object) -> NoReturn:
-    raise Refusal(reason, message, **metadata)
+def refuse(reason: str, message: str, field: str = "", **metadata: object) -> NoReturn:
+    raise Refusal(reason, message, field, **metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +105,7 @@ class BatchWait:
     """A trainer that waits for a batch."""
 
     ticket: int
-    request: object
+    request: LeaseBatch
     trainer_epoch: int
     deadline: float
 

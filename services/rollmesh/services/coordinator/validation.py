@@ -1,0 +1,255 @@
+"""Validation of requests on arrival: range, finiteness, size and uniqueness of every field. The core gets only what it can apply.
+
+Each function raises InvalidInput (INVALID_ARGUMENT) that names the field, what it must be, and what it is. The exception is a finished
+episode (`why_invalid_report`): one bad report must not cost the others of its request, so its text becomes the result of that report.
+The limits are documented in the protos.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from rollmesh.services.coordinator.core.records import SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
+from rollmesh.shared.errors import FieldViolation, InvalidInput
+from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
+
+NAME_CHARS_MAX = 64
+ID_CHARS_MAX = 256
+TEXT_CHARS_MAX = 1024
+DIGEST_CHARS_MAX = 128
+LEASES_MAX = 16
+CHANGES_MAX = 1000
+RENEWED_MAX = 1 << 16
+RUNS_MAX = 64
+CAPACITY_MAX = 1_000_000
+SPANS_MAX = 4096
+REWARDS_MAX = 1024
+REASON_CHARS_MAX = 64
+_NAME = re.compile(r"[A-Za-z0-9_.-]*")
+_REASON = re.compile(r"[A-Za-z0-9_.:/-]*")
+_SAMPLE_SUFFIX = re.compile(r"[-./][A-Za-z0-9_./-]+")
+
+
+def reject(field: str, must: str, got: object, remedy: str = "") -> NoReturn:
+    """Raise InvalidInput for a field."""
+    what = f"must {must}, got {_shown(got)}" + (f"; {remedy}" if remedy else "")
+    raise InvalidInput(f"`{field}` {what}", violations=[FieldViolation(field, what)])
+
+
+def check_trainer(request: Any) -> None:
+    """What every verb of an attached trainer carries."""
+    _check_learner(request)
+    check_epoch(request)
+    lease_id = getattr(request, "lease_id", None)
+    if lease_id is not None:
+        check_id("lease_id", lease_id)
+
+
+def check_epoch(request: Any) -> None:
+    if request.trainer_epoch < 1:
+        reject("trainer_epoch", "be >= 1", request.trainer_epoch, "call AttachTrainer first")
+
+
+def check_id(field: str, value: str) -> None:
+    if not 1 <= len(value) <= ID_CHARS_MAX:
+        reject(field, f"have 1 to {ID_CHARS_MAX} characters", value)
+
+
+def check_update(update: int) -> None:
+    if update < 1:
+        reject("update", "be >= 1", update)
+
+
+def check_attach(request: run_pb2.AttachTrainerRequest) -> None:
+    _check_learner(request)
+    if request.last_update < 0:
+        reject("last_update", "be >= 0 (0 for fresh weights)", request.last_update)
+    check_text("digest", request.digest, DIGEST_CHARS_MAX)
+    check_text("holder", request.holder, ID_CHARS_MAX)
+    _check_dispositions(request.samples)
+    if request.outcome not in run_pb2.UpdateOutcome.values():
+        reject("outcome", "be APPLIED or SKIPPED, or absent for APPLIED", request.outcome)
+
+
+def check_commit(request: run_pb2.CommitUpdateRequest) -> None:
+    check_trainer(request)
+    check_update(request.update)
+    _check_unique("lease_ids", request.lease_ids)
+    if len(request.lease_ids) > LEASES_MAX:
+        reject("lease_ids", f"have at most {LEASES_MAX} entries", len(request.lease_ids))
+    for index, lease_id in enumerate(request.lease_ids):
+        check_id(f"lease_ids[{index}]", lease_id)
+    _check_dispositions(request.samples)
+    if request.outcome not in (run_pb2.UPDATE_OUTCOME_APPLIED, run_pb2.UPDATE_OUTCOME_SKIPPED):
+        reject("outcome", "be APPLIED or SKIPPED", request.outcome)
+
+
+def check_checkpoint(request: run_pb2.ReportCheckpointRequest) -> None:
+    check_trainer(request)
+    if request.update < 0:
+        reject("update", "be >= 0", request.update)
+    check_text("digest", request.digest, DIGEST_CHARS_MAX)
+
+
+def check_publish(request: run_pb2.PublishVersionRequest) -> None:
+    check_trainer(request)
+    version = request.version
+    check_name("version.policy", version.policy)
+    for name in ("step", "incarnation"):
+        if getattr(version, name) < 0:
+            reject(f"version.{name}", "be >= 0", getattr(version, name))
+    if not re.fullmatch(r"[0-9a-f]{64}", version.weights_digest):
+        reject(
+            "version.weights_digest",
+            "be the SHA-256 of the uploaded manifest in lower-case hex",
+            version.weights_digest,
+        )
+
+
+def check_change(request: run_pb2.ChangeRunRequest) -> None:
+    if not 1 <= len(request.change_id) <= ID_CHARS_MAX:
+        reject(
+            "change_id",
+            f"have 1 to {ID_CHARS_MAX} characters",
+            request.change_id,
+            "choose one, and repeat it with the request",
+        )
+    if len(request.changes) > CHANGES_MAX:
+        reject("changes", f"have at most {CHANGES_MAX} entries", len(request.changes))
+
+
+def check_name(field: str, value: str) -> None:
+    """A name of a policy or learner; empty means the default."""
+    if len(value) > NAME_CHARS_MAX or not _NAME.fullmatch(value):
+        reject(field, f"have at most {NAME_CHARS_MAX} characters of A-Z a-z 0-9 _ . -", value)
+
+
+def check_text(field: str, value: str, chars_max: int = TEXT_CHARS_MAX) -> None:
+    if len(value) > chars_max:
+        reject(field, f"have at most {chars_max} characters", len(value))
+
+
+def check_renew(request: coordinator_pb2.RenewLeasesRequest) -> None:
+    if len(request.lease_ids) > RENEWED_MAX:
+        reject("lease_ids", f"have at most {RENEWED_MAX} entries", len(request.lease_ids))
+
+
+def check_hello(hello: coordinator_pb2.NodeHello) -> None:
+    """The parts of a hello that every kind of node has."""
+    check_id("hello.node_id", hello.node_id)
+    check_text("hello.address", hello.address, ID_CHARS_MAX)
+    if not 0 <= hello.capacity <= CAPACITY_MAX:
+        reject("hello.capacity", f"be in [0, {CAPACITY_MAX}]", hello.capacity)
+    if len(hello.runs) > RUNS_MAX:
+        reject("hello.runs", f"have at most {RUNS_MAX} entries", len(hello.runs))
+    for name in ("step", "incarnation"):
+        if getattr(hello.active, name) < 0:
+            reject(f"hello.active.{name}", "be >= 0", getattr(hello.active, name))
+
+
+def check_node_report(report: coordinator_pb2.NodeReport) -> None:
+    for name in ("num_running", "num_waiting"):
+        if getattr(report, name) < 0:
+            reject(f"report.{name}", "be >= 0", getattr(report, name))
+
+
+# Finished episodes ----------------------------------------------------------------------------------------------------
+
+
+def why_invalid_report(report: coordinator_pb2.EpisodeReport) -> str:
+    """Return what is wrong with the fields of a finished episode; empty if nothing."""
+    try:
+        if report.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED:
+            _check_completed(report)
+        elif report.outcome not in coordinator_pb2.EpisodeOutcome.values()[1:]:
+            reject("outcome", "be COMPLETED, INFRA_FAILURE or CANCELLED", report.outcome)
+    except InvalidInput as error:
+        return error.message
+    return ""
+
+
+def _check_completed(report: coordinator_pb2.EpisodeReport) -> None:
+    if len(report.samples) > SAMPLES_PER_EPISODE_MAX:
+        reject("samples", f"have at most {SAMPLES_PER_EPISODE_MAX} entries", len(report.samples))
+    if report.samples and not 1 <= report.payload.sequence < 1 << 63:
+        reject("payload.sequence", "be the sequence of the stored payload, >= 1", report.payload.sequence)
+    if report.payload.size_bytes < 0:
+        reject("payload.size_bytes", "be >= 0", report.payload.size_bytes)
+    _check_unique("samples.sample_id", [sample.sample_id for sample in report.samples])
+    for index, sample in enumerate(report.samples):
+        _check_sample(sample, f"samples[{index}]", report.key.episode)
+
+
+def _check_sample(sample: types_pb2.SampleMeta, field: str, episode: str) -> None:
+    suffix = sample.sample_id.removeprefix(episode)
+    if len(sample.sample_id) > ID_CHARS_MAX or suffix == sample.sample_id or not _SAMPLE_SUFFIX.fullmatch(suffix):
+        must = f"be the episode's id {episode!r}, one of - . / and letters, digits, - _ . /, at most {ID_CHARS_MAX} characters"
+        reject(f"{field}.sample_id", must, sample.sample_id)
+    check_name(f"{field}.policy", sample.policy)
+    if sample.leaf < 0:
+        reject(f"{field}.leaf", "be >= 0", sample.leaf)
+    if not 0 <= sample.num_tokens <= SAMPLE_TOKENS_MAX:
+        reject(f"{field}.num_tokens", f"be in [0, {SAMPLE_TOKENS_MAX}]", sample.num_tokens)
+    _check_steps(sample, f"{field}.steps")
+    if len(sample.rewards) > REWARDS_MAX:
+        reject(f"{field}.rewards", f"have at most {REWARDS_MAX} entries", len(sample.rewards))
+    for index, reward in enumerate(sample.rewards):
+        _check_reward(reward, f"{field}.rewards[{index}]")
+
+
+def _check_steps(sample: types_pb2.SampleMeta, field: str) -> None:
+    if len(sample.steps) > SPANS_MAX:
+        reject(field, f"have at most {SPANS_MAX} entries", len(sample.steps))
+    for index, span in enumerate(sample.steps):
+        for name, least in (("step", 0), ("incarnation", 0), ("num_tokens", 1)):
+            if getattr(span, name) < least:
+                reject(f"{field}[{index}].{name}", f"be >= {least}", getattr(span, name))
+    _check_unique(field, [f"step {span.step}, incarnation {span.incarnation}" for span in sample.steps])
+    trainable = sum(span.num_tokens for span in sample.steps)
+    if trainable > sample.num_tokens:
+        reject(field, f"have at most num_tokens = {sample.num_tokens} tokens", trainable)
+
+
+def _check_reward(reward: types_pb2.Reward, field: str) -> None:
+    if not 1 <= len(reward.name) <= NAME_CHARS_MAX:
+        reject(f"{field}.name", f"have 1 to {NAME_CHARS_MAX} characters", reward.name)
+    check_text(f"{field}.scorer", reward.scorer, ID_CHARS_MAX)
+    if reward.segment < -1:
+        reject(f"{field}.segment", "be >= -1", reward.segment)
+    if reward.outcome not in types_pb2.RewardOutcome.values()[1:]:
+        reject(f"{field}.outcome", "be OK, INFRA_FAILURE or NOT_APPLICABLE", reward.outcome)
+
+
+# Parts ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_learner(request: Any) -> None:
+    check_name("policy", getattr(request, "policy", ""))
+    check_name("learner", request.learner)
+
+
+def _check_dispositions(samples: Sequence[run_pb2.DisposedSample]) -> None:
+    _check_unique("samples", [sample.sample_id for sample in samples])
+    known = (run_pb2.SAMPLE_DISPOSITION_USED, run_pb2.SAMPLE_DISPOSITION_DROPPED)
+    for index, sample in enumerate(samples):
+        check_id(f"samples[{index}].sample_id", sample.sample_id)
+        if sample.disposition not in known:
+            reject(f"samples[{index}].disposition", "be USED or DROPPED", sample.disposition)
+        if len(sample.reason) > REASON_CHARS_MAX or not _REASON.fullmatch(sample.reason):
+            must = f"have at most {REASON_CHARS_MAX} characters of A-Z a-z 0-9 _ . : / -"
+            reject(f"samples[{index}].reason", must, sample.reason)
+
+
+def _check_unique(field: str, values: Iterable[str]) -> None:
+    seen: set[str] = set()
+    for value in values:
+        if value in seen:
+            reject(field, "name each once", value, "it is named twice")
+        seen.add(value)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}... ({len(text)} characters)"

@@ -1,0 +1,398 @@
+"""What run.proto decides where a contract could be read in two ways: leases, commits, releases, roll forward, publication, the end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.records import (
+    DroppedSample,
+    GroupDecision,
+    Purpose,
+    Reward,
+    RunSpec,
+    SampleEnd,
+    SampleMeta,
+    StepSpan,
+    Version,
+)
+from rollmesh.services.coordinator.core.state import GroupPhase
+from rollmesh.services.coordinator.core.turn import DeadLetter, Refusal
+from rollmesh.shared.digest import next_digest
+
+from .core_run import NAMES, CoreRun
+
+SAMPLES, TOKENS = i.GeometryUnit.SAMPLES, i.GeometryUnit.TOKENS
+
+
+def refusal(run: CoreRun, kind: type, **fields: Any) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        run.ask(kind, **fields)
+    return caught.value
+
+
+def trainer(run: CoreRun, **fields: Any) -> dict[str, Any]:
+    return {**NAMES, "trainer_epoch": run.epoch, **fields}
+
+
+def leased(num: int = 4, **spec: Any) -> tuple[CoreRun, i.Batch]:
+    """A run with `num` READY samples of step 0, and the batch of update 1."""
+    run = CoreRun(**spec)
+    run.begin()
+    run.generate(num, step=0)
+    batch = run.lease(1)
+    assert batch.lease_id, batch.waiting_for
+    return run, batch
+
+
+def ids(batch: i.Batch) -> list[str]:
+    return [sample.meta.sample_id for sample in batch.samples]
+
+
+# Leases ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_id_never_comes_again_so_a_late_release_hits_nothing() -> None:
+    run, first = leased()
+    run.ask(i.ReleaseBatch, **trainer(run, lease_id=first.lease_id))
+    second = run.lease(1)
+    assert second.lease_id != first.lease_id
+    run.ask(i.ReleaseBatch, **trainer(run, lease_id=first.lease_id))  # the repetition of the first release, late
+    assert run.lease(1).lease_id == second.lease_id
+    assert refusal(run, i.CommitUpdate, **trainer(run, update=1, lease_ids=(first.lease_id,))).reason == "UNKNOWN_LEASE"
+    recovered = Core()
+    recovered.replay(run.facts)
+    assert recovered.state == run.core.state
+    assert (recovered.state.num_batches, recovered.state.released) == (2, [first.lease_id])
+
+
+def test_a_repeated_lease_says_how_long_it_still_runs_and_keeps_its_geometry() -> None:
+    run, batch = leased(batch_lease_s=60.0)
+    run.now += 40.0
+    again: i.Batch = run.ask(i.LeaseBatch, **trainer(run, update=1, unit=SAMPLES, amount=1))
+    assert (again.lease_id, ids(again), again.lease_s) == (batch.lease_id, ids(batch), 20.0)
+    run.ask(i.RenewBatch, **trainer(run, lease_id=batch.lease_id))
+    assert run.lease(1).lease_s == 60.0
+
+
+@pytest.mark.parametrize(
+    ("unit", "most"),
+    [(i.GeometryUnit.GROUPS, 4), (SAMPLES, 4 * 2 * 4 * 4096), (TOKENS, 4 * 2 * 4 * 4096 * (2**31 - 1))],
+)
+def test_an_amount_that_admission_never_supplies_is_refused_with_the_largest(unit: i.GeometryUnit, most: int) -> None:
+    run = CoreRun()
+    run.begin()
+    error = refusal(run, i.LeaseBatch, **trainer(run, update=1, unit=unit, amount=most + 1))
+    assert (error.reason, error.field, error.metadata["amount_max"]) == ("INVALID_INPUT", "geometry.amount", str(most))
+    run.ask(i.LeaseBatch, **trainer(run, update=1, unit=unit, amount=most, wait_s=1.0))
+
+
+def test_the_last_updates_of_a_run_have_fewer_groups() -> None:
+    run = CoreRun(max_staleness=5, updates_max=2)
+    run.begin()
+    error = refusal(run, i.LeaseBatch, **trainer(run, update=1, unit=i.GeometryUnit.GROUPS, amount=5))
+    assert error.metadata["amount_max"] == "4"
+
+
+@pytest.mark.parametrize("unit", [SAMPLES, TOKENS])
+def test_when_nothing_more_can_become_ready_what_is_ready_is_leased(unit: i.GeometryUnit) -> None:
+    run = CoreRun(max_staleness=0, batch_groups=1)
+    run.begin()
+    ask = trainer(run, update=1, unit=unit, amount=500)
+    waiting: i.Batch = run.ask(i.LeaseBatch, **ask)
+    assert (
+        waiting.waiting_for
+        == f"READY {unit.name.lower()}: 0 of 500, 0 groups on their way: they wait for a rollout worker that asks for episodes"
+    )
+    run.generate(1, step=0)
+    waiting = run.ask(i.LeaseBatch, **ask)
+    assert waiting.waiting_for == f"READY {unit.name.lower()}: 0 of 500, 1 groups on their way"
+    run.generate(1, step=0)
+    assert len(run.ask(i.LeaseBatch, **ask).samples) == 2
+
+
+# Commits --------------------------------------------------------------------------------------------------------------
+
+
+def drop(*names: str) -> tuple[DroppedSample, ...]:
+    return tuple(DroppedSample(sample_id=name, reason="TOO_LONG") for name in names)
+
+
+def test_the_same_commit_has_the_same_digest_and_any_other_is_a_conflict() -> None:
+    run, batch = leased()
+    a, b = ids(batch)[:2]
+    commit = trainer(run, update=1, lease_ids=(batch.lease_id,), dropped=drop(a))
+    digest = run.ask(i.CommitUpdate, **commit).digest
+    assert digest == next_digest("", 1, ids(batch)[1:])
+    run.checkpoint(1, digest)  # the samples leave memory
+    assert run.ask(i.CommitUpdate, **commit).digest == digest
+    for other in (
+        {"dropped": drop(b)},
+        {"dropped": ()},
+        {"dropped": drop(a, b)},
+        {"applied": False},
+        {"lease_ids": ()},
+    ):
+        assert refusal(run, i.CommitUpdate, **(commit | other)).reason == "COMMIT_CONFLICT", other
+
+
+def test_a_commit_names_the_lease_that_is_out() -> None:
+    run, batch = leased()
+    error = refusal(run, i.CommitUpdate, **trainer(run, update=1, lease_ids=()))
+    assert error.reason == "LEASE_OUT"
+    assert batch.lease_id in error.message
+    run.ask(i.ReleaseBatch, **trainer(run, lease_id=batch.lease_id))
+    empty = run.ask(i.CommitUpdate, **trainer(run, update=1, lease_ids=()))
+    assert empty.digest == next_digest("", 1, [])
+
+
+def test_an_empty_commit_beside_an_expired_lease_is_expired() -> None:
+    run, _ = leased(batch_lease_s=5.0)
+    run.now += 6.0
+    run.take(run.core.handle(i.Tick(), run.now))
+    assert refusal(run, i.CommitUpdate, **trainer(run, update=1, lease_ids=())).reason == "LEASE_EXPIRED"
+
+
+# Releases, checkpoints, publication -----------------------------------------------------------------------------------
+
+
+def test_releasing_again_is_ok_within_the_epoch_alone() -> None:
+    run, batch = leased()
+    for _ in range(2):
+        run.ask(i.ReleaseBatch, **trainer(run, lease_id=batch.lease_id))
+    assert refusal(run, i.ReleaseBatch, **trainer(run, lease_id="b9.9.9.9")).reason == "UNKNOWN_LEASE"
+    run.attach()
+    run.publish(0)
+    assert refusal(run, i.ReleaseBatch, **trainer(run, lease_id=batch.lease_id)).reason == "UNKNOWN_LEASE"
+
+
+def test_update_0_has_the_empty_digest() -> None:
+    run = CoreRun()
+    run.begin()
+    run.checkpoint(0, "")
+    error = refusal(run, i.ReportCheckpoint, **trainer(run, update=0, digest="0" * 64))
+    assert error.reason == "DIGEST_MISMATCH"
+
+
+def test_a_publication_may_be_repeated_after_the_next_commit() -> None:
+    run, batch = leased()
+    run.commit(1, batch.lease_id)
+    run.publish(0)  # its answer was lost
+    run.publish(1)
+    published = [fact.version.step for fact in run.facts if isinstance(fact, f.VersionPublished)]
+    assert published == [0, 1]
+    for step, incarnation, reason in ((0, 0, "VERSION_CONFLICT"), (2, 0, "WRONG_VERSION"), (1, 1, "WRONG_VERSION")):
+        version = Version(policy="main", step=step, incarnation=incarnation, weights_digest="other")
+        assert refusal(run, i.PublishVersion, **trainer(run, version=version)).reason == reason
+
+
+def test_a_version_of_an_earlier_incarnation_is_not_published_again() -> None:
+    run, batch = leased()
+    run.commit(1, batch.lease_id)
+    run.attach(0)
+    version = Version(policy="main", step=0, incarnation=0, weights_digest="w0.0")
+    assert refusal(run, i.PublishVersion, **trainer(run, version=version)).reason == "WRONG_VERSION"
+
+
+# Roll forward ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_an_update_with_dropped_samples_or_skipped_is_rolled_forward(applied: bool) -> None:
+    run, batch = leased()
+    first, *rest = ids(batch)
+    digest = next_digest("", 1, rest if applied else [])
+    told: dict[str, Any] = {"dropped": drop(first), "named": (first,), "applied": applied}
+    bare = refusal(run, i.AttachTrainer, **NAMES, last_update=1, digest=digest)
+    assert bare.reason == "UNKNOWN_UPDATE"
+    assert "`samples` and `outcome`" in bare.message
+    stranger = told | {"named": ("stranger",)}
+    assert refusal(run, i.AttachTrainer, **NAMES, last_update=1, digest=digest, **stranger).reason == "UNKNOWN_UPDATE"
+    attached: i.Attached = run.ask(i.AttachTrainer, **NAMES, last_update=1, digest=digest, **told)
+    assert (attached.resolution, attached.next_update) == (i.Resolution.ROLLED_FORWARD, 2)
+    (committed,) = [fact for fact in run.facts if isinstance(fact, f.UpdateCommitted)]
+    assert (committed.used, committed.applied) == (tuple(rest) if applied else (), applied)
+    again: i.Attached = run.ask(i.AttachTrainer, **NAMES, last_update=1, digest=digest, **told)
+    assert (again.resolution, again.next_update) == (i.Resolution.CONTINUED, 2)
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+
+def end_reasons(run: CoreRun) -> dict[str, int]:
+    state = run.core.state
+    assert state.accounts.conserved
+    return state.accounts.reasons
+
+
+@pytest.mark.parametrize("how", ["commit", "release", "expire", "attach", "in doubt before"])
+def test_a_batch_that_is_held_at_the_end_is_committed_or_ends_with_the_run(how: str) -> None:
+    run, batch = leased(batch_lease_s=5.0)
+    if how == "in doubt before":
+        run.now += 6.0
+        run.take(run.core.handle(i.Tick(), run.now))
+    run.ask(i.StopRun, reason="enough")
+    assert run.core.state.accounts.live == (0 if how == "in doubt before" else 4)
+    if how == "commit":
+        assert run.lease(1).lease_id == batch.lease_id
+        run.checkpoint(1, run.commit(1, batch.lease_id))
+    elif how == "release":
+        run.ask(i.ReleaseBatch, **trainer(run, lease_id=batch.lease_id))
+    elif how == "expire":
+        run.now += 6.0
+        run.take(run.core.handle(i.Tick(), run.now))
+    elif how == "attach":
+        run.attach()
+    assert run.core.state.accounts.live == 0
+    assert end_reasons(run) == ({"trained": 4} if how == "commit" else {"cancelled/RUN_ENDED": 4})
+    assert refusal(run, i.LeaseBatch, **trainer(run, update=run.core.state.the_clock.applied + 1)).reason == "RUN_ENDED"
+    error = refusal(run, i.CommitUpdate, **trainer(run, update=run.core.state.the_clock.applied + 1, lease_ids=()))
+    assert error.reason == "RUN_ENDED"
+
+
+def test_a_checkpoint_with_the_batch_that_was_held_at_the_end_still_rolls_forward() -> None:
+    run, batch = leased()
+    run.ask(i.StopRun, reason="enough")
+    attached: i.Attached = run.attach(1, next_digest("", 1, ids(batch)))
+    assert attached.resolution is i.Resolution.ROLLED_FORWARD
+    assert end_reasons(run) == {"trained": 4}
+
+
+def test_samples_undone_after_the_end_do_not_stay_live() -> None:
+    run, batch = leased()
+    run.commit(1, batch.lease_id)
+    run.ask(i.StopRun, reason="enough")
+    run.attach(0)
+    assert run.core.state.accounts.live == 0
+    assert end_reasons(run) == {"cancelled/RUN_ENDED": 4}
+
+
+def test_a_run_that_a_bug_ended_leaves_nothing_live_and_decides_nothing() -> None:
+    run, batch = leased(num=6)
+    run.take(run.core.fail("ValueError: x", run.now))
+    assert run.core.state.ended == "FAILED: ValueError: x"
+    assert run.core.state.accounts.live == 0
+    assert refusal(run, i.CommitUpdate, **trainer(run, update=1, lease_ids=(batch.lease_id,))).reason == "RUN_ENDED"
+    run.ask(i.StopRun, reason="")
+    run.take(run.core.handle(i.Tick(), run.now))
+
+
+def test_stopping_a_run_takes_time_in_proportion_to_its_episodes() -> None:
+    run = CoreRun(group_size=8000, batch_groups=1, max_staleness=0)
+    run.begin()
+    run.ask(i.AcquireRollouts, node_id="w", num_max=2000, wait_s=1.0)
+    began = time.process_time()
+    run.ask(i.StopRun, reason="")
+    took = time.process_time() - began
+    assert run.core.state.accounts.live == 0
+    assert took < 1.0
+
+
+# Reports --------------------------------------------------------------------------------------------------------------
+
+
+def report_of(run: CoreRun, **changes: Any) -> tuple[str, str]:
+    """The result of a changed report, and the episode's cause after it."""
+    acquired: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=1, wait_s=1.0)
+    (lease,) = acquired.leases
+    span = StepSpan(step=changes.pop("step", 0), incarnation=changes.pop("incarnation", 0), num_tokens=1)
+    reward = Reward(name="correct", value=changes.pop("value", 1.0), segment=-1, scorer="exact@1")
+    meta = SampleMeta(
+        sample_id=f"{lease.episode}.0",
+        policy=changes.pop("policy", "main"),
+        steps=(span,),
+        num_tokens=1,
+        rewards=(reward,),
+    )
+    values: dict[str, Any] = {
+        "lease_id": lease.lease_id,
+        "group": lease.group,
+        "episode": lease.episode,
+        "attempt": lease.attempt,
+        "outcome": i.EpisodeOutcome.COMPLETED,
+        "samples": (meta,),
+    }
+    report = i.EpisodeReport(**(values | changes))
+    (result,) = run.ask(i.ReportEpisodes, node_id="w", reports=(report,)).results
+    return result, run.core.state.groups[lease.group].episodes[lease.episode].cause
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"step": 3}, "no weights of step 3, incarnation 0 were published"),
+        ({"step": -3}, "no weights of step -3"),
+        ({"incarnation": 9}, "incarnation 9"),
+        ({"incarnation": -1}, "incarnation -1"),
+        ({"policy": "other"}, "`policy` must be that of the lease, 'main', got 'other'"),
+        ({"invalid": "`samples[0].leaf` must be >= 0, got -1"}, "`samples[0].leaf` must be >= 0, got -1"),
+    ],
+)
+def test_a_report_that_contradicts_the_run_is_a_failed_attempt(changes: dict[str, Any], why: str) -> None:
+    run = CoreRun()
+    run.begin()
+    result, cause = report_of(run, **changes)
+    assert result.startswith("INVALID_REPORT: ")
+    assert why in result
+    assert why in cause
+    assert run.core.state.accounts.live == run.core.state.accounts.reserved
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_an_infra_failure(value: float) -> None:
+    run = CoreRun()
+    run.begin()
+    assert report_of(run, value=value) == ("", f"scorer exact@1: reward 'correct' is {value}, expected a finite number")
+
+
+def test_a_report_under_another_lease_is_not_recorded() -> None:
+    run = CoreRun()
+    run.begin()
+    assert report_of(run, lease_id="g0.1#1") == ("UNKNOWN_LEASE", "")
+
+
+def test_a_group_that_the_reward_service_cannot_decide_on_ends_with_the_cause() -> None:
+    run = CoreRun()
+    run.begin()
+    run.generate(1, step=0)
+    (group,) = [g for g in run.core.state.groups.values() if g.samples]
+    group.phase = GroupPhase.FINALIZING
+    decision = run.core.handle(i.FinalizeFailed(group=group.group, cause="scorer: it broke"), run.now)
+    (ended,) = [fact for fact in decision.facts if isinstance(fact, f.SamplesEnded)]
+    assert (ended.end, ended.reason) == (SampleEnd.FAILED, "NOT_FINALIZED")
+    (letter,) = [effect for effect in decision.effects if isinstance(effect, DeadLetter)]
+    assert (letter.cause, letter.purpose) == ("scorer: it broke", Purpose.TRAIN)
+    late = run.core.handle(i.FinalizeFailed(group="g99", cause=""), run.now)
+    assert not late.facts
+    run.core.handle(i.GroupDecided(group="g99", decision=GroupDecision.KEEP), run.now)
+
+
+# Specs ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seconds_max": float("nan")},
+        {"stall_s": float("nan")},
+        {"batch_lease_s": float("inf")},
+        {"episode_lease_s": 1e308},
+        {"group_s_max": 5e-324},
+        {"eval_s_max": float("inf")},
+        {"batch_groups": 2**62},
+        {"max_staleness": 2**62},
+        {"tries_max": 2**62},
+        {"learner": "x" * 100_000},
+        {"success_reward": "x" * 65},
+        {"max_staleness": 1023, "batch_groups": 64, "group_size": 16},
+    ],
+    ids=str,
+)
+def test_a_number_that_no_run_can_work_with_is_refused_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes) if len(changes) == 1 else iter(["batch_groups"]))):
+        RunSpec(run="r", **changes)

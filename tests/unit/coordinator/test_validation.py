@@ -1,0 +1,144 @@
+"""Every field of a request is checked on arrival; what passes can be applied, and what does not names its field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollmesh.services.coordinator import validation, wire
+from rollmesh.services.coordinator.core.inputs import EpisodeOutcome
+from rollmesh.shared.errors import InvalidInput
+from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
+
+Change = Callable[[Any], object]
+HELD: dict[str, Any] = {"run": "r", "trainer_epoch": 1}
+UNKNOWN: Any = 9
+"""A number that no enum has."""
+USED, DROPPED = run_pb2.SAMPLE_DISPOSITION_USED, run_pb2.SAMPLE_DISPOSITION_DROPPED
+
+
+def commit(**fields: Any) -> run_pb2.CommitUpdateRequest:
+    values: dict[str, Any] = HELD | {"update": 1, "lease_ids": ["b"], "outcome": run_pb2.UPDATE_OUTCOME_APPLIED}
+    return run_pb2.CommitUpdateRequest(**(values | fields))
+
+
+def disposed(sample_id: str, disposition: Any = USED, reason: str = "") -> run_pb2.DisposedSample:
+    return run_pb2.DisposedSample(sample_id=sample_id, disposition=disposition, reason=reason)
+
+
+REJECTED: list[tuple[Callable[[Any], None], Any, str]] = [
+    (validation.check_trainer, run_pb2.LeaseBatchRequest(run="r"), "trainer_epoch"),
+    (validation.check_trainer, run_pb2.RenewBatchRequest(run="r", trainer_epoch=-1, lease_id="b"), "trainer_epoch"),
+    (validation.check_trainer, run_pb2.ReleaseBatchRequest(**HELD), "lease_id"),
+    (validation.check_trainer, run_pb2.ReleaseBatchRequest(**HELD, lease_id="b" * 257), "lease_id"),
+    (validation.check_trainer, run_pb2.LeaseBatchRequest(**HELD, policy="a b"), "policy"),
+    (validation.check_trainer, run_pb2.LeaseBatchRequest(**HELD, learner="x" * 65), "learner"),
+    (validation.check_attach, run_pb2.AttachTrainerRequest(last_update=-1), "last_update"),
+    (validation.check_attach, run_pb2.AttachTrainerRequest(holder="x" * 257), "holder"),
+    (validation.check_attach, run_pb2.AttachTrainerRequest(digest="x" * 129), "digest"),
+    (validation.check_attach, run_pb2.AttachTrainerRequest(outcome=UNKNOWN), "outcome"),
+    (validation.check_attach, run_pb2.AttachTrainerRequest(samples=[disposed("a"), disposed("a")]), "samples"),
+    (validation.check_commit, commit(lease_ids=["b", "b"]), "lease_ids"),
+    (validation.check_commit, commit(lease_ids=[""]), "lease_ids[0]"),
+    (validation.check_commit, commit(update=0), "update"),
+    (validation.check_commit, commit(outcome=0), "outcome"),
+    (validation.check_commit, commit(samples=[disposed("a"), disposed("a", DROPPED)]), "samples"),
+    (validation.check_commit, commit(samples=[disposed("a", 0)]), "samples[0].disposition"),
+    (validation.check_commit, commit(samples=[disposed("a", DROPPED, "x" * 65)]), "samples[0].reason"),
+    (validation.check_checkpoint, run_pb2.ReportCheckpointRequest(**HELD, update=-1), "update"),
+    (validation.check_publish, run_pb2.PublishVersionRequest(**HELD), "version.weights_digest"),
+    (
+        validation.check_publish,
+        run_pb2.PublishVersionRequest(**HELD, version=types_pb2.PolicyVersion(step=-1)),
+        "version.step",
+    ),
+    (validation.check_change, run_pb2.ChangeRunRequest(), "change_id"),
+    (validation.check_hello, coordinator_pb2.NodeHello(node_id="n", capacity=-1), "hello.capacity"),
+    (validation.check_hello, coordinator_pb2.NodeHello(), "hello.node_id"),
+    (validation.check_node_report, coordinator_pb2.NodeReport(num_running=-1), "report.num_running"),
+]
+
+
+@pytest.mark.parametrize(("check", "request_", "field"), REJECTED, ids=[f"{c.__name__}-{f}" for c, _, f in REJECTED])
+def test_a_field_out_of_its_range_is_rejected_by_name(check: Callable[[Any], None], request_: Any, field: str) -> None:
+    with pytest.raises(InvalidInput, match="must") as caught:
+        check(request_)
+    assert caught.value.violations[0].field == field
+    assert len(caught.value.message) < 500
+
+
+def test_a_sound_commit_passes() -> None:
+    validation.check_commit(commit(samples=[disposed("a"), disposed("b", DROPPED, "TOO_LONG")]))
+
+
+# Reports --------------------------------------------------------------------------------------------------------------
+
+
+def report() -> coordinator_pb2.EpisodeReport:
+    reward = types_pb2.Reward(name="correct", value=1.0, segment=-1, outcome=types_pb2.REWARD_OUTCOME_OK)
+    meta = types_pb2.SampleMeta(
+        sample_id="g0.1-0", steps=[types_pb2.StepSpan(num_tokens=4)], num_tokens=9, rewards=[reward], trainable=True
+    )
+    key = types_pb2.EpisodeKey(run="r", group="g0", episode="g0.1", attempt=1)
+    return coordinator_pb2.EpisodeReport(
+        lease_id="r/g0.1#1",
+        key=key,
+        outcome=coordinator_pb2.EPISODE_OUTCOME_COMPLETED,
+        payload=types_pb2.PayloadRef(sequence=1, size_bytes=9),
+        samples=[meta],
+    )
+
+
+def test_a_sound_report_passes() -> None:
+    known = wire.episode_report(report())
+    assert (known.invalid, known.outcome, known.lease_id) == ("", EpisodeOutcome.COMPLETED, "g0.1#1")
+    assert known.samples[0].policy == "main"
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda r: setattr(r.samples[0], "num_tokens", 2**63 - 1), "samples[0].num_tokens"),
+        (lambda r: setattr(r.samples[0], "num_tokens", -1), "samples[0].num_tokens"),
+        (lambda r: setattr(r.samples[0].steps[0], "num_tokens", 2**63 - 1), "samples[0].steps"),
+        (lambda r: setattr(r.samples[0].steps[0], "num_tokens", 0), "samples[0].steps[0].num_tokens"),
+        (lambda r: setattr(r.samples[0].steps[0], "step", -3), "samples[0].steps[0].step"),
+        (lambda r: setattr(r.samples[0].steps[0], "incarnation", -1), "samples[0].steps[0].incarnation"),
+        (lambda r: r.samples[0].steps.add(num_tokens=1), "samples[0].steps"),
+        (lambda r: r.samples.append(r.samples[0]), "samples.sample_id"),
+        (lambda r: setattr(r.samples[0], "sample_id", ""), "samples[0].sample_id"),
+        (lambda r: setattr(r.samples[0], "sample_id", "g0.10-0"), "samples[0].sample_id"),
+        (lambda r: setattr(r.samples[0], "sample_id", "g1.0-0"), "samples[0].sample_id"),
+        (lambda r: setattr(r.samples[0], "sample_id", "g0.1-" + "x" * 1_000_000), "samples[0].sample_id"),
+        (lambda r: setattr(r.samples[0], "sample_id", "g0.1-\n"), "samples[0].sample_id"),
+        (lambda r: setattr(r.samples[0], "leaf", -1), "samples[0].leaf"),
+        (lambda r: setattr(r.samples[0].rewards[0], "name", ""), "samples[0].rewards[0].name"),
+        (lambda r: setattr(r.samples[0].rewards[0], "segment", -2), "samples[0].rewards[0].segment"),
+        (lambda r: setattr(r.samples[0].rewards[0], "outcome", 0), "samples[0].rewards[0].outcome"),
+        (lambda r: setattr(r.payload, "sequence", 0), "payload.sequence"),
+        (lambda r: setattr(r.payload, "size_bytes", -1), "payload.size_bytes"),
+        (lambda r: setattr(r, "outcome", 0), "outcome"),
+        (lambda r: setattr(r, "outcome", 9), "outcome"),
+    ],
+)
+def test_a_bad_report_becomes_a_failed_attempt_that_names_the_field(change: Change, field: str) -> None:
+    one = report()
+    change(one)
+    known = wire.episode_report(one)
+    assert known.invalid.startswith(f"`{field}` must")
+    assert (known.outcome, known.samples) == (EpisodeOutcome.INFRA_FAILURE, ())
+    assert len(known.invalid) < 500
+
+
+def test_a_lease_of_another_run_is_not_this_ones() -> None:
+    one = report()
+    one.lease_id = "s/g0.1#1"
+    assert wire.episode_report(one).lease_id == ""
+
+
+def test_the_ledger_keeps_a_bounded_part_of_the_evidence() -> None:
+    one = report()
+    one.samples[0].rewards[0].evidence = "x" * 60_000
+    assert len(wire.episode_report(one).samples[0].rewards[0].evidence) == wire.EVIDENCE_CHARS_MAX
