@@ -155,9 +155,10 @@ def why_no_batch(turn: Turn, request: i.LeaseBatch | None = None) -> str:
 
 
 def _why_none(turn: Turn) -> str:
-    if turn.volatile.workers or turn.clock.published is None or bound.num_admissible(turn.state) == 0:
-        return rollouts.why_no_work(turn)
-    return "a rollout worker that asks for episodes"
+    admitted = turn.clock.published is not None and bound.num_admissible(turn.state) > 0
+    if admitted and not turn.volatile.workers and not turn.volatile.data_waiting:
+        return "a rollout worker that asks for episodes"
+    return rollouts.why_no_work(turn)
 
 
 def _lease(turn: Turn, request: i.LeaseBatch, chosen: list[GroupState]) -> i.Batch:
