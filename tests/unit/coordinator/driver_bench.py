@@ -9,12 +9,14 @@ from typing import Any
 
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.records import RunSpec, Version
+from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.core.turn import CancelEpisodes
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects
-from rollmesh.services.coordinator.ledger import Ledger
+from rollmesh.services.coordinator.ledger import Ledger, read_ledger
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
@@ -110,8 +112,16 @@ class Bench:
             lambda inbox: Effects(self.core, inbox, self.services, dead, clock=self.clock, ids=self.ids, limits=limits),
             clock=self.clock,
             limits=limits,
+            restore=self._restore,
             on_failure=lambda run, error: self.failures.append(error),
         )
+
+    async def _restore(self) -> State:
+        state = State()
+        async for record in read_ledger(self.log):
+            for fact in record.facts:
+                apply(state, fact)
+        return state
 
     async def ask(self, kind: Callable[..., Any], **fields: Any) -> Any:
         return await self.driver.ask(lambda ticket: kind(ticket=ticket, **fields))
@@ -146,8 +156,8 @@ class Bench:
 
 
 @asynccontextmanager
-async def bench(limits: RunLimits = LIMITS) -> AsyncIterator[Bench]:
-    bus = MemoryBus()
+async def bench(limits: RunLimits = LIMITS, *, payload_bytes_max: int = 1 << 20) -> AsyncIterator[Bench]:
+    bus = MemoryBus(payload_bytes_max=payload_bytes_max)
     streams = run_streams("r")
     made = Bench(GatedLog(await bus.create(streams.ledger)), await bus.create(streams.dead), limits)
     await made.driver.start()

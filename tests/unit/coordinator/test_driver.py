@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.shared.errors import DataLoss, Fenced, Internal, NotReady, Overloaded
+from rollmesh.shared.errors import DataLoss, Fenced, Internal, NotReady, Overloaded, PayloadTooLarge
 
 from .driver_bench import LIMITS, NAMES, SPEC, bench, settle
 
@@ -75,6 +75,30 @@ async def test_leases_that_come_together_with_a_cancellation_go_back(monkeypatch
         again = await b.ask(i.AcquireRollouts, node_id="w", num_max=2, wait_s=100.0)
         assert [lease.attempt for lease in again.leases] == [2, 2]
         assert all(e.failures == 0 for g in b.core.state.groups.values() for e in g.episodes.values())
+
+
+async def test_a_record_that_is_too_large_rejects_its_request_and_nothing_else() -> None:
+    async with bench(payload_bytes_max=4_000) as b:
+        await b.begin()
+        leases = (await b.acquire()).leases
+        with pytest.raises(PayloadTooLarge):
+            await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="", holder="x" * 5_000)
+        assert b.failures == []
+        assert b.core.state.the_clock.trainer_epoch == 1
+        assert (await b.fail_all(leases)).results == ("", "")
+        assert (await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")).trainer_epoch == 2
+
+
+async def test_who_waited_in_the_core_when_a_record_was_too_large_is_to_ask_again() -> None:
+    async with bench(payload_bytes_max=4_000) as b:
+        await b.begin()
+        waiting = b.asking(i.LeaseBatch, **NAMES, trainer_epoch=1, update=1, wait_s=50.0)
+        await settle()
+        with pytest.raises(PayloadTooLarge):
+            await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="", holder="x" * 5_000)
+        with pytest.raises(NotReady):
+            await waiting
+        assert b.failures == []
 
 
 async def test_calls_to_others_begin_only_when_their_reason_is_stored() -> None:

@@ -4,7 +4,8 @@
 
 A decision is acted upon only when its record is stored, and no answer overtakes an earlier one: what is refused or merely read was
 judged by a state that may not be stored yet. If the ledger refuses a record, the state in memory is ahead of what is true; the driver
-then fails as a whole, and so does the coordinator.
+then fails as a whole, and so does the coordinator. A record that is too large for the bus was never sent: the driver recovers the
+state that is stored, and rejects the request.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -21,14 +22,15 @@ from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.fleet import WeightGoal
-from rollmesh.services.coordinator.core.turn import Effect, Refusal, Reply
+from rollmesh.services.coordinator.core.state import State
+from rollmesh.services.coordinator.core.turn import Effect, Refusal, Reply, Volatile
 from rollmesh.services.coordinator.effects import Effects
 from rollmesh.services.coordinator.goals import weight_goal
 from rollmesh.services.coordinator.ledger import Ledger
 from rollmesh.services.coordinator.metrics import APPEND_SECONDS
 from rollmesh.services.coordinator.refusals import to_error
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import Internal, MeshError, NotReady, Overloaded
+from rollmesh.shared.errors import Internal, MeshError, NotReady, Overloaded, PayloadTooLarge
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.telemetry import metrics
 
@@ -77,10 +79,11 @@ class RunDriver:
         *,
         clock: Clock,
         limits: RunLimits,
+        restore: Callable[[], Awaitable[State]],
         on_failure: Callable[[str, MeshError], None],
         on_live: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_live` is called when the run becomes live, and when it has ended."""
+        """`restore` recovers the stored state; `on_live` is called when the run becomes live, and when it has ended."""
         self.run = run
         self.goal: WeightGoal | None = None
         """What the nodes of this run should serve, as far as stored."""
@@ -90,6 +93,7 @@ class RunDriver:
         self._ledger = ledger
         self._clock = clock
         self._limits = limits
+        self._restore = restore
         self._on_failure = on_failure
         self._on_live = on_live
         self._inputs: asyncio.Queue[_Question | _Look] = asyncio.Queue(limits.inputs_max)
@@ -226,7 +230,36 @@ class RunDriver:
             return _Release(head, act=lambda: self._answer(question.ticket, error, head))
         if question.ticket and question.ticket not in self._waiting:
             self._core.forget(question.ticket)  # cancelled while it was queued
-        return await self._record(decision)
+        try:
+            return await self._record(decision)
+        except PayloadTooLarge as error:
+            if not question.ticket:
+                raise self._ledger.failure(error) from error
+            return await self._undo(question.ticket, error)
+
+    async def _undo(self, ticket: int, error: PayloadTooLarge) -> _Release:
+        """Go back to the stored state, as after a restart, since a decision cannot be stored. Its request is rejected; one that
+        waits within the core has to be repeated."""
+        _log.warning("run %s: a request was rejected, its record is too large: %s", self.run, error)
+        performed = asyncio.Event()
+        await self._releases.put(_Release(self._ledger.head, act=performed.set))
+        await performed.wait()
+        await self._effects.close()  # what they would bring answers questions of the state that is dropped
+        lost = set(self._waiting) - {ticket}
+        for _ in range(self._inputs.qsize()):
+            item = self._inputs.get_nowait()
+            if isinstance(item, _Look) or item.ticket:
+                self._inputs.put_nowait(item)
+                lost -= {item.ticket} if isinstance(item, _Question) else set()
+        self._core.state, self._core.volatile = await self._restore(), Volatile()
+        release = await self._record(self._core.resume(self._clock.monotonic_s()))
+
+        def act() -> None:
+            self._answer(ticket, error, release.head)
+            for one in lost:
+                self._answer(one, NotReady(f"run {self.run} was recovered; try again", run=self.run), release.head)
+
+        return replace(release, act=act)
 
     async def _record(self, decision: Decision) -> _Release:
         stored = None
@@ -234,6 +267,8 @@ class RunDriver:
             try:
                 stored = self._last_stored = await self._ledger.append(decision.facts)
                 self._time_append(stored)
+            except PayloadTooLarge:
+                raise
             except MeshError as error:
                 raise self._ledger.failure(error) from error
         goal = weight_goal(self._core) if self._core.state.spec is not None else None

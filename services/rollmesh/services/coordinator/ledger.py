@@ -17,7 +17,7 @@ from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
 from rollmesh.shared.bus.bus import Record, StreamLog, WrongLastSequence
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, MeshError
+from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, MeshError, PayloadTooLarge
 from rollmesh.shared.ids import IdSource
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
 
@@ -74,6 +74,12 @@ class Ledger:
                 f"another coordinator has taken over {self._log.name}: this one is fenced and stops; run one coordinator per run",
                 ledger=self._log.name,
                 position=self.head.position,
+            )
+        if isinstance(error, PayloadTooLarge):
+            return DataLoss(
+                f"a decision is too large for one record of {self._log.name} ({error}); raise `bus.embedded.payload_bytes_max` (of a "
+                "cluster: max_payload), then start the coordinator again",
+                ledger=self._log.name,
             )
         return DataLoss(
             f"{self._log.name} took no record ({error}); the coordinator stops and recovers from what is stored when it is "

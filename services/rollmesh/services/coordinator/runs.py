@@ -17,6 +17,7 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import Fleet, WeightGoal
 from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects, Outside
 from rollmesh.services.coordinator.goals import weight_goal
@@ -24,6 +25,7 @@ from rollmesh.services.coordinator.housekeeping import Housekeeper
 from rollmesh.services.coordinator.ledger import Ledger
 from rollmesh.services.coordinator.recovery import Recovered, recover
 from rollmesh.services.coordinator.run_storage import Ended, OpenStreams, RunStorage
+from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.services.coordinator.watchdog import Watchdog
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
@@ -242,7 +244,7 @@ class Runs:
         recovered = await recover(streams.ledger, store)
         if recovered.state.ended:
             await self._storage.shrink(run)  # with room in its ledger again
-        driver = self._make_driver(run, recovered, streams)
+        driver = self._make_driver(run, recovered, streams, store)
         await driver.start()
         keeper = Housekeeper(
             driver,
@@ -261,8 +263,12 @@ class Runs:
             task.add_done_callback(lambda task: _task_ended(task, driver))
         return _Led(driver, keeper, tasks, self._clock.monotonic_s())
 
-    def _make_driver(self, run: str, recovered: Recovered, streams: OpenStreams) -> RunDriver:
+    def _make_driver(self, run: str, recovered: Recovered, streams: OpenStreams, store: SnapshotStore) -> RunDriver:
         core = Core(recovered.state)
+
+        async def restore() -> State:
+            return (await recover(streams.ledger, store)).state
+
         ledger = Ledger(
             streams.ledger,
             head=recovered.head,
@@ -277,6 +283,7 @@ class Runs:
             lambda inbox: self._effects(core, inbox, streams.dead),
             clock=self._clock,
             limits=self._config.run,
+            restore=restore,
             on_failure=self._on_failure,
             on_live=self._live_changed,
         )
