@@ -7,6 +7,7 @@ import os
 import struct
 import sys
 import threading
+from collections import Counter
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -57,7 +58,12 @@ def fetch(lease):
     for group in lease.groups:  # all scored members, trained or not: the baseline would be biased otherwise
         members = [m for m in group.members if all(r.outcome == types_pb2.REWARD_OUTCOME_OK for r in m.rewards)]
         sums = torch.tensor([sum(r.value for r in m.rewards) for m in members], dtype=torch.float64)
-        values = (sums - sums.mean()) / (sums.std(correction=0) + 1e-6)
+        sizes = Counter(m.episode or m.sample_id for m in members)  # an episode with several samples counts once
+        share = torch.tensor([1 / sizes[m.episode or m.sample_id] for m in members], dtype=torch.float64) / max(
+            1, len(sizes)
+        )
+        values = sums - share @ sums
+        values = values / ((share @ values.square()).sqrt() + 1e-6)
         advantages |= zip([m.sample_id for m in members], values.tolist(), strict=True)
     for message in ask("FetchSamples", **mine, lease_id=lease.lease_id):
         for name in () if message.HasField("failure") else message.sample_ids:  # what cannot be read is left out

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
+from rollmesh.trainer.model_config import context_length
 from rollmesh.trainer.packing import PackingConfig, Sequence1D, num_targets, pack
 from rollmesh.trainer.update import Trainer, UpdateConfig
 from tests.models.architectures import LENGTH_MAX, VOCAB_SIZE, build_model
@@ -35,7 +36,7 @@ def trainer_result(name: str) -> TrainerResult:
         choice = Trainer(model, UpdateConfig(), seed=0).forward_choice
     except ValueError as error:
         return TrainerResult(None, str(error))
-    sequences = _sequences()
+    sequences = _sequences(context_length(model) or LENGTH_MAX)
     logprobs, gradients = _through_trainer(model, sequences, choice.mode)
     plain_logprobs, plain_gradients = _plain(model, sequences)
     scale = max(float(g.abs().max()) for g in plain_gradients)
@@ -47,10 +48,11 @@ def trainer_result(name: str) -> TrainerResult:
     )
 
 
-def _sequences() -> list[Sequence1D]:
+def _sequences(longest: int) -> list[Sequence1D]:
+    """Longer ones than the context are never trained on."""
     rng = np.random.default_rng(1)
     made = []
-    for length in (LENGTH_MAX, 3, 17, 29, 8, 11, 36, 5):
+    for length in (min(wanted, longest) for wanted in (LENGTH_MAX, 3, 17, 29, 8, 11, 36, 5)):
         mask = (rng.random(length) < 0.7).astype(np.uint8)
         mask[0] = 0
         mask[-1] = 1

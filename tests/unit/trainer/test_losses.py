@@ -103,6 +103,15 @@ def test_extreme_ratios_stay_finite() -> None:
         assert torch.isfinite(gradient).all()
 
 
+def test_a_token_whose_ratio_is_held_counts_as_clipped() -> None:
+    """Its gradient is zero, although the clip itself leaves a rising bad token alone."""
+    pi = torch.tensor([-1.0, -1.0, -1.0]).requires_grad_()
+    loss, stats = make_loss(PpoClipConfig())(inputs(pi, torch.tensor([-1.1, -3.0, -40.0]), [-1, -1, -1]))
+    gradient = gradient_of(loss, pi)
+    assert (gradient != 0).tolist() == [True, True, False]
+    assert stats["clipped"].tolist() == [0.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

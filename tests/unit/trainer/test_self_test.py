@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ def test_the_demo_model_is_packed_and_left_as_it_was(caplog: pytest.LogCaptureFi
     assert choice.mode is ForwardMode.PACKED
     assert not choice.reason
     assert "packed sequences: verified" in caplog.text
-    assert torch.equal(torch.rand(1), torch.manual_seed(3) and torch.rand(1))
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert model.config.sliding_window == 4096
@@ -58,7 +61,8 @@ def test_a_packed_forward_whose_gradients_differ_is_found() -> None:
         positions = kwargs["position_ids"]
         return isinstance(positions, torch.Tensor) and positions.shape[0] > 1
 
-    model.base_model.layers[0].self_attn.register_forward_hook(cut, with_kwargs=True)
+    layers: Any = model.base_model.layers
+    layers[0].self_attn.register_forward_hook(cut, with_kwargs=True)
     assert "packed gradients differ" in choose_forward(model).reason
 
 
@@ -70,7 +74,8 @@ def test_the_mode_is_in_the_metrics_of_every_update() -> None:
 
 
 def test_what_is_no_causal_language_model_is_rejected() -> None:
-    encoder = BertLMHeadModel(
+    make: Any = BertLMHeadModel
+    encoder = make(
         BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     )
     with pytest.raises(ValueError, match=r"BertLMHeadModel cannot be trained: .* tokens after it"):
@@ -79,7 +84,7 @@ def test_what_is_no_causal_language_model_is_rejected() -> None:
 
 def test_parameters_below_float32_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"parameters of torch.bfloat16, expected torch.float32"):
-        Trainer(tiny().to(torch.bfloat16), UpdateConfig(), seed=0)
+        Trainer(tiny().bfloat16(), UpdateConfig(), seed=0)
 
 
 def test_adapters_are_rejected_at_the_start() -> None:
@@ -96,7 +101,8 @@ def test_updates_run_without_dropout() -> None:
     """GPT-2 drops 10 % by default; the engine that sampled does not."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+        make: Any = GPT2LMHeadModel
+        model = make(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64))
     model.train()
     assert model.config.resid_pdrop == 0.1
     made = Trainer(model, UpdateConfig(num_minibatches=1), seed=0)

@@ -216,6 +216,23 @@ def test_greedy_samples_are_compared_with_the_plain_model() -> None:
     assert table.truncated.tolist() == [0.0]
 
 
+def test_the_entropy_is_that_of_the_distribution_sampled_from() -> None:
+    hot, cold = (
+        trainer().update(
+            1,
+            [
+                training_sample(
+                    "s", [prompt([20]), action([30, 31], [-4.0, -4.0])], params=SamplingParams(temperature=t)
+                )
+            ],
+            [group("g0", member("s", {"r": 1.0}))],
+        )
+        for t in (1.0, 0.01)
+    )
+    assert hot.metrics["entropy"] > 4.0
+    assert cold.metrics["entropy"] < 3.0
+
+
 def test_exported_weights_are_the_weights(tmp_path: Path) -> None:
     made = trainer()
     made.update(1, *random_batch())

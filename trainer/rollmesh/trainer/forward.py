@@ -50,11 +50,14 @@ def target_logits(model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode =
     return logits.float()
 
 
-def target_logprobs(logits: Tensor, batch: MicroBatch, temperature: Tensor | None = None) -> Tensor:
-    """Log-probs [m] of the wanted tokens; `temperature` [m] of each, None for 1 throughout."""
+def at_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Logits [m, V] of the distribution sampled from; `temperature` [m] of each token, None for 1 throughout."""
+    return logits if temperature is None else logits / temperature[:, None]
+
+
+def target_logprobs(logits: Tensor, batch: MicroBatch) -> Tensor:
+    """Log-probs [m] of the wanted tokens."""
     wanted = batch.token_ids[batch.target_row, batch.target_col + 1]
-    if temperature is not None:
-        logits = logits / temperature[:, None]
     chosen = logits.gather(-1, wanted[:, None]).squeeze(-1)
     return chosen - logits.logsumexp(-1)
 
@@ -78,7 +81,7 @@ def logprobs_of(
     result = torch.zeros(num_targets(sequences), device=model.device)
     for batch in pack(sequences, mode.packing(packing), device=model.device):
         at = None if temperature is None else temperature[batch.target_index]
-        result[batch.target_index] = target_logprobs(target_logits(model, batch, mode), batch, at)
+        result[batch.target_index] = target_logprobs(at_temperature(target_logits(model, batch, mode), at), batch)
     return result
 
 

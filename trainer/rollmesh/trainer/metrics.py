@@ -4,6 +4,8 @@ The signals that matter, by experience: drift from the sampling policy (k3 estim
 version count does, and a mean over all tokens hides it, hence the grouping by lag. Numbers are natural-log based.
 
 Names: `kl`, `ess`, ... over all trained tokens; `lag/<n>/...` over tokens of staleness n.
+`entropy` is that of the distribution at the sampling temperature. `clipped_share` counts the tokens without gradient: those beyond
+a clip bound and those whose ratio is kept finite. `packed` is 1 if sequences share rows (see `self_test`).
 Log-probs of the policy are those of the moment a token was trained on; with several optimiser steps per update, later ones
 include the effect of earlier ones.
 """

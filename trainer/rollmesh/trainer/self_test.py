@@ -68,7 +68,7 @@ def choose_forward(model: PreTrainedModel) -> ForwardChoice:
     """
     check_trainable(model)
     use_whole_attention(model)
-    model.eval()
+    model.train(False)
     sequences = _random_sequences(model)
     parameters = _compared_parameters(model)
     with _short_windows(model):

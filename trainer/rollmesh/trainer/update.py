@@ -53,7 +53,8 @@ class UpdateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     num_minibatches: int = 2
     """Optimiser steps per update, each on a random part of the samples. More: faster, and further off-policy."""
     report_entropy: bool = True
-    """Report the policy's entropy on trained tokens; costs one softmax over the vocabulary per token."""
+    """Report the policy's entropy on trained tokens, at the temperature they were sampled at and without top-p and top-k; costs one
+    softmax over the vocabulary per token."""
 
     def __post_init__(self) -> None:
         if self.num_minibatches < 1:
@@ -163,7 +164,7 @@ class Trainer:
         table = build_table([samples[i] for i in kept], [a for i in kept if (a := advantages[i]) is not None], update=k)
         set_lr(self.optimizer, lr_at(self.config.optimizer, k))
         order = np.random.default_rng([self.seed, k]).permutation(len(kept))
-        self.model.eval()
+        self.model.train(False)
         proximal = self._proximal(table)
         for part in np.array_split(order, min(self.config.num_minibatches, len(kept))):
             if not self._optimiser_step(part.tolist(), table, proximal, trace):
@@ -216,10 +217,11 @@ class Trainer:
         at = batch.target_index
         if not len(at):
             return 0.0
-        logits = forward.target_logits(self.model, batch, self.forward_choice.mode)
-        logprobs = forward.target_logprobs(
-            logits, batch, None if tokens.temperature is None else tokens.temperature[at]
+        logits = forward.at_temperature(
+            forward.target_logits(self.model, batch, self.forward_choice.mode),
+            None if tokens.temperature is None else tokens.temperature[at],
         )
+        logprobs = forward.target_logprobs(logits, batch)
         inputs = LossInputs(
             logprobs=logprobs,
             behaviour=tokens.behaviour[at],

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.ppo_clip import clipped_objective
-from rollmesh.trainer.losses.ratio import safe_ratio
+from rollmesh.trainer.losses.ratio import out_of_range, safe_ratio
 
 
 class DecoupledPpoConfig(
@@ -65,5 +65,6 @@ def decoupled_ppo_loss(inputs: LossInputs, config: DecoupledPpoConfig) -> tuple[
     replacement = config.weight_max if config.over_max == "truncate" else 0.0
     weight = torch.where(over, torch.full_like(weight, replacement), weight)
     ratio = safe_ratio(inputs.logprobs, inputs.proximal)
-    objective, stats = clipped_objective(ratio, inputs.advantages, config.clip_low, config.clip_high)
+    held = out_of_range(inputs.logprobs, inputs.proximal)
+    objective, stats = clipped_objective(ratio, held, inputs.advantages, config.clip_low, config.clip_high)
     return -(inputs.token_weight * weight * objective).sum(), {**stats, "weight_capped": over.float()}

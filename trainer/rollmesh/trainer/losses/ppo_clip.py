@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
-from rollmesh.trainer.losses.ratio import safe_ratio
+from rollmesh.trainer.losses.ratio import out_of_range, safe_ratio
 
 
 class PpoClipConfig(
@@ -52,16 +52,17 @@ class PpoClip:
 def ppo_clip_loss(inputs: LossInputs, config: PpoClipConfig) -> tuple[Tensor, TokenStats]:
     """Scalar loss, and per token whether the clip removed its gradient (`clipped`, `clipped_high`)."""
     ratio = safe_ratio(inputs.logprobs, inputs.behaviour)
-    objective, stats = clipped_objective(ratio, inputs.advantages, config.clip_low, config.clip_high)
+    held = out_of_range(inputs.logprobs, inputs.behaviour)
+    objective, stats = clipped_objective(ratio, held, inputs.advantages, config.clip_low, config.clip_high)
     return -(inputs.token_weight * objective).sum(), stats
 
 
 def clipped_objective(
-    ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float
+    ratio: Tensor, held: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, TokenStats]:
-    """min(r A, clip(r) A) [m], and which tokens it clipped."""
+    """min(r A, clip(r) A) [m], and which tokens have no gradient: clipped by it, or `held` by `safe_ratio`."""
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(ratio * advantages, bounded * advantages)
     high = (ratio > 1 + clip_high) & (advantages > 0)
     low = (ratio < 1 - clip_low) & (advantages < 0)
-    return objective, {"clipped": (high | low).detach().float(), "clipped_high": high.detach().float()}
+    return objective, {"clipped": (high | low | held).detach().float(), "clipped_high": high.detach().float()}
