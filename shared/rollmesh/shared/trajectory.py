@@ -152,6 +152,7 @@ class Sample:
     policy: str = "main"
     rewards: tuple[Reward, ...] = ()
     weight: float = 1.0
+    """Factor of its tokens in the loss. Tokens shared with another sample of the episode are trained in both."""
     trainable: bool = True
 
 

@@ -192,7 +192,11 @@ class Environment:
         return twin
 
     def sample(self, *, role: str = "", weight: float = 1.0, trainable: bool = True) -> None:
-        """Makes this line, up to its last action, a sample. Without any call, every line that acted becomes one."""
+        """Makes this line, up to its last action, a sample. Without any call, every line that acted becomes one.
+
+        Tokens that several samples share, those before a fork, are trained in each of them with that sample's advantage. Where they
+        should count once, give the samples weights that sum to 1; the baseline counts an episode once in any case.
+        """
         state = self._state
         leaf = state.recorder.last_action(self._head)
         if leaf is None:
