@@ -30,13 +30,13 @@ NEARLY_A_MESSAGE = 8_300_000
 
 
 async def test_every_method_of_every_server_withstands_malformed_requests(tmp_path: Path) -> None:
-    """A quarter of the cases; `make garbage` sends all of them, and large ones, to a mesh of processes."""
+    """A sixth of the cases; `make garbage` sends all of them, and large ones, to a mesh of processes."""
     config = mesh_config(save_model_folder(tmp_path / "model"))
     parts = [name for name in part_names(config) if name != "learner"]
     async with Mesh(config, run_dir=tmp_path / "run", parts=parts) as mesh:
         finished = asyncio.create_task(mesh.finished())
         sizes = Sizes(oversized=False)
-        result = await exercise(mesh.place.coordinator, mesh.gateway_address, mesh.access, sizes, every=4)
+        result = await exercise(mesh.place.coordinator, mesh.gateway_address, mesh.access, sizes, every=6)
         assert not finished.done()
         finished.cancel()
     assert not result.findings, report(result)

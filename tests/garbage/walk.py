@@ -31,7 +31,8 @@ for module in pkgutil.iter_modules(rollmesh.v1.__path__):
 
 CALL_S = 1.0
 """Deadline of a call. Streams without an end, and long polls, use it up."""
-AT_ONCE = 32
+AT_ONCE = 16
+"""Calls under way at a server."""
 RESPONSES_MAX = 3
 FORBIDDEN = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 assert health_pb2, "imported for its descriptors"
@@ -85,12 +86,17 @@ async def walk(
 ) -> Result:
     """Call every method of `servers` with every case; with `every` n, a plausible request and each n-th of the others."""
     result = Result()
-    for server, address in servers.items():
+
+    async def of_server(server: str, address: str) -> None:
         methods = await methods_of(address, access)
         async with open_channel(address, access=access) as channel:
             for last in (False, True):
                 calls = _calls(server, [m for m in methods if (m.name in LAST) is last], plausible, sizes, every)
                 await _call_all(channel, calls, result)
+
+    async with asyncio.TaskGroup() as group:
+        for server, address in servers.items():
+            group.create_task(of_server(server, address))
     return result
 
 

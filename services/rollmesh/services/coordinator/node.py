@@ -33,7 +33,7 @@ from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import Internal, MeshError
 from rollmesh.shared.ids import IdSource, RandomIds
 from rollmesh.shared.rpc.access import Access
-from rollmesh.shared.rpc.limits import RECORDED
+from rollmesh.shared.rpc.limits import RECORDED, RECORDED_TEXTS
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 
@@ -155,7 +155,7 @@ class CoordinatorNode:
         add_coordinator = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
         self._server.add(add_coordinator, coordinator, limits=RECORDED)
         run = RunServicer(runs, keeper, outgoing, dead, mesh, clock=self._clock, deadline_s=limit_s)
-        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run, limits=RECORDED)
+        self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run, limits=RECORDED_TEXTS)
 
     def _on_loop_ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:

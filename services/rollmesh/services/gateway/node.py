@@ -24,7 +24,7 @@ from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.rpc.limits import RECORDED
+from rollmesh.shared.rpc.limits import RECORDED, RECORDED_TEXTS
 from rollmesh.shared.serving import JoinedServer
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 
@@ -99,7 +99,7 @@ class GatewayNode:
                 call_s=self._config.call_s,
             )
             await stack.enter_async_context(self._joined)
-            self._joined.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, limits=RECORDED)
+            self._joined.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, limits=RECORDED_TEXTS)
             front = CoordinatorFront(coordinator, call_s=self._config.call_s)
             add_front = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
             self._joined.add(add_front, front, limits=RECORDED)

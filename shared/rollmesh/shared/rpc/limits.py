@@ -18,5 +18,7 @@ class RequestLimits:
     """Largest request."""
 
 
-RECORDED = RequestLimits(text_bytes=64 * 1024, request_bytes=6 * 1024 * 1024)
-"""Of RunService and CoordinatorService: names, causes and settings end up in ledger records, and a record must fit a message of NATS."""
+RECORDED = RequestLimits(request_bytes=6 * 1024 * 1024)
+"""Of CoordinatorService: what it takes ends up in ledger records, and a record must fit a message of NATS."""
+RECORDED_TEXTS = RequestLimits(text_bytes=64 * 1024, request_bytes=RECORDED.request_bytes)
+"""Of RunService, whose texts are names, reasons and settings."""
