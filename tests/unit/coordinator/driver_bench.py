@@ -103,6 +103,7 @@ class Bench:
         self.core = Core()
         self.services = Services()
         self.failures: list[MeshError] = []
+        self.bugs: list[str] = []
         self.ids = SeededIds(1)
         ledger = Ledger(log, head=EMPTY, ids=self.ids, clock=self.clock, append_s_max=5.0)
         self.driver = RunDriver(
@@ -114,6 +115,7 @@ class Bench:
             limits=limits,
             restore=self._restore,
             on_failure=lambda run, error: self.failures.append(error),
+            on_bug=lambda driver, cause: self.bugs.append(cause),
         )
 
     async def _restore(self) -> State:

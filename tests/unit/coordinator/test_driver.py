@@ -216,14 +216,35 @@ async def test_a_ledger_that_takes_nothing_ends_the_driver() -> None:
         assert "recovers from what is stored" in str(b.failures[0])
 
 
-async def test_a_bug_in_the_core_ends_the_driver(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_in_the_core_stops_the_driver_after_what_was_decided_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with bench() as b:
         await b.begin()
+        b.log.holding = True
+        before = b.asking(i.AttachTrainer, **NAMES, last_update=0, digest="")
+        await settle()
         b.core.state.groups = None  # type: ignore[assignment]
-        with pytest.raises(NotReady):
-            await b.acquire()
-        assert isinstance(b.failures[0], Internal)
-        assert len([r for r in caplog.records if r.exc_info]) == 1
+        asked, other = b.asking(i.AcquireRollouts, node_id="w", num_max=2, wait_s=1.0), b.asking(i.StopRun, reason="")
+        await settle()
+        assert not asked.done()
+        b.log.release()
+        assert (await before).trainer_epoch == 2
+        with pytest.raises(Internal, match="AcquireRollouts failed .* do not repeat the request"):
+            await asked
+        with pytest.raises(NotReady, match="try again"):
+            await other
+        assert not b.failures
+        assert len(b.bugs) == len([r for r in caplog.records if r.exc_info]) == 1
+
+
+async def test_a_read_that_fails_fails_its_own_call_alone() -> None:
+    async with bench() as b:
+        await b.begin()
+        with pytest.raises(Internal, match="ZeroDivisionError.*nothing has changed"):
+            await b.driver.look(lambda core, _: 1 // 0)
+        assert (await b.acquire()).leases
+        assert not b.bugs
 
 
 async def test_closing_tells_everybody_to_try_again() -> None:

@@ -3,9 +3,10 @@
     ask / post --> inputs --> decide: core.handle, ledger.append --> releases --> stored? --> replies, calls, commands
 
 A decision is acted upon only when its record is stored, and no answer overtakes an earlier one: what is refused or merely read was
-judged by a state that may not be stored yet. If the ledger refuses a record, the state in memory is ahead of what is true; the driver
+judged by a state that may not be stored yet. If the ledger rejects a record, the state in memory is ahead of what is true; the driver
 then fails as a whole, and so does the coordinator. A record that is too large for the bus was never sent: the driver recovers the
-state that is stored, and rejects the request.
+state that is stored, and rejects the request. An exception that is not a refusal is a bug: the driver stops, the caller gets INTERNAL,
+and `on_bug` recovers this run from its ledger, and ends it. The other runs go on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.telemetry import metrics
 
 T = TypeVar("T")
+CAUSE_CHARS_MAX = 500
 CLOSE_S_MAX = 5.0
 """Longest wait, when closing, for records on their way."""
 _log = logging.getLogger(__name__)
@@ -81,9 +83,11 @@ class RunDriver:
         limits: RunLimits,
         restore: Callable[[], Awaitable[State]],
         on_failure: Callable[[str, MeshError], None],
+        on_bug: Callable[[RunDriver, str], None],
         on_live: Callable[[], None] = lambda: None,
     ) -> None:
-        """`restore` recovers the stored state; `on_live` is called when the run becomes live, and when it has ended."""
+        """`restore` recovers the stored state; `on_bug` gets the cause once this driver has stopped; `on_live` is called when the run
+        becomes live, and when it has ended."""
         self.run = run
         self.goal: WeightGoal | None = None
         """What the nodes of this run should serve, as far as stored."""
@@ -95,6 +99,9 @@ class RunDriver:
         self._limits = limits
         self._restore = restore
         self._on_failure = on_failure
+        self._on_bug = on_bug
+        self._deciding: _Question | None = None
+        """The question that is decided on, or that met a bug."""
         self._on_live = on_live
         self._inputs: asyncio.Queue[_Question | _Look] = asyncio.Queue(limits.inputs_max)
         self._releases: asyncio.Queue[_Release] = asyncio.Queue(limits.releases_max)
@@ -125,8 +132,10 @@ class RunDriver:
 
     # From outside -----------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
-        """Begin: leases get their grace and open questions are asked again."""
+    async def start(self, bug: str = "") -> None:
+        """Begin: leases get their grace and open questions are asked again. With `bug`, its cause, the run is ended first."""
+        if bug:
+            await self._releases.put(await self._record(self._core.fail(bug, self._clock.monotonic_s())))
         decision = self._core.resume(self._clock.monotonic_s())
         await self._releases.put(await self._record(decision))
         loops = {"decide": self._decide_forever, "release": self._release_forever, "tick": self._tick_forever}
@@ -180,9 +189,17 @@ class RunDriver:
             self._num_watchers -= 1
 
     def broken(self, error: BaseException) -> None:
-        """A bug outside the core has left a question unanswered: this coordinator can't go on."""
-        _log.error("the coordinator of run %s failed", self.run, exc_info=error)
-        self._fail(Internal(f"the coordinator of run {self.run} failed with {type(error).__name__}; see its log"))
+        """Stop because of a bug, in the core or beside it: what is in memory may not be what is true."""
+        if self._closed is not None:
+            return
+        _log.error("run %s: a bug of the coordinator", self.run, exc_info=error)
+        cause = f"{type(error).__name__}: {error}"[:CAUSE_CHARS_MAX]
+        if (asked := self._deciding) is not None:
+            answer = self._waiting.pop(asked.ticket, None)
+            if answer is not None and not answer.done():
+                answer.set_exception(_internal(self.run, type(asked.request).__name__, cause, "the run has ended"))
+        self._stop(NotReady(f"run {self.run} is recovered from its ledger; try again"))
+        self._on_bug(self, cause)
 
     async def close(self) -> None:
         """Stop deciding; who waits is told to try again. Waits for records on their way, so that no successor is fenced by them."""
@@ -216,7 +233,12 @@ class RunDriver:
     async def _decide_forever(self) -> None:
         while True:
             item = await self._inputs.get()
-            release = self._look(item) if isinstance(item, _Look) else await self._decide(item)
+            if isinstance(item, _Look):
+                release = self._look(item)
+            else:
+                self._deciding = item
+                release = await self._decide(item)
+                self._deciding = None
             await self._releases.put(release)
 
     async def _decide(self, question: _Question) -> _Release:
@@ -282,10 +304,22 @@ class RunDriver:
             )
 
     def _look(self, item: _Look) -> _Release:
-        value = item.read(self._core, self._ledger.head)
+        """A read that fails fails its own call alone: it has decided nothing."""
+        value, error = None, None
+        try:
+            value = item.read(self._core, self._ledger.head)
+        except MeshError as refused:
+            error = refused
+        except Exception as bug:  # noqa: BLE001 (the recording point for bugs of what reads the core)
+            _log.error("run %s: its state cannot be read", self.run, exc_info=bug)
+            error = _internal(self.run, "a read of its state", f"{type(bug).__name__}: {bug}", "nothing has changed")
 
         def act() -> None:
-            if not item.answer.done():
+            if item.answer.done():
+                return
+            if error is not None:
+                item.answer.set_exception(error)
+            else:
                 item.answer.set_result(value)
 
         return _Release(self._ledger.head, act=act)
@@ -340,20 +374,25 @@ class RunDriver:
         try:
             await loop()
         except MeshError as error:
-            self._fail(error)
+            if self._closed is None:
+                self._stop(
+                    NotReady(f"the coordinator of run {self.run} has stopped; try again at the one that leads it now")
+                )
+                self._on_failure(self.run, error)
         except Exception as error:  # noqa: BLE001 (the one recording point for bugs of the core)
-            self.broken(error)
+            bug = error
+            if loop == self._decide_forever:  # what was decided before is stored and answered first
+                await self._releases.put(_Release(self._ledger.head, act=lambda: self.broken(bug)))
+            else:
+                self.broken(bug)
 
-    def _fail(self, error: MeshError) -> None:
-        if self._closed is None:
-            self._shut(
-                NotReady(f"the coordinator of run {self.run} has stopped; try again at the one that leads it now")
-            )
-            for task in self._tasks:
-                if task is not asyncio.current_task():
-                    task.cancel()
-            self._effects.cancel()
-            self._on_failure(self.run, error)
+    def _stop(self, error: MeshError) -> None:
+        """Tell every caller `error`, and end all work."""
+        self._shut(error)
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._effects.cancel()
 
     def _shut(self, error: MeshError) -> None:
         self._closed = self._closed or error
@@ -387,6 +426,14 @@ class RunDriver:
         finally:
             for wait in waits:
                 wait.cancel()
+
+
+def _internal(run: str, what: str, cause: str, since: str) -> Internal:
+    return Internal(
+        f"run {run}: {what} failed because of a bug of the coordinator ({cause[:CAUSE_CHARS_MAX]}): {since}; do not repeat the "
+        "request, and report the coordinator's log",
+        run=run,
+    )
 
 
 def without_purged(request: i.ReportEpisodes, purged_below: int) -> i.ReportEpisodes:

@@ -3,6 +3,9 @@
 A run is its ledger. Every run with a folder here is recovered at the start; one whose folder was lost is recovered by the first request
 for it, since its streams are still on the bus. A run that has ended is led until no request has come for a while. Then it costs no task
 and no state in memory, and the next request for it recovers it again.
+
+A bug ends the run that met it: its driver stops, and the run is recovered from its ledger and ended there. A run that cannot even be
+recovered answers every request with the same error until the coordinator restarts.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import Fleet, WeightGoal
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import State
-from rollmesh.services.coordinator.driver import RunDriver
+from rollmesh.services.coordinator.driver import CAUSE_CHARS_MAX, RunDriver
 from rollmesh.services.coordinator.effects import Effects, Outside
 from rollmesh.services.coordinator.goals import weight_goal
 from rollmesh.services.coordinator.housekeeping import Housekeeper
@@ -29,7 +32,7 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.services.coordinator.watchdog import Watchdog
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import DataLoss, DiskFull, MeshError, NotReady, Overloaded, RunLive, UnknownRun
+from rollmesh.shared.errors import DataLoss, DiskFull, Internal, MeshError, NotReady, Overloaded, RunLive, UnknownRun
 from rollmesh.shared.ids import IdSource
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.telemetry import log_context
@@ -78,6 +81,11 @@ class Runs:
         self._on_failure = on_failure
         self._led: dict[str, _Led] = {}
         self._ended: dict[str, Ended] = {}
+        self._bugs: dict[str, tuple[_Led, str]] = {}
+        """Runs that a bug stopped, with its cause, until they are recovered."""
+        self._lost: dict[str, str] = {}
+        """Runs that cannot be recovered, and why."""
+        self._recovering: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
         self._closed = False
         self._changed = asyncio.Event()
@@ -116,7 +124,7 @@ class Runs:
                 continue
             try:
                 await self.get(run)
-            except DataLoss as error:  # told to whoever asks for this run; the others go on
+            except (DataLoss, Internal) as error:  # the answer to every request for this run; the others go on
                 _log.error("run %s cannot be led: %s", run, error)
             except UnknownRun:
                 _log.warning("run %s has a folder here but no ledger on this bus; it is skipped", run)
@@ -151,7 +159,7 @@ class Runs:
         async with self._opening:
             try:
                 led = await self._open(run)
-            except (UnknownRun, DataLoss):
+            except (UnknownRun, DataLoss, Internal):
                 led = None  # nothing that could be live; remove what is left of it
             if led is not None:
                 if await led.driver.look(lambda core, _: core.state.spec is not None and not core.state.ended):
@@ -177,20 +185,55 @@ class Runs:
     async def close(self) -> None:
         """Stop leading; nothing that is true is lost."""
         self._closed = True
-        led, self._led = self._led, {}
-        await asyncio.gather(*(one.stop() for one in led.values()))
+        for task in self._recovering:
+            task.cancel()
+        await asyncio.gather(*self._recovering, return_exceptions=True)
+        led = [*self._led.values(), *(led for led, _ in self._bugs.values())]
+        self._led, self._bugs = {}, {}
+        await asyncio.gather(*(one.stop() for one in led))
 
     # With `_opening` held ---------------------------------------------------------------------------------------------
 
     async def _open(self, run: str) -> _Led:
         if self._closed:
             raise NotReady("this coordinator is stopping; try again")
+        if run in self._lost:
+            raise Internal(self._lost[run], run=run)
         if run not in self._led:
-            streams = await self._storage.open(run)
+            bug = await self._put_off(run)
             with log_context(run=run):  # also for the tasks that lead it
-                self._led[run] = await self._lead(run, streams)
+                self._led[run] = await self._recover(run, bug)
             self._ended.pop(run, None)
         return self._led[run]
+
+    async def _put_off(self, run: str) -> str:
+        """Stop the driver that a bug has broken; the bug's cause, empty if there was none."""
+        if run not in self._bugs:
+            return ""
+        led, cause = self._bugs[run]
+        await led.stop()
+        del self._bugs[run]
+        return cause
+
+    async def _recover(self, run: str, bug: str) -> _Led:
+        """Lead a run; one that a bug prevents from being led is ended, and if that fails too, it is lost to this coordinator."""
+        streams = await self._storage.open(run)
+        try:
+            return await self._lead(run, streams, bug)
+        except MeshError as error:
+            if bug:
+                self._lost[run] = f"run {run} could not be recovered after a bug ({bug}): {error}"
+            raise
+        except Exception as error:
+            _log.error("run %s: a bug of the coordinator in its recovery", run, exc_info=error)
+            cause = f"{type(error).__name__}: {error}"[:CAUSE_CHARS_MAX]
+            if not bug:
+                return await self._recover(run, cause)
+            self._lost[run] = (
+                f"run {run} cannot be recovered because of a bug of the coordinator ({cause}); other runs go on; do not repeat the "
+                "request, report the coordinator's log, and restart the coordinator with a version that has the bug fixed"
+            )
+            raise Internal(self._lost[run], run=run) from error
 
     async def _make(self, run: str) -> RunDriver:
         async with self._opening:
@@ -238,14 +281,14 @@ class Runs:
             await led.stop()
         await asyncio.to_thread(self._storage.mark_ended, run, ended)
 
-    async def _lead(self, run: str, streams: OpenStreams) -> _Led:
+    async def _lead(self, run: str, streams: OpenStreams, bug: str) -> _Led:
         self._storage.unmark_ended(run)
         store = self._storage.snapshots(run)
         recovered = await recover(streams.ledger, store)
         if recovered.state.ended:
             await self._storage.shrink(run)  # with room in its ledger again
         driver = self._make_driver(run, recovered, streams, store)
-        await driver.start()
+        await driver.start(bug)
         keeper = Housekeeper(
             driver,
             store,
@@ -285,11 +328,28 @@ class Runs:
             limits=self._config.run,
             restore=restore,
             on_failure=self._on_failure,
+            on_bug=self._met_bug,
             on_live=self._live_changed,
         )
 
     def _effects(self, core: Core, inbox: RunDriver, dead: StreamLog) -> Effects:
         return Effects(core, inbox, self._outside, dead, clock=self._clock, ids=self._ids, limits=self._config.run)
+
+    def _met_bug(self, driver: RunDriver, cause: str) -> None:
+        """Recover the run without it; a request that comes meanwhile waits for that."""
+        led = self._led.get(driver.run)
+        if led is None or led.driver is not driver or self._closed:
+            return
+        self._bugs[driver.run] = (self._led.pop(driver.run), cause)
+        task = asyncio.create_task(self._after_bug(driver.run), name=f"{driver.run} recovery")
+        self._recovering.add(task)
+        task.add_done_callback(self._recovering.discard)
+
+    async def _after_bug(self, run: str) -> None:
+        try:
+            await self.get(run)
+        except MeshError as error:
+            _log.error("run %s cannot be led any more: %s", run, error)
 
     def _live_changed(self) -> None:
         self._changed.set()
