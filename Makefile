@@ -10,7 +10,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test newcomer check protos verify lint-protos sim soak models leaks chaos attack verdicts bench clean garbage many-runs
+.PHONY: setup demo test newcomer check protos verify lint-protos sim soak models leaks chaos tamper attack verdicts bench clean garbage many-runs
 
 setup: $(VENV)/.installed
 
@@ -69,6 +69,9 @@ many-runs: setup ## 20 and 100 runs one after the other on one mesh of processes
 
 chaos: setup ## ROUNDS of random kills and pauses of every process of a demo run; a table of what became of them
 	$(BIN)/python -m tests.chaos --rounds $(ROUNDS) --seed $(SEED) --parallel $(PARALLEL)
+
+tamper: setup ## 500 random tamperings with copies of the ledgers of real runs; the audit finds every one
+	$(BIN)/python -m tests.tamper --num 500 --seed $(SEED)
 
 attack: setup ## every attack on the sandbox, as root and as an ordinary user; the table of docs/sandbox.md
 	$(BIN)/python -m tests.attack --write docs/sandbox.md

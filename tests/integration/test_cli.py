@@ -87,10 +87,13 @@ def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger
     assert series.last.ended == "UPDATES_MAX"
     assert "<svg" in (out / "report.html").read_text()
 
-    audit = CliRunner().invoke(app, ["audit", str(out), "--json"])
+    audit = CliRunner().invoke(app, ["audit", str(out), "--payloads", "--json"])
     assert audit.exit_code == 0, audit.output
     found = json.loads(audit.stdout)
     assert found["holds"]
+    where = {head["where"].split(" ")[0] for head in found["heads"] if head["holds"]}
+    assert where == {"checkpoint", "gateway", "summary.json"}
+    assert sum(found["payloads"].values()) >= summary["samples"]["trained"]
     assert found["samples"]["trained"] == summary["samples"]["trained"]
     assert found["checkpoint"] is not None
 
@@ -115,6 +118,11 @@ def test_audit_of_a_checkpoint_that_says_otherwise_fails(mine: Path) -> None:
     audit = CliRunner().invoke(app, ["audit", str(out)])
     assert audit.exit_code == 1, audit.output
     assert "CLAIMS ARE BROKEN" in audit.stdout
+    audit = CliRunner().invoke(app, ["audit", str(out), "--head", f"5:{'0' * 64}"])
+    assert "record 5 has the hash" in audit.stdout, "of another ledger"
+    audit = CliRunner().invoke(app, ["audit", str(out), "--head", "5"])
+    assert audit.exit_code != 0
+    assert "head must be POSITION:HASH" in audit.output
 
 
 def test_run_goes_on_under_changed_settings_and_from_an_older_checkpoint(mine: Path) -> None:

@@ -91,6 +91,7 @@ def test_show_tells_a_samples_words_and_life_and_the_audit_holds(mine: Path, lin
     audit = run("audit", mine / "run", "--json")
     assert json.loads(audit.stdout)["holds"], audit.output
     assert json.loads(audit.stdout)["samples"]["exported"] == NUM
+    assert [(head["where"], head["holds"]) for head in json.loads(audit.stdout)["heads"]] == [("summary.json", True)]
 
 
 def test_show_of_a_sample_that_never_was_says_how_to_list_them(mine: Path, lines: list[dict[str, object]]) -> None:

@@ -12,6 +12,7 @@ from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.ledger_head import record_hash
+from rollmesh.v1 import events_pb2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +48,10 @@ def rechained(records: Iterable[RawRecord]) -> list[RawRecord]:
     chained: list[RawRecord] = []
     previous = ""
     for raw in records:
-        old = decode_record(raw.payload)
-        payload = encode_record(old.record_id, old.time_unix_s, old.facts, previous)
-        chained.append(sealed(RawRecord(payload=payload, msg_id=old.record_id)))
-        previous = record_hash(payload)
+        record = events_pb2.LedgerRecord.FromString(raw.payload)  # its facts need not make sense
+        record.previous = bytes.fromhex(previous)
+        chained.append(sealed(RawRecord(payload=record.SerializeToString(), msg_id=record.record_id)))
+        previous = record_hash(chained[-1].payload)
     return chained
 
 
@@ -68,5 +69,6 @@ async def store(records: Iterable[RawRecord], run: str = "r", bus: MemoryBus | N
     bus = bus or MemoryBus()
     log = await bus.create(run_streams(run).ledger)
     for number, raw in enumerate(records, start=1):
+        log._seen.clear()  # a message id may come again
         await log.append(raw.payload, msg_id=raw.msg_id, expected_last_seq=number - 1, headers=raw.headers)
     return bus

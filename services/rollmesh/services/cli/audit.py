@@ -27,6 +27,7 @@ def audit_folder(
     *,
     checkpoint: Path | None = None,
     heads: Sequence[str] = (),
+    payloads: bool = False,
     sample: str = "",
     name: str = "",
     as_json: bool = False,
@@ -35,7 +36,7 @@ def audit_folder(
 
     `name`: which run, where a mesh that was up served several; by default the configuration's. The trainer's own list is taken from
     `checkpoint`, by default from the newest one of the configuration's run. `heads`: heads of the ledger as POSITION:HASH, besides
-    those that are stored in the folder. Raises ConfigError if `root` is not a run's folder, InvalidInput for a malformed head,
+    those that are stored in the folder. `payloads`: compare metadata with the payloads that are still there. Raises ConfigError if `root` is not a run's folder, InvalidInput for a malformed head,
     BusUnavailable if its streams cannot be read.
     """
     given = [StoredHead("--head", LedgerHead.parse(text)) for text in heads]
@@ -47,7 +48,7 @@ def audit_folder(
     run = name or config.run.name
     path = _checkpoint(folder, checkpoint, own=run == config.run.name)
     known = [*stored_heads(folder, run, path), *given]
-    found = asyncio.run(_audit(folder, config, run, path, known, sample))
+    found = asyncio.run(_audit(folder, config, run, path, known, payloads=payloads, sample=sample))
     text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else found.to_text()
     return found.holds, text
 
@@ -79,7 +80,9 @@ async def _audit(
     name: str,
     checkpoint: Path | None,
     heads: Sequence[StoredHead],
+    *,
+    payloads: bool,
     sample: str,
 ) -> AuditReport:
     async with run_bus(folder, config) as bus:
-        return await audit_run(bus, name, checkpoint=checkpoint, heads=heads, sample=sample)
+        return await audit_run(bus, name, checkpoint=checkpoint, heads=heads, payloads=payloads, sample=sample)

@@ -25,7 +25,7 @@ class _Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stored_heads(folder: RunFolder, run: str, checkpoint: Path | None) -> list[StoredHead]:
-    """Every head of `run`'s ledger in the folder, and in `checkpoint` wherever it is. A file that cannot be read is skipped.
+    """Return every head of `run`'s ledger in the folder, and in `checkpoint` wherever it is. A file that cannot be read is skipped.
 
     The checkpoints in the folder are those of the configuration's run, which `checkpoint` names or is None for another run.
     """

@@ -88,7 +88,7 @@ class Audit:
         for fact in record.facts:
             self._take("once", self.updates.enter, fact)
             self._take("conservation", self._books.enter, fact)
-            self._take("payloads", self.payloads.enter, fact)
+            self._take("payloads", lambda fact: self.payloads.enter(fact, record.position), fact)
             self._take("ledger", lambda fact: self._changes.enter(fact, record), fact)
             self._fold(fact)
         self._compare()
@@ -203,14 +203,17 @@ async def audit_run(
     *,
     checkpoint: Path | None = None,
     heads: Sequence[StoredHead] = (),
+    payloads: bool = False,
     sample: str = "",
 ) -> AuditReport:
     """Audit a run, whether it goes on or has ended. `sample`: a sample's or episode's id whose story to tell.
 
-    `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest). `heads`: heads of this ledger that others stored. Raises UnknownRun.
+    `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest). `heads`: heads of this ledger that others stored.
+    `payloads`: compare metadata with the payloads that the sample stream still holds. Raises UnknownRun.
     """
     try:
-        log = await bus.open(run_streams(run).ledger.name)
+        streams = run_streams(run)
+        log = await bus.open(streams.ledger.name)
     except (UnknownStream, InvalidInput) as error:
         raise UnknownRun(
             f"there is no ledger of run {run!r} on this bus; name a run that was made here (`rollmesh audit FOLDER --run-name NAME`)",
@@ -223,6 +226,7 @@ async def audit_run(
         checkpoint,
         head=chain.head,
         heads=chain.heads,
+        payloads=await audit.payloads.compare(bus, streams.samples.name) if payloads else None,
         story=tuple(tell(records, sample)) if sample else (),
     )
 

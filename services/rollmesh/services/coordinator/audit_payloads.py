@@ -1,29 +1,103 @@
-"""Payload references: every scored episode has its own payload in the sample stream."""
+"""Payloads: every scored episode has its own one, and the metadata in the ledger agrees with the stamps that the engine left in it.
+
+The bound is proven from `SampleMeta.steps`, which a worker reported. Only the comparison with the payloads shows that this report is true.
+Payloads of samples that have ended are purged from the sample stream, so a comparison covers what is still there.
+"""
 
 from __future__ import annotations
 
-from rollmesh.services.coordinator.audit_report import Complain
+import asyncio
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from rollmesh.services.coordinator.audit_report import Complain, PayloadCounts
 from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.fact_codec import encode
+from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownRecord, UnknownStream
+from rollmesh.shared.codec.metadata import check_metadata
+from rollmesh.shared.errors import MetadataMismatch
+from rollmesh.v1 import types_pb2
+
+READS_MAX = 16
+"""Payloads read at once."""
+
+
+class _Scored(NamedTuple):
+    """An episode and the record that says that it was scored."""
+
+    fact: f.EpisodeScored
+    position: int
 
 
 class Payloads:
-    """Where the payloads of a run are. `complain` receives references that cannot be."""
+    """The payload references of a run. `complain` receives what cannot be."""
 
     def __init__(self, complain: Complain) -> None:
         self._complain = complain
-        self._episodes: dict[int, str] = {}
-        """Scored episode by the sequence of its payload."""
+        self._scored: dict[int, _Scored] = {}
+        """Scored episodes by the sequence of their payloads."""
 
-    def enter(self, fact: f.Fact) -> None:
-        """Take note of one fact."""
+    def enter(self, fact: f.Fact, position: int) -> None:
+        """Take note of one fact in the record at `position`."""
         if not isinstance(fact, f.EpisodeScored):
             return
         sequence = fact.payload.sequence
         if sequence < 1:
             self._complain("payloads", f"episode {fact.episode} was scored without a payload")
             return
-        first = self._episodes.setdefault(sequence, fact.episode)
-        if first != fact.episode:
+        first = self._scored.setdefault(sequence, _Scored(fact, position)).fact
+        if first.episode != fact.episode:
             self._complain(
-                "payloads", f"episode {fact.episode} has payload {sequence}, which is that of episode {first}"
+                "payloads", f"episode {fact.episode} has payload {sequence}, which is that of {first.episode}"
             )
+
+    async def compare(self, bus: Bus, stream: str) -> PayloadCounts:
+        """Compare every payload that the sample stream still holds with what was reported of it."""
+        try:
+            log = await bus.open(stream)
+            info = await log.info()
+            there = sorted(sequence for sequence in self._scored if sequence >= info.first_seq)
+            found: list[bool] = []
+            for at in range(0, len(there), READS_MAX):
+                found += await asyncio.gather(*(self._check(log, n, info.last_seq) for n in there[at : at + READS_MAX]))
+        except UnknownStream:
+            return PayloadCounts(compared=0, purged=len(self._scored))
+        except BusUnavailable as error:
+            self._complain("payloads", f"{error.message}; the payloads could not be compared", 0)
+            return PayloadCounts(compared=0, purged=0)
+        compared = sum(found)
+        return PayloadCounts(compared=compared, purged=len(self._scored) - compared)
+
+    async def _check(self, log: StreamLog, sequence: int, last_seq: int) -> bool:
+        """Whether there is such a payload."""
+        fact, position = self._scored[sequence]
+        try:
+            payload = (await log.read_direct(sequence)).payload
+        except UnknownRecord:
+            if sequence > last_seq:
+                what = f"payload {sequence}, but {log.name} ends at {last_seq}"
+                self._complain("payloads", f"episode {fact.episode} has {what}", position)
+            return False
+        try:
+            self._compare(fact, types_pb2.Episode.FromString(payload), len(payload))
+        except DecodeError:
+            what = f"record {sequence} of {log.name} is not an episode: {len(payload)} bytes"
+            self._complain("payloads", f"the payload of episode {fact.episode} cannot be read: {what}", position)
+        except MetadataMismatch as error:
+            self._complain("payloads", error.message, position)
+        return True
+
+    def _compare(self, fact: f.EpisodeScored, episode: types_pb2.Episode, num_bytes: int) -> None:
+        """Raises MetadataMismatch for the first thing that differs."""
+        for name, reported, stored in (
+            ("episode", fact.episode, episode.key.episode),
+            ("group", fact.group, episode.key.group),
+            ("size_bytes", fact.payload.size_bytes, num_bytes),
+        ):
+            if reported != stored:
+                raise MetadataMismatch(
+                    f"payload {fact.payload.sequence} of episode {fact.episode}: the ledger says `{name}` {reported!r}, the payload {stored!r}"
+                )
+        for meta in fact.samples:
+            check_metadata(episode, encode(meta, types_pb2.SampleMeta))

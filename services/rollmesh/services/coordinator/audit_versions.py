@@ -15,8 +15,8 @@ class Versions:
         self._policy = ""
         self._applied = 0
         self._incarnation = 0
-        self._attached_with = 0
-        """Last update in the checkpoint of the trainer that attached last."""
+        self._attached_with: int | None = None
+        """Last update in the checkpoint of the trainer that attached last; None before the first."""
         self._published: dict[tuple[int, int], str] = {}
         """Digest by (step, incarnation)."""
         self._rolled_back: list[f.RolledBack] = []
@@ -49,6 +49,8 @@ class Versions:
 
     def _publish(self, fact: f.VersionPublished) -> None:
         version = fact.version
+        if self._attached_with is None:
+            self._complain("once", f"{version.name} is published before a trainer attached")
         expected = (self._policy, self._applied, self._incarnation)
         if (version.policy, version.step, version.incarnation) != expected:
             self._complain("bound", f"{version.name} is published, expected {expected[0]}@{expected[1]}.{expected[2]}")

@@ -23,6 +23,10 @@ def audit(
             help="A head of the ledger stored elsewhere, which it must still contain; may be repeated. Heads in the folder are found.",
         ),
     ] = None,
+    payloads: Annotated[
+        bool,
+        typer.Option("--payloads", help="Compare metadata with every payload that the sample stream still holds."),
+    ] = False,
     sample: Annotated[str, typer.Option(help="Tell the life of this sample.")] = "",
     name: Annotated[
         str, typer.Option("--run-name", help="Which run of a mesh that was up; by default the configuration's.")
@@ -34,7 +38,7 @@ def audit(
         from rollmesh.services.cli.audit import audit_folder
 
         holds, text = audit_folder(
-            run, checkpoint=checkpoint, heads=head or (), sample=sample, name=name, as_json=as_json
+            run, checkpoint=checkpoint, heads=head or (), payloads=payloads, sample=sample, name=name, as_json=as_json
         )
     typer.echo(text)
     raise typer.Exit(0 if holds else FAILED)

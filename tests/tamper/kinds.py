@@ -1,0 +1,343 @@
+"""Kinds of tampering with a copy of a ledger. Each draws where it strikes, before the newest stored head.
+
+Some leave the chain as it was. Others are a forger's: facts are changed and every hash is recomputed, so that only the facts themselves,
+the payloads, or a stored head can tell.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core.records import DroppedSample, StepSpan
+from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
+from rollmesh.services.coordinator.ledger import CHECKSUM
+from rollmesh.shared.digest import next_digest
+from tests.tamper.ledger_copy import RawRecord, rechained, sealed
+from tests.tamper.real_run import RealRun
+
+change = msgspec.structs.replace
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A tampered copy."""
+
+    records: list[RawRecord]
+    removed: frozenset[int] = field(default_factory=frozenset)
+    """Sequences deleted from the stream."""
+
+
+Kind = Callable[[random.Random, RealRun], Copy | None]
+"""None where the run has nothing to strike at."""
+
+# The chain stays as it was --------------------------------------------------------------------------------------------
+
+
+def _at(rng: random.Random, run: RealRun, *, margin: int = 0) -> int:
+    """An index before the newest head."""
+    return rng.randrange(run.newest - margin)
+
+
+def _with(run: RealRun, at: int, *records: RawRecord) -> Copy:
+    return Copy([*run.records[:at], *records, *run.records[at + 1 :]])
+
+
+def dropped(rng: random.Random, run: RealRun) -> Copy:
+    return _with(run, _at(rng, run))
+
+
+def swapped(rng: random.Random, run: RealRun) -> Copy:
+    at = _at(rng, run, margin=1)
+    records = list(run.records)
+    records[at], records[at + 1] = records[at + 1], records[at]
+    return Copy(records)
+
+
+def duplicated(rng: random.Random, run: RealRun) -> Copy:
+    at = _at(rng, run)
+    return _with(run, at, run.records[at], replace(run.records[at], msg_id=f"d-{rng.random()}"))
+
+
+def inserted(rng: random.Random, run: RealRun) -> Copy:
+    at = _at(rng, run)
+    before = decode_record(run.records[at].payload).previous
+    forged = encode_record("d-forged", 0.0, [f.TimeCounted(seconds=1.0)], before)
+    return _with(run, at, sealed(RawRecord(payload=forged, msg_id="d-forged")), run.records[at])
+
+
+def _flipped(rng: random.Random, raw: RawRecord) -> RawRecord:
+    payload = bytearray(raw.payload)
+    payload[rng.randrange(len(payload))] ^= 1 << rng.randrange(8)
+    return replace(raw, payload=bytes(payload))
+
+
+def byte_altered(rng: random.Random, run: RealRun) -> Copy:
+    at = rng.randrange(len(run.records))
+    return _with(run, at, _flipped(rng, run.records[at]))
+
+
+def byte_altered_and_sealed(rng: random.Random, run: RealRun) -> Copy:
+    at = _at(rng, run)
+    return _with(run, at, sealed(_flipped(rng, run.records[at])))
+
+
+def truncated(rng: random.Random, run: RealRun) -> Copy:
+    at = _at(rng, run)
+    raw = run.records[at]
+    return _with(run, at, sealed(replace(raw, payload=raw.payload[: rng.randrange(len(raw.payload))])))
+
+
+def garbage(rng: random.Random, run: RealRun) -> Copy:
+    at = _at(rng, run)
+    return _with(run, at, sealed(replace(run.records[at], payload=rng.randbytes(rng.randrange(200)))))
+
+
+def checksum_removed(rng: random.Random, run: RealRun) -> Copy:
+    at = rng.randrange(len(run.records))
+    return _with(run, at, replace(run.records[at], headers={}))
+
+
+def checksum_altered(rng: random.Random, run: RealRun) -> Copy:
+    at = rng.randrange(len(run.records))
+    return _with(run, at, replace(run.records[at], headers={CHECKSUM: rng.randbytes(32).hex()}))
+
+
+def message_id_altered(rng: random.Random, run: RealRun) -> Copy:
+    at = rng.randrange(len(run.records))
+    return _with(run, at, replace(run.records[at], msg_id="x"))
+
+
+def tail_cut(rng: random.Random, run: RealRun) -> Copy:
+    return Copy(run.records[: _at(rng, run)])
+
+
+def deleted(rng: random.Random, run: RealRun) -> Copy:
+    first = rng.randrange(len(run.records))
+    num = rng.randint(1, 5)
+    return Copy(run.records, frozenset(range(first + 1, min(first + num, len(run.records)) + 1)))
+
+
+def newest_deleted(rng: random.Random, run: RealRun) -> Copy:
+    num = rng.randint(1, min(20, len(run.records) - 1))
+    return Copy(run.records, frozenset(range(len(run.records) - num + 1, len(run.records) + 1)))
+
+
+def oldest_deleted(rng: random.Random, run: RealRun) -> Copy:
+    return Copy(run.records, frozenset(range(1, rng.randint(2, len(run.records)))))
+
+
+DAMAGES: dict[str, Kind] = {
+    "record dropped": dropped,
+    "neighbors swapped": swapped,
+    "record duplicated": duplicated,
+    "record inserted": inserted,
+    "byte altered": byte_altered,
+    "byte altered, checksum recomputed": byte_altered_and_sealed,
+    "record truncated, checksum recomputed": truncated,
+    "garbage for a record": garbage,
+    "checksum removed": checksum_removed,
+    "checksum altered": checksum_altered,
+    "message id altered": message_id_altered,
+    "tail cut before the newest stored head": tail_cut,
+    "records deleted from the stream": deleted,
+    "newest records deleted from the stream": newest_deleted,
+    "oldest records deleted from the stream": oldest_deleted,
+}
+
+# A forger recomputes the chain ----------------------------------------------------------------------------------------
+
+
+def forged(damage: Kind) -> Kind:
+    """The same with every hash recomputed."""
+
+    def strike(rng: random.Random, run: RealRun) -> Copy | None:
+        made = damage(rng, run)
+        return Copy(rechained(made.records)) if made is not None else None
+
+    return strike
+
+
+def times_altered(rng: random.Random, run: RealRun) -> Copy:
+    at = _at(rng, run)
+    records = list(run.records)
+    for number in range(at, len(records)):
+        old = decode_record(records[number].payload)
+        payload = encode_record(old.record_id, old.time_unix_s + 1000.0, old.facts, old.previous)
+        records[number] = replace(records[number], payload=payload)
+    return Copy(records)
+
+
+def id_repeated(rng: random.Random, run: RealRun) -> Copy:
+    first, second = sorted(rng.sample(range(run.newest), 2))
+    old = decode_record(run.records[second].payload)
+    name = decode_record(run.records[first].payload).record_id
+    return _with(
+        run, second, replace(run.records[second], payload=encode_record(name, old.time_unix_s, old.facts, old.previous))
+    )
+
+
+def facts_changed(kind: type | tuple[type, ...], edit: Callable[[random.Random, Any, RealRun], Any]) -> Kind:
+    """One fact of a kind, before the newest head, is replaced by what `edit` makes of it; None removes it."""
+
+    def strike(rng: random.Random, run: RealRun) -> Copy | None:
+        places = [
+            (at, index)
+            for at, raw in enumerate(run.records[: run.newest])
+            for index, fact in enumerate(decode_record(raw.payload).facts)
+            if isinstance(fact, kind)
+        ]
+        rng.shuffle(places)
+        for at, index in places:
+            old = decode_record(run.records[at].payload)
+            facts = list(old.facts)
+            made = edit(rng, facts[index], run)
+            if made == facts[index]:
+                continue
+            facts[index : index + 1] = [] if made is None else [made]
+            payload = encode_record(old.record_id, old.time_unix_s, facts, old.previous)
+            return _with(run, at, replace(run.records[at], payload=payload))
+        return None
+
+    return forged(strike)
+
+
+def any_fact(rng: random.Random, fact: Any, run: RealRun) -> Any:
+    """Another value for one field."""
+    for name in rng.sample(fact.__struct_fields__, len(fact.__struct_fields__)):
+        value = getattr(fact, name)
+        if isinstance(value, bool):
+            return change(fact, **{name: not value})
+        if isinstance(value, int) and type(value) is int:
+            return change(fact, **{name: value + rng.choice([-1, 1, 1000])})
+        if isinstance(value, str):
+            return change(fact, **{name: value + "x"})
+        if isinstance(value, tuple) and value:
+            return change(fact, **{name: value[1:]})
+    return fact
+
+
+def _recommitted(fact: f.UpdateCommitted, run: RealRun, **values: Any) -> f.UpdateCommitted:
+    """With a digest that is right for the updates before it, as far as the facts tell."""
+    made = change(fact, **values)
+    digests = {
+        each.update: each.digest
+        for raw in run.records
+        for each in decode_record(raw.payload).facts
+        if isinstance(each, f.UpdateCommitted) and each.incarnation <= fact.incarnation
+    }
+    return change(
+        made, digest=next_digest(digests.get(made.update - 1, ""), max(1, made.update), sorted(set(made.used)))
+    )
+
+
+def _ended_before(fact: f.UpdateCommitted, run: RealRun) -> str:
+    """A sample that this update may not use: one of its own lease comes last."""
+    for raw in run.records:
+        for each in decode_record(raw.payload).facts:
+            if isinstance(each, f.EpisodeScored) and each.samples[0].sample_id not in fact.used:
+                return each.samples[0].sample_id
+    return "none"
+
+
+def use_another(rng: random.Random, fact: f.UpdateCommitted, run: RealRun) -> f.UpdateCommitted:
+    return _recommitted(fact, run, used=(*fact.used, _ended_before(fact, run)))
+
+
+def leave_one_out(rng: random.Random, fact: f.UpdateCommitted, run: RealRun) -> f.UpdateCommitted:
+    return _recommitted(fact, run, used=fact.used[1:]) if fact.used else fact
+
+
+def drop_another(rng: random.Random, fact: f.UpdateCommitted, run: RealRun) -> f.UpdateCommitted:
+    return change(fact, dropped=(*fact.dropped, DroppedSample(sample_id=_ended_before(fact, run), reason="X")))
+
+
+def unlisted(rng: random.Random, fact: f.RunChanged, run: RealRun) -> f.RunChanged:
+    return change(fact, changes=(), spec=change(fact.spec, max_staleness=50))
+
+
+def _meta(fact: f.EpisodeScored, **values: Any) -> f.EpisodeScored:
+    return change(fact, samples=(change(fact.samples[0], **values), *fact.samples[1:]))
+
+
+def steps_of(step: int, incarnation: int) -> Callable[[random.Random, Any, RealRun], f.EpisodeScored]:
+    return lambda rng, fact, run: _meta(fact, steps=(StepSpan(step=step, incarnation=incarnation, num_tokens=1),))
+
+
+FORGERIES: dict[str, Kind] = {
+    **{f"{name}, chain recomputed": forged(DAMAGES[name]) for name in ("record dropped", "neighbors swapped")},
+    "tail cut, chain recomputed": forged(tail_cut),
+    "times altered, chain recomputed": forged(times_altered),
+    "a field altered, chain recomputed": facts_changed(f.Fact.__args__, any_fact),  # type: ignore[attr-defined]
+    "a fact removed, chain recomputed": facts_changed(f.Fact.__args__, lambda *_: None),  # type: ignore[attr-defined]
+}
+"""Found by a stored head, and often by a contradiction before."""
+
+CONTRADICTIONS: dict[str, Kind] = {
+    "record id repeated": forged(id_repeated),
+    "a sample used that is not leased": facts_changed(f.UpdateCommitted, use_another),
+    "a leased sample left out": facts_changed(f.UpdateCommitted, leave_one_out),
+    "a sample dropped that is not leased": facts_changed(f.UpdateCommitted, drop_another),
+    "a lease without samples": facts_changed(f.BatchLeased, lambda _, x, __: change(x, sample_ids=())),
+    "a lease of another update": facts_changed(f.BatchLeased, lambda _, x, __: change(x, update=x.update + 1)),
+    "a lease of another epoch": facts_changed(
+        f.BatchLeased, lambda _, x, __: change(x, trainer_epoch=x.trainer_epoch + 1)
+    ),
+    "a commit of an epoch that never attached": facts_changed(
+        f.UpdateCommitted, lambda _, x, __: change(x, trainer_epoch=9)
+    ),
+    "a commit of another incarnation": facts_changed(f.UpdateCommitted, lambda _, x, __: change(x, incarnation=42)),
+    "an epoch skipped": facts_changed(f.TrainerAttached, lambda _, x, __: change(x, trainer_epoch=x.trainer_epoch + 1)),
+    "an attach removed": facts_changed(f.TrainerAttached, lambda *_: None),
+    "a version never published": facts_changed(f.EpisodeScored, steps_of(0, 99)),
+    "a publication removed": facts_changed(f.VersionPublished, lambda *_: None),
+    "a checkpoint of an update never committed": facts_changed(
+        f.CheckpointReported, lambda _, x, __: change(x, update=10**6)
+    ),
+    "a change that is not listed": facts_changed(f.RunChanged, unlisted),
+    "a payload reference of nothing": facts_changed(
+        f.EpisodeScored, lambda _, x, __: change(x, payload=change(x.payload, sequence=0))
+    ),
+    "an impossible spec": facts_changed(
+        f.RunCreated, lambda _, x, __: f.RunCreated(spec=_unchecked(x.spec, max_staleness=0, publish_every=2))
+    ),
+}
+"""Found without any stored head."""
+
+
+def _unchecked(spec: Any, **values: Any) -> Any:
+    made = change(spec)
+    for name, value in values.items():
+        msgspec.structs.force_setattr(made, name, value)
+    return made
+
+
+def held(edit: Callable[[f.EpisodeScored], f.EpisodeScored]) -> Kind:
+    """Strikes at an episode whose payload is still in the sample stream."""
+    return facts_changed(
+        f.EpisodeScored, lambda _, fact, run: edit(fact) if fact.payload.sequence in run.payloads else fact
+    )
+
+
+def younger(fact: f.EpisodeScored) -> f.EpisodeScored:
+    """As if a token fewer had been sampled: nothing in the ledger contradicts it."""
+    span = fact.samples[0].steps[0]
+    return _meta(fact, steps=(change(span, num_tokens=span.num_tokens - 1), *fact.samples[0].steps[1:]))
+
+
+PAYLOADS: dict[str, Kind] = {
+    "steps rewritten": held(younger),
+    "steps removed": held(lambda fact: _meta(fact, steps=())),
+    "number of tokens altered": held(lambda fact: _meta(fact, num_tokens=fact.samples[0].num_tokens + 1)),
+    "leaf altered": held(lambda fact: _meta(fact, leaf=0)),
+    "payload of another episode": held(
+        lambda fact: change(fact, payload=change(fact.payload, sequence=fact.payload.sequence + 1))
+    ),
+    "payload that is not there": held(lambda fact: change(fact, payload=change(fact.payload, sequence=10**9))),
+}
+"""Found by comparing payloads, without any stored head."""

@@ -1,0 +1,102 @@
+"""Ledgers of real runs: the whole mesh in one process with a fake model, and what was stored of each ledger elsewhere.
+
+The runs together have roll-backs, stale drops, masked tokens, evaluations, changed settings, exports and restarts of the mesh.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollmesh.services.cli.run_folder import RunFolder
+from rollmesh.services.cli.stored_heads import stored_heads
+from rollmesh.services.coordinator.audit_chain import StoredHead
+from rollmesh.services.mesh import Mesh
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
+from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.trainer.checkpoint_files import list_checkpoints
+from tests.chaos.world import mesh_config
+from tests.integration.test_mesh import HoldOne, Operator, policy
+from tests.tamper.ledger_copy import RawRecord, read_raw
+
+GEOMETRY = {"batch_groups": 2, "group_size": 2, "batch_lease_s": 30.0, "episode_lease_s": 30.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealRun:
+    """A ledger, what others stored of it, and the payloads that its sample stream still holds."""
+
+    name: str
+    run: str
+    records: list[RawRecord]
+    heads: list[StoredHead]
+    payloads: dict[int, RawRecord]
+    """By sequence."""
+    last_payload: int
+    """Sequence of the newest one that ever was there."""
+
+    @property
+    def newest(self) -> int:
+        """Position of the newest stored head."""
+        return max(stored.head.position for stored in self.heads)
+
+
+async def resumed(folder: Path, model: Path) -> RealRun:
+    """Stops in the middle, loses its newest checkpoint, and is resumed under another limit: it rolls back, and has a second trainer."""
+    run = GEOMETRY | {"eval_every": 2, "eval_tasks": 2, "eval_s_max": 1.0}
+    async with Mesh(mesh_config(model, **run, updates_max=50), run_dir=folder) as mesh:
+        await Operator(mesh).until(lambda s: policy(s).checkpoint_update >= 3)
+    shutil.rmtree(list_checkpoints(folder / "checkpoints")[-1])
+    async with Mesh(mesh_config(model, **run, updates_max=6), run_dir=folder) as mesh:
+        await Operator(mesh).finished()
+        return await _read("roll-back", mesh)
+
+
+async def overtaken(folder: Path, model: Path, beyond: str) -> RealRun:
+    """One episode is held until others have overtaken it: it is dropped, or its old tokens are masked."""
+    hold = HoldOne()
+    made = mesh_config(model, **GEOMETRY, max_staleness=1, beyond=beyond, updates_max=7)
+    async with Mesh(made, run_dir=folder, options={"rollout-0": {"at": hold}}) as mesh:
+        operator = Operator(mesh)
+        await operator.until(lambda s: policy(s).published_step >= 3)
+        hold.go.set()
+        await operator.finished()
+        return await _read(beyond, mesh)
+
+
+async def exported(folder: Path, model: Path) -> RealRun:
+    """Hands its samples out. Its head is the one of its last state, as `rollmesh rollout` stores it."""
+    async with Mesh(mesh_config(model, group_size=2, export_groups=8, export_split="train"), run_dir=folder) as mesh:
+        operator = Operator(mesh)
+        state = await operator.until(lambda s: bool(s.ended))
+        head = LedgerHead(position=state.ledger_position, hash=state.ledger_hash)
+        return await _read("export", mesh, StoredHead("summary.json", head))
+
+
+MAKERS: dict[str, Callable[[Path, Path], Awaitable[RealRun]]] = {
+    "roll-back": resumed,
+    "drop": lambda folder, model: overtaken(folder, model, "drop"),
+    "mask": lambda folder, model: overtaken(folder, model, "mask"),
+    "export": exported,
+}
+
+
+async def _read(name: str, mesh: Mesh, *heads: StoredHead) -> RealRun:
+    assert mesh.nats is not None
+    bus = await JetStreamBus.connect(mesh.nats.url, login=BusLogin.of(mesh.access))
+    try:
+        streams = run_streams(mesh.run)
+        records = await read_raw(await bus.open(streams.ledger.name))
+        log: Any = await bus.open(streams.samples.name)
+        payloads = {r.seq: RawRecord(payload=r.payload, msg_id=r.msg_id) async for r in log.read_range()}
+        last = (await log.info()).last_seq
+    finally:
+        await bus.close()
+    folder = RunFolder(mesh.place.run_dir)
+    found = [*stored_heads(folder, mesh.run, folder.newest_checkpoint()), *heads]
+    return RealRun(name=name, run=mesh.run, records=records, heads=found, payloads=payloads, last_payload=last)

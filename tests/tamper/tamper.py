@@ -1,0 +1,94 @@
+"""Tampers with copies of ledgers at random, audits each copy, and counts what was found by kind."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.services.coordinator.audit_report import AuditReport
+from rollmesh.shared.bus.memory_bus import MemoryBus
+from rollmesh.shared.bus.run_streams import run_streams
+from tests.tamper.kinds import CONTRADICTIONS, DAMAGES, FORGERIES, PAYLOADS, Copy, Kind
+from tests.tamper.ledger_copy import store
+from tests.tamper.real_run import RealRun
+
+KINDS: dict[str, Kind] = {**DAMAGES, **FORGERIES, **CONTRADICTIONS, **PAYLOADS}
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the tamperings."""
+
+    tried: Counter[str] = field(default_factory=Counter)
+    found: Counter[str] = field(default_factory=Counter)
+    found_alone: Counter[str] = field(default_factory=Counter)
+    """Of those of FORGERIES: found without a stored head."""
+    missed: list[str] = field(default_factory=list)
+
+    def table(self) -> str:
+        """One line per kind."""
+        lines = ["| tampering | tried | found | found without a stored head |", "| --- | --- | --- | --- |"]
+        for kind in KINDS:
+            alone = f"{self.found_alone[kind]}" if kind in FORGERIES else "all" if kind not in DAMAGES else ""
+            lines.append(f"| {kind} | {self.tried[kind]} | {self.found[kind]} | {alone} |")
+        lines.append(f"| all | {self.tried.total()} | {self.found.total()} | |")
+        return "\n".join([*lines, *self.missed])
+
+
+async def untouched(run: RealRun) -> AuditReport:
+    """The audit of an unchanged copy, with everything it can be compared with."""
+    return await _audit(run, Copy(run.records), heads=True, payloads=True)
+
+
+async def tamper(runs: Sequence[RealRun], *, num: int, seed: int) -> Tally:
+    """`num` tamperings, each kind as often as the others where a run has something to strike at."""
+    rng, tally = random.Random(seed), Tally()
+    names = list(KINDS)
+    turn = 0
+    while tally.tried.total() < num:
+        name = names[turn % len(names)]
+        turn += 1
+        struck = _strike(name, runs, rng)
+        if struck is None:
+            continue
+        run, copy = struck
+        payloads = name in PAYLOADS
+        report = await _audit(run, copy, heads=name in DAMAGES or name in FORGERIES, payloads=payloads)
+        tally.tried[name] += 1
+        tally.found[name] += not report.holds
+        if report.holds:
+            tally.missed.append(f"missed: {name} in {run.name}, turn {turn}, seed {seed}")
+        if name in FORGERIES:
+            tally.found_alone[name] += not (await _audit(run, copy, heads=False, payloads=False)).holds
+    return tally
+
+
+def _strike(name: str, runs: Sequence[RealRun], rng: random.Random) -> tuple[RealRun, Copy] | None:
+    """A tampering of one kind with any run that it applies to."""
+    for run in rng.sample(runs, len(runs)):
+        copy = KINDS[name](rng, run)
+        if copy is not None and copy != Copy(run.records):
+            return run, copy
+    return None
+
+
+async def _audit(run: RealRun, copy: Copy, *, heads: bool, payloads: bool) -> AuditReport:
+    bus = await store(copy.records, run=run.run)
+    log = await bus.open(run_streams(run.run).ledger.name)
+    for sequence in copy.removed:
+        del log._records[sequence]  # type: ignore[attr-defined]
+    if payloads:
+        await _store_payloads(bus, run)
+    return await audit_run(bus, run.run, heads=run.heads if heads else (), payloads=payloads)
+
+
+async def _store_payloads(bus: MemoryBus, run: RealRun) -> None:
+    """The sample stream under the same sequences; what was purged stays away."""
+    log = await bus.create(run_streams(run.run).samples)
+    for sequence in range(1, run.last_payload + 1):
+        raw = run.payloads.get(sequence)
+        await log.append(raw.payload if raw else b"", msg_id=f"p{sequence}")
+    await log.purge_below(min(run.payloads, default=run.last_payload + 1))
