@@ -185,7 +185,7 @@ def _written_call(render: Render, turn_end: str) -> tuple[str, str, ToolCallBody
         start, _, _ = turn.partition("{")
         return start.strip().rstrip("[").strip(), turn.rpartition("}")[2].lstrip("]").strip(), "json"
     start, _, rest = turn.partition(_ANSWER)
-    # A bare call without words around it could not be told from an answer.
+    # A bare call without words around it looks like an answer.
     return (start.strip(), rest.strip(), "bare") if start.strip() and rest.strip() else None
 
 
