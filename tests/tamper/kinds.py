@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -257,6 +257,20 @@ def drop_another(rng: random.Random, fact: f.UpdateCommitted, run: RealRun) -> f
     return change(fact, dropped=(*fact.dropped, DroppedSample(sample_id=_ended_before(fact, run), reason="X")))
 
 
+def publication_used(rng: random.Random, fact: f.VersionPublished, run: RealRun) -> f.VersionPublished | None:
+    """Remove it if a sample names its version. Nothing but a stored head shows that an unused one is missing."""
+    weights = (fact.version.step, fact.version.incarnation)
+    named = {
+        (span.step, span.incarnation)
+        for raw in run.records
+        for each in decode_record(raw.payload).facts
+        if isinstance(each, f.EpisodeScored)
+        for sample in each.samples
+        for span in sample.steps
+    }
+    return None if weights in named else fact
+
+
 def unlisted(rng: random.Random, fact: f.RunChanged, run: RealRun) -> f.RunChanged:
     return change(fact, changes=(), spec=change(fact.spec, max_staleness=50))
 
@@ -272,9 +286,10 @@ def steps_of(step: int, incarnation: int) -> Callable[[random.Random, Any, RealR
 FORGERIES: dict[str, Kind] = {
     **{f"{name}, chain recomputed": forged(DAMAGES[name]) for name in ("record dropped", "neighbors swapped")},
     "tail cut, chain recomputed": forged(tail_cut),
+    "any publication removed, chain recomputed": facts_changed(f.VersionPublished, lambda *_: None),
     "times altered, chain recomputed": forged(times_altered),
-    "a field altered, chain recomputed": facts_changed(f.Fact.__args__, any_fact),  # type: ignore[attr-defined]
-    "a fact removed, chain recomputed": facts_changed(f.Fact.__args__, lambda *_: None),  # type: ignore[attr-defined]
+    "a field altered, chain recomputed": facts_changed(get_args(f.Fact), any_fact),
+    "a fact removed, chain recomputed": facts_changed(get_args(f.Fact), lambda *_: None),
 }
 """Found by a stored head, and often by a contradiction before."""
 
@@ -295,7 +310,7 @@ CONTRADICTIONS: dict[str, Kind] = {
     "an epoch skipped": facts_changed(f.TrainerAttached, lambda _, x, __: change(x, trainer_epoch=x.trainer_epoch + 1)),
     "an attach removed": facts_changed(f.TrainerAttached, lambda *_: None),
     "a version never published": facts_changed(f.EpisodeScored, steps_of(0, 99)),
-    "a publication removed": facts_changed(f.VersionPublished, lambda *_: None),
+    "a publication removed whose weights sampled": facts_changed(f.VersionPublished, publication_used),
     "a checkpoint of an update never committed": facts_changed(
         f.CheckpointReported, lambda _, x, __: change(x, update=10**6)
     ),
