@@ -24,7 +24,7 @@ from tests.chaos.world import mesh_config
 from tests.integration.test_mesh import HoldOne, Operator, policy
 from tests.tamper.ledger_copy import RawRecord, read_raw
 
-GEOMETRY = {"batch_groups": 2, "group_size": 2, "batch_lease_s": 30.0, "episode_lease_s": 30.0}
+GEOMETRY: dict[str, Any] = {"batch_groups": 2, "group_size": 2, "batch_lease_s": 30.0, "episode_lease_s": 30.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

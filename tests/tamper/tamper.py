@@ -79,7 +79,7 @@ async def _audit(run: RealRun, copy: Copy, *, heads: bool, payloads: bool) -> Au
     bus = await store(copy.records, run=run.run)
     log = await bus.open(run_streams(run.run).ledger.name)
     for sequence in copy.removed:
-        del log._records[sequence]  # type: ignore[attr-defined]
+        del log._records[sequence]
     if payloads:
         await _store_payloads(bus, run)
     return await audit_run(bus, run.run, heads=run.heads if heads else (), payloads=payloads)
