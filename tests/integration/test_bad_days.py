@@ -195,7 +195,8 @@ async def test_a_watcher_that_never_reads_and_large_messages_leave_the_run_alone
             fits = run_pb2.StopRunRequest(run="no-such-run", reason="x" * (8 * MIB - 100))
             with pytest.raises(MeshError) as caught:
                 await operator.call("StopRun", fits)
-            assert caught.value.reason == "UNKNOWN_RUN", "a message at the limit is read"
+            assert caught.value.reason == "PAYLOAD_TOO_LARGE", "gRPC reads it, and the server says what the limit is"
+            assert "must have at most 6291456 bytes" in caught.value.message
             with pytest.raises(MeshError) as caught:
                 await operator.call("StopRun", run_pb2.StopRunRequest(run="no-such-run", reason="x" * (8 * MIB)))
             assert caught.value.code.name == "RESOURCE_EXHAUSTED"
