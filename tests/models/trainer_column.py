@@ -85,5 +85,6 @@ def _plain(model: PreTrainedModel, sequences: Sequence[Sequence1D]) -> tuple[Ten
 
 
 def _gradients(model: PreTrainedModel, loss: Tensor) -> list[Tensor]:
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
