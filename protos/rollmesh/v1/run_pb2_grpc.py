@@ -220,7 +220,7 @@ class RunServiceServicer(object):
         """Streams the payloads of a lease, or of one shard of it, at most one episode per message. Repeatable while the lease lives.
         Every shard has whole samples; the union of the n shards is the lease.
         Errors:
-        NOT_FOUND UNKNOWN_LEASE: never granted, committed or released, or expired in a run that has ended.
+        NOT_FOUND UNKNOWN_LEASE: never granted, committed or released.
         ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
         DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
         cannot be read, or that contradicts the reported metadata, does not fail the call: its message carries `failure`.

@@ -29,17 +29,18 @@ def disposed(sample_id: str, disposition: Any = USED, reason: str = "") -> run_p
 
 
 REJECTED: list[tuple[Callable[[Any], None], Any, str]] = [
+    (validation.check_trainer, run_pb2.LeaseBatchRequest(trainer_epoch=1), "run"),
     (validation.check_trainer, run_pb2.LeaseBatchRequest(run="r"), "trainer_epoch"),
     (validation.check_trainer, run_pb2.RenewBatchRequest(run="r", trainer_epoch=-1, lease_id="b"), "trainer_epoch"),
     (validation.check_trainer, run_pb2.ReleaseBatchRequest(**HELD), "lease_id"),
     (validation.check_trainer, run_pb2.ReleaseBatchRequest(**HELD, lease_id="b" * 257), "lease_id"),
     (validation.check_trainer, run_pb2.LeaseBatchRequest(**HELD, policy="a b"), "policy"),
     (validation.check_trainer, run_pb2.LeaseBatchRequest(**HELD, learner="x" * 65), "learner"),
-    (validation.check_attach, run_pb2.AttachTrainerRequest(last_update=-1), "last_update"),
-    (validation.check_attach, run_pb2.AttachTrainerRequest(holder="x" * 257), "holder"),
-    (validation.check_attach, run_pb2.AttachTrainerRequest(digest="x" * 129), "digest"),
-    (validation.check_attach, run_pb2.AttachTrainerRequest(outcome=UNKNOWN), "outcome"),
-    (validation.check_attach, run_pb2.AttachTrainerRequest(samples=[disposed("a"), disposed("a")]), "samples"),
+    (validation.check_attach, run_pb2.AttachTrainerRequest(run="r", last_update=-1), "last_update"),
+    (validation.check_attach, run_pb2.AttachTrainerRequest(run="r", holder="x" * 257), "holder"),
+    (validation.check_attach, run_pb2.AttachTrainerRequest(run="r", digest="x" * 129), "digest"),
+    (validation.check_attach, run_pb2.AttachTrainerRequest(run="r", outcome=UNKNOWN), "outcome"),
+    (validation.check_attach, run_pb2.AttachTrainerRequest(run="r", samples=[disposed("a"), disposed("a")]), "samples"),
     (validation.check_commit, commit(lease_ids=["b", "b"]), "lease_ids"),
     (validation.check_commit, commit(lease_ids=[""]), "lease_ids[0]"),
     (validation.check_commit, commit(update=0), "update"),
@@ -102,6 +103,7 @@ def test_a_sound_report_passes() -> None:
     [
         (lambda r: setattr(r.samples[0], "num_tokens", 2**63 - 1), "samples[0].num_tokens"),
         (lambda r: setattr(r.samples[0], "num_tokens", -1), "samples[0].num_tokens"),
+        (lambda r: setattr(r.samples[0], "num_sampled_tokens", 2**63 - 1), "samples[0].num_sampled_tokens"),
         (lambda r: setattr(r.samples[0].steps[0], "num_tokens", 2**63 - 1), "samples[0].steps"),
         (lambda r: setattr(r.samples[0].steps[0], "num_tokens", 0), "samples[0].steps[0].num_tokens"),
         (lambda r: setattr(r.samples[0].steps[0], "step", -3), "samples[0].steps[0].step"),

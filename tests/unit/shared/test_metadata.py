@@ -54,6 +54,8 @@ def test_metadata_made_from_a_payload_agrees_with_it_also_after_rewards_changed(
         meta = sample_meta(episode, sample)
         del meta.rewards[:]
         check_metadata(episode, meta)
+        meta.ClearField("num_sampled_tokens")  # a worker of older protos
+        check_metadata(episode, meta)
 
 
 @pytest.mark.parametrize(

@@ -185,12 +185,14 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         yield  # makes it a stream
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
+        validation.check_run(request.run)
         driver = await self._runs.get(request.run)
         async for state in driver.watch(self._reader(driver)):
             command = pb.TRAINER_COMMAND_STOP if state.ended else pb.TRAINER_COMMAND_UNSPECIFIED
             yield pb.WatchRunResponse(state=self._with_nodes(state), command=command)
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
+        validation.check_run(request.run)
         return pb.GetRunResponse(state=self._with_nodes(await self._state(request.run)))
 
     async def _state(self, run: str) -> pb.RunState:
@@ -226,6 +228,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return state
 
     async def StopRun(self, request: pb.StopRunRequest, context: Context) -> pb.StopRunResponse:
+        validation.check_run(request.run)
         validation.check_text("reason", request.reason)
         driver = await self._runs.get(request.run)
         await driver.ask(lambda ticket: i.StopRun(ticket=ticket, reason=request.reason))
@@ -237,11 +240,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return pb.DeleteRunResponse()
 
     async def ListDead(self, request: pb.ListDeadRequest, context: Context) -> pb.ListDeadResponse:
+        validation.check_run(request.run)
         driver = await self._runs.get(request.run)
         letters = await self._dead.list(driver, after=request.after, num_max=request.num_max)
         return pb.ListDeadResponse(letters=letters)
 
     async def ReplayDead(self, request: pb.ReplayDeadRequest, context: Context) -> pb.ReplayDeadResponse:
+        validation.check_run(request.run)
         driver = await self._runs.get(request.run)
         return pb.ReplayDeadResponse(dead_ids=await self._dead.replay(driver, request.dead_ids))
 

@@ -197,6 +197,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             yield piece
 
     async def GetBatch(self, request: pb.GetBatchRequest, context: Context) -> pb.GetBatchResponse:
+        validation.check_run(request.run)
         validation.check_epoch(request)
         validation.check_id("lease_id", request.lease_id)
         driver = await self._runs.get(request.run)

@@ -47,6 +47,11 @@ def check_trainer(request: Any) -> None:
         check_id("lease_id", lease_id)
 
 
+def check_run(run: str) -> None:
+    if not run:
+        reject("run", "name a run", run)
+
+
 def check_epoch(request: Any) -> None:
     if request.trainer_epoch < 1:
         reject("trainer_epoch", "be >= 1", request.trainer_epoch, "call AttachTrainer first")
@@ -192,6 +197,8 @@ def _check_sample(sample: types_pb2.SampleMeta, field: str, episode: str) -> Non
         reject(f"{field}.leaf", "be >= 0", sample.leaf)
     if not 0 <= sample.num_tokens <= SAMPLE_TOKENS_MAX:
         reject(f"{field}.num_tokens", f"be in [0, {SAMPLE_TOKENS_MAX}]", sample.num_tokens)
+    if not 0 <= sample.num_sampled_tokens <= sample.num_tokens:
+        reject(f"{field}.num_sampled_tokens", f"be in [0, num_tokens = {sample.num_tokens}]", sample.num_sampled_tokens)
     _check_steps(sample, f"{field}.steps")
     if len(sample.rewards) > REWARDS_MAX:
         reject(f"{field}.rewards", f"have at most {REWARDS_MAX} entries", len(sample.rewards))
@@ -226,6 +233,7 @@ def _check_reward(reward: types_pb2.Reward, field: str) -> None:
 
 
 def _check_learner(request: Any) -> None:
+    check_run(request.run)
     check_name("policy", getattr(request, "policy", ""))
     check_name("learner", request.learner)
 

@@ -69,7 +69,8 @@ def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> No
         ("trainable", meta.trainable, stamped.trainable),
         ("steps", _spans(meta), _spans(stamped)),
         ("num_tokens", meta.num_tokens, stamped.num_tokens),
-        ("num_sampled_tokens", meta.num_sampled_tokens, stamped.num_sampled_tokens),
+        # Absent from workers of older protos. It only counts; the bound does not depend on it.
+        ("num_sampled_tokens", meta.num_sampled_tokens or stamped.num_sampled_tokens, stamped.num_sampled_tokens),
     ):
         if reported != stored:
             raise _mismatch(meta.sample_id, f"`{name}` was reported as {reported}, the payload has {stored}")

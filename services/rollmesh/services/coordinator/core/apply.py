@@ -35,6 +35,7 @@ REFUSED_KEPT_MAX = 100
 RELEASED_KEPT_MAX = 1024
 """Released leases remembered, so that a repeated release is recognized."""
 RELEASED = "RELEASED"
+RUN_ENDED = "RUN_ENDED"
 REPLAYED_KEPT_MAX = 4096
 """Dead letters remembered as replayed; an older one could be replayed twice."""
 
@@ -283,6 +284,8 @@ def _(fact: f.BatchReturned, state: State) -> None:
     if fact.reason == RELEASED:
         state.released.append(fact.lease_id)
         del state.released[:-RELEASED_KEPT_MAX]
+    elif fact.reason == RUN_ENDED:
+        state.expired = [fact.lease_id]
     for name in batch.groups:
         if name in state.groups:
             state.groups[name].phase = GroupPhase.READY

@@ -22,6 +22,7 @@ def lease_batch(turn: Turn, request: i.LeaseBatch) -> None:
     """Lease the batch of the next update, now or when there is enough; idempotent by (epoch, update)."""
     check_trains(turn)
     check_epoch(turn, request)
+    _check_geometry(turn, request)
     held = next((b for b in turn.state.batches.values() if b.update == request.update), None)
     if held is not None and held.in_doubt:
         refuse_expired(held.lease_id)
@@ -29,7 +30,6 @@ def lease_batch(turn: Turn, request: i.LeaseBatch) -> None:
         turn.reply(request.ticket, _describe_batch(turn, held))
         return
     _check_update(turn, request.update)
-    _check_geometry(turn, request)
     turn.volatile.trainers.append(BatchWait(request.ticket, request, request.trainer_epoch, turn.now + request.wait_s))
 
 
@@ -116,11 +116,12 @@ def _size(group: GroupState, unit: i.GeometryUnit) -> int:
 def _check_geometry(turn: Turn, request: i.LeaseBatch) -> None:
     """Refuse an amount that admission can never supply for this update."""
     unit, amount = _wanted(turn, request)
-    most = _most(turn, request.update, unit)
+    update = turn.clock.applied + 1
+    most = _most(turn, update, unit)
     if amount > most:
         refuse(
             "INVALID_INPUT",
-            f"`geometry.amount` must be in [1, {most}] {unit.name.lower()} for update {request.update}, got {amount}: with "
+            f"`geometry.amount` must be in [1, {most}] {unit.name.lower()} for update {update}, got {amount}: with "
             f"max_staleness {turn.spec.max_staleness} and batch_groups {turn.spec.batch_groups} no more can be admitted",
             field="geometry.amount",
             amount_max=most,
@@ -130,7 +131,7 @@ def _check_geometry(turn: Turn, request: i.LeaseBatch) -> None:
 def _most(turn: Turn, update: int, unit: i.GeometryUnit) -> int:
     """The largest amount: admission reserves groups up to update `update` + eta, of bounded size, with bounded samples."""
     spec = turn.spec
-    last_update = min(update + spec.max_staleness, spec.updates_max or update + spec.max_staleness)
+    last_update = max(update, min(update + spec.max_staleness, spec.updates_max or update + spec.max_staleness))
     groups = (last_update - update + 1) * spec.batch_groups
     samples = groups * spec.group_size * EXTEND_FACTOR_MAX * SAMPLES_PER_EPISODE_MAX
     return {

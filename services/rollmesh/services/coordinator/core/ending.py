@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import limits, rollouts
+from rollmesh.services.coordinator.core.apply import RUN_ENDED
 from rollmesh.services.coordinator.core.records import Purpose
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase
 from rollmesh.services.coordinator.core.turn import Turn
 
 FAILED = "FAILED"
 """Begins the reason of a run that a bug of the coordinator ended."""
-RUN_ENDED = "RUN_ENDED"
 
 
 def stop(turn: Turn, request: i.StopRun) -> None:

@@ -67,10 +67,12 @@ def check_none_out(turn: Turn, lease_ids: Sequence[str]) -> None:
 def held_batch(turn: Turn, lease_id: str) -> BatchState:
     batch = turn.state.batches.get(lease_id)
     if batch is None:
+        if lease_id in turn.state.expired:
+            refuse_expired(lease_id)
         refuse(
             "UNKNOWN_LEASE",
-            f"batch lease {lease_id!r} is not out: it was never granted, or was committed or released, or the run ended after it "
-            "expired; load the newest checkpoint and attach again",
+            f"batch lease {lease_id!r} is not out: it was never granted, or was committed or released; load the newest checkpoint and "
+            "attach again",
             lease_id=lease_id,
         )
     if batch.in_doubt:

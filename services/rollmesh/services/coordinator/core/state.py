@@ -250,6 +250,8 @@ class State(msgspec.Struct, kw_only=True):
     """Batches ever leased; the next one's number, which makes lease ids unique in the run."""
     released: list[str] = []
     """Leases of the present trainer epoch that were released, oldest first; the newest of them."""
+    expired: list[str] = []
+    """Leases that expired, or were in doubt, at or after the end of the run."""
     num_groups: int = 0
     """Training groups ever admitted; the next one's number."""
     next_draw: int = 0
