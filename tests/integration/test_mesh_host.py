@@ -22,6 +22,7 @@ from rollmesh.services.mesh.process_events import STOPPED
 from rollmesh.services.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.shared.config import to_yaml
 from rollmesh.trainer.trained_log import read_trained
+from tests.models.architectures import build_model
 
 from ..chaos.world import World, mesh_config, save_model_folder
 
@@ -132,6 +133,22 @@ async def test_a_host_that_cannot_work_says_why(
     assert found == code
     assert message in said
     assert said.count("\n") == 1, said
+
+
+async def test_a_model_that_the_engine_rejects_ends_the_node_as_a_configuration_error(
+    tmp_path: Path, made: MeshConfig
+) -> None:
+    build_model("qwen3").config.save_pretrained(tmp_path / "model")
+    engine = {
+        "engine": "rollmesh.services.inference.engines.torch_engine:TorchEngine",
+        "engine_config": "rollmesh.services.inference.engines.torch_config:TorchEngineConfig",
+        "engine_options": f"{{model: {tmp_path}/model, context_max: 999}}",
+    }
+    overrides = [f"inference.{key}={value}" for key, value in engine.items()]
+    async with host(tmp_path, made, [NATS, "inference-0"], *overrides) as process:
+        code, said = await ended(process)
+    assert code == 2
+    assert "error: `inference.engine_options.context_max`: 999 is beyond the 128 positions" in said
 
 
 def test_hosts_that_start_together_agree_on_token_and_addresses(tmp_path: Path, made: MeshConfig) -> None:

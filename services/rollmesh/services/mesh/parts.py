@@ -99,8 +99,8 @@ def _inference(name: str, place: Place, bus: Bus, **options: Any) -> Part:
 
     config = place.config.inference
     engine = dict(config.engine_options)
-    if config.engine.endswith(":TorchEngine"):
-        engine.setdefault("model", str(place.model_dir()))
+    if config.engine.endswith(":TorchEngine") and "model" not in engine:
+        engine["model"] = str(place.model_dir())
     config = msgspec.structs.replace(
         config, directory=str(place.folder(name)), engine_options=engine, server=place.served(config.server)
     )
