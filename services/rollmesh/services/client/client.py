@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -83,10 +83,18 @@ class Run:
         self._learner = learner
 
     async def attach(
-        self, *, last_update: int = 0, digest: str = "", keeps_no_checkpoints: bool = False, holder: str = ""
+        self,
+        *,
+        last_update: int = 0,
+        digest: str = "",
+        keeps_no_checkpoints: bool = False,
+        holder: str = "",
+        dropped: Mapping[str, str] | None = None,
+        applied: bool = True,
     ) -> Trainer:
         """Becomes the run's one trainer, with what the caller's checkpoint holds: its last update and the digest after it.
 
+        `dropped` and `applied` as in the commit of that update, which may not have been answered: see AttachTrainerRequest.
         Raises `UnknownRun`, `DigestMismatch` (a checkpoint of another history), `UnknownUpdate`. Use the trainer as a context.
         """
         client = self._client
@@ -101,7 +109,11 @@ class Run:
         verbs = TrainerClient(where, client.patience, client.clock)
         try:
             attached = await verbs.attach(
-                last_update=last_update, digest=digest, keeps_no_checkpoints=keeps_no_checkpoints
+                last_update=last_update,
+                digest=digest,
+                keeps_no_checkpoints=keeps_no_checkpoints,
+                dropped=dropped,
+                applied=applied,
             )
         except BaseException:
             await verbs.__aexit__(None, None, None)

@@ -90,11 +90,25 @@ class TrainerClient:
 
     # Attaching --------------------------------------------------------------------------------------------------------
 
-    async def attach(self, *, last_update: int, digest: str, keeps_no_checkpoints: bool = False) -> Attached:
-        """Makes this the one trainer. Raises `UnknownRun`, `DigestMismatch`, `UnknownUpdate`."""
+    async def attach(
+        self,
+        *,
+        last_update: int,
+        digest: str,
+        keeps_no_checkpoints: bool = False,
+        dropped: Mapping[str, str] | None = None,
+        applied: bool = True,
+    ) -> Attached:
+        """Makes this the one trainer. Raises `UnknownRun`, `DigestMismatch`, `UnknownUpdate`.
+
+        `dropped` (sample id -> reason) and `applied` are those of `last_update`: without them an update that dropped samples or was
+        skipped cannot be rolled forward.
+        """
         request = run_pb2.AttachTrainerRequest(**self._names(), last_update=last_update, digest=digest)
         request.holder = self.where.holder
         request.keeps_no_checkpoints = keeps_no_checkpoints
+        request.samples.extend(_disposed(sample_id, reason) for sample_id, reason in (dropped or {}).items())
+        request.outcome = run_pb2.UPDATE_OUTCOME_APPLIED if applied else run_pb2.UPDATE_OUTCOME_SKIPPED
         return await self.persist(lambda: self._attach(request))
 
     async def _attach(self, request: run_pb2.AttachTrainerRequest) -> Attached:
