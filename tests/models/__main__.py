@@ -6,6 +6,7 @@ import re
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -22,7 +23,8 @@ LOGPROB_ERROR_MAX = 1e-4
 def main() -> int:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    transformers.utils.logging.set_verbosity_error()
+    verbosity: Any = transformers.utils.logging
+    verbosity.set_verbosity_error()
     families = len({family for family, _ in ARCHITECTURES.values()})
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
     lines = [
