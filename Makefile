@@ -10,7 +10,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test newcomer check protos verify lint-protos sim soak models leaks chaos tamper attack verdicts bench clean garbage many-runs
+.PHONY: setup demo test newcomer floors check protos verify lint-protos sim soak models leaks chaos tamper attack verdicts bench clean garbage many-runs
 
 setup: $(VENV)/.installed
 
@@ -28,6 +28,9 @@ test: setup ## all fast tests
 
 newcomer: setup ## README's own-tasks path, literally, with small ChatML and Llama 3 models made by plain transformers
 	$(BIN)/python -m pytest -q -m slow --timeout 900 tests/newcomer
+
+floors: setup ## the wheel with the lowest version of every dependency (all extras but the trainer's) in an environment of its own
+	$(BIN)/python -m pytest -q -s -m slow --timeout 1200 tests/floors
 
 check: setup ## style, types, import contracts, layout
 	$(BIN)/ruff check .

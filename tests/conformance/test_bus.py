@@ -85,6 +85,15 @@ async def test_sequences_start_at_one_and_records_read_back(bus: Bus) -> None:
     assert await log.last() == Record(seq=2, payload=b"", msg_id="b")
 
 
+async def test_streams_are_listed_by_name(bus: Bus) -> None:
+    assert await bus.names() == []
+    for name in ("B", "A"):
+        await bus.create(spec(name))
+    assert await bus.names() == ["A", "B"]
+    await bus.delete("A")
+    assert await bus.names() == ["B"]
+
+
 async def test_a_repeated_message_id_is_stored_once(bus: Bus) -> None:
     log = await bus.create(spec())
     assert await log.append(b"x", msg_id="a") == 1

@@ -50,7 +50,7 @@ async def test_a_collector_gets_the_spans_with_their_process(tmp_path: Path) -> 
     finally:
         await server.stop(None)
     assert sorted(collector.names) == ["episode", "generate"]
-    assert collector.resources[0]["service.name"] == "rollmesh"
+    assert collector.resources[0]["service.name"] == "rollout"
     assert collector.resources[0]["service.instance.id"] == "rollout-0"
 
 

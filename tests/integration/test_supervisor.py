@@ -123,7 +123,7 @@ async def test_a_config_that_cannot_work_stops_everything_with_the_message_of_th
     made = MeshConfig(**{name: getattr(made, name) for name in made.__struct_fields__} | {"model": "nowhere"})
     broken = {"nats": ("nats",), "inference": ("inference-0",)}
     real = Supervisor(torch_engine(made), run_dir=tmp_path / "run", base_dir=tmp_path, hosts=broken)
-    with pytest.raises(ConfigError, match=r"^`model`: .*nowhere holds no config\.json"):
+    with pytest.raises(ConfigError, match=r"^`model`: .*nowhere does not contain a config\.json"):
         async with asyncio.timeout(LIMIT_S), real as mesh:
             await mesh.finished()
     assert not real.pids

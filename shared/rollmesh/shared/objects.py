@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.extras import install_words
 from rollmesh.shared.user_code import explain, user_traceback
 
 
@@ -45,7 +46,10 @@ def _import(name: str, module: str) -> ModuleType:
     except ModuleNotFoundError as err:
         if err.name is not None and (module == err.name or module.startswith(f"{err.name}.")):
             raise ConfigError(f"`{name}`: there is no module `{err.name}`; is it installed?", name=name) from err
-        raise ConfigError(f"`{name}`: importing `{module}` failed: {err}", name=name) from err
+        remedy = install_words(err.name)
+        raise ConfigError(
+            f"`{name}`: importing `{module}` failed: {err}{f'; {remedy}' if remedy else ''}", name=name
+        ) from err
     except Exception as err:  # user code may raise anything; the key that named it must be told
         raise ConfigError(f"`{name}`: importing `{module}` failed: {type(err).__name__}: {err}", name=name) from err
 

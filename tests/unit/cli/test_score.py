@@ -120,7 +120,7 @@ def test_a_scorer_that_fails_is_in_no_mean_and_makes_the_command_fail(config: Pa
     assert "1 lines, 1 with a scorer that failed; mean none" in told.stdout
 
 
-def test_without_a_configuration_the_demos_scorers_are_used(config: Path) -> None:
+def test_without_a_configuration_the_command_names_what_is_missing(config: Path) -> None:
     told = CliRunner().invoke(app, ["score", str(write(config.parent, SAMPLE)), "--json"])
-    assert told.exit_code == 0, told.output
-    assert json.loads(told.stdout)["mean_rewards"]["correct"] == 1.0
+    assert told.exit_code == 2
+    assert "--config is missing" in told.output

@@ -18,7 +18,7 @@ from rollmesh.services.mesh.child_log import ChildLog
 from rollmesh.services.mesh.process_events import FILE, ProcessEvent, ProcessLog, read_process_events
 from rollmesh.services.mesh.restarts import ProcessesConfig, Restarts
 from rollmesh.shared.clock import ManualClock, SystemClock
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.errors import ConfigError, DiskFull
 
 LIMIT_S = 60.0
 READY = "open('ready', 'w').close()"
@@ -86,6 +86,13 @@ async def test_an_end_in_good_order_is_final(tmp_path: Path) -> None:
 async def test_a_config_error_is_told_in_the_process_s_own_words_and_not_tried_again(tmp_path: Path) -> None:
     made = ward(tmp_path, "import sys; print('error: run.seed: no\\n  and more'); sys.exit(2)")
     with pytest.raises(ConfigError, match=r"^run\.seed: no\n  and more$"):
+        await made.ended()
+    assert made.story == ["started", "ended"]
+
+
+async def test_a_full_disk_is_told_in_the_process_s_own_words_and_not_tried_again(tmp_path: Path) -> None:
+    made = ward(tmp_path, "import sys; print('error: /runs: no space left'); sys.exit(3)")
+    with pytest.raises(DiskFull, match=r"^/runs: no space left$"):
         await made.ended()
     assert made.story == ["started", "ended"]
 

@@ -18,7 +18,8 @@ from rollmesh.services.cli.stored_heads import stored_heads
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.services.coordinator.audit_report import AuditReport
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.bus.run_streams import run_of_ledger
+from rollmesh.shared.errors import ConfigError, UnknownRun
 from rollmesh.shared.ledger_head import LedgerHead
 
 
@@ -85,4 +86,9 @@ async def _audit(
     sample: str,
 ) -> AuditReport:
     async with run_bus(folder, config) as bus:
-        return await audit_run(bus, name, checkpoint=checkpoint, heads=heads, payloads=payloads, sample=sample)
+        try:
+            return await audit_run(bus, name, checkpoint=checkpoint, heads=heads, payloads=payloads, sample=sample)
+        except UnknownRun as err:
+            runs = sorted(filter(None, map(run_of_ledger, await bus.names())))
+            there = f"--run-name takes one of: {', '.join(runs)}" if runs else "no run was made here"
+            raise UnknownRun(f"{folder.root}: there is no ledger of run {name!r}; {there}", run=name) from err

@@ -23,6 +23,7 @@ from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
 
 CALL_S = 30.0
 PAGE = 1000
+NONE = "nothing was given up"
 
 
 async def list_dead(root: Path) -> list[run_pb2.ListedLetter]:
@@ -49,7 +50,20 @@ async def replay_dead(root: Path, dead_ids: Sequence[int]) -> list[int]:
 
 def as_text(letters: Sequence[run_pb2.ListedLetter]) -> str:
     """A line per letter."""
-    return "\n".join(map(_line, letters)) or "nothing was given up"
+    return "\n".join(map(_line, letters)) or NONE
+
+
+def by_cause(letters: Sequence[run_pb2.ListedLetter]) -> str:
+    """A line per cause, the most frequent first, with the number of its letters and the newest one."""
+    found: dict[tuple[str, str], list[run_pb2.ListedLetter]] = {}
+    for listed in letters:
+        found.setdefault((_kind(listed.letter), listed.letter.cause), []).append(listed)
+    lines = []
+    for (kind, cause), group in sorted(found.items(), key=lambda item: -len(item[1])):
+        replayed = sum(listed.replayed for listed in group)
+        counts = f"{len(group):,} {kind}" + (f" ({replayed:,} replayed)" if replayed else "")
+        lines.append(f"{counts}: {cause}\n    newest: letter {group[-1].letter.dead_id}, {_what(group[-1].letter)}")
+    return "\n".join(lines) or NONE
 
 
 def as_dicts(letters: Sequence[run_pb2.ListedLetter]) -> list[dict[str, Any]]:
@@ -59,10 +73,16 @@ def as_dicts(letters: Sequence[run_pb2.ListedLetter]) -> list[dict[str, Any]]:
 
 def _line(listed: run_pb2.ListedLetter) -> str:
     letter = listed.letter
-    kind = events_pb2.DeadKind.Name(letter.kind).removeprefix("DEAD_KIND_").lower()
-    what = f"task {letter.task.task_id}, episode {letter.subject}" if letter.task.task_id else letter.subject
     tries = f" after {letter.tries} tries" if letter.tries else ""
-    return f"{letter.dead_id:>6}  {kind} {what}{tries}: {letter.cause}{'  (replayed)' if listed.replayed else ''}"
+    return f"{letter.dead_id:>6}  {_kind(letter)} {_what(letter)}{tries}: {letter.cause}{'  (replayed)' if listed.replayed else ''}"
+
+
+def _kind(letter: events_pb2.DeadLetter) -> str:
+    return events_pb2.DeadKind.Name(letter.kind).removeprefix("DEAD_KIND_").lower()
+
+
+def _what(letter: events_pb2.DeadLetter) -> str:
+    return f"task {letter.task.task_id}, episode {letter.subject}" if letter.task.task_id else letter.subject
 
 
 @asynccontextmanager

@@ -71,6 +71,24 @@ def open_view(config: TrainConfig, console: Console, folder: str) -> View:
     return LiveView(config, console, folder) if console.is_terminal else PlainView(config, console, folder)
 
 
+class QuietView:
+    """Shows nothing."""
+
+    def phase(self, text: str) -> None: ...
+
+    def warm_start(self, step: WarmStep) -> None: ...
+
+    def follow(self, recorder: Recorder) -> None: ...
+
+    def moved(self) -> None: ...
+
+    def event(self, event: ProcessEvent) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
 # Plain ----------------------------------------------------------------------------------------------------------------
 
 

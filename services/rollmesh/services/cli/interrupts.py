@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
@@ -27,7 +28,7 @@ class Stopped(Exception):
 
 
 class Interrupts:
-    """Handles SIGINT, SIGTERM and SIGHUP of this process while entered; from the main thread, in a running event loop."""
+    """Handles SIGINT, SIGTERM and SIGHUP of this process while entered, in a running event loop; none outside the main thread."""
 
     def __init__(self, *, leave: Callable[[], None] = lambda: None, notice: Callable[[], None] = lambda: None) -> None:
         """`leave` puts the terminal in order before the process ends at once; `notice` is told of the first signal."""
@@ -39,7 +40,8 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        for number in stop_signals():
+        in_main = threading.current_thread() is threading.main_thread()
+        for number in stop_signals() if in_main else ():
             self._before[number] = signal.signal(number, self._handle)
         return self
 

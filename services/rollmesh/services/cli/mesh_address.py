@@ -5,15 +5,17 @@ Collaborators: `run_folder` (what lies in the folder), `mesh.security` (TLS file
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.services.cli.run_folder import open_folder
 from rollmesh.services.mesh.joining import own_security
 from rollmesh.services.mesh.place import open_place
+from rollmesh.services.mesh.run_lock import is_owned
 from rollmesh.services.mesh.security import open_access
-from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.errors import ConfigError, Unavailable
 from rollmesh.shared.rpc.access import Access
 
 REMEDY = "name the folder of a run on this host, or --join HOST:PORT and --token-file FILE"
@@ -25,6 +27,27 @@ class MeshAddress:
 
     address: str
     access: Access
+    run: Path | None = None
+    """The folder of the run, if it was named by that."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around calls: says in plain words that nothing serves at the address."""
+        try:
+            yield
+        except Unavailable as err:
+            if self.run is None:
+                raise Unavailable(
+                    f"no mesh answers at {self.address}: {err}; check the address, and that the mesh is running",
+                    address=self.address,
+                ) from err
+            if is_owned(self.run):
+                raise  # it is running, and cannot answer now
+            raise Unavailable(
+                f"the run in {self.run} is not running: nothing answers at {self.address}; `rollmesh train {self.run}` continues "
+                f"it, `rollmesh audit {self.run}` and `rollmesh show {self.run}` read what it left",
+                address=self.address,
+            ) from err
 
 
 def find_mesh(run: Path | None, join: str, token_file: Path | None, overrides: Sequence[str]) -> MeshAddress:
@@ -32,7 +55,7 @@ def find_mesh(run: Path | None, join: str, token_file: Path | None, overrides: S
     if run is not None and not join and token_file is None:
         folder, config, base_dir = open_folder(run, [])
         place = open_place(config, run_dir=folder.root, base_dir=base_dir)
-        return MeshAddress(address=place.gateway, access=place.access)
+        return MeshAddress(address=place.gateway, access=place.access, run=run)
     if run is None and join and token_file is not None:
         access = open_access(own_security(overrides), base_dir=Path.cwd(), run_token=token_file)
         return MeshAddress(address=join, access=access)

@@ -22,7 +22,7 @@ from rollmesh.services.cli.run_folder import RunFolder, new_folder, origin_now
 from rollmesh.services.cli.session import MAKE_MODEL_S_MAX
 from rollmesh.services.cli.status import status_view
 from rollmesh.services.mesh.host import run_until_ended
-from rollmesh.services.mesh.joining import JoinOptions, open_joined
+from rollmesh.services.mesh.joining import JoinOptions, open_joined, until_away
 from rollmesh.services.mesh.mesh import Mesh
 from rollmesh.services.mesh.supervisor import Supervisor, all_parts
 from rollmesh.shared.clock import SystemClock
@@ -100,14 +100,26 @@ def _how_to_reach(folder: RunFolder, mesh: Supervisor) -> str:
     )
 
 
-def serve(options: JoinOptions, *, say: Say) -> bool:
-    """Runs one node of a mesh elsewhere: whether it was told to stop by a signal, not drained. Raises MeshError."""
+def serve(options: JoinOptions, *, away_s: float, say: Say) -> bool:
+    """Runs one node of a mesh elsewhere: whether it was told to stop by a signal, not drained. Raises MeshError, Unavailable once the
+    mesh has been away for `away_s`."""
     set_up_logging()
 
     async def run() -> bool:
         place, name = await open_joined(options)
         say(f"{name} joins the mesh at {options.address}; its folder is {place.run_dir}")
-        return await run_until_ended(Mesh(place.config, run_dir=place.run_dir, place=place, parts=[name]), STOP_S)
+        mesh = Mesh(place.config, run_dir=place.run_dir, place=place, parts=[name])
+
+        def tell_address() -> None:
+            if options.kind == "gateway":
+                say(f"{name} serves at {mesh.part(name).address}")
+
+        return await run_until_ended(
+            mesh,
+            STOP_S,
+            on_started=tell_address,
+            away=lambda: until_away(place.coordinator, place.access, limit_s=away_s),
+        )
 
     return asyncio.run(run())
 
@@ -121,7 +133,8 @@ def drain(mesh: MeshAddress, node_id: str, *, wait_s: float) -> None:
             if wait_s:
                 await client.until_gone(node_id, limit_s=wait_s, clock=SystemClock())
 
-    asyncio.run(run())
+    with mesh.running():
+        asyncio.run(run())
 
 
 def delete(mesh: MeshAddress, run: str) -> None:
@@ -131,7 +144,8 @@ def delete(mesh: MeshAddress, run: str) -> None:
         async with FleetClient(mesh) as client:
             await client.delete(run)
 
-    asyncio.run(call())
+    with mesh.running():
+        asyncio.run(call())
 
 
 def status(mesh: MeshAddress) -> MeshStatus:
@@ -141,7 +155,8 @@ def status(mesh: MeshAddress) -> MeshStatus:
         async with FleetClient(mesh) as client:
             return await client.status()
 
-    return asyncio.run(run())
+    with mesh.running():
+        return asyncio.run(run())
 
 
 def watch(mesh: MeshAddress, console: Console) -> None:

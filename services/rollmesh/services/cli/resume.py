@@ -20,7 +20,7 @@ from rollmesh.trainer.checkpoint_files import CheckpointError, newest_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """A run that is to go on."""
+    """A run that is to start or to continue."""
 
     folder: RunFolder
     config: TrainConfig

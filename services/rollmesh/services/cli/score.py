@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.services.cli.config import DEMO_CONFIG, load_train_config
+from rollmesh.services.cli.config import load_train_config
 from rollmesh.services.cli.run_folder import RunFolder
 from rollmesh.services.cli.samples import ACTION, MessageLine, RewardLine, SampleLine, mean_rewards, reward_lines
 from rollmesh.services.data.config import build_pools
@@ -24,7 +24,7 @@ from rollmesh.services.reward.config import build_engine
 from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
-from rollmesh.shared.errors import UnknownOracle
+from rollmesh.shared.errors import ConfigError, UnknownOracle
 from rollmesh.shared.jsonl import Record, read_jsonl
 from rollmesh.shared.trajectory import EpisodeKey, FinishReason, Message, Outcome, Source
 
@@ -54,7 +54,7 @@ class ScoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> ScoreReport:
-    """Raises ConfigError, or RecordError naming line and field of the first line that cannot be scored."""
+    """Raises ConfigError, also without a `config`, or RecordError naming line and field of the first line that cannot be scored."""
     path, base_dir = _configuration(config)
     settings = load_train_config(path, overrides)
     tasks = _Tasks(build_pools(settings.data, base_dir))
@@ -71,9 +71,11 @@ def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> Sco
 
 
 def _configuration(named: Path | None) -> tuple[Path, Path]:
-    """(file, folder of the user's files): the demo's, a run's own, or the file named."""
+    """(file, folder of the user's files): a run's own, or the file named."""
     if named is None:
-        return DEMO_CONFIG, DEMO_CONFIG.parent
+        raise ConfigError(
+            "--config is missing; name the configuration file, or the run folder, with the tasks and scorers"
+        )
     if named.is_dir():
         folder = RunFolder(named.resolve())
         return folder.config, Path(folder.read_origin().base_dir)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -13,7 +14,7 @@ from rollmesh.services.cli.check import load_checked, notes
 from rollmesh.services.cli.config import DEMO_CONFIG, TrainConfig
 from rollmesh.services.cli.display import open_view
 from rollmesh.services.cli.in_force import headline, in_force
-from rollmesh.services.cli.resume import open_resumption
+from rollmesh.services.cli.resume import Resumption, open_resumption
 from rollmesh.services.cli.run_folder import RunFolder, new_folder, origin_now
 from rollmesh.services.cli.session import Session
 from rollmesh.services.cli.summary import Summary
@@ -42,6 +43,14 @@ def train(
 
     `in_process` puts all parts into this process, whatever `processes.enabled` says.
     """
+    with opened(path, overrides, command=command, out=out) as run:
+        _print(console, *run.notes)
+        return _run(run.folder, run.config, run.base_dir, console, in_process=in_process)
+
+
+@contextmanager
+def opened(path: Path, overrides: Sequence[str], *, command: list[str], out: Path | None) -> Iterator[Resumption]:
+    """A new run by a configuration file, or the run in a folder, with the lock of its folder. Raises MeshError."""
     if path.is_dir():
         if out is not None:
             raise ConfigError(
@@ -49,14 +58,13 @@ def train(
             )
         RunFolder(path).read_origin()
         with owned(path.resolve()):  # before anything is read or written: another process may be running the run
-            resumed = open_resumption(path, list(overrides))
-            _print(console, *resumed.notes)
-            return _run(resumed.folder, resumed.config, resumed.base_dir, console, in_process=in_process)
+            yield open_resumption(path, list(overrides))
+        return
     config, base_dir = load_checked(path, overrides), path.parent.resolve()
     # Every mistake was found before anything is made: none leaves a folder behind.
     folder = new_folder(config, origin_now(command, base_dir), out)
     with owned(folder.root):
-        return _run(folder, config, base_dir, console, in_process=in_process)
+        yield Resumption(folder=folder, config=config, base_dir=base_dir, notes=())
 
 
 def _print(console: Console, *lines: str) -> None:

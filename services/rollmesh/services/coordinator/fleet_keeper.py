@@ -219,7 +219,10 @@ class FleetKeeper:
     def _node(self, node_id: str) -> Node:
         node = self._fleet.nodes.get(node_id)
         if node is None or node.state is NodeState.DEAD:
-            raise UnknownNode(f"node {node_id!r} has not joined or was given up as silent; join again", node_id=node_id)
+            raise UnknownNode(
+                f"node {node_id!r} is not in the mesh: it has not joined yet, or counts as dead after its silence; join first",
+                node_id=node_id,
+            )
         return node
 
     # Plans ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The life of one process of a mesh: started, started again when it dies, stopped in good order or killed.
 
     start -> ends with 0                       -> `run` returns: its part is done
-          -> ends with 2                       -> `run` raises ConfigError with what the process said
+          -> ends with 2 or 3                  -> `run` raises ConfigError or DiskFull with what the process said
           -> ends otherwise, or cannot start   -> pause -> start ...   or, too often, ProcessGaveUp with the end of its log
 
 Invariants: when `run` has ended, however it ended, so has the process. The process is killed by the kernel when the thread that runs
@@ -17,17 +17,17 @@ import signal
 from collections.abc import Awaitable, Mapping, Sequence
 
 from rollmesh.services.mesh.child_log import ChildLog
-from rollmesh.services.mesh.process_events import ProcessEvent, ProcessLog, how_ended
+from rollmesh.services.mesh.process_events import BAD_CONFIG, DISK_FULL, ProcessEvent, ProcessLog, how_ended
 from rollmesh.services.mesh.restarts import ProcessesConfig, Restarts
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import ConfigError, FailedPrecondition
+from rollmesh.shared.errors import ConfigError, DiskFull, FailedPrecondition, MeshError
 from rollmesh.shared.process_launch import bound_to_parent
 
-BAD_CONFIG = 2
-"""Exit code of a process whose config cannot work: starting it again would not help."""
 KILLED_S_MAX = 10.0
 """How long the kernel may take to end a killed process."""
 _LOG_CHECK_S = 5.0
+_FINAL: dict[int, type[MeshError]] = {BAD_CONFIG: ConfigError, DISK_FULL: DiskFull}
+"""Exit codes of faults that another start would meet again."""
 _log = logging.getLogger(__name__)
 
 
@@ -77,7 +77,7 @@ class Child:
             self._process.kill()
 
     async def run(self) -> None:
-        """Until it ends in good order or is told to stop. Raises ConfigError or ProcessGaveUp."""
+        """Until it ends in good order or is told to stop. Raises ConfigError, DiskFull or ProcessGaveUp."""
         while not self._stopping.is_set():
             cause = await self._live()
             if not cause or self._stopping.is_set():
@@ -89,7 +89,7 @@ class Child:
             await self._unless_stopped(self._clock.sleep(pause_s))
 
     async def _live(self) -> str:
-        """One life. Returns the cause of an end that was not in good order. Raises ConfigError."""
+        """One life. Returns the cause of an end that was not in good order. Raises ConfigError, DiskFull."""
         try:
             with self._log.open() as log:
                 self._process = process = await asyncio.create_subprocess_exec(
@@ -106,8 +106,8 @@ class Child:
         error = self._log.last_error()
         cause = how_ended(code) + (f": {error}" if error else "")
         self._tell("ended", pid=process.pid, code=code, cause=cause)
-        if code == BAD_CONFIG and not self._stopping.is_set():
-            raise ConfigError(error or f"{self.name} {cause}; its log is {self._log.path}")
+        if code in _FINAL and not self._stopping.is_set():
+            raise _FINAL[code](error or f"{self.name} {cause}; its log is {self._log.path}")
         return cause if code else ""
 
     async def _end_of(self, process: asyncio.subprocess.Process) -> int:

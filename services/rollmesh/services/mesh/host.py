@@ -7,7 +7,7 @@
 
 The hosts share the folder (token, addresses), in any order of start. Part `nats` is the embedded server; the others find its port
 in the folder, or a cluster by the config's bus.url. A host ends when a part of it ends: code 0 if in good order (the run is over,
-the worker has drained), 1 if not, so that a supervisor starts it again; 2 for a config that cannot work. SIGTERM, SIGINT and SIGHUP stop it in good
+the worker has drained), 1 if not, so that a supervisor starts it again; 2 for a config that cannot work, 3 for a full disk. SIGTERM, SIGINT and SIGHUP stop it in good
 order (a learner finishes its update and writes a checkpoint) within `stop_s`, with code 143; a second one ends it at once.
 """
 
@@ -18,7 +18,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,11 @@ from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.mesh import Mesh
 from rollmesh.services.mesh.parts import NATS, part_names
 from rollmesh.services.mesh.place import open_place
-from rollmesh.services.mesh.process_events import STOPPED
+from rollmesh.services.mesh.process_events import BAD_CONFIG, DISK_FULL, STOPPED
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.config import load_config
-from rollmesh.shared.errors import ConfigError, MeshError
+from rollmesh.shared.errors import ConfigError, DiskFull, MeshError
 from rollmesh.shared.stop_signals import stop_signals
 from rollmesh.shared.telemetry import set_up_logging
 
@@ -64,7 +64,10 @@ def main(argv: Sequence[str] | None = None, options: Options | None = None) -> i
         stopped = asyncio.run(run_host(host, options))
     except ConfigError as err:
         print(f"error: {err}", file=sys.stderr)
-        return 2
+        return BAD_CONFIG
+    except DiskFull as err:
+        print(f"error: {err}", file=sys.stderr)
+        return DISK_FULL
     except (MeshError, ExceptionGroup, OSError) as err:
         print(f"error: {','.join(host.parts)} ended: {err}", file=sys.stderr)
         return 1
@@ -104,17 +107,25 @@ async def run_host(host: HostOptions, options: Options | None = None) -> bool:
     set_up_logging(config.telemetry.logging())
     base_dir = host.base_dir
     _check_parts(host.parts, config)
-    if NATS not in host.parts and not config.bus.url:
-        config = await _with_bus_of_folder(config, host.run_dir, base_dir)
+    bus_url = "" if NATS in host.parts or config.bus.url else await _bus_of_folder(config, host.run_dir, base_dir)
     names = [name for name in part_names(config) if name in host.parts]
-    mesh = Mesh(config, run_dir=host.run_dir, base_dir=base_dir, parts=names, options=options)
+    mesh = Mesh(config, run_dir=host.run_dir, base_dir=base_dir, parts=names, options=options, bus_url=bus_url)
     return await run_until_ended(mesh, host.stop_s)
 
 
-async def run_until_ended(mesh: Mesh, stop_s: float) -> bool:
-    """Runs the parts of `mesh` until they have ended or a signal comes: whether it was a signal. Raises as `run_host` does."""
+async def run_until_ended(
+    mesh: Mesh,
+    stop_s: float,
+    *,
+    on_started: Callable[[], None] = lambda: None,
+    away: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> bool:
+    """Runs the parts of `mesh` until they have ended or a signal comes: whether it was a signal. Raises as `run_host` does.
+
+    `away` watches the rest of the mesh: what it raises ends the parts.
+    """
     stopping = asyncio.create_task(_signalled(), name="signals")
-    serving = asyncio.create_task(_serve(mesh, stop_s), name="parts")
+    serving = asyncio.create_task(_serve(mesh, stop_s, on_started, away), name="parts")
     try:
         await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
@@ -129,11 +140,17 @@ async def run_until_ended(mesh: Mesh, stop_s: float) -> bool:
     return False
 
 
-async def _serve(mesh: Mesh, stop_s: float) -> None:
+async def _serve(
+    mesh: Mesh,
+    stop_s: float,
+    on_started: Callable[[], None],
+    away: Callable[[], Coroutine[Any, Any, None]] | None,
+) -> None:
     """Runs the parts until one ends or this is cancelled, then stops them within `stop_s`."""
     await mesh.__aenter__()
     try:
-        await _ended(mesh)
+        on_started()
+        await _ended(mesh, *([away()] if away is not None else []))
     finally:
         async with asyncio.timeout(stop_s):
             await mesh.__aexit__(None, None, None)
@@ -161,8 +178,8 @@ def _check_parts(parts: Sequence[str], config: MeshConfig) -> None:
         raise ConfigError(f"--parts: bus.url names the cluster {config.bus.url}; leave out `nats`, or the url")
 
 
-async def _with_bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> MeshConfig:
-    """The config with the URL of the run's embedded server, once that has a port. Raises BusUnavailable."""
+async def _bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> str:
+    """The URL of the run's embedded server, once that has a port. Raises BusUnavailable."""
     place = open_place(config, run_dir=run_dir, base_dir=base_dir)
     server = place.bus_server()
     limit_s = config.bus.embedded.start_s
@@ -175,12 +192,14 @@ async def _with_bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path)
             f"no nats-server has written its port into {place.run_dir / NATS} within {limit_s} s; host the part `nats`, "
             "or set bus.url"
         ) from None
-    return msgspec.structs.replace(config, bus=msgspec.structs.replace(config.bus, url=url, login_file=""))
+    return url
 
 
-async def _ended(mesh: Mesh) -> None:
-    """Until the learner is done, or all parts have drained. Raises what ended one otherwise."""
-    waits = [asyncio.create_task(_server_gone(mesh.nats))] if mesh.nats is not None else []
+async def _ended(mesh: Mesh, *watches: Coroutine[Any, Any, None]) -> None:
+    """Until the learner is done, or all parts have drained. Raises what ended one otherwise, and what a watch raises."""
+    waits = [asyncio.create_task(watch) for watch in watches]
+    if mesh.nats is not None:
+        waits.append(asyncio.create_task(_server_gone(mesh.nats)))
     if mesh.running:
         waits.append(asyncio.create_task(mesh.finished()))
     elif mesh.nats is not None:

@@ -11,8 +11,11 @@ Collaborators: `offer` (the other side), `mesh` (runs the part).
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,13 @@ import msgspec
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.place import Place
 from rollmesh.services.mesh.security import SecurityConfig, open_access
+from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config import config_from_dict, load_config
-from rollmesh.shared.errors import AlreadyExists, ConfigError, DeadlineExceeded, Unavailable
+from rollmesh.shared.errors import AlreadyExists, ConfigError, DeadlineExceeded, MeshError, Unavailable
 from rollmesh.shared.ids import RandomIds
 from rollmesh.shared.model_files import fetch_model_files
 from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.addresses import host_of, port_of
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2 as pb
@@ -40,6 +45,10 @@ KINDS = (*MANY, *SINGLE)
 CONFIG_FILE = "mesh.yaml"
 """In the node's folder: the configuration as it was told, for people to look at."""
 ASK_S_MAX = 30.0
+TLS_S_MAX = 5.0
+CHECK_S = 10.0
+"""Time between two questions whether the coordinator is there, and the limit of each."""
+_log = logging.getLogger(__name__)
 _SECURITY = "security."
 ANY_PORT = "127.0.0.1:0"
 """Where a joined gateway or depot serves; `network.host` moves it."""
@@ -67,6 +76,11 @@ async def open_joined(options: JoinOptions) -> tuple[Place, str]:
     if options.kind not in KINDS:
         raise ConfigError(f"there is no service `{options.kind}` to add; there are {', '.join(KINDS)}")
     access = open_access(own_security(options.overrides), base_dir=Path.cwd(), run_token=options.token_file)
+    if access.tls is None and await speaks_tls(options.address):
+        raise ConfigError(
+            f"the mesh at {options.address} takes TLS connections only, and no certificates were given; add security.ca=FILE "
+            "security.certificate=FILE security.key=FILE"
+        )
     async with open_channel(options.address, access=access) as channel:
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         told = await _ask(stub, options.address)
@@ -76,6 +90,45 @@ async def open_joined(options: JoinOptions) -> tuple[Place, str]:
             await fetch_model_files(stub, told.model_files, folder / "model")
     config = _joined_config(told, options, folder)
     return _place(config, told, access, folder, options), name
+
+
+async def speaks_tls(address: str) -> bool:
+    """Whether a TLS server answers there; False if nothing does, within a few seconds."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = (
+        False,
+        ssl.CERT_NONE,
+    )  # nothing is sent, and nothing that is read is believed
+    try:
+        async with asyncio.timeout(TLS_S_MAX):
+            _, writer = await asyncio.open_connection(host_of(address), port_of(address), ssl=context)
+    except ssl.SSLError as err:
+        return err.reason != "WRONG_VERSION_NUMBER"  # the answer of a server without TLS is no TLS record
+    except (OSError, TimeoutError):
+        return False
+    writer.transport.abort()
+    return True
+
+
+async def until_away(address: str, access: Access, *, limit_s: float, clock: Clock | None = None) -> None:
+    """Ask the coordinator at `address` again and again; raises Unavailable once it has not answered for `limit_s`."""
+    clock = clock or SystemClock()
+    seen_s = clock.monotonic_s()
+    async with open_channel(address, access=access) as channel:
+        stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        while (silent_s := clock.monotonic_s() - seen_s) < limit_s:
+            try:
+                with typed_errors():
+                    await stub.GetFleet(pb.GetFleetRequest(), timeout=CHECK_S)
+                seen_s = clock.monotonic_s()
+            except MeshError as err:
+                _log.debug("the coordinator does not answer: %s", err)
+            await clock.sleep(min(CHECK_S, limit_s))
+    raise Unavailable(
+        f"the coordinator at {address} has not answered for {silent_s:.0f} s, so the mesh counts as ended and the node leaves "
+        "(--away-s sets the limit)",
+        address=address,
+    )
 
 
 async def _ask(stub: Any, address: str) -> pb.GetMeshResponse:

@@ -38,6 +38,7 @@ from rollmesh.services.mesh.tuning import tune_process
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.extras import libraries_needed
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -59,9 +60,10 @@ class Mesh:
         parts: Sequence[str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         place: Place | None = None,
+        bus_url: str = "",
     ) -> None:
         """`options` are keyword arguments for single parts' nodes, e.g. {"learner": {"at": observer}}; `place` is one that is known
-        already, of a mesh on another host. ConfigError."""
+        already, of a mesh on another host; `bus_url` is the embedded server that another process of the run hosts. ConfigError."""
         self.place: Place = place or open_place(config, run_dir=run_dir, base_dir=base_dir)
         self.nats: EmbeddedServer | None = None
         """The embedded server, unless the config names a cluster."""
@@ -75,6 +77,7 @@ class Mesh:
         """Keeps the list of joined nodes, beside the coordinator."""
         self._stack = AsyncExitStack()
         self._bus: Bus | None = None
+        self._bus_url = bus_url or self.place.config.bus.url
 
     @property
     def run(self) -> str:
@@ -118,9 +121,8 @@ class Mesh:
         await self._stack.aclose()
 
     async def _connect(self, stack: AsyncExitStack) -> Bus:
-        config = self.place.config.bus
-        if config.url:
-            bus = await JetStreamBus.connect(config.url, login=self.place.bus_login())
+        if self._bus_url:
+            bus = await JetStreamBus.connect(self._bus_url, login=self.place.bus_login())
         else:
             self.nats = self.place.bus_server()
             await stack.enter_async_context(self.nats)
@@ -132,7 +134,10 @@ class Mesh:
         """Starts a part, or starts it again after `stop`."""
         assert name not in self._parts, f"{name} runs already"
         assert self._bus is not None, "enter the mesh first"
-        with log_context(node=name, run=self.run):  # for whatever tasks the part starts
+        with (
+            log_context(node=name, run=self.run),
+            libraries_needed(name),
+        ):  # the context is for whatever tasks the part starts
             part = build_part(name, self.place, self._bus, **self._options.get(name, {}))
             self._parts[name] = (part, await part.__aenter__())
         node = self._parts[name][1]

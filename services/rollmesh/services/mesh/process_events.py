@@ -20,6 +20,8 @@ _FILE_BYTES_MAX = 1 << 20
 _RECENT = 200
 STOPPED = 128 + signal.SIGTERM
 """Exit code of a process after a stop that was asked for. Not 0: what somebody else has stopped is no part that is done."""
+BAD_CONFIG, DISK_FULL = 2, 3
+"""Exit codes of a process whose config cannot work, or whose disk is full: starting it again would not help."""
 _WORDS = {0: "ended in good order", STOPPED: "was told to stop"}
 
 

@@ -40,3 +40,12 @@ def owned(run_dir: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def is_owned(run_dir: Path) -> bool:
+    """Whether a process runs the run in the folder now."""
+    try:
+        with owned(run_dir):
+            return False
+    except RunFolderBusy:
+        return True

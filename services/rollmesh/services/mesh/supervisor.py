@@ -95,7 +95,7 @@ class Supervisor:
         self._children[name].kill()
 
     async def finished(self) -> None:
-        """Until the learner is done; without one, until something breaks. Raises what broke the mesh: ConfigError, ProcessGaveUp."""
+        """Until the learner is done; without one, until something breaks. Raises what broke the mesh: ConfigError, DiskFull, ProcessGaveUp."""
         await self._unless_failed(self._done.wait())
 
     async def stop_learner(self) -> None:

@@ -188,6 +188,10 @@ class Bus(Protocol):
         """An existing stream. Raises `UnknownStream`."""
         ...
 
+    async def names(self) -> list[str]:
+        """The names of all streams, sorted."""
+        ...
+
     async def delete(self, name: str) -> None:
         """Removes a stream and all it holds. Idempotent."""
         ...

@@ -137,6 +137,16 @@ class JetStreamBus:
         await log.info()
         return log
 
+    async def names(self) -> list[str]:
+        found: list[str] = []
+
+        async def page() -> list[str]:
+            return [info.config.name or "" for info in await self._link.js.streams_info(offset=len(found))]
+
+        while names := await self._link.call(page, self._config.deadline_s, "list the streams"):
+            found += names
+        return sorted(found)
+
     async def delete(self, name: str) -> None:
         if (log := self._streams.pop(name, None)) is not None:
             await log.close()

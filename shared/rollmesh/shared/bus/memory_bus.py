@@ -49,6 +49,9 @@ class MemoryBus:
             raise UnknownStream(f"there is no stream {name}", stream=name)
         return self._streams[name]
 
+    async def names(self) -> list[str]:
+        return sorted(self._streams)
+
     async def delete(self, name: str) -> None:
         if (stream := self._streams.pop(name, None)) is not None:
             stream.close()

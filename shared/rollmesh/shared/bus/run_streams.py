@@ -45,6 +45,12 @@ class RunStreams(msgspec.Struct, frozen=True, kw_only=True):
     """Written by whoever gave something up."""
 
 
+def run_of_ledger(stream: str) -> str:
+    """The run whose ledger `stream` is; empty for any other stream."""
+    found = re.fullmatch(r"RM_([A-Za-z0-9_-]{1,64})_LEDGER", stream)
+    return found[1] if found else ""
+
+
 def run_streams(run: str, limits: StreamLimits | None = None) -> RunStreams:
     """The streams of `run`. Raises `InvalidInput` if the run's name cannot be part of a stream's."""
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", run):

@@ -49,7 +49,13 @@ class Tracing:
 
     def __init__(self, exporter: SpanExporter, *, process: str, sample_ratio: float) -> None:
         self._exporter = exporter
-        resource = Resource.create({"service.name": "rollmesh", "service.instance.id": process})
+        # A name for each kind of service, so that a map of services shows them apart; the instance is the process.
+        names = {
+            "service.namespace": "rollmesh",
+            "service.name": process.partition("-")[0],
+            "service.instance.id": process,
+        }
+        resource = Resource.create(names)
         self._provider = TracerProvider(resource=resource, sampler=ALWAYS_ON, shutdown_on_exit=False)
         processor = BatchSpanProcessor(exporter, max_queue_size=QUEUE_MAX, schedule_delay_millis=1000 * EXPORT_DELAY_S)
         self._provider.add_span_processor(processor)

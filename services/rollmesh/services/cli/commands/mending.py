@@ -18,13 +18,18 @@ Run = Annotated[Path, typer.Argument(help="The folder of a run, whether it is ru
 
 
 @dead.command("list")
-def list_(run: Run, as_json: AsJson = False) -> None:
-    """List the tasks and payloads that were given up, each with its cause."""
+def list_(
+    run: Run,
+    all_: Annotated[bool, typer.Option("--all", help="A line for each instead of one for each cause.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the causes for which tasks and payloads were given up, with counts; --all and --json list each one."""
     with told_once():
-        from rollmesh.services.cli.dead import as_dicts, as_text, list_dead
+        from rollmesh.services.cli.dead import as_dicts, as_text, by_cause, list_dead
 
         letters = asyncio.run(list_dead(run.resolve()))
-        typer.echo(json.dumps(as_dicts(letters), indent=2) if as_json else as_text(letters))
+        text = as_text(letters) if all_ else by_cause(letters)
+        typer.echo(json.dumps(as_dicts(letters), indent=2) if as_json else text)
 
 
 @dead.command()

@@ -66,6 +66,13 @@ def serve(
     folder: Annotated[
         Path | None, typer.Option("--dir", help="The node's folder, for what it fetches; by default nodes/NAME.")
     ] = None,
+    away_s: Annotated[
+        float,
+        typer.Option(
+            help="Seconds without an answer of the coordinator after which the mesh counts as ended and the node leaves.",
+            min=1.0,
+        ),
+    ] = 600.0,
 ) -> None:
     """Add a node to a running mesh, from this host or another. One address and the token are enough.
 
@@ -85,7 +92,7 @@ def serve(
             folder=folder,
             overrides=tuple(overrides or ()),
         )
-        stopped = operating.serve(options, say=lambda text: typer.echo(text, err=True))
+        stopped = operating.serve(options, away_s=away_s, say=lambda text: typer.echo(text, err=True))
     raise typer.Exit(STOPPED if stopped else 0)
 
 

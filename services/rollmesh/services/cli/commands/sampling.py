@@ -98,7 +98,7 @@ def score(
     overrides: Overrides = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="Configuration file or run folder with the tasks and scorers; by default the demo's."),
+        typer.Option(help="Configuration file or run folder with the tasks and scorers; required."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,0 +1,34 @@
+"""Which extra of this package brings a library that is missing, for errors that name the remedy.
+
+The extras are those of the package's metadata, so that there is one list of them, in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+
+from rollmesh.shared.errors import ConfigError
+
+
+def install_words(module: str | None) -> str:
+    """The command that installs the library of a module; empty if no extra has it."""
+    library = (module or "").partition(".")[0]
+    for requirement in metadata.requires("rollmesh") or ():
+        found = re.match(r"""([\w.-]+).*;.*\bextra == ['"](\w+)['"]""", requirement)
+        if found and found[1].replace("-", "_") == library:
+            return f"pip install 'rollmesh[{found[2]}]'"
+    return ""
+
+
+@contextmanager
+def libraries_needed(part: str) -> Iterator[None]:
+    """ConfigError with the remedy where `part` needs a library of an extra that is not installed; other errors pass."""
+    try:
+        yield
+    except ModuleNotFoundError as err:
+        if not (remedy := install_words(err.name)):
+            raise
+        raise ConfigError(f"{part} needs the library `{err.name}`, which is not installed: {remedy}") from err
