@@ -63,8 +63,8 @@ def _names_and_epochs(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _either(name: str) -> tuple[str, ...]:
-    """A name too long for a run is either malformed or unknown."""
-    return ("UNKNOWN_RUN",) if name == "long run" else ()
+    """A name that no run can have is either malformed or unknown."""
+    return ("UNKNOWN_RUN",) if name in ("no run", "long run") else ()
 
 
 def _leases(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
@@ -78,7 +78,9 @@ def _leases(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
     for unit, amount in ((1, -1), (1, 2**62), (2, 2**62), (3, 2**62), (77, 1)):
         request = trainer.lease_request()
         request.geometry.unit, request.geometry.amount = unit, amount
-        yield f"geometry {unit} {amount}", run.LeaseBatch, request, INVALID
+        # Of a batch that is leased the geometry was decided by the first call; what no batch can have is rejected all the same.
+        decided = ("OK", "LEASE_EXPIRED") if trainer.model.batch is not None and amount > 1 else ()
+        yield f"geometry {unit} {amount}", run.LeaseBatch, request, INVALID, *decided
     common = trainer.common()
     for lease_id in ("", "b9.9.9.9", "x" * 10_000):
         expected = (INVALID, "UNKNOWN_LEASE")

@@ -14,7 +14,7 @@ from rollmesh.v1 import events_pb2
 from rollmesh.v1 import run_pb2 as pb
 
 from . import invalid
-from .calls import Calls
+from .calls import CALL_S, Calls
 from .ends import Ends
 from .model import Checkpoint, RunModel, Violation, require
 from .trainer import Trainer
@@ -67,7 +67,7 @@ class Player:
         self.calls = Calls(patience_s=90.0 if plan.kills else 0.0)
         lenient = plan.kills or self._spec.episode_lease_s <= 1.0
         self._worker = Worker(ends, self.calls, self._model, rng, run, node_id, lenient)
-        self._trainer = Trainer(ends, self.calls, self._model, rng, run, short)
+        self._trainer = Trainer(ends, self.calls, self._model, rng, run, self._spec.batch_groups, short)
         self._num_rejected = 0
         self._num_changes = 0
 
@@ -83,6 +83,7 @@ class Player:
             result.samples_used = await self._audit()
         except Violation as violation:
             result.violation, result.log = str(violation), list(self.calls.log)
+            await self._ends.run.StopRun(pb.StopRunRequest(run=self._spec.run), timeout=CALL_S, wait_for_ready=True)
         result.calls = sum(self.calls.counts.values())
         result.counts = dict(self.calls.counts)
         result.updates, result.undone = self._model.applied, self._model.num_undone

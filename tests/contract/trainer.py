@@ -33,6 +33,7 @@ class Trainer:
     model: RunModel
     rng: random.Random
     run: str
+    batch_groups: int
     short_leases: bool
     """A batch lease may expire between two calls."""
     checkpoints: list[Checkpoint] = field(default_factory=lambda: [Checkpoint(())])
@@ -93,8 +94,9 @@ class Trainer:
         repeated = answer.repeated and attached.resolution == pb.ATTACH_RESOLUTION_CONTINUED
         require(repeated or attached.resolution == expected, f"resolution {attached.resolution}, expected {expected}")
         if expected == pb.ATTACH_RESOLUTION_ROLLED_FORWARD:
-            assert last is not None
-            model.committed(last)
+            committed = self._as_committed(checkpoint)
+            assert committed is not None
+            model.committed(committed)
         if expected == pb.ATTACH_RESOLUTION_ROLLED_BACK:
             model.rolled_back(checkpoint.update)
             self.checkpoints = [one for one in self.checkpoints if one.commits == tuple(model.commits[: one.update])]
@@ -112,10 +114,8 @@ class Trainer:
 
     def _resolution(self, checkpoint: Checkpoint, pending: HeldBatch | None) -> int | str:
         model = self.model
-        if pending is not None:
-            held = model.batch is not None and model.batch.lease_id == pending.lease_id
-            if held and checkpoint.commits[:-1] == tuple(model.commits):
-                return pb.ATTACH_RESOLUTION_ROLLED_FORWARD
+        if pending is not None and self._as_committed(checkpoint) is not None:
+            return pb.ATTACH_RESOLUTION_ROLLED_FORWARD
         if checkpoint.update > model.applied:
             return "UNKNOWN_UPDATE"
         if checkpoint.commits != tuple(model.commits[: checkpoint.update]):
@@ -123,6 +123,20 @@ class Trainer:
         return (
             pb.ATTACH_RESOLUTION_CONTINUED if checkpoint.update == model.applied else pb.ATTACH_RESOLUTION_ROLLED_BACK
         )
+
+    def _as_committed(self, checkpoint: Checkpoint) -> Commit | None:
+        """The last update of a checkpoint as a commit of the batch that is out; None if it is not that one.
+
+        A batch that was released and leased again has another lease; what counts is the digest.
+        """
+        last, batch = checkpoint.commits[-1], self.model.batch
+        if batch is None or batch.update != last.update or checkpoint.commits[:-1] != tuple(self.model.commits):
+            return None
+        dropped = dict(last.dropped)
+        if not set(dropped) <= set(batch.samples):
+            return None
+        commit = self.model.commit_of(last.update, batch, applied=last.applied, dropped=dropped)
+        return commit if commit.digest == last.digest else None
 
     async def publish(self) -> None:
         """Upload and publish the newest step."""
@@ -143,7 +157,8 @@ class Trainer:
         request = self.lease_request(wait_s=wait_s)
         if geometry:
             unit = self.rng.choice(list(UNITS))
-            request.geometry.unit, request.geometry.amount = UNITS[unit], self.rng.randint(1, 3)
+            largest = self.batch_groups if unit == "groups" else 4
+            request.geometry.unit, request.geometry.amount = UNITS[unit], self.rng.randint(1, largest)
         answer = await self.calls.call(self.ends.run.LeaseBatch, request)
         held = model.batch
         if held is not None and self._lost(answer):

@@ -157,6 +157,8 @@ class Worker:
         request = pb.ReportEpisodesRequest(node_id=self.node_id, reports=[broken])
         answer = await self.calls.call(self.ends.coordinator.ReportEpisodes, request, also_lost=REJOINING)
         rejected = answer.code == "INVALID_ARGUMENT" or (answer.ok and answer.response.results[0] != "")
+        if answer.ok and not rejected and spoil in INFRA_FAILURES:
+            return  # recorded as an infra failure of this attempt: no sample of it may show up
         require(rejected, f"a report spoiled by {spoil.__name__} was answered {answer} {_results(answer)}")
         await self.report([(report, samples)])
 
@@ -210,6 +212,7 @@ def _meta(
         leaf=leaf,
         steps=spans,
         num_tokens=3 + sum(s.num_tokens for s in real),
+        num_sampled_tokens=sum(s.num_tokens for s in real),
         rewards=[reward],
         trainable=trainable,
     )
@@ -294,6 +297,8 @@ def _negative_leaf(report: pb.EpisodeReport) -> None:
     report.samples[0].leaf = -7
 
 
+INFRA_FAILURES = (_nan, _infinity)
+"""A scorer that returns no finite number has failed; that says nothing about the model."""
 SPOILS_WITHOUT_SAMPLES: list[Callable[[pb.EpisodeReport], None]] = [_no_lease, _attempt, _outcome, _lease_of_another]
 SPOILS: list[Callable[[pb.EpisodeReport], None]] = [
     *SPOILS_WITHOUT_SAMPLES,
