@@ -83,6 +83,12 @@ verdicts: setup ## the table of right and wrong candidates, as root and as an or
 	$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 900 tests/verdicts
 	$(BIN)/python -m pytest -q -m slow --timeout 900 tests/integration/test_sandbox_unprivileged.py -k verdicts
 
+contract: setup ## 500 random sequences of valid and invalid calls against an independent model of RunService and the worker verbs
+	$(BIN)/python -m tests.contract --sequences 500 --seed $(SEED)
+
+contract-kills: setup ## the same for 20 minutes while services are killed
+	$(BIN)/python -m tests.contract --minutes 20 --seed $(SEED)
+
 bench: setup ## figures of docs/benchmarks.md
 	$(BIN)/rollmesh bench
 

@@ -30,7 +30,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=20, help="number of sequences. Default: 20.")
     parser.add_argument("--calls", type=int, default=60, help="calls of a sequence before its end. Default: 60.")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first sequence. Default: 0.")
-    parser.add_argument("--parallel", type=int, default=4, help="sequences at a time. Default: 4.")
+    parser.add_argument("--parallel", type=int, default=4, help="sequences at a time, without kills. Default: 4.")
     parser.add_argument("--minutes", type=float, default=0.0, help="kill services for this long. Default: 0, no kills.")
     return parser.parse_args()
 
@@ -43,23 +43,18 @@ async def _quiet(options: argparse.Namespace, folder: Path) -> list[Result]:
 
 
 async def _killing(options: argparse.Namespace, folder: Path) -> list[Result]:
-    """Play until the time is over, then finish the sequences that have begun."""
+    """Play until the time is over, then finish the sequence that has begun."""
     results: list[Result] = []
     killed: Counter[str] = Counter()
     seeds = itertools.count(options.seed)
     until = time.monotonic() + 60 * options.minutes
 
     async with process_mesh(folder) as (ends, mesh):
-
-        async def player() -> None:
-            while time.monotonic() < until:
-                result = await play(ends, Plan(next(seeds), options.calls, kills=True))
-                results.append(result)
-                _print(result)
-
         killer = asyncio.create_task(kill_at_random(mesh, random.Random(options.seed), killed))
         try:
-            await asyncio.gather(*(player() for _ in range(options.parallel)))
+            while time.monotonic() < until:  # one after the other: such a mesh serves one run at a time
+                results.append(await play(ends, Plan(next(seeds), options.calls, kills=True)))
+                _print(results[-1])
         finally:
             killer.cancel()
             await asyncio.gather(killer, return_exceptions=True)

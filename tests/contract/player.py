@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from rollmesh.v1 import events_pb2
 from rollmesh.v1 import run_pb2 as pb
 
 from . import invalid
-from .calls import CALL_S, Calls
+from .calls import Calls
 from .ends import Ends
 from .model import Checkpoint, RunModel, Violation, require
 from .trainer import Trainer
@@ -83,7 +84,8 @@ class Player:
             result.samples_used = await self._audit()
         except Violation as violation:
             result.violation, result.log = str(violation), list(self.calls.log)
-            await self._ends.run.StopRun(pb.StopRunRequest(run=self._spec.run), timeout=CALL_S, wait_for_ready=True)
+            with suppress(Violation):  # the run must not stand in the way of the next sequence
+                await self.calls.call(self._ends.run.StopRun, pb.StopRunRequest(run=self._spec.run))
         result.calls = sum(self.calls.counts.values())
         result.counts = dict(self.calls.counts)
         result.updates, result.undone = self._model.applied, self._model.num_undone

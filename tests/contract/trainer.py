@@ -234,7 +234,7 @@ class Trainer:
         }[unit]
         wanted = request.geometry.amount if request.HasField("geometry") else 1
         self.num_short += size < wanted
-        require(size > 0, "an empty batch was leased")
+        require(bool(batch.samples), f"an empty batch was leased: {batch}")
 
     async def fetch(self) -> None:
         """Fetch the batch in shards; compare payloads with what the player wrote."""
