@@ -76,11 +76,10 @@ def _leases(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
     for wait_s in (math.nan, -1.0, math.inf, 1e9):
         yield f"wait {wait_s}", run.LeaseBatch, trainer.lease_request(wait_s=wait_s), INVALID
     for unit, amount in ((1, -1), (1, 2**62), (2, 2**62), (3, 2**62), (77, 1)):
-        request = trainer.lease_request()
-        request.geometry.unit, request.geometry.amount = unit, amount
+        odd = pb.BatchGeometry(unit=pb.BatchGeometry.Unit.ValueType(unit), amount=amount)
         # Of a batch that is leased the geometry was decided by the first call; what no batch can have is rejected all the same.
         decided = ("OK", "LEASE_EXPIRED") if trainer.model.batch is not None and amount > 1 else ()
-        yield f"geometry {unit} {amount}", run.LeaseBatch, request, INVALID, *decided
+        yield f"geometry {unit} {amount}", run.LeaseBatch, trainer.lease_request(geometry=odd), INVALID, *decided
     common = trainer.common()
     for lease_id in ("", "b9.9.9.9", "x" * 10_000):
         expected = (INVALID, "UNKNOWN_LEASE")
@@ -90,8 +89,8 @@ def _leases(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
     batch = trainer.model.batch
     if batch is not None and not batch.in_doubt:
         for index, num in ((1, 1), (-1, 2), (5, 3), (0, -1)):
-            request = pb.FetchSamplesRequest(**common, lease_id=batch.lease_id, shard_index=index, num_shards=num)
-            yield f"shard {index} of {num}", run.FetchSamples, request, INVALID, *_lost(trainer)
+            shard = pb.FetchSamplesRequest(**common, lease_id=batch.lease_id, shard_index=index, num_shards=num)
+            yield f"shard {index} of {num}", run.FetchSamples, shard, INVALID, *_lost(trainer)
 
 
 def _lost(trainer: Trainer) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class Trainer:
         return pb.CommitUpdateRequest(**(values | changes))
 
     def publish_request(self, **changes: Any) -> pb.PublishVersionRequest:
-        newest = {"policy": "main", "step": self.model.applied, "incarnation": self.model.incarnation}
+        newest: dict[str, Any] = {"policy": "main", "step": self.model.applied, "incarnation": self.model.incarnation}
         version = types_pb2.PolicyVersion(**(newest | changes))
         return pb.PublishVersionRequest(**self.common(), version=version)
 

@@ -86,7 +86,7 @@ async def test_a_run_that_cannot_be_recovered_answers_with_one_error_and_others_
     other = await shared_mesh.another_run(f"{mesh.name}-other")
     await other.begin()
     batch = await leased(mesh)
-    recover = runs.recover
+    recover = vars(runs)["recover"]
 
     async def cannot(log: Any, store: Any) -> Any:
         if mesh.name in log.name:

@@ -152,7 +152,7 @@ def save_chat_model(name: str, folder: Path, pairs: Sequence[tuple[str, str]], *
     import torch
     from transformers import AutoTokenizer
 
-    size = save_chat_tokenizer(name, folder, words=[f"{question} {answer}" for question, answer in pairs])
+    size = save_chat_tokenizer(name, folder, words=tuple(f"{question} {answer}" for question, answer in pairs))
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     model = _model(name, size)

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,8 +89,8 @@ def _answers(checkpoint: Path) -> None:
     """The checkpoint is a chat model for plain transformers, chat template and stop token included."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
     turns = [{"role": "user", "content": "sort: dbca"}]
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=False)
     said = model.generate(prompt, max_new_tokens=32, do_sample=False)[0, prompt.shape[1] :]
