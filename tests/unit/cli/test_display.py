@@ -112,6 +112,26 @@ def test_both_views_show_why_a_run_stands_still(tmp_path: Path) -> None:
     assert "sandbox-0 silent for 42 s" in out.getvalue()
 
 
+def test_both_views_show_a_silent_coordinator_and_that_it_answers_again(tmp_path: Path) -> None:
+    recorder = watched(tmp_path)
+    shown, out = console(terminal=False)
+    plain = PlainView(CONFIG, shown, "runs/x")
+    plain.follow(recorder)
+    for silent_s in (6.0, 11.0, 17.0):
+        recorder.miss_answer(silent_s)
+        plain.moved()
+    live = LiveView(CONFIG, shown, "runs/x")
+    live.follow(recorder)
+    live.close()
+    said = out.getvalue()
+    assert [f"silent for {s} s" in said for s in (6, 11, 17)] == [True, False, True]
+    shown.print(live.render())
+    assert "coordinator silent for 17 s" in out.getvalue()[len(said) :]
+    recorder.silent_s = 0.0
+    plain.moved()
+    assert out.getvalue().count("coordinator answers again") == 1
+
+
 def test_both_views_show_the_newest_failure_and_why_there_is_no_update(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "series.jsonl", success_reward="correct", clock=ManualClock())
     state = run_pb2.RunState(run="r", policies=[run_pb2.PolicyState(policy="main")])

@@ -17,7 +17,18 @@ def test_findings_of_this_host_as_json() -> None:
     said = json.loads(done.stdout)
     found = {finding["name"]: finding for finding in said["findings"]}
     assert (done.exit_code == 0) == said["fit"]
-    assert {walls.SECCOMP, walls.MOUNT_NAMESPACE, "nats-server", "torch", "libseccomp", "gcc"} <= set(found)
+    assert {
+        walls.SECCOMP,
+        walls.MOUNT_NAMESPACE,
+        "nats-server",
+        "torch",
+        "libseccomp",
+        "gcc",
+        "CUDA",
+        "disk",
+        "openssl",
+        "extra telemetry",
+    } <= set(found)
     assert found[walls.SECCOMP]["required"]
     assert found["driver jail"]["holds"] == said["fit"]
     assert {"driver landlock", "driver none"} <= set(found)

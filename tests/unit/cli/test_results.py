@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollmesh.services.cli.closing import closing_words
@@ -11,7 +12,7 @@ from rollmesh.services.cli.results import write_results
 from rollmesh.services.cli.series import Point, Series
 from rollmesh.services.cli.summary import learner_seconds, milestones, summarise
 from rollmesh.trainer.checkpoint_files import list_checkpoints
-from tests.unit.cli.recorded import recorded_eval, recorded_folder
+from tests.unit.cli.recorded import encoded, recorded_eval, recorded_folder, recorded_point
 
 # The fields that scripts rely on.
 FIELDS = {
@@ -76,6 +77,17 @@ def test_report_is_one_file_with_pictures_and_tables(tmp_path: Path) -> None:
         assert text in page
     for outside in ("<script src", "<link", "<img", "url(http"):
         assert outside not in page
+
+
+def test_every_row_of_the_report_has_a_name(tmp_path: Path) -> None:
+    folder, config = recorded_folder(tmp_path / "run")
+    point = recorded_point(12, time_s=29.0)
+    point = msgspec.structs.replace(point, reasons={**point.reasons, "trained": point.samples["trained"]})
+    folder.series.write_bytes(encoded([point], []))
+    write_results(folder, config, outcome="finished")
+    page = folder.report.read_text()
+    assert "<td>\u2003</td>" not in page
+    assert "<td>other</td>" in page
 
 
 def test_report_escapes_what_comes_from_outside(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.services.cli.causes import AllFailed
 from rollmesh.services.cli.series import read_series
 from rollmesh.services.cli.stall import RunStalled, unless_hopeless
-from rollmesh.services.cli.watch import RECORD_EVERY_S, Recorder, Watcher
+from rollmesh.services.cli.watch import RECORD_EVERY_S, SILENT_S, Recorder, Watcher
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Unavailable
 from rollmesh.shared.rpc.access import Access
@@ -106,6 +106,18 @@ async def test_a_gateway_that_never_answers_is_a_stall_of_its_own(tmp_path: Path
                 await clock.run_for(0.1)
                 await asyncio.sleep(0)
     assert "the gateway at 127.0.0.1:1 has told nothing for" in seen.now.stalled
+
+
+async def test_silence_is_told_within_seconds_and_ends_with_the_next_state(tmp_path: Path) -> None:
+    clock = ManualClock()
+    seen = recorder(tmp_path, clock)
+    async with Watcher("127.0.0.1:1", Access(token="t"), "r", seen, clock):
+        async with asyncio.timeout(20):
+            while not seen.silent_s:
+                await clock.run_for(1.0)
+                await asyncio.sleep(0)
+    assert seen.silent_s >= SILENT_S
+    assert not seen.stalled.is_set()
 
 
 @pytest.mark.parametrize("on_stall", ["warn", "exit"])

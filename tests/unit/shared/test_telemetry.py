@@ -59,3 +59,13 @@ def test_a_json_line_holds_its_traceback() -> None:
     except ValueError:
         LOG.exception("failed")
     assert "ValueError: boom" in json.loads(stream.getvalue())["exception"]
+
+
+def test_the_warning_of_asyncio_at_the_end_of_a_tls_connection_is_not_logged() -> None:
+    out = io.StringIO()
+    set_up_logging(stream=out)
+    asyncio_log = logging.getLogger("asyncio")
+    asyncio_log.warning("returning true from eof_received() has no effect when using ssl")
+    asyncio_log.warning("something else")
+    assert "eof_received" not in out.getvalue()
+    assert "something else" in out.getvalue()

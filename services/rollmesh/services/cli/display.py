@@ -103,6 +103,7 @@ class PlainView:
         self._shown_evals = 0
         self._shown_s = -PLAIN_EVERY_S
         self._shown_stall = ""
+        self._silence_s = 0.0
         self._shown_trouble = ""
         self._trouble_s = -PLAIN_EVERY_S
         self._say(f"{config.run.name}: seed {config.run.seed}, {folder}")
@@ -126,6 +127,7 @@ class PlainView:
         for result in recorder.series.evals[self._shown_evals :]:
             self._say(f"{_clock(result.time_s)}  evaluated update {result.step}: {eval_text(result)}")
         self._shown_evals = len(recorder.series.evals)
+        self._tell_silence(recorder.silent_s)
         now = recorder.now
         if now.stalled != self._shown_stall:
             self._shown_stall = now.stalled
@@ -134,6 +136,15 @@ class PlainView:
             self._shown_update, self._shown_s = now.update, now.time_s
             self._say(self._line(now, recorder.series))
         self._tell_trouble(now, recorder)
+
+    def _tell_silence(self, silent_s: float) -> None:
+        """At its begin, every `PLAIN_EVERY_S`, and at its end."""
+        if silent_s and (not self._silence_s or silent_s - self._silence_s >= PLAIN_EVERY_S):
+            self._silence_s = silent_s
+            self._say(silence_words(silent_s))
+        elif not silent_s and self._silence_s:
+            self._silence_s = 0.0
+            self._say("coordinator answers again")
 
     def _tell_trouble(self, now: Point, recorder: Recorder) -> None:
         """The newest failure and why there is no update, when they have changed, now and then."""
@@ -282,10 +293,16 @@ def run_table(config: TrainConfig, recorder: Recorder) -> Table:
         rows.append(("failures", Text(failure, style="red")))
     if no_update:
         rows.append(("", Text(no_update, style="yellow")))
+    if recorder.silent_s:
+        rows.append(("", Text(silence_words(recorder.silent_s), style="bold red")))
     if now.stalled:
         rows.append(("stands still", Text(now.stalled, style="bold red")))
     rows += [(f"{who.rpartition('/')[2]} waits", Text(what, style="dim")) for who, what in sorted(now.waiting.items())]
     return _rows(rows)
+
+
+def silence_words(silent_s: float) -> str:
+    return f"coordinator silent for {silent_s:.0f} s"
 
 
 def troubles(config: TrainConfig, recorder: Recorder) -> tuple[str, str]:

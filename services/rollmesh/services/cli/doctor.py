@@ -13,13 +13,17 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.survey import User, drivers, survey
+from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
+from rollmesh.shared.disk import free_bytes
 from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed
 
 _VERSION_S = 10.0
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +143,71 @@ def _torch(_asked: Asked) -> Iterable[Finding]:
         )  # fmt: skip
 
 
+def _cuda(_asked: Asked) -> Iterable[Finding]:
+    """By the driver alone: importing torch would take seconds."""
+    name, driver = "CUDA", shutil.which("nvidia-smi")
+    try:
+        found = _first_line(driver, "--query-gpu=name,memory.total", "--format=csv,noheader") if driver else ""
+    except (OSError, subprocess.SubprocessError, IndexError):
+        found = ""
+    if found:
+        yield Finding(
+            name=name, holds=True, detail=found, guarantee="learner.device and engine_options.device may be cuda:0"
+        )
+    else:
+        yield Finding(
+            name=name, holds=False, detail="nvidia-smi finds no device", guarantee="learner and engine run on the CPU",
+            remedy="install the driver of the device, or leave learner.device at its default",
+        )  # fmt: skip
+
+
+def _disk(_asked: Asked) -> Iterable[Finding]:
+    free, wanted = free_bytes(Path("runs")), EmbeddedServerConfig().disk_free_bytes_min + GIB
+    yield Finding(
+        name="disk", holds=free >= wanted, detail=f"{free / GIB:.1f} GiB free under {Path.cwd()}",
+        guarantee="room for run folders; `rollmesh train` says how much a run needs",
+        remedy="" if free >= wanted else "free some, or give another folder with --out",
+    )  # fmt: skip
+
+
+def _openssl(_asked: Asked) -> Iterable[Finding]:
+    path = shutil.which("openssl")
+    if path is None:
+        yield Finding(
+            name="openssl", holds=False, detail="not found", guarantee="no `rollmesh certs`",
+            remedy="install openssl, e.g. apt install openssl",
+        )  # fmt: skip
+    else:
+        yield Finding(name="openssl", holds=True, detail=_first_line(path, "version"), guarantee="`rollmesh certs`")
+
+
+_EXTRAS = {
+    "rollout": (("tokenizers", "jinja2"), "rollout workers"),
+    "telemetry": (
+        ("prometheus_client", "opentelemetry.exporter.otlp.proto.grpc"),
+        "metrics, and traces to a collector",
+    ),
+    "verify": (("math_verify", "sympy"), "the scorer of mathematics"),
+}
+
+
+def _extras(_asked: Asked) -> Iterable[Finding]:
+    for extra, (modules, guarantee) in _EXTRAS.items():
+        missing = [module for module in modules if not _is_there(module)]
+        yield Finding(
+            name=f"extra {extra}", holds=not missing, detail=f"lacks {', '.join(missing)}" if missing else "installed",
+            guarantee=f"no {guarantee}" if missing else guarantee,
+            remedy=f"pip install 'rollmesh[{extra}]'" if missing else "",
+        )  # fmt: skip
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False
+
+
 _LANGUAGES = (
     ("bash", "bash", ("--version",)),
     ("c", "gcc", ("--version",)),
@@ -167,5 +236,7 @@ def _first_line(*command: str) -> str:
     return (done.stdout or done.stderr).splitlines()[0].strip()
 
 
-CHECKS: Sequence[Callable[[Asked], Iterable[Finding]]] = (_walls, _drivers, _libseccomp, _nats, _torch, _languages)
+CHECKS: Sequence[Callable[[Asked], Iterable[Finding]]] = (
+    _walls, _drivers, _libseccomp, _nats, _torch, _cuda, _extras, _disk, _openssl, _languages,
+)  # fmt: skip
 """In the order in which they are shown."""

@@ -24,7 +24,7 @@ h1{font-size:26px;margin:0}h2{font-size:16px;margin:36px 0 12px}
 .sub{color:var(--muted);margin:4px 0 24px}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px}
 .card,.panel{background:#fff;border:1px solid var(--line);border-radius:10px;padding:14px 16px}
-.card b{display:block;font-size:22px;font-variant-numeric:tabular-nums}
+.card b{display:block;white-space:nowrap;font-size:22px;font-variant-numeric:tabular-nums}
 .card span{color:var(--muted);font-size:13px}
 .panel{margin-top:16px;overflow-x:auto}.panel svg{width:100%;height:auto;min-width:900px}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
@@ -118,13 +118,14 @@ def _sample_table(summary: Summary) -> str:
     rows = []
     for end, count in summary.samples.items():
         rows.append([end, f"{count:,}", f"{count / reserved:.1%}"])
-        details = sorted(item for item in summary.reasons.items() if item[0].partition("/")[0] == end)
+        details = sorted(item for item in summary.reasons.items() if item[0].startswith(f"{end}/"))
         rows += [[f"\u2003{name.partition('/')[2]}", f"{n:,}", f"{n / reserved:.1%}"] for name, n in details]
     return _table(["", "samples", "share"], rows)
 
 
 def _time_table(summary: Summary) -> str:
-    seconds = {**summary.learner_seconds, "warm start": summary.warm_start_s}
+    other = max(0.0, summary.train_s - sum(summary.learner_seconds.values()))
+    seconds = {**summary.learner_seconds, "other": other, "warm start": summary.warm_start_s}
     total = max(summary.wall_s, 1e-9)
     return _table(
         ["phase", "seconds", "of the whole"], [[k, f"{s:.1f}", f"{s / total:.0%}"] for k, s in seconds.items()]

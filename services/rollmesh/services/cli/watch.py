@@ -29,6 +29,8 @@ METRICS_NAME = "metrics.jsonl"
 
 RECORD_EVERY_S = 2.0
 """Between updates, a point is recorded this often, so that a run which stands still shows it."""
+SILENT_S = 5.0
+"""Without a state for so long, the watcher asks for one; without an answer, the recorder learns of the silence."""
 _BACKOFF_S = 0.2
 _REFRESH_S_MAX = 10.0
 
@@ -56,6 +58,8 @@ class Recorder:
         self.hopeless = asyncio.Event()
         """Set when the first samples have all failed alike; `failure` is the cause."""
         self.failure: AllFailed | None = None
+        self.silent_s = 0.0
+        """How long nobody has answered for the run; 0 while states come."""
         self.at_update = self.series.last
         """The state when the newest update was first seen: what ended since then brought none."""
         self._begin = self.series.last
@@ -72,6 +76,7 @@ class Recorder:
     def see(self, state: run_pb2.RunState) -> None:
         """Takes a state in."""
         time_s = self.elapsed_s()
+        self.silent_s = 0.0
         self.now = point_of(state, time_s)
         for result in state.evals:
             key = (result.step, result.incarnation)
@@ -104,6 +109,11 @@ class Recorder:
         """Samples that ended since the newest update, by reason."""
         before = self.at_update.reasons
         return {reason: num - before.get(reason, 0) for reason, num in self.now.reasons.items()}
+
+    def miss_answer(self, silent_s: float) -> None:
+        """Nobody has answered for `silent_s`, which is longer than an answer takes."""
+        self.silent_s = silent_s
+        self._on_state(self.series)
 
     def miss(self, cause: str) -> None:
         """No state has come for longer than a run may stand still: nobody is there to say what it waits for."""
@@ -199,17 +209,21 @@ class Watcher:
         self._clock = clock
         self._newest: run_pb2.RunState | None = None
         self._task: asyncio.Task[None] | None = None
+        self._listening: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._watch(), name=f"watch {self._run}")
+        self._listening = asyncio.create_task(self._listen(), name=f"silence of {self._run}")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._task is not None
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        assert self._listening is not None
+        for task in (self._task, self._listening):
+            task.cancel()
+        await asyncio.wait([self._task, self._listening])
         self._recorder.close(self._newest)
         await self._channel.close()
 
@@ -218,16 +232,27 @@ class Watcher:
         assert self._task is not None, "not entered"
         await asyncio.shield(self._task)
 
-    async def refresh(self) -> None:
+    async def refresh(self, limit_s: float = _REFRESH_S_MAX) -> None:
         """Sees the present state: what is streamed may be a moment old. Raises MeshError."""
         with typed_errors():
-            reply = await self._stub.GetRun(run_pb2.GetRunRequest(run=self._run), timeout=_REFRESH_S_MAX)
+            reply = await self._stub.GetRun(run_pb2.GetRunRequest(run=self._run), timeout=limit_s)
         self._see(reply.state)
 
     def _see(self, state: run_pb2.RunState) -> None:
         self._newest = state
         self._seen_s = self._clock.monotonic_s()
         self._recorder.see(state)
+
+    async def _listen(self) -> None:
+        """Tells a coordinator that is silent from a run in which nothing changes: that one answers when it is asked."""
+        while not self._recorder.ended.is_set():
+            await self._clock.sleep(SILENT_S)
+            if self._clock.monotonic_s() - self._seen_s < SILENT_S:
+                continue
+            try:
+                await self.refresh(SILENT_S)
+            except MeshError:
+                self._recorder.miss_answer(self._clock.monotonic_s() - self._seen_s)
 
     async def _watch(self) -> None:
         while not self._recorder.ended.is_set():

@@ -67,9 +67,15 @@ def set_up_logging(config: LoggingConfig | None = None, stream: TextIO | None = 
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonFormatter() if config.format == "json" else _PlainFormatter())
     root = logging.getLogger()
+    handler.addFilter(_says_something)
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("rollmesh").setLevel(config.level)
+
+
+def _says_something(record: logging.LogRecord) -> bool:
+    """False for asyncio's warning at the end of each TLS connection: no handler can act on it, and nothing is wrong."""
+    return not (record.name == "asyncio" and "eof_received() has no effect when using ssl" in record.getMessage())
 
 
 def _context_of_line() -> dict[str, str]:
