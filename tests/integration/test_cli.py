@@ -86,6 +86,7 @@ def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger
     assert set(series.evals_by_step[0].success_by_label) == {"parity=0", "parity=1"}
     assert series.last.ended == "UPDATES_MAX"
     assert "<svg" in (out / "report.html").read_text()
+    assert [step for step, _ in heldout_events(out / "tensorboard")] == [0, 2, 4]
 
     audit = CliRunner().invoke(app, ["audit", str(out), "--payloads", "--json"])
     assert audit.exit_code == 0, audit.output
@@ -103,6 +104,15 @@ def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger
     assert {"nats", "coordinator", "depot"} <= removed
     assert json.loads((out / "audit.json").read_text())["holds"], "the proof outlives the ledger"
     assert Path(summary["checkpoint"]).is_dir()
+
+
+def heldout_events(folder: Path) -> list[tuple[int, float]]:
+    """What TensorBoard shows of the evaluations."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder))
+    shown.Reload()
+    return [(event.step, event.value) for event in shown.Scalars("heldout_success")]
 
 
 def test_audit_of_a_checkpoint_that_says_otherwise_fails(mine: Path) -> None:

@@ -80,3 +80,25 @@ def test_second_signal_leaves_at_once_even_if_the_loop_is_stuck() -> None:
     done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == EXIT_INTERRUPTED
     assert done.stdout.split() == ["noticed", "left"]
+
+
+CHILD = """
+import asyncio, os, signal, subprocess, sys, time
+from rollmesh.services.cli.interrupts import Interrupts, Stopped
+async def main():
+    with Interrupts() as interrupts:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print(child.pid, flush=True)
+        interrupts.stop.set()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_second_signal_returns_when_the_processes_it_started_are_gone() -> None:
+    command = [sys.executable, "-c", CHILD]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=30, check=False)
+    assert done.returncode == EXIT_INTERRUPTED
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an orderly stop, the second leaves at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an orderly stop, the second kills what this process has started and leaves at once.
 
 SIGHUP comes when the terminal or its SSH session is closed. Under `nohup` it is ignored, as the user asked.
 
@@ -12,7 +12,10 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
@@ -21,6 +24,8 @@ from rollmesh.shared.stop_signals import stop_signals
 T = TypeVar("T")
 
 EXIT_INTERRUPTED = 130
+CHILDREN_S_MAX = 2.0
+_POLL_S = 0.01
 
 
 class Stopped(Exception):
@@ -69,6 +74,7 @@ class Interrupts:
         # Not `loop.add_signal_handler`: a second Ctrl-C must work even where the loop is stuck.
         if self.stop.is_set():
             self._leave()
+            _end_children(CHILDREN_S_MAX)
             os._exit(EXIT_INTERRUPTED)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._begin)
@@ -77,3 +83,30 @@ class Interrupts:
         if not self.stop.is_set():
             self.stop.set()
             self._notice()
+
+
+def _end_children(limit_s: float) -> None:
+    """Kill the processes that this thread has started, and wait until they are gone, so that the prompt returns after them.
+
+    What they have started is killed by the kernel with them.
+    """
+    try:
+        running = {
+            int(pid) for pid in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+        }
+    except OSError:  # this kernel does not list them; it kills them when this process is gone
+        return
+    for pid in running:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline_s = time.monotonic() + limit_s
+    while running and time.monotonic() < deadline_s:
+        running -= {pid for pid in running if _is_gone(pid)}
+        time.sleep(_POLL_S)
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True

@@ -11,6 +11,7 @@ Collaborators: `mesh` (the run itself: a process for each part, or all in this o
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +23,11 @@ from rollmesh.services.cli.interrupts import Interrupts, Stopped
 from rollmesh.services.cli.model_process import make_in_process
 from rollmesh.services.cli.results import note_warm_start, write_results
 from rollmesh.services.cli.run_folder import RunFolder, run_config
+from rollmesh.services.cli.series import Eval
 from rollmesh.services.cli.stall import unless_hopeless
 from rollmesh.services.cli.summary import Outcome, Summary
 from rollmesh.services.cli.watch import Recorder, Watcher
+from rollmesh.services.learner.metrics_log import EventFile
 from rollmesh.services.mesh.mesh import Mesh
 from rollmesh.services.mesh.running import RunningMesh
 from rollmesh.services.mesh.supervisor import Supervisor
@@ -93,6 +96,19 @@ class Session:
         model = find_model(config.model, self.base_dir) if config.model else self.folder.model
         self.view.note(in_words(disk_need(config, model), self.folder.root))
 
+    def _event_file(self, stack: AsyncExitStack) -> Callable[[Eval], None]:
+        """Where evaluations go besides the series: into an event file for TensorBoard, beside that of the learner."""
+        if not self.config.learner.tensorboard:
+            return lambda _: None
+        events = EventFile(self.folder.root)
+        stack.callback(events.close)
+
+        def add(result: Eval) -> None:
+            by_label = {f"heldout_success/{label}": value for label, value in result.success_by_label.items()}
+            events.add(result.step, self.clock.wall_s(), {"heldout_success": result.success, **by_label})
+
+        return add
+
     async def _train(self, interrupts: Interrupts) -> None:
         run = self.config.run
         self._tell_disk()
@@ -102,6 +118,7 @@ class Session:
                 success_reward=run.success_reward,
                 clock=self.clock,
                 on_state=lambda _: self.view.moved(),
+                on_eval=self._event_file(stack),
                 first_failures_max=run.first_failures_max,
             )
             stack.callback(recorder.close)

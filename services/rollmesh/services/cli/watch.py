@@ -45,6 +45,7 @@ class Recorder:
         success_reward: str,
         clock: Clock,
         on_state: Callable[[Series], None] = lambda _: None,
+        on_eval: Callable[[Eval], None] = lambda _: None,
         first_failures_max: int = 0,
     ) -> None:
         """Goes on with the series in `path`, if there is one; `first_failures_max` as in RunConfig. ConfigError if it is damaged."""
@@ -69,6 +70,7 @@ class Recorder:
         self._success_reward = success_reward
         self._clock = clock
         self._on_state = on_state
+        self._on_eval = on_eval
         self._begin_s = clock.monotonic_s() - self.series.last.time_s
         self._known = {(e.step, e.incarnation) for e in self.series.evals if e.complete}
         self._file = path.open("ab")
@@ -149,6 +151,8 @@ class Recorder:
 
     def _record(self, entry: Point | Eval) -> None:
         self.series.add(entry)
+        if isinstance(entry, Eval):
+            self._on_eval(entry)
         self._file.write(encode_line(entry))
         self._file.flush()
 

@@ -38,7 +38,7 @@ class MetricsLog:
     def __init__(self, folder: Path, *, tensorboard: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / "metrics.jsonl").open("ab")
-        self._events = _event_writer(folder / "tensorboard") if tensorboard else None
+        self._events = EventFile(folder) if tensorboard else None
         self._seconds: Mapping[str, float] = {}
 
     def append(
@@ -66,13 +66,28 @@ class MetricsLog:
         self._file.flush()
         if self._events is not None:
             scalars = {**metrics, **{f"seconds/{name}": value for name, value in grown.items()}}
-            self._events.add_event(_event(update, time_unix_s, scalars))
-            self._events.flush()
+            self._events.add(update, time_unix_s, scalars)
 
     def close(self) -> None:
         self._file.close()
         if self._events is not None:
             self._events.close()
+
+
+class EventFile:
+    """An event file of a run for TensorBoard; several in one folder are shown as one. Open until `close`."""
+
+    def __init__(self, run_folder: Path) -> None:
+        self._writer = _event_writer(run_folder / "tensorboard")
+
+    def add(self, step: int, time_unix_s: float, scalars: Mapping[str, float]) -> None:
+        if self._writer is not None:
+            self._writer.add_event(_event(step, time_unix_s, scalars))
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 def read_metrics(path: Path) -> dict[int, MetricsLine]:
