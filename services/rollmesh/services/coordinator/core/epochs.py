@@ -6,9 +6,9 @@ lease is lost stays in doubt until the next attach says what the weights contain
 
 from __future__ import annotations
 
-from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import rollouts
 from rollmesh.services.coordinator.core.commits import dispositions, note_checkpoint
 from rollmesh.services.coordinator.core.guards import check_names
 from rollmesh.services.coordinator.core.records import SampleEnd
@@ -42,7 +42,7 @@ def attach(turn: Turn, request: i.AttachTrainer) -> None:
         _roll_forward(turn, request)
     _settle_doubt(turn, forgetful=was_forgetful or request.keeps_no_checkpoints)
     if resolution is i.Resolution.ROLLED_BACK:
-        rollouts.call_back(turn, bound.out_of_reach(turn.state, request.last_update), "ROLLED_BACK")
+        rollouts.roll_back(turn, request.last_update)
         turn.emit(
             f.RolledBack(
                 policy=request.policy,

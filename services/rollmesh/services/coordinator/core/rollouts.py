@@ -183,9 +183,9 @@ def want_eval(turn: Turn) -> None:
 
 
 def _reserve_eval(turn: Turn, answer: i.TasksDrawn) -> None:
-    step, incarnation = answer.step, answer.incarnation
-    if eval_of(turn.state, step, incarnation) is not None:
-        return
+    step, incarnation = key = answer.step, answer.incarnation
+    if key not in turn.volatile.eval_deadlines or eval_of(turn.state, *key) is not None:
+        return  # it was cancelled before its tasks came, or they came before
     for draw, task in answer.tasks:
         turn.emit(
             f.GroupReserved(
@@ -267,20 +267,27 @@ def _expire_eval(turn: Turn, key: tuple[int, int], deadline: float) -> None:
     if result is not None and result.num_open == 0:
         del turn.volatile.eval_deadlines[key]
     elif turn.now >= deadline:
-        del turn.volatile.eval_deadlines[key]
         turn.volatile.evals_given_up.add(key)
-        for group in list(turn.state.groups.values()):
-            if group.purpose is Purpose.EVAL and (group.step_min, group.incarnation_min) == key:
-                cancel_unfinished(turn, group, "EVAL_DEADLINE")
+        _cancel_eval(turn, key, "EVAL_DEADLINE")
 
 
-def call_back(turn: Turn, groups: Iterable[GroupState], cause: str) -> None:
-    """Take the episodes of `groups` from their workers, to be leased anew: through no fault of anybody's."""
-    for group in groups:
+def _cancel_eval(turn: Turn, key: tuple[int, int], reason: str) -> None:
+    del turn.volatile.eval_deadlines[key]
+    for group in list(turn.state.groups.values()):
+        if group.purpose is Purpose.EVAL and (group.step_min, group.incarnation_min) == key:
+            cancel_unfinished(turn, group, reason)
+
+
+def roll_back(turn: Turn, to_update: int) -> None:
+    """Before a roll-back: end what only weights of the present incarnation could serve. No node serves them afterwards, so open
+    evaluations are cancelled, and episodes that are out of reach are leased again; both through no fault of a worker."""
+    for key in list(turn.volatile.eval_deadlines):
+        _cancel_eval(turn, key, "ROLLED_BACK")
+    for group in bound.out_of_reach(turn.state, to_update):
         leased = [e for e in group.episodes.values() if e.status is EpisodeStatus.LEASED]
-        _cancel_at_node(turn, leased, cause)
+        _cancel_at_node(turn, leased, "ROLLED_BACK")
         for episode in leased:
-            give_back(turn, group, episode, counts=False, cause=cause)
+            give_back(turn, group, episode, counts=False, cause="ROLLED_BACK")
 
 
 def cancel_unfinished(turn: Turn, group: GroupState, reason: str) -> None:
