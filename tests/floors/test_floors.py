@@ -88,6 +88,19 @@ def test_check_reads_a_configuration_that_needs_no_torch(environment: Path, tmp_
     assert "fake_trainer" in rollmesh(environment, "check", "mine.yaml", cwd=tmp_path)
 
 
+def test_without_torch_the_remedy_is_named(environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch.yaml").write_text(
+        "inference: {engine: 'rollmesh.services.inference.engines.torch_engine:TorchEngine'}\n"
+    )
+    done = subprocess.run(
+        [environment / "rollmesh", "check", "torch.yaml"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "pip install 'rollmesh[trainer]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_ledger_runs_over_grpc_and_nats(environment: Path, tmp_path: Path) -> None:
     rollmesh(environment, "bench", "ledger", "--quick", cwd=tmp_path)
 

@@ -64,9 +64,11 @@ def told_once() -> Iterator[None]:
     """Errors of the mesh as one message without a traceback; a bug keeps its traceback."""
     from rollmesh.shared.disk import is_disk_full
     from rollmesh.shared.errors import AlreadyExists, ChangeRefused, InvalidInput, MeshError
+    from rollmesh.shared.extras import libraries_needed
 
     try:
-        yield
+        with libraries_needed("this command"):
+            yield
     except MeshError as err:
         typer.echo(f"error: {err}", err=True)
         raise typer.Exit(
