@@ -53,7 +53,7 @@ def in_force(config: TrainConfig, base_dir: Path) -> TrainConfig:
             format=_as_config(words) if words is not None else rollout.format,
         ),
         inference=replace(config.inference, engine_options=_engine(config, base_dir)),
-        learner=replace(config.learner, recipe_options=_builtins(_recipe(config))),
+        learner=replace(config.learner, recipe_options=_recipe_options(config)),
     )
 
 
@@ -108,6 +108,14 @@ def _recipe(config: TrainConfig) -> Any:
     from rollmesh.services.learner.engines.recipe import resolve_recipe
 
     return resolve_recipe(config.learner.recipe, config.learner.recipe_options, config.reward.weights)
+
+
+def _recipe_options(config: TrainConfig) -> dict[str, Any]:
+    """With the defaults, without the weights of rewards: they are set in `reward.weights`, and nowhere else."""
+    options = _builtins(_recipe(config))
+    if config.learner.engine == TORCH_TRAINER:
+        del options["advantage"]["weights"]
+    return options
 
 
 def _recipe_words(config: TrainConfig) -> list[str]:
