@@ -9,7 +9,8 @@ import pytest
 from rollmesh.services.reward.finalizer import FINALIZERS, Decision, Group, Verdict
 from rollmesh.services.reward.item import TaskView
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.trajectory import MemberOutcome, Outcome
+from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Outcome
+from rollmesh.trainer.advantages import AdvantageConfig, make_advantage
 from rollmesh.v1 import reward_pb2
 
 from .builders import member
@@ -17,8 +18,16 @@ from .builders import member
 INFRA = Outcome.INFRA_FAILURE
 
 
-def decide(*members: MemberOutcome, options: dict[str, Any] | None = None, **settings: Any) -> Verdict:
-    group = Group(group="g", task=TaskView(task_id="t"), members=members, **settings)
+def decide(
+    *members: MemberOutcome,
+    options: dict[str, Any] | None = None,
+    estimator: str = "grpo",
+    weights: dict[str, float] | None = None,
+    **settings: Any,
+) -> Verdict:
+    advantage = make_advantage(AdvantageConfig(name=estimator, weights=weights or {}))
+    advantages = advantage.of_group(GroupContext(group="g", task="t", members=members))
+    group = Group(group="g", task=TaskView(task_id="t"), members=members, advantages=advantages, **settings)
     made = FINALIZERS.make("zero_variance", options or {}).decide(group)
     assert isinstance(made, Verdict)
     return made
@@ -40,25 +49,54 @@ def test_an_infra_failure_is_no_zero() -> None:
     assert decide(*solved, member("4", 0.0)).decision is Decision.KEEP
 
 
-def test_a_member_is_left_out_when_any_reward_that_counts_failed() -> None:
+def test_a_member_is_left_out_when_any_of_its_rewards_failed() -> None:
     half = MemberOutcome(
         sample_id="3", rewards=(*member("x", 0.0).rewards, *member("x", 1, 1, outcome=INFRA).rewards[1:]), end="ready"
     )
     assert decide(member("1", 1.0, 1.0), member("2", 1.0, 1.0), half).reason == "ZERO_VARIANCE"
-    # With a weight on `a` alone the failed `b` does not count, and the member differs.
-    assert decide(member("1", 1.0, 1.0), member("2", 1.0, 1.0), half, weights={"a": 1.0}).decision is Decision.KEEP
 
 
-def test_the_weighted_total_decides() -> None:
-    members = [member("1", 1.0, 0.0), member("2", 0.0, 2.0)]
-    assert decide(*members, weights={"a": 2.0, "b": 1.0}).reason == "ZERO_VARIANCE"
-    assert decide(*members, weights={"a": 1.0, "b": 1.0}).decision is Decision.KEEP
+@pytest.mark.parametrize(
+    ("estimator", "weights", "rewards", "advantages", "decision"),
+    [
+        # The totals tie at 2: nothing to learn by totals, +-1 with each reward normalized by itself (2 * 1 - 1 * 1).
+        ("grpo", {"a": 2.0, "b": 1.0}, [(1.0, 0.0), (0.0, 2.0)], [0.0, 0.0], Decision.FILTER),
+        ("gdpo", {"a": 2.0, "b": 1.0}, [(1.0, 0.0), (0.0, 2.0)], [1.0, -1.0], Decision.KEEP),
+        # The totals differ, 1 and 2, but the normalized rewards cancel out: 1 - 1.
+        ("grpo", {"a": 1.0, "b": 1.0}, [(1.0, 0.0), (0.0, 2.0)], [-1.0, 1.0], Decision.KEEP),
+        ("gdpo", {"a": 1.0, "b": 1.0}, [(1.0, 0.0), (0.0, 2.0)], [0.0, 0.0], Decision.FILTER),
+        # Only a reward that is not optimized differs: of weight 0, or not named.
+        ("grpo", {"a": 1.0, "b": 0.0}, [(1.0, 0.2), (1.0, 0.7)], [0.0, 0.0], Decision.FILTER),
+        ("gdpo", {"a": 1.0, "b": 0.0}, [(1.0, 0.2), (1.0, 0.7)], [0.0, 0.0], Decision.FILTER),
+        ("gdpo", {"a": 1.0}, [(1.0, 0.2), (1.0, 0.7)], [0.0, 0.0], Decision.FILTER),
+        # Without weights every reward counts once.
+        ("gdpo", {}, [(1.0, 0.2), (1.0, 0.7)], [-1.0, 1.0], Decision.KEEP),
+    ],
+)
+def test_a_group_is_filtered_exactly_if_every_advantage_of_the_estimator_is_zero(
+    estimator: str,
+    weights: dict[str, float],
+    rewards: list[tuple[float, float]],
+    advantages: list[float],
+    decision: Decision,
+) -> None:
+    members = [member(str(number), *values) for number, values in enumerate(rewards)]
+    context = GroupContext(group="g", task="t", members=tuple(members))
+    found = make_advantage(AdvantageConfig(name=estimator, weights=weights)).of_group(context)
+    assert list(found.values()) == pytest.approx(advantages, abs=1e-4)
+    assert decide(*members, estimator=estimator, weights=weights).decision is decision
 
 
-def test_differences_within_epsilon_are_none() -> None:
-    members = [member("1", 1.0), member("2", 1.1)]
-    assert decide(*members, options={"epsilon": 0.2}).reason == "ZERO_VARIANCE"
-    assert decide(*members, options={"epsilon": 0.05}).decision is Decision.KEEP
+@pytest.mark.parametrize("value", [0.1, -1234567.8, 1e12])
+def test_equal_rewards_have_advantages_of_exactly_zero(value: float) -> None:
+    for estimator in ("grpo", "gdpo"):
+        assert decide(*(member(str(n), value) for n in range(7)), estimator=estimator).reason == "ZERO_VARIANCE"
+
+
+def test_advantages_within_epsilon_are_zero() -> None:
+    members = [member("1", 1.0), member("2", 1.1), member("3", 1.1)]  # advantages -1.41, 0.71, 0.71
+    assert decide(*members, options={"epsilon": 1.5}).reason == "ZERO_VARIANCE"
+    assert decide(*members, options={"epsilon": 1.0}).decision is Decision.KEEP
 
 
 def test_too_few_survivors_are_filtered() -> None:

@@ -92,7 +92,7 @@ def test_not_applicable_leaves_out_one_reward_of_one_member() -> None:
         "g", member("s0", {"a": 0.0, "b": 1.0}), MemberOutcome(sample_id="s1", rewards=rewards, end="ready")
     )
     assert scalars(AdvantageConfig(scale_by_std=False), [context], ["s0", "s1"]) == pytest.approx([0.0, 0.0])
-    gdpo = Gdpo(AdvantageConfig(name="gdpo")).before_whitening(context)
+    gdpo = Gdpo(AdvantageConfig(name="gdpo")).of_group(context)
     assert gdpo == pytest.approx({"s0": -1.0, "s1": 1.0}, abs=1e-4)
 
 
@@ -116,7 +116,7 @@ def test_a_group_that_agrees_has_no_advantage() -> None:
 
 def test_gdpo_before_whitening_equals_the_published_example() -> None:
     config = AdvantageConfig(name="gdpo")
-    found = Gdpo(config).before_whitening(two_rewards((1, 0), (0, 1), (0, 1), (0, 0)))
+    found = Gdpo(config).of_group(two_rewards((1, 0), (0, 1), (0, 1), (0, 0)))
     assert found["g0"] == pytest.approx(0.732, abs=1e-3)
     assert found["g1"] == pytest.approx(0.423, abs=1e-3)
     grpo = scalars(AdvantageConfig(), [two_rewards((1, 0), (0, 1), (0, 1), (0, 0))], ["g0", "g1"])
@@ -126,8 +126,8 @@ def test_gdpo_before_whitening_equals_the_published_example() -> None:
 def test_gdpo_tells_groups_apart_that_grpo_on_the_sum_cannot() -> None:
     one, both = two_rewards((0, 0), (1, 0)), two_rewards((0, 0), (1, 1))
     gdpo = Gdpo(AdvantageConfig(name="gdpo"))
-    assert list(gdpo.before_whitening(one).values()) == pytest.approx([-1, 1], abs=1e-4)
-    assert list(gdpo.before_whitening(both).values()) == pytest.approx([-2, 2], abs=1e-4)
+    assert list(gdpo.of_group(one).values()) == pytest.approx([-1, 1], abs=1e-4)
+    assert list(gdpo.of_group(both).values()) == pytest.approx([-2, 2], abs=1e-4)
     for context in (one, both):
         assert scalars(AdvantageConfig(), [context], ["g0", "g1"]) == pytest.approx([-1, 1], abs=1e-4)
 
@@ -152,7 +152,7 @@ def test_gdpo_keeps_a_small_weight_small_where_grpo_blows_it_up() -> None:
     weights = {"correct": 1.0, "short": 0.1}
     grpo = scalars(AdvantageConfig(weights=weights), [settled], ["g1"])
     assert grpo == pytest.approx([1.0], abs=1e-4)
-    gdpo = Gdpo(AdvantageConfig(name="gdpo", weights=weights)).before_whitening(settled)
+    gdpo = Gdpo(AdvantageConfig(name="gdpo", weights=weights)).of_group(settled)
     assert gdpo["g1"] == pytest.approx(0.1, abs=1e-5)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from rollmesh.services.data.jsonl_source import JsonlConfig
-from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.learner.config import TORCH_TRAINER, LearnerConfig
+from rollmesh.services.learner.recipe_advantage import recipe_advantage
 from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.services.mesh.data_snapshots import DataSnapshots
 from rollmesh.services.mesh.place import Place
@@ -22,6 +23,7 @@ from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.oracles import AnswerFileConfig
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.advantages import AdvantageConfig
 from rollmesh.trainer.checkpoint_files import SNAPSHOT_NAME, list_checkpoints
 
 Part = AbstractAsyncContextManager[Any]
@@ -131,8 +133,17 @@ def _reward(name: str, place: Place, bus: Bus, **options: Any) -> Part:
         coordinator=place.coordinator,
         access=place.access,
         base_dir=place.base_dir,
+        advantage=run_advantage(place.config),
         **({"server": place.served()} | options),
     )
+
+
+def run_advantage(config: MeshConfig) -> AdvantageConfig:
+    """How the run's trainer compares the members of a group, without weights. Another trainer than the built-in one counts as GRPO."""
+    learner = config.learner
+    if learner.engine != TORCH_TRAINER:
+        return AdvantageConfig()
+    return recipe_advantage(learner.recipe, learner.recipe_options)
 
 
 def reward_config(config: MeshConfig) -> RewardConfig:

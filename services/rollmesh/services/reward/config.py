@@ -18,6 +18,7 @@ from rollmesh.services.reward.oracles import AnswerFileConfig, CalcOracle, Jsonl
 from rollmesh.services.reward.scorer import SCORERS, Sandbox, Scorer, UsesSandbox
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.advantages import AdvantageConfig, make_advantage
 
 
 class ScorerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,11 +93,15 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def build_engine(
-    config: RewardConfig, base_dir: str | Path | None = None, sandbox: Sandbox | None = None
+    config: RewardConfig,
+    base_dir: str | Path | None = None,
+    sandbox: Sandbox | None = None,
+    advantage: AdvantageConfig | None = None,
 ) -> RewardEngine:
     """Everything the service runs on. A user's relative files are looked up in `base_dir`.
 
-    Without a `sandbox`, scorers that run code fail: their samples count as infra failures.
+    Without a `sandbox`, scorers that run code fail: their samples count as infra failures. `advantage` is the trainer's, by
+    default GRPO's; its weights are those of `config`.
 
     Raises ConfigError, or RecordError for a malformed answer file.
     """
@@ -109,7 +114,7 @@ def build_engine(
     return RewardEngine(
         scorers=scorers,
         finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer.name, config.finalizer.options, base_dir)),
-        weights=config.weights,
+        advantage=make_advantage(msgspec.structs.replace(advantage or AdvantageConfig(), weights=config.weights)),
         oracles=Oracles(
             {
                 "calc": CalcOracle(),

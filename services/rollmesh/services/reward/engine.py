@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollmesh.services.reward.finalizer import Finalizer, Group, Verdict
@@ -22,6 +22,7 @@ from rollmesh.shared.errors import Overloaded
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import Outcome, Reward
 from rollmesh.shared.user_code import explain, user_traceback
+from rollmesh.trainer.advantages import Advantage
 
 CAUSE_CHARS_MAX = 500
 
@@ -61,14 +62,14 @@ class RewardEngine:
         scorers: Sequence[ConfiguredScorer],
         finalizer: Finalizer,
         oracles: Oracles,
-        weights: Mapping[str, float],
+        advantage: Advantage,
         concurrency_max: int,
         queue_samples_max: int,
     ) -> None:
         self.scorers = tuple(scorers)
         self.finalizer = finalizer
         self.oracles = oracles
-        self.weights = weights
+        self.advantage = advantage
         self._slots = asyncio.Semaphore(concurrency_max)
         self._queue_samples_max = queue_samples_max
         self._num_queued = 0

@@ -5,14 +5,14 @@ Finalisers are pure: the same group gives the same verdict. They are found by na
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
 from rollmesh.services.reward.item import TaskView
 from rollmesh.shared.registry import Registry
-from rollmesh.shared.trajectory import MemberOutcome, Outcome, Reward
+from rollmesh.shared.trajectory import MemberOutcome, Reward
 
 
 class Decision(IntEnum):
@@ -30,8 +30,9 @@ class Group:
     group: str
     task: TaskView
     members: tuple[MemberOutcome, ...]
-    weights: Mapping[str, float] = field(default_factory=dict)
-    """What the trainer optimizes (`reward.weights`); empty: every reward counts once."""
+    advantages: Mapping[str, float] = field(default_factory=dict)
+    """Sample id -> what the trainer's advantage estimator makes of the member's rewards (`Advantage.of_group`), weighted by
+    `reward.weights`. Members without usable rewards, above all those of an infra failure, are absent."""
     num_unscored: int = 0
     """Members that ended without a score: infra failures, cancellations."""
     deadline_passed: bool = False
@@ -63,16 +64,3 @@ FINALIZERS = Registry(
         "keep_all": "rollmesh.services.reward.finalizers.keep_all:KeepAllFinalizer",
     },
 )
-
-
-def total(rewards: Sequence[Reward], weights: Mapping[str, float]) -> float | None:
-    """Weighted sum of a member's whole-sample rewards; with no weights every reward counts once.
-
-    A name that does not apply adds nothing. None if a reward that counts is an infra failure, or if none is OK: such a
-    member says nothing about the model.
-    """
-    counted = [r for r in rewards if r.segment < 0 and (not weights or r.name in weights)]
-    valid = [r for r in counted if r.outcome is Outcome.OK]
-    if not valid or any(r.outcome is Outcome.INFRA_FAILURE for r in counted):
-        return None
-    return sum(weights.get(r.name, 1.0) * r.value for r in valid)

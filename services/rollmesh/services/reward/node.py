@@ -16,6 +16,7 @@ from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.serving import JoinedServer
+from rollmesh.trainer.advantages import AdvantageConfig
 from rollmesh.v1 import coordinator_pb2, reward_pb2_grpc
 
 
@@ -32,8 +33,9 @@ class RewardNode:
         clock: Clock | None = None,
         base_dir: Path | None = None,
         server: ServerConfig | None = None,
+        advantage: AdvantageConfig | None = None,
     ) -> None:
-        """Relative files in the config are looked up in `base_dir`. Raises ConfigError or RecordError."""
+        """Relative files in the config are looked up in `base_dir`; `advantage` is the trainer's. Raises ConfigError or RecordError."""
         self._addresses = config.sandboxes
         self._sandbox = SandboxClient(
             self._sandboxes,
@@ -41,7 +43,7 @@ class RewardNode:
             clock or SystemClock(),
             config.sandbox,
         )
-        self.engine = build_engine(config, base_dir, self._sandbox)
+        self.engine = build_engine(config, base_dir, self._sandbox, advantage)
         self._servicer = RewardServicer(self.engine, finalizer_name=config.finalizer.name)
         self._joined = JoinedServer(
             kind=coordinator_pb2.NODE_KIND_REWARD,

@@ -59,6 +59,13 @@ class AdvantageConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 class Advantage(Protocol):
     """Pure: rewards of groups in, advantages of samples out."""
 
+    def of_group(self, group: GroupContext) -> dict[str, float]:
+        """Sample id -> its advantage as far as its group alone decides it, for the members that have usable rewards.
+
+        If all are 0, no sample of the group has anything to teach: finalizers filter such a group.
+        """
+        ...
+
     def __call__(
         self, groups: Sequence[GroupContext], samples: Sequence[TrainingSample]
     ) -> list[SegmentAdvantages | None]:
@@ -94,7 +101,8 @@ def episode_weights(members: Sequence[MemberOutcome]) -> NDArray[np.float64]:
 
 def centered(values: NDArray[np.float64], weights: NDArray[np.float64], epsilon: float | None) -> NDArray[np.float64]:
     """Values [n] minus their weighted mean, divided by their weighted standard deviation plus `epsilon`, if it is given."""
-    centered = values - weights @ values
+    from_first = values - values[:1]  # equal values become exactly 0, whatever their size
+    centered = from_first - weights @ from_first
     return centered if epsilon is None else centered / (np.sqrt(weights @ np.square(centered)) + epsilon)
 
 

@@ -40,7 +40,7 @@ class Gdpo:
         self, groups: Sequence[GroupContext], samples: Sequence[TrainingSample]
     ) -> list[SegmentAdvantages | None]:
         check_membership(groups, samples)
-        raw = {g.group: self.before_whitening(g) for g in groups}
+        raw = {g.group: self.of_group(g) for g in groups}
         scored = [(g.group, m) for g in groups for m in g.members if m.sample_id in raw[g.group]]
         pooled = np.array([raw[group][m.sample_id] for group, m in scored], dtype=np.float64)
         whitened = centered(pooled, episode_weights([m for _, m in scored]), self.config.scaling)
@@ -49,8 +49,8 @@ class Gdpo:
             result[group][member.sample_id] = advantage
         return spread_over_samples(result, samples)
 
-    def before_whitening(self, group: GroupContext) -> dict[str, float]:
-        """Sample id -> weighted sum of per-reward normalised rewards, for the members that have usable rewards."""
+    def of_group(self, group: GroupContext) -> dict[str, float]:
+        """Sample id -> weighted sum of per-reward normalized rewards, before whitening."""
         usable = [(m, r) for m in group.members if (r := usable_rewards(m)) is not None]
         result = {m.sample_id: 0.0 for m, _ in usable}
         for name in sorted({n for _, r in usable for n in r}):

@@ -40,7 +40,7 @@ class Grpo:
         return spread_over_samples({g.group: self.of_group(g) for g in groups}, samples)
 
     def of_group(self, group: GroupContext) -> dict[str, float]:
-        """Sample id -> advantage, for the members that have usable rewards."""
+        """Sample id -> advantage."""
         usable = [(m, r) for m in group.members if (r := usable_rewards(m)) is not None]
         sums = [sum(weight_of(self.config.weights, n) * v for n, v in r.items()) for _, r in usable]
         members = [m for m, _ in usable]

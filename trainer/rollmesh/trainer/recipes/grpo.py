@@ -8,7 +8,7 @@ The clip against the behaviour policy is the default because it survives the lar
 
 from __future__ import annotations
 
-from rollmesh.trainer.advantages import AdvantageConfig
+from rollmesh.trainer.advantages.of_recipes import RECIPE_ADVANTAGES
 from rollmesh.trainer.losses import DecoupledPpoConfig, PpoClipConfig, TisConfig
 from rollmesh.trainer.optim import OptimizerConfig
 from rollmesh.trainer.update import UpdateConfig
@@ -17,7 +17,7 @@ _OPTIMIZER = OptimizerConfig(lr=1e-6, betas=(0.9, 0.95), clip_norm=1.0, warmup_u
 """The learning rate of a real model. A tiny one names its own."""
 
 GRPO = UpdateConfig(
-    advantage=AdvantageConfig(name="grpo"),
+    advantage=RECIPE_ADVANTAGES["grpo"],
     loss=PpoClipConfig(clip_low=0.2, clip_high=0.28),
     optimizer=_OPTIMIZER,
     num_minibatches=2,
@@ -25,7 +25,7 @@ GRPO = UpdateConfig(
 """Group mean and std, clip-higher against the behaviour policy."""
 
 DR_GRPO = UpdateConfig(
-    advantage=AdvantageConfig(name="grpo", scale_by_std=False),
+    advantage=RECIPE_ADVANTAGES["dr_grpo"],
     loss=PpoClipConfig(clip_low=0.2, clip_high=0.28),
     optimizer=_OPTIMIZER,
     num_minibatches=2,
@@ -33,7 +33,7 @@ DR_GRPO = UpdateConfig(
 """The same without dividing by the std: small reward differences stay small."""
 
 GDPO = UpdateConfig(
-    advantage=AdvantageConfig(name="gdpo"),
+    advantage=RECIPE_ADVANTAGES["gdpo"],
     loss=PpoClipConfig(clip_low=0.2, clip_high=0.28),
     optimizer=_OPTIMIZER,
     num_minibatches=2,
@@ -41,7 +41,7 @@ GDPO = UpdateConfig(
 """Each reward normalised by itself, then weighted: for several rewards of unequal weight."""
 
 GRPO_DECOUPLED = UpdateConfig(
-    advantage=AdvantageConfig(name="grpo"),
+    advantage=RECIPE_ADVANTAGES["grpo_decoupled"],
     loss=DecoupledPpoConfig(clip_low=0.2, clip_high=0.28, weight_max=2.0),
     optimizer=_OPTIMIZER,
     num_minibatches=2,
@@ -49,7 +49,7 @@ GRPO_DECOUPLED = UpdateConfig(
 """Clip around the policy at the start of the update, stale tokens weighted: staleness does not use up the trust region."""
 
 GRPO_TIS = UpdateConfig(
-    advantage=AdvantageConfig(name="grpo"),
+    advantage=RECIPE_ADVANTAGES["grpo_tis"],
     loss=TisConfig(weight_max=2.0),
     optimizer=_OPTIMIZER,
     num_minibatches=2,

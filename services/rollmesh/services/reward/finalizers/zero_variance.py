@@ -1,7 +1,7 @@
-"""Filters groups whose members all earned the same: a group-relative advantage of them is zero everywhere.
+"""Filters groups in which every advantage is zero: there is nothing to learn from them.
 
-Source: dynamic sampling of DAPO (2025-03). A group is judged by the weighted totals of its survivors, the members whose
-rewards say something about the model; infra failures are no zeros and are left out. Too few survivors cannot be
+Source: dynamic sampling of DAPO (2025-03). A group is judged by the advantages that the trainer's own estimator gives its survivors,
+the members whose rewards say something about the model; infra failures are no zeros and are left out. Too few survivors cannot be
 compared. With `extend_by`, a group without variance first asks for more episodes (adaptive group size) and is filtered when
 `members_max` is reached or time is up.
 """
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import msgspec
 
-from rollmesh.services.reward.finalizer import Decision, Group, Verdict, total
+from rollmesh.services.reward.finalizer import Decision, Group, Verdict
 
 ZERO_VARIANCE = "ZERO_VARIANCE"
 TOO_FEW_SURVIVORS = "TOO_FEW_SURVIVORS"
@@ -23,9 +23,9 @@ class ZeroVarianceOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Settings of the zero-variance finaliser."""
 
     epsilon: float = 1e-6
-    """Totals whose largest and smallest differ by no more than this are the same."""
+    """Advantages whose absolute value is at most this count as zero."""
     survivors_min: int = 2
-    """Fewest members with a total that can be compared."""
+    """Fewest members with rewards that can be compared."""
     extend_by: int = 0
     """Further episodes asked for when there is no variance or too few survive; 0 = filter at once."""
     members_max: int = 64
@@ -48,10 +48,9 @@ class ZeroVarianceFinalizer:
         self._options = options
 
     def decide(self, group: Group) -> Verdict:
-        totals = [t for member in group.members if (t := total(member.rewards, group.weights)) is not None]
-        if len(totals) < self._options.survivors_min:
+        if len(group.advantages) < self._options.survivors_min:
             return self._extend_or_filter(group, TOO_FEW_SURVIVORS)
-        if len(totals) > 1 and max(totals) - min(totals) <= self._options.epsilon:
+        if all(abs(advantage) <= self._options.epsilon for advantage in group.advantages.values()):
             return self._extend_or_filter(group, ZERO_VARIANCE)
         return Verdict(decision=Decision.KEEP)
 
