@@ -47,6 +47,13 @@ async def live(mesh: MeshParts) -> bytes:
     return await driver.look(lambda core, _: encode_state(core.state))
 
 
+async def test_a_restarted_coordinator_leads_a_run_that_has_no_snapshot_yet(mesh: MeshParts) -> None:
+    await mesh.create()
+    await mesh.stop_coordinator()
+    node = await mesh.start_coordinator()
+    assert list(node.runs.drivers) == ["r"], "before any request has named it"
+
+
 async def test_a_restarted_coordinator_knows_what_the_old_one_knew(mesh: MeshParts) -> None:
     await mesh.begin()
     await mesh.train(1)

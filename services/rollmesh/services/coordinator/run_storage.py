@@ -121,6 +121,7 @@ class RunStorage:
         yield from (path.name for path in sorted(self._folder.iterdir()) if path.is_dir())
 
     def make_folder(self, run: str) -> None:
+        """Make the folder of a run that is led: by it a restarted coordinator knows which runs to recover."""
         (self._folder / run).mkdir(parents=True, exist_ok=True)
 
     def snapshots(self, run: str) -> SnapshotStore:

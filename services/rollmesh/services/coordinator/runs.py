@@ -282,6 +282,7 @@ class Runs:
         await asyncio.to_thread(self._storage.mark_ended, run, ended)
 
     async def _lead(self, run: str, streams: OpenStreams, bug: str) -> _Led:
+        self._storage.make_folder(run)
         self._storage.unmark_ended(run)
         store = self._storage.snapshots(run)
         recovered = await recover(streams.ledger, store)
