@@ -17,6 +17,7 @@ from rollmesh.services.coordinator.core.turn import CancelEpisodes
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects
 from rollmesh.services.coordinator.ledger import Ledger, read_ledger
+from rollmesh.services.coordinator.recovery import Recovered
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
@@ -103,7 +104,7 @@ class Bench:
         self.core = Core()
         self.services = Services()
         self.failures: list[MeshError] = []
-        self.bugs: list[str] = []
+        self.lost: list[str] = []
         self.ids = SeededIds(1)
         ledger = Ledger(log, head=EMPTY, ids=self.ids, clock=self.clock, append_s_max=5.0)
         self.driver = RunDriver(
@@ -115,15 +116,16 @@ class Bench:
             limits=limits,
             restore=self._restore,
             on_failure=lambda run, error: self.failures.append(error),
-            on_bug=lambda driver, cause: self.bugs.append(cause),
+            on_lost=lambda driver, error: self.lost.append(str(error)),
         )
 
-    async def _restore(self) -> State:
-        state = State()
+    async def _restore(self) -> Recovered:
+        state, head = State(), EMPTY
         async for record in read_ledger(self.log):
             for fact in record.facts:
                 apply(state, fact)
-        return state
+            head = record.head
+        return Recovered(state=state, head=head, snapshot_position=0)
 
     async def ask(self, kind: Callable[..., Any], **fields: Any) -> Any:
         return await self.driver.ask(lambda ticket: kind(ticket=ticket, **fields))

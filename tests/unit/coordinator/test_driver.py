@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.shared.errors import DataLoss, Fenced, Internal, NotReady, Overloaded, PayloadTooLarge
+from rollmesh.shared.errors import DataLoss, Fenced, Internal, NotReady, Overloaded, PayloadTooLarge, RunEnded
 
 from .driver_bench import LIMITS, NAMES, SPEC, bench, settle
 
@@ -234,8 +234,53 @@ async def test_a_bug_in_the_core_stops_the_driver_after_what_was_decided_before(
             await asked
         with pytest.raises(NotReady, match="try again"):
             await other
+        with pytest.raises(RunEnded, match="FAILED: "):
+            await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
         assert not b.failures
-        assert len(b.bugs) == len([r for r in caplog.records if r.exc_info]) == 1
+        assert not b.lost
+        assert len([r for r in caplog.records if r.exc_info]) == 1
+
+
+async def test_a_bug_beside_the_core_ends_the_run_in_place_and_callers_are_to_ask_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with bench() as b:
+        await b.begin()
+
+        async def broken(request: object) -> None:
+            raise ValueError("a bug")
+
+        monkeypatch.setattr(b.services, "next_tasks", broken)
+        with pytest.raises(NotReady, match="is recovered from its ledger; try again"):
+            await b.acquire()
+        assert await b.driver.look(lambda core, _: core.state.ended) == "FAILED: ValueError: a bug"
+        assert not b.driver.live
+        assert not b.lost
+
+
+async def test_a_bug_in_the_recovery_ends_the_run_and_a_second_one_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_bugs, ended in ((1, "FAILED: ValueError: bug 1"), (2, "")):
+        async with bench(payload_bytes_max=4_000) as b:
+            await b.begin()
+            restore = b.driver._restore
+            numbers = iter(range(1, num_bugs + 1))
+
+            async def with_bugs(restore: Any = restore, numbers: Any = numbers) -> Any:
+                for number in numbers:
+                    raise ValueError(f"bug {number}")
+                return await restore()
+
+            monkeypatch.setattr(b.driver, "_restore", with_bugs)
+            with pytest.raises(PayloadTooLarge if ended else Internal):
+                await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="", holder="x" * 5_000)
+            if ended:
+                assert b.core.state.ended == ended
+                assert not b.lost
+            else:
+                assert len(b.lost) == 1
+                with pytest.raises(Internal, match="cannot be recovered because of a bug .*ValueError: bug 2.*restart"):
+                    await b.driver.look(lambda core, head: head)
+            assert not b.failures
 
 
 async def test_a_read_that_fails_fails_its_own_call_alone() -> None:
@@ -244,7 +289,7 @@ async def test_a_read_that_fails_fails_its_own_call_alone() -> None:
         with pytest.raises(Internal, match="ZeroDivisionError.*nothing has changed"):
             await b.driver.look(lambda core, _: 1 // 0)
         assert (await b.acquire()).leases
-        assert not b.bugs
+        assert not b.core.state.ended
 
 
 async def test_closing_tells_everybody_to_try_again() -> None:

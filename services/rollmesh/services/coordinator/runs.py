@@ -4,24 +4,23 @@ A run is its ledger. Every run with a folder here is recovered at the start; one
 for it, since its streams are still on the bus. A run that has ended is led until no request has come for a while. Then it costs no task
 and no state in memory, and the next request for it recovers it again.
 
-A bug ends the run that met it: its driver stops, and the run is recovered from its ledger and ended there. A run that cannot even be
-recovered answers every request with the same error until the coordinator restarts.
+A run that cannot be led because of a bug answers every request with the same error until the coordinator restarts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.fleet import Fleet, WeightGoal
 from rollmesh.services.coordinator.core.records import RunSpec
-from rollmesh.services.coordinator.core.state import State
-from rollmesh.services.coordinator.driver import CAUSE_CHARS_MAX, RunDriver
+from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects, Outside
 from rollmesh.services.coordinator.goals import weight_goal
 from rollmesh.services.coordinator.housekeeping import Housekeeper
@@ -34,7 +33,7 @@ from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import DataLoss, DiskFull, Internal, MeshError, NotReady, Overloaded, RunLive, UnknownRun
 from rollmesh.shared.ids import IdSource
-from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.telemetry import log_context
 
 _log = logging.getLogger(__name__)
@@ -46,10 +45,23 @@ class _Led:
 
     driver: RunDriver
     keeper: Housekeeper
-    tasks: tuple[asyncio.Task[None], ...]
-    """Housekeeping and watchdog."""
     asked_s: float
     """When the run was last asked for."""
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    """Housekeeping and watchdog."""
+
+    def spawn(self, loop: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
+        """Run a loop beside the driver until `stop`; after a bug in it, the driver recovers, and it begins again."""
+        task = asyncio.create_task(loop(), name=f"{self.driver.run} {name}")
+        self.tasks.add(task)
+
+        def ended(_: asyncio.Task[None]) -> None:
+            self.tasks.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self.driver.broken(error)
+                self.spawn(loop, name)
+
+        task.add_done_callback(ended)
 
     async def stop(self) -> None:
         for task in self.tasks:
@@ -81,11 +93,9 @@ class Runs:
         self._on_failure = on_failure
         self._led: dict[str, _Led] = {}
         self._ended: dict[str, Ended] = {}
-        self._bugs: dict[str, tuple[_Led, str]] = {}
-        """Runs that a bug stopped, with its cause, until they are recovered."""
         self._lost: dict[str, str] = {}
         """Runs that cannot be recovered, and why."""
-        self._recovering: set[asyncio.Task[None]] = set()
+        self._stopping: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
         self._closed = False
         self._changed = asyncio.Event()
@@ -185,12 +195,8 @@ class Runs:
     async def close(self) -> None:
         """Stop leading; nothing that is true is lost."""
         self._closed = True
-        for task in self._recovering:
-            task.cancel()
-        await asyncio.gather(*self._recovering, return_exceptions=True)
-        led = [*self._led.values(), *(led for led, _ in self._bugs.values())]
-        self._led, self._bugs = {}, {}
-        await asyncio.gather(*(one.stop() for one in led))
+        led, self._led = list(self._led.values()), {}
+        await asyncio.gather(*(one.stop() for one in led), *self._stopping)
 
     # With `_opening` held ---------------------------------------------------------------------------------------------
 
@@ -200,40 +206,10 @@ class Runs:
         if run in self._lost:
             raise Internal(self._lost[run], run=run)
         if run not in self._led:
-            bug = await self._put_off(run)
             with log_context(run=run):  # also for the tasks that lead it
-                self._led[run] = await self._recover(run, bug)
+                self._led[run] = await self._lead(run, await self._storage.open(run))
             self._ended.pop(run, None)
         return self._led[run]
-
-    async def _put_off(self, run: str) -> str:
-        """Stop the driver that a bug has broken; the bug's cause, empty if there was none."""
-        if run not in self._bugs:
-            return ""
-        led, cause = self._bugs[run]
-        await led.stop()
-        del self._bugs[run]
-        return cause
-
-    async def _recover(self, run: str, bug: str) -> _Led:
-        """Lead a run; one that a bug prevents from being led is ended, and if that fails too, it is lost to this coordinator."""
-        streams = await self._storage.open(run)
-        try:
-            return await self._lead(run, streams, bug)
-        except MeshError as error:
-            if bug:
-                self._lost[run] = f"run {run} could not be recovered after a bug ({bug}): {error}"
-            raise
-        except Exception as error:
-            _log.error("run %s: a bug of the coordinator in its recovery", run, exc_info=error)
-            cause = f"{type(error).__name__}: {error}"[:CAUSE_CHARS_MAX]
-            if not bug:
-                return await self._recover(run, cause)
-            self._lost[run] = (
-                f"run {run} cannot be recovered because of a bug of the coordinator ({cause}); other runs go on; do not repeat the "
-                "request, report the coordinator's log, and restart the coordinator with a version that has the bug fixed"
-            )
-            raise Internal(self._lost[run], run=run) from error
 
     async def _make(self, run: str) -> RunDriver:
         async with self._opening:
@@ -281,15 +257,16 @@ class Runs:
             await led.stop()
         await asyncio.to_thread(self._storage.mark_ended, run, ended)
 
-    async def _lead(self, run: str, streams: OpenStreams, bug: str) -> _Led:
+    async def _lead(self, run: str, streams: OpenStreams) -> _Led:
         self._storage.make_folder(run)
         self._storage.unmark_ended(run)
         store = self._storage.snapshots(run)
-        recovered = await recover(streams.ledger, store)
-        if recovered.state.ended:
-            await self._storage.shrink(run)  # with room in its ledger again
-        driver = self._make_driver(run, recovered, streams, store)
-        await driver.start(bug)
+        driver = self._make_driver(run, streams, store)
+        try:
+            recovered = await driver.start()
+        except Internal as error:
+            self._lost[run] = str(error)
+            raise
         keeper = Housekeeper(
             driver,
             store,
@@ -298,27 +275,22 @@ class Runs:
             limits=self._config.run,
             position=recovered.snapshot_position,
         )
-        watchdog = Watchdog(driver, self._fleet, self._clock)
-        tasks = (
-            asyncio.create_task(keeper.run(), name=f"{run} housekeeping"),
-            asyncio.create_task(watchdog.run(), name=f"{run} watchdog"),
-        )
-        for task in tasks:
-            task.add_done_callback(lambda task: _task_ended(task, driver))
-        return _Led(driver, keeper, tasks, self._clock.monotonic_s())
+        led = _Led(driver, keeper, self._clock.monotonic_s())
+        led.spawn(keeper.run, "housekeeping")
+        led.spawn(Watchdog(driver, self._fleet, self._clock).run, "watchdog")
+        return led
 
-    def _make_driver(self, run: str, recovered: Recovered, streams: OpenStreams, store: SnapshotStore) -> RunDriver:
-        core = Core(recovered.state)
+    def _make_driver(self, run: str, streams: OpenStreams, store: SnapshotStore) -> RunDriver:
+        core = Core()
 
-        async def restore() -> State:
-            return (await recover(streams.ledger, store)).state
+        async def restore() -> Recovered:
+            recovered = await recover(streams.ledger, store)
+            if recovered.state.ended:
+                await self._storage.shrink(run)  # with room in its ledger again
+            return recovered
 
         ledger = Ledger(
-            streams.ledger,
-            head=recovered.head,
-            ids=self._ids,
-            clock=self._clock,
-            append_s_max=self._config.run.append_s_max,
+            streams.ledger, head=EMPTY, ids=self._ids, clock=self._clock, append_s_max=self._config.run.append_s_max
         )
         return RunDriver(
             run,
@@ -329,28 +301,23 @@ class Runs:
             limits=self._config.run,
             restore=restore,
             on_failure=self._on_failure,
-            on_bug=self._met_bug,
+            on_lost=self._lose,
             on_live=self._live_changed,
         )
 
     def _effects(self, core: Core, inbox: RunDriver, dead: StreamLog) -> Effects:
         return Effects(core, inbox, self._outside, dead, clock=self._clock, ids=self._ids, limits=self._config.run)
 
-    def _met_bug(self, driver: RunDriver, cause: str) -> None:
-        """Recover the run without it; a request that comes meanwhile waits for that."""
-        led = self._led.get(driver.run)
-        if led is None or led.driver is not driver or self._closed:
+    def _lose(self, driver: RunDriver, error: Internal) -> None:
+        led = self._led.pop(driver.run, None)
+        if led is None:
             return
-        self._bugs[driver.run] = (self._led.pop(driver.run), cause)
-        task = asyncio.create_task(self._after_bug(driver.run), name=f"{driver.run} recovery")
-        self._recovering.add(task)
-        task.add_done_callback(self._recovering.discard)
-
-    async def _after_bug(self, run: str) -> None:
-        try:
-            await self.get(run)
-        except MeshError as error:
-            _log.error("run %s cannot be led any more: %s", run, error)
+        _log.error("%s", error)
+        self._lost[driver.run] = str(error)
+        self._live_changed()
+        task = asyncio.create_task(led.stop(), name=f"{driver.run} stop")
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
 
     def _live_changed(self) -> None:
         self._changed.set()
@@ -362,8 +329,3 @@ def _how_it_ended(core: Core, head: LedgerHead) -> Ended | None:
     if not core.state.ended or core.volatile.batch_deadlines:
         return None
     return Ended(reason=core.state.ended, position=head.position, goal=weight_goal(core))
-
-
-def _task_ended(task: asyncio.Task[None], driver: RunDriver) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        driver.broken(error)
