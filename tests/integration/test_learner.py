@@ -325,6 +325,17 @@ async def test_an_unreadable_payload_costs_its_own_sample_only(tmp_path: Path) -
     assert read_metrics(Path(settings.directory) / "metrics.jsonl")[1].metrics["dropped/UNREADABLE"] == 1.0
 
 
+async def test_a_payload_that_contradicts_its_metadata_is_dropped_with_its_own_reason(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    async with RunningWorld(tmp_path) as running:
+        running.world.restamp = {"g0.1": 7}
+        await train(running, settings)
+        assert running.world.commits[1].dropped == {"g0.1": "METADATA_MISMATCH"}
+    metrics = read_metrics(Path(settings.directory) / "metrics.jsonl")[1].metrics
+    assert metrics["dropped/METADATA_MISMATCH"] == 1.0
+    assert "dropped/UNREADABLE" not in metrics
+
+
 async def test_a_non_finite_update_is_committed_as_skipped_and_leaves_the_weights(tmp_path: Path) -> None:
     settings = config(tmp_path, engine_options={"non_finite_updates": [3]})
     async with RunningWorld(tmp_path) as running:

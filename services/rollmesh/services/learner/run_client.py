@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from rollmesh.services.learner.engine import StepResult
-from rollmesh.services.learner.source import UNREADABLE, BatchAssembler, Fetched
+from rollmesh.services.learner.source import BatchAssembler, Fetched
 from rollmesh.shared.clients.trainer import Committed, TrainerClient
 from rollmesh.shared.codec.trajectory import decode_group_context
 from rollmesh.shared.telemetry.tracing import now_ns
@@ -63,10 +63,10 @@ class RunClient(TrainerClient):
                     await arriving()
         return batch.finish()
 
-    async def commit(self, lease: BatchLease, result: StepResult, unreadable: Sequence[str]) -> Committed:
-        """Commits the update with a disposition for every leased sample.
+    async def commit(self, lease: BatchLease, result: StepResult, unreadable: Mapping[str, str]) -> Committed:
+        """Commits the update with a disposition for every leased sample; those in `unreadable` are dropped with their reasons.
 
         Raises `Fenced`, `LeaseExpired`, `BeyondBound`, `CommitConflict`.
         """
-        fates = {**dict(result.verdicts), **dict.fromkeys(unreadable, UNREADABLE)}
+        fates = {**dict(result.verdicts), **unreadable}
         return await self.commit_update(result.update, lease.lease_id, fates, applied=result.applied)

@@ -7,6 +7,7 @@ A payload that cannot be read costs its own samples, not the run: they are named
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,9 @@ from rollmesh.shared.trajectory import Episode, Sample, Segment, Source, Trainin
 from rollmesh.v1 import run_pb2
 
 UNREADABLE = "UNREADABLE"
-"""Reason of samples whose payload is malformed, or does not hold them as the lease says."""
+"""Reason of samples whose payload is malformed, or does not hold them as the lease says. The gateway names other reasons."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Fetched:
 
     samples: list[TrainingSample] = field(default_factory=list)
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Sample id -> what is wrong with it, for people."""
+    """Sample id -> the reason to drop it with."""
     traceparents: tuple[str, ...] = ()
     """Contexts of the episodes that are traced."""
 
@@ -45,12 +48,12 @@ class BatchAssembler:
         """Takes one episode. Samples of it that are not leased are passed over."""
         wanted = [sample_id for sample_id in message.sample_ids if sample_id in self._leased]
         if message.HasField("failure"):
-            self._unreadable.update(dict.fromkeys(wanted, message.failure.message))
+            self._drop(wanted, message.failure.reason or UNREADABLE, message.failure.message)
             return
         try:
             episode = decode_episode(message.episode)
         except InvalidInput as err:
-            self._unreadable.update(dict.fromkeys(wanted, err.message))
+            self._drop(wanted, UNREADABLE, err.message)
             return
         if episode.traceparent:
             self._traceparents.append(episode.traceparent)
@@ -59,7 +62,7 @@ class BatchAssembler:
             try:
                 self._found[sample_id] = _training_sample(self._leased[sample_id], episode, by_id.get(sample_id))
             except InvalidInput as err:
-                self._unreadable[sample_id] = err.message
+                self._drop([sample_id], UNREADABLE, err.message)
 
     def finish(self) -> Fetched:
         """The whole batch, in the order of the lease. Raises `PayloadLost` if a sample did not arrive at all."""
@@ -71,6 +74,10 @@ class BatchAssembler:
             )
         readable = [self._found[s] for s in self._leased if s in self._found]
         return Fetched(readable, dict(self._unreadable), tuple(self._traceparents))
+
+    def _drop(self, samples: Sequence[str], reason: str, cause: str) -> None:
+        self._unreadable.update(dict.fromkeys(samples, reason))
+        _log.warning("cannot train on %s, dropped as %s: %s", ", ".join(samples), reason, cause)
 
 
 def _training_sample(leased: run_pb2.LeasedSample, episode: Episode, sample: Sample | None) -> TrainingSample:

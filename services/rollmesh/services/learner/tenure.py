@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from rollmesh.services.learner.commands import Commands
@@ -29,7 +29,7 @@ from rollmesh.services.learner.moments import AtMoment, Moment
 from rollmesh.services.learner.progress import Progress
 from rollmesh.services.learner.publisher import Publisher
 from rollmesh.services.learner.run_client import BatchLease, RunClient
-from rollmesh.services.learner.source import UNREADABLE, Fetched
+from rollmesh.services.learner.source import Fetched
 from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateTrace
 from rollmesh.shared.clients.patience import Backoff
 from rollmesh.shared.clients.renewal import Renewal
@@ -175,16 +175,16 @@ class Tenure:
             done = await self._train_and_commit(lease, trace)
         if done is None:
             return
-        result, committed, num_unreadable = done
+        result, committed, unreadable = done
         self._record(result, committed)
         await parts.at(Moment.COMMITTED)
         await self._save_and_publish_when_due()
-        self._report(result, num_unreadable=num_unreadable)
+        self._report(result, unreadable)
 
     async def _train_and_commit(
         self, lease: BatchLease, trace: UpdateTrace
-    ) -> tuple[StepResult, Committed, int] | None:
-        """What came of it, and the number of unreadable samples; None if the batch was given back."""
+    ) -> tuple[StepResult, Committed, Mapping[str, str]] | None:
+        """What came of it, and the reasons of unreadable samples; None if the batch was given back."""
         parts = self._parts
         async with Renewal(parts.client.renew, lease.lease_id, lease_s=lease.lease_s, clock=parts.clock) as renewal:
             fetched = await self._fetch(lease)
@@ -196,8 +196,8 @@ class Tenure:
             renewal.check()
             await parts.at(Moment.STEPPED)
             with parts.progress.during("commit"), trace.part(COMMIT):
-                committed = await parts.client.commit(lease, result, list(fetched.unreadable))
-        return result, committed, len(fetched.unreadable)
+                committed = await parts.client.commit(lease, result, fetched.unreadable)
+        return result, committed, fetched.unreadable
 
     async def _fetch(self, lease: BatchLease) -> Fetched | None:
         """The samples, or None if a payload is lost: the batch is given back then, to be leased again without it."""
@@ -268,14 +268,12 @@ class Tenure:
         take, position = self._parts.data_snapshot, self._head.position
         return b"" if take is None else await self._parts.client.persist(lambda: take(position))
 
-    def _report(self, result: StepResult, *, num_unreadable: int) -> None:
+    def _report(self, result: StepResult, unreadable: Mapping[str, str]) -> None:
         parts = self._parts
         dropped: dict[str, float] = {}
-        for _, reason in result.verdicts:
+        for reason in (*(reason for _, reason in result.verdicts), *unreadable.values()):
             if reason is not None:
                 dropped[f"dropped/{reason}"] = dropped.get(f"dropped/{reason}", 0.0) + 1.0
-        if num_unreadable:
-            dropped[f"dropped/{UNREADABLE}"] = float(num_unreadable)
         parts.progress.metrics = {**result.metrics, **dropped}
         parts.metrics.append(
             update=result.update,
