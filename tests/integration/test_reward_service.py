@@ -60,9 +60,8 @@ def episode(said: str, *, oracle_ref: str = "calc:6*7", num_samples: int = 1) ->
         key=types_pb2.EpisodeKey(run="r", task="t", group="g0", episode="g0.0", attempt=1),
         task=types_pb2.Task(task_id="t", oracle_ref=oracle_ref),
         views=[view(said) for _ in range(num_samples)],
-        samples=[types_pb2.Sample(sample_id=f"s{i}") for i in range(num_samples)],
+        samples=[types_pb2.Sample(sample_id=f"s{i}", finish=types_pb2.FINISH_REASON_STOP) for i in range(num_samples)],
         num_action_tokens=[8] * num_samples,
-        finishes=[types_pb2.FINISH_REASON_STOP] * num_samples,
     )
 
 
@@ -174,12 +173,12 @@ async def test_bad_requests_name_the_field() -> None:
     del no_samples.samples[:]
     no_task.ClearField("task")
     uneven.num_action_tokens.append(1)
-    unknown.finishes[0] = 99  # type: ignore[call-overload]
+    unknown.samples[0].finish = 99  # type: ignore[assignment]
     cases = {
         r"items\[0\].samples": request(no_samples),
         r"items\[1\].task": request(episode("x"), no_task),
         r"items\[0\].num_action_tokens": request(uneven),
-        r"items\[0\].finishes": request(unknown),
+        r"items\[0\].samples\[0\].finish": request(unknown),
         "items` has 257": request(*[episode("x")] * 257),
     }
     async with serving({}) as stub:

@@ -28,6 +28,7 @@ from rollmesh.shared.codec.trajectory import episode_from_bytes
 from rollmesh.shared.errors import UnknownNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
+from rollmesh.shared.trajectory import text_view
 from rollmesh.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,
@@ -246,7 +247,8 @@ async def test_episodes_go_the_whole_way_and_leave_nothing(mesh: Mesh) -> None:
         record = await mesh.samples.read(report.payload.sequence)
         episode = episode_from_bytes(record.payload)
         assert episode.key.episode == report.key.episode
-        assert [m.content for m in episode.messages if m.role == "tool"] == ["84", "54"]
+        text = text_view(episode.path_segments(episode.samples[0]))
+        assert [m.content for m in text if m.role == "tool"] == ["84", "54"]
         assert [(r.name, r.value) for r in episode.samples[0].rewards] == [("correct", 1.0)]
         assert [(s.step, s.num_tokens > 0) for s in report.samples[0].steps] == [(3, True)]
     counts = mesh.sandbox.core.sessions.counts()

@@ -58,7 +58,6 @@ class ScoreItem(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     NUM_ACTION_TOKENS_FIELD_NUMBER: _builtins.int
-    FINISHES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     VIEWS_FIELD_NUMBER: _builtins.int
     traceparent: _builtins.str
@@ -73,15 +72,11 @@ class ScoreItem(_message.Message):
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Sample]:
-        """Samples to score: sample_id, leaf, role."""
+        """Samples to score: sample_id, leaf, role, finish."""
 
     @_builtins.property
     def num_action_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Number of sampled tokens per sample, in the order of `samples`."""
-
-    @_builtins.property
-    def finishes(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.FinishReason.ValueType]:
-        """Finish reason of each sample's last action, in the order of `samples`."""
 
     @_builtins.property
     def views(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextView]:
@@ -94,13 +89,12 @@ class ScoreItem(_message.Message):
         task: _types_pb2.Task | None = ...,
         samples: _abc.Iterable[_types_pb2.Sample] | None = ...,
         num_action_tokens: _abc.Iterable[_builtins.int] | None = ...,
-        finishes: _abc.Iterable[_types_pb2.FinishReason.ValueType] | None = ...,
         traceparent: _builtins.str = ...,
         views: _abc.Iterable[Global___TextView] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finishes", b"finishes", "key", b"key", "num_action_tokens", b"num_action_tokens", "samples", b"samples", "task", b"task", "traceparent", b"traceparent", "views", b"views"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "num_action_tokens", b"num_action_tokens", "samples", b"samples", "task", b"task", "traceparent", b"traceparent", "views", b"views"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

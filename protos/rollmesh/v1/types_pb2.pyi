@@ -453,6 +453,7 @@ class Segment(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     ARRAYS_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     parent: _builtins.int
     """Index of the parent segment in Episode.segments, always smaller than this one's; -1 is a root."""
     role: Global___SegmentRole.ValueType
@@ -489,6 +490,13 @@ class Segment(_message.Message):
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaRef]:
         """Pictures, audio, video in this span."""
 
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
+        """Text of the turns that end with this segment, for people and scorers; never to be encoded again. The messages of a sample's path
+        in order are its conversation, where the text that a policy sampled after a forced beginning (an ACTION segment of another source)
+        belongs to the same message.
+        """
+
     def __init__(
         self,
         *,
@@ -505,10 +513,11 @@ class Segment(_message.Message):
         finish: Global___FinishReason.ValueType = ...,
         arrays: _abc.Mapping[_builtins.str, Global___TokenArray] | None = ...,
         media: _abc.Iterable[Global___MediaRef] | None = ...,
+        messages: _abc.Iterable[Global___Message] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrays", b"arrays", "finish", b"finish", "kv_step_oldest", b"kv_step_oldest", "logprobs", b"logprobs", "logprobs_model", b"logprobs_model", "loss_mask", b"loss_mask", "media", b"media", "parent", b"parent", "role", b"role", "sampling", b"sampling", "source", b"source", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrays", b"arrays", "finish", b"finish", "kv_step_oldest", b"kv_step_oldest", "logprobs", b"logprobs", "logprobs_model", b"logprobs_model", "loss_mask", b"loss_mask", "media", b"media", "messages", b"messages", "parent", b"parent", "role", b"role", "sampling", b"sampling", "source", b"source", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -571,6 +580,7 @@ class Sample(_message.Message):
     REWARDS_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     TRAINABLE_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """Unique in the run."""
     leaf: _builtins.int
@@ -583,6 +593,8 @@ class Sample(_message.Message):
     """Weight in the loss, finite and >= 0."""
     trainable: _builtins.bool
     """False for samples that only inform the group baseline."""
+    finish: Global___FinishReason.ValueType
+    """Why it ended: the finish reason of its last action, or LENGTH where a limit of the episode ended it."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
         """Named rewards."""
@@ -597,10 +609,11 @@ class Sample(_message.Message):
         rewards: _abc.Iterable[Global___Reward] | None = ...,
         weight: _builtins.float = ...,
         trainable: _builtins.bool = ...,
+        finish: Global___FinishReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leaf", b"leaf", "policy", b"policy", "rewards", b"rewards", "role", b"role", "sample_id", b"sample_id", "trainable", b"trainable", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "leaf", b"leaf", "policy", b"policy", "rewards", b"rewards", "role", b"role", "sample_id", b"sample_id", "trainable", b"trainable", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -701,7 +714,6 @@ class Episode(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
-    MESSAGES_FIELD_NUMBER: _builtins.int
     STAGE_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     purpose: Global___Purpose.ValueType
@@ -725,10 +737,6 @@ class Episode(_message.Message):
         """What it yields."""
 
     @_builtins.property
-    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
-        """Text view of the main path."""
-
-    @_builtins.property
     def stage_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Seconds per stage: "init", "run", "generate", "tool", "score"."""
 
@@ -740,13 +748,12 @@ class Episode(_message.Message):
         segments: _abc.Iterable[Global___Segment] | None = ...,
         sampling_params: _abc.Iterable[Global___SamplingParams] | None = ...,
         samples: _abc.Iterable[Global___Sample] | None = ...,
-        messages: _abc.Iterable[Global___Message] | None = ...,
         stage_s: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "messages", b"messages", "purpose", b"purpose", "samples", b"samples", "sampling_params", b"sampling_params", "segments", b"segments", "stage_s", b"stage_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "purpose", b"purpose", "samples", b"samples", "sampling_params", b"sampling_params", "segments", b"segments", "stage_s", b"stage_s", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,8 +7,8 @@ Converted to and from protobuf in `rollmesh.shared.codec.trajectory`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -96,6 +96,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Text view of a turn, for people and judges; never the source of trained tokens."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A span of tokens with one author and, if sampled, one set of weights.
 
@@ -118,6 +126,8 @@ class Segment:
     sampling: int = -1
     """Index into `Episode.sampling_params`; -1 where nothing was sampled."""
     finish: FinishReason = FinishReason.UNFINISHED
+    messages: tuple[Message, ...] = ()
+    """Text of the turns that end with this segment; `text_view` joins those of a path."""
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +164,8 @@ class Sample:
     weight: float = 1.0
     """Factor of its tokens in the loss. Tokens shared with another sample of the episode are trained in both."""
     trainable: bool = True
+    finish: FinishReason = FinishReason.UNFINISHED
+    """Why it ended: as its last action did, or LENGTH where a limit of the episode ended it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,14 +180,6 @@ class EpisodeKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
-    """Text view of a turn, for people and judges; never the source of trained tokens."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
     """One run of an agent on a task: what the sample stream carries."""
 
@@ -184,7 +188,6 @@ class Episode:
     segments: tuple[Segment, ...] = ()
     sampling_params: tuple[SamplingParams, ...] = ()
     samples: tuple[Sample, ...] = ()
-    messages: tuple[Message, ...] = ()
     stage_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds spent per stage: init, run, generate, tool, score."""
     traceparent: str = ""
@@ -206,6 +209,19 @@ class Episode:
     def oldest_step(self, sample: Sample) -> int | None:
         """Oldest step among the sample's trained POLICY tokens of its own policy; None if it trains on none."""
         return oldest_trained_step(self.path_segments(sample), policy=sample.policy)
+
+
+def text_view(path: Iterable[Segment]) -> tuple[Message, ...]:
+    """The text of a path. A forced beginning of an answer and what was sampled after it are one message."""
+    view: list[Message] = []
+    forced = False
+    for segment in path:
+        for message in segment.messages:
+            continued = forced and segment.role is Role.ACTION
+            beginning = view.pop().content if continued else ""
+            view.append(replace(message, content=beginning + message.content))
+            forced = segment.role is Role.ACTION and segment.source is not Source.POLICY
+    return tuple(view)
 
 
 def oldest_trained_step(segments: Sequence[Segment], *, policy: str) -> int | None:

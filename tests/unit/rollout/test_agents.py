@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rollmesh.services.cli.samples import encode_sample_line, sample_lines
+from rollmesh.services.cli.score import score_file
 from rollmesh.services.rollout.agent import LimitReached, Task, load_agent
 from rollmesh.services.rollout.agents.single_turn import SingleTurnAgent
 from rollmesh.services.rollout.agents.tool_calling import ToolCall, parse_call
@@ -17,8 +20,9 @@ from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.testing import DEMO_FORMAT, LocalMesh, lease
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
 from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.codec.trajectory import encode_episode
 from rollmesh.shared.errors import ConfigError, EngineFailed, SandboxFailed, StaleWeights
-from rollmesh.shared.trajectory import Episode, FinishReason, Message, Outcome, Purpose, Reward, Role, Source
+from rollmesh.shared.trajectory import Episode, FinishReason, Message, Outcome, Purpose, Reward, Role, Source, text_view
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
@@ -56,6 +60,10 @@ def tokens_of(episode: Episode) -> list[int]:
     return [int(i) for segment in episode.path_segments(episode.samples[0]) for i in segment.token_ids]
 
 
+def spoken(episode: Episode) -> tuple[Message, ...]:
+    return text_view(episode.path_segments(episode.samples[0]))
+
+
 async def test_tool_calling_records_the_exact_conversation() -> None:
     mesh = tool_mesh()
     episode = await finished(mesh, messages=["1+2+3"], tools=["calculator"])
@@ -66,7 +74,7 @@ async def test_tool_calling_records_the_exact_conversation() -> None:
     )
     roles = [segment.role for segment in episode.segments]
     assert roles == [Role.CONTEXT, Role.ACTION, Role.OBSERVATION, Role.ACTION, Role.OBSERVATION, Role.ACTION]
-    assert [message.role for message in episode.messages] == [
+    assert [message.role for message in spoken(episode)] == [
         "user",
         "assistant",
         "tool",
@@ -74,7 +82,7 @@ async def test_tool_calling_records_the_exact_conversation() -> None:
         "tool",
         "assistant",
     ]
-    assert episode.messages[-1].content == "<answer>6</answer>"
+    assert spoken(episode)[-1].content == "<answer>6</answer>"
     assert [reward.value for reward in episode.samples[0].rewards] == [1.0]
 
 
@@ -130,7 +138,7 @@ async def test_unknown_tool_and_broken_json_are_answered_to_the_model() -> None:
     )
     mesh = tool_mesh(lambda text: next(said), config=RolloutConfig(format=FormatConfig(tool_call_body="json")))
     episode = await finished(mesh, tools=["calculator"])
-    observed = [message.content for message in episode.messages if message.role == "tool"]
+    observed = [message.content for message in spoken(episode) if message.role == "tool"]
     assert observed[0] == "error: there is no tool 'rm'; tools: calculator"
     assert observed[1].startswith("error: a tool call is a JSON object")
     assert observed[2] == "3"
@@ -156,7 +164,7 @@ async def test_a_session_used_up_by_the_model_is_opened_again() -> None:
     said = iter(["<tool_call>1</tool_call><|end|>"] * 2 + ["<answer>3</answer><|end|>"])
     mesh = LocalMesh(script=lambda text: next(said), functions={"call": lambda text: next(answers)})
     episode = await finished(mesh, tools=["calculator"])
-    assert [m.content for m in episode.messages if m.role == "tool"] == ["error: time limit of 2 s", "3"]
+    assert [m.content for m in spoken(episode) if m.role == "tool"] == ["error: time limit of 2 s", "3"]
     assert mesh.sandbox.num_opened == 2
     assert len(set(mesh.sandbox.session_ids)) == 2
 
@@ -181,7 +189,8 @@ async def test_a_limit_completes_the_episode_with_finish_length(limits: LimitsCo
     episode = await finished(mesh, tools=["calculator"])
     actions = [s for s in episode.segments if s.role is Role.ACTION]
     assert len(actions) == num_turns
-    assert list(mesh.scorer.items[0].finishes) == [types_pb2.FINISH_REASON_LENGTH]
+    assert [sample.finish for sample in mesh.scorer.items[0].samples] == [types_pb2.FINISH_REASON_LENGTH]
+    assert [sample.finish for sample in episode.samples] == [FinishReason.LENGTH], "the payload says so, too"
     assert episode.path(episode.samples[0].leaf)[-1] == episode.segments.index(actions[-1])
 
 
@@ -210,7 +219,7 @@ async def test_an_agent_that_swallows_the_limit_gets_no_further() -> None:
     mesh = tool_mesh(endless, config=RolloutConfig(limits=LimitsConfig(turns_max=2)))
     episode = await finished(mesh, Stubborn())
     assert len([s for s in episode.segments if s.role is Role.ACTION]) == 2
-    assert list(mesh.scorer.items[0].finishes) == [types_pb2.FINISH_REASON_LENGTH]
+    assert [sample.finish for sample in mesh.scorer.items[0].samples] == [types_pb2.FINISH_REASON_LENGTH]
 
 
 async def test_time_over_in_the_middle_of_a_turn_keeps_what_was_sampled() -> None:
@@ -223,7 +232,7 @@ async def test_time_over_in_the_middle_of_a_turn_keeps_what_was_sampled() -> Non
     assert report.outcome == COMPLETED
     last = mesh.samples.episodes[0].segments[-1]
     assert (last.num_tokens, last.num_trainable, last.finish) == (1, 1, FinishReason.CANCELLED)
-    assert list(mesh.scorer.items[0].finishes) == [types_pb2.FINISH_REASON_LENGTH]
+    assert [sample.finish for sample in mesh.scorer.items[0].samples] == [types_pb2.FINISH_REASON_LENGTH]
     assert mesh.num_open == 0
 
 
@@ -357,6 +366,35 @@ async def test_each_line_is_scored_on_its_own_text() -> None:
     mesh = tool_mesh(lambda text: "<answer>3</answer><|end|>" if "right" in text else "no idea<|end|>")
     episode = await finished(mesh, Forks())
     assert [sample.rewards[0].value for sample in episode.samples] == [1.0, 0.0]
+
+
+async def test_a_sample_line_is_scored_again_on_its_own_text_and_finish(tmp_path: Path) -> None:
+    class Forks:
+        async def run(self, task: Task, env: Environment) -> None:
+            other = await env.fork()
+            env.observe("right")
+            other.observe("wrong")
+            for line in (env, other):
+                await line.generate()
+
+    (tmp_path / "judge.py").write_text(
+        "class Judge:\n    async def score(self, item):\n"
+        "        return float('right' in item.messages[1].content) + 2 * (item.finish.name == 'LENGTH')\n"
+    )
+    (tmp_path / "mine.yaml").write_text("reward: {scorers: [{scorer: 'judge.py:Judge', name: correct}]}\n")
+    mesh = tool_mesh(lambda text: "<answer>3</answer><|end|>")
+    found = await finished(mesh, Forks())
+    cut = replace(found, samples=tuple(replace(sample, finish=FinishReason.LENGTH) for sample in found.samples))
+    lines = [
+        line
+        for episode in (found, cut)
+        for line in sample_lines(encode_episode(episode), types_pb2.Task(task_id="t", oracle_ref="calc:1+2"))
+    ]
+    views = [[(m.role, m.content) for m in view.messages] for view in mesh.scorer.items[0].views]
+    assert [[(m.role, m.content) for m in line.messages] for line in lines] == views * 2
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(encode_sample_line(line) for line in lines))
+    report = await asyncio.to_thread(score_file, tmp_path / "samples.jsonl", tmp_path / "mine.yaml", [])
+    assert [line.rewards[0].value for line in report.lines] == [1.0, 0.0, 3.0, 2.0]
 
 
 async def test_appended_tokens_are_read_by_scorers_and_do_not_count_as_sampled() -> None:

@@ -27,9 +27,9 @@ def version(step: int, *, incarnation: int = 0, policy: str = "main") -> PolicyV
     return PolicyVersion(policy=policy, step=step, incarnation=incarnation, weights_digest="ab" * 32)
 
 
-def given(parent: int, tokens: list[int], source: Source = Source.PROMPT) -> Segment:
+def given(parent: int, tokens: list[int], source: Source = Source.PROMPT, *messages: Message) -> Segment:
     role = Role.OBSERVATION if source is Source.TOOL else Role.CONTEXT
-    return Segment(parent=parent, role=role, source=source, token_ids=np.array(tokens, np.int32))
+    return Segment(parent=parent, role=role, source=source, token_ids=np.array(tokens, np.int32), messages=messages)
 
 
 def sampled(parent: int, tokens: list[int], step: int, *, source: Source = Source.POLICY, masked: int = 0) -> Segment:
@@ -56,7 +56,13 @@ def rich_episode() -> Episode:
         key=KEY,
         purpose=Purpose.TRAIN,
         segments=(
-            given(-1, [1, 2, 3]),
+            given(
+                -1,
+                [1, 2, 3],
+                Source.PROMPT,
+                Message(role="system", content="é"),
+                Message(role="user", content="6 * 7?"),
+            ),
             sampled(0, [10, 11], 3),
             sampled(1, [12, 13, 14], 4, masked=1),
             given(2, [20, 21], Source.TOOL),
@@ -79,6 +85,7 @@ def rich_episode() -> Episode:
             Sample(
                 sample_id="e9.0",
                 leaf=4,
+                finish=FinishReason.LENGTH,
                 rewards=(
                     Reward(name="correct", value=1.0, scorer="exact@1", evidence="42 == 42"),
                     Reward(name="format", value=-0.5, segment=1, scorer="format@2"),
@@ -88,7 +95,6 @@ def rich_episode() -> Episode:
             ),
             Sample(sample_id="e9.1", leaf=5, role="critic", policy="critic", weight=0.25, trainable=False),
         ),
-        messages=(Message(role="user", content="6 * 7?"), Message(role="assistant", content="42")),
         stage_s={"init": 0.125, "run": 2.5, "score": 0.25},
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     )

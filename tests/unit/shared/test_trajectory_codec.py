@@ -101,6 +101,7 @@ def segments(draw: st.DrawFn, index: int) -> domain.Segment:
         kv_step_oldest=draw(st.integers(0, version.step)) if version else None,
         sampling=0 if is_sampled else -1,
         finish=draw(st.sampled_from(domain.FinishReason)),
+        messages=tuple(domain.Message(role="user", content=c) for c in draw(st.lists(texts, max_size=2))),
     )
 
 
@@ -117,7 +118,6 @@ def any_episode(draw: st.DrawFn) -> domain.Episode:
             domain.Sample(sample_id=f"s{i}", leaf=leaf, role=draw(texts), policy=draw(names), rewards=draw(rewards))
             for i, leaf in enumerate(leaves)
         ),
-        messages=tuple(domain.Message(role="user", content=c) for c in draw(st.lists(texts, max_size=2))),
         stage_s=draw(st.dictionaries(names, st.floats(0, 1e6), max_size=2)),
         traceparent=draw(texts),
     )

@@ -90,9 +90,9 @@ class DirectScorer:
                 messages=tuple(Message(role=m.role, content=m.content) for m in view.messages),
                 sample_id=sample.sample_id,
                 leaf=sample.leaf,
-                finish=FinishReason(finish),
+                finish=FinishReason(sample.finish),
             )
-            for sample, view, finish in zip(item.samples, item.views, item.finishes, strict=True)
+            for sample, view in zip(item.samples, item.views, strict=True)
         ]
         return await self._engine.score(views)
 

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from rollmesh.shared.codec.trajectory import decode_episode
-from rollmesh.shared.trajectory import Episode, Outcome, Reward, Role, Sample, Segment
+from rollmesh.shared.trajectory import Episode, FinishReason, Outcome, Reward, Role, Sample, Segment, text_view
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import types_pb2
 
@@ -95,9 +95,11 @@ class SampleLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     policy: str = "main"
     trainable: bool = True
     weight: float = 1.0
+    finish: str = ""
+    """stop or length, which is also that of a sample that a limit of the episode ended; empty: that of its last action."""
     num_tokens: int = 0
     messages: list[MessageLine] = []
-    """Text view of the episode's main path."""
+    """Text view of the sample's own path: what scorers see."""
     rewards: list[RewardLine] = []
     segments: list[SegmentLine] = []
     sampling: list[SamplingLine] = []
@@ -155,9 +157,10 @@ def _line(episode: Episode, sample: Sample, task: types_pb2.Task) -> SampleLine:
         role=sample.role,
         policy=sample.policy,
         trainable=sample.trainable,
+        finish=sample.finish.name.lower() if sample.finish is not FinishReason.UNFINISHED else "",
         weight=sample.weight,
         num_tokens=sum(segment.num_tokens for segment in path),
-        messages=[MessageLine(role=m.role, content=m.content) for m in episode.messages],
+        messages=[MessageLine(role=m.role, content=m.content) for m in text_view(path)],
         rewards=reward_lines(sample.rewards),
         segments=[_segment(segment) for segment in path],
         sampling=[

@@ -16,7 +16,15 @@ import msgspec
 
 from rollmesh.services.cli.config import load_train_config
 from rollmesh.services.cli.run_folder import RunFolder
-from rollmesh.services.cli.samples import ACTION, MessageLine, RewardLine, SampleLine, mean_rewards, reward_lines
+from rollmesh.services.cli.samples import (
+    ACTION,
+    MessageLine,
+    RewardLine,
+    SampleLine,
+    SegmentLine,
+    mean_rewards,
+    reward_lines,
+)
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import Split, Task, TaskPool
 from rollmesh.services.mesh.parts import reward_config
@@ -142,8 +150,13 @@ def _item(record: Record, tasks: _Tasks, oracles: Oracles) -> ScoreItem:
         sample_id=sample.sample_id,
         role=sample.role,
         num_action_tokens=sum(len(s.token_ids) for s in actions if s.source == Source.POLICY.name.lower()),
-        finish=FinishReason[actions[-1].finish.upper()] if actions else FinishReason.STOP,
+        finish=_finish(sample, actions),
     )
+
+
+def _finish(sample: SampleLine, actions: Sequence[SegmentLine]) -> FinishReason:
+    named = sample.finish or (actions[-1].finish if actions else FinishReason.STOP.name)
+    return FinishReason[named.upper()]
 
 
 def _view(sample: SampleLine, known: Task | None) -> TaskView:
@@ -162,6 +175,8 @@ def _sample(record: Record) -> SampleLine:
         missing = re.search(r"missing required field `(\w+)`", cause)
         field = place.rstrip("`") or (missing[1] if missing else "")
         raise record.error(cause[:1].lower() + cause[1:], field) from err
+    if sample.finish and sample.finish.upper() not in FinishReason.__members__:
+        raise record.error(f"is {sample.finish!r}, no finish reason", "finish")
     for number, segment in enumerate(sample.segments):
         if segment.role == ACTION and segment.finish.upper() not in FinishReason.__members__:
             raise record.error(f"is {segment.finish!r}, no finish reason", f"segments[{number}].finish")

@@ -80,9 +80,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
         key = decode_key(item.key, f"{field}.key")
         task = _task_view(item.task)
         answer_key = self._engine.oracles.resolve(item.task.oracle_ref)
-        for sample, view, num_tokens, finish in zip(
-            item.samples, item.views, item.num_action_tokens, item.finishes, strict=True
-        ):
+        for sample, view, num_tokens in zip(item.samples, item.views, item.num_action_tokens, strict=True):
             yield ScoreItem(
                 key=key,
                 task=task,
@@ -92,7 +90,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 leaf=sample.leaf,
                 role=sample.role,
                 num_action_tokens=num_tokens,
-                finish=FinishReason(finish),
+                finish=FinishReason(sample.finish),
             )
 
 
@@ -103,16 +101,15 @@ def _check_item(item: reward_pb2.ScoreItem, field: str) -> None:
         raise _invalid(f"{field}.task", "is missing; send the task as the data service gave it")
     lists: tuple[tuple[str, Sized], ...] = (
         ("num_action_tokens", item.num_action_tokens),
-        ("finishes", item.finishes),
         ("views", item.views),
     )
     for name, values in lists:
         if len(values) != len(item.samples):
             raise _invalid(f"{field}.{name}", f"has {len(values)} entries for {len(item.samples)} samples")
     known = {int(reason) for reason in FinishReason}
-    for finish in item.finishes:
-        if finish not in known:
-            raise _invalid(f"{field}.finishes", f"has the unknown finish reason {finish}")
+    for index, sample in enumerate(item.samples):
+        if sample.finish not in known:
+            raise _invalid(f"{field}.samples[{index}].finish", f"is the unknown finish reason {sample.finish}")
 
 
 def _messages(messages: Iterable[types_pb2.Message]) -> tuple[Message, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollmesh.services.rollout.agent import Agent, LimitReached
 from rollmesh.services.rollout.config import RolloutConfig
@@ -89,7 +89,7 @@ class EpisodeRunner:
         # The sessions are ended here: scoring must not hold jails.
         async with stages.enter(Stage.SCORE, state.stage_s), self._infra_limit("score", limits.score_s_max):
             samples = await self._score(lease, state)
-        episode = _episode(lease, state, samples, env)
+        episode = _episode(lease, state, samples)
         return await self._hand_over(lease, episode)
 
     # INIT -------------------------------------------------------------------------------------------------------------
@@ -174,11 +174,13 @@ class EpisodeRunner:
         marked = state.marked or [
             Sample(sample_id="", leaf=leaf, policy=lease.target.policy) for leaf in recorder.leaves()
         ]
-        samples = numbered_samples(lease.key.episode, marked)
+        samples = [
+            replace(sample, finish=finish_of(recorder.segments[sample.leaf], cut=bool(state.limit)))
+            for sample in numbered_samples(lease.key.episode, marked)
+        ]
         if not samples:
             return ()
-        finishes = [finish_of(recorder.segments[sample.leaf], cut=bool(state.limit)) for sample in samples]
-        item = score_item(lease, samples, recorder, finishes)
+        item = score_item(lease, samples, recorder)
         with boundary("scorer"):
             rewards = await self._parts.scorer.score(lease.key.run, item)
         return scored(samples, rewards)
@@ -220,14 +222,13 @@ def _unfinished(
     return Report(lease_id=lease.lease_id, key=lease.key, outcome=outcome, failure=failure)
 
 
-def _episode(lease: Lease, state: EpisodeState, samples: tuple[Sample, ...], env: Environment) -> Episode:
+def _episode(lease: Lease, state: EpisodeState, samples: tuple[Sample, ...]) -> Episode:
     return Episode(
         key=lease.key,
         purpose=lease.purpose,
         segments=tuple(state.recorder.segments),
         sampling_params=tuple(state.recorder.sampling_params),
         samples=samples,
-        messages=env.messages,
         stage_s=dict(state.stage_s),
         traceparent=tracing.traceparent(),
     )

@@ -25,6 +25,7 @@ from rollmesh.shared.trajectory import (
     SamplingParams,
     Segment,
     Source,
+    text_view,
 )
 
 _MASK64 = 2**64 - 1
@@ -49,7 +50,6 @@ class Recorder:
         self.segments: list[Segment] = []
         self.sampling_params: list[SamplingParams] = []
         self._sampling_index: dict[SamplingParams, int] = {}
-        self._messages: dict[int, tuple[Message, ...]] = {}
         self._root = _Place(seed & _MASK64)
         self._places: list[_Place] = []
 
@@ -58,8 +58,8 @@ class Recorder:
     ) -> int:
         """Records tokens that nobody sampled here; returns their segment."""
         key = self._place(parent).next_key()
-        segment = Segment(parent=parent, role=role, source=source, token_ids=token_ids)
-        return self._append(segment, key, messages)
+        segment = Segment(parent=parent, role=role, source=source, token_ids=token_ids, messages=tuple(messages))
+        return self._append(segment, key)
 
     def draw_key(self, parent: int) -> int:
         """The seed of the next generation below `parent`."""
@@ -71,10 +71,10 @@ class Recorder:
         """Records a generation, a segment per span; returns the last one."""
         assert spans, "a generation has at least one span"
         sampling = self._sampling_of(params)
-        for span in spans:
-            parent = self._append(_sampled(parent, span, sampling, train=train), mix64(params.seed), ())
-        self._messages[parent] = (message,)
-        return parent
+        for span in spans[:-1]:
+            parent = self._append(_sampled(parent, span, sampling, train=train), mix64(params.seed))
+        last = _sampled(parent, spans[-1], sampling, train=train)
+        return self._append(replace(last, messages=(message,)), mix64(params.seed))
 
     def path(self, leaf: int) -> list[int]:
         """Segments from the root to `leaf`."""
@@ -85,17 +85,8 @@ class Recorder:
         return chain[::-1]
 
     def messages(self, leaf: int) -> tuple[Message, ...]:
-        """The text view of the path to `leaf`. A forced beginning of an answer and what was sampled after it are one message."""
-        view: list[Message] = []
-        forced = False
-        for index in self.path(leaf):
-            segment = self.segments[index]
-            for message in self._messages.get(index, ()):
-                continued = forced and segment.role is Role.ACTION
-                beginning = view.pop().content if continued else ""
-                view.append(replace(message, content=beginning + message.content))
-                forced = segment.role is Role.ACTION and segment.source is not Source.POLICY
-        return tuple(view)
+        """The text view of the path to `leaf`."""
+        return text_view(self.segments[index] for index in self.path(leaf))
 
     def leaves(self) -> list[int]:
         """The last action of every path, in order: what follows it teaches nothing, and what it continues is part of it."""
@@ -119,13 +110,11 @@ class Recorder:
         path = (self.segments[i] for i in self.path(sample.leaf))
         return sum(s.num_tokens for s in path if s.role is Role.ACTION and s.source is Source.POLICY)
 
-    def _append(self, segment: Segment, key: int, messages: Sequence[Message]) -> int:
+    def _append(self, segment: Segment, key: int) -> int:
         index = len(self.segments)
         assert ROOT <= segment.parent < index
         self.segments.append(segment)
         self._places.append(_Place(key))
-        if messages:
-            self._messages[index] = tuple(messages)
         return index
 
     def _place(self, parent: int) -> _Place:

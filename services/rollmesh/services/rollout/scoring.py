@@ -19,9 +19,7 @@ def finish_of(segment: Segment, *, cut: bool) -> FinishReason:
     return FinishReason.LENGTH if cut else segment.finish
 
 
-def score_item(
-    lease: Lease, samples: Sequence[Sample], recorder: Recorder, finishes: Sequence[FinishReason]
-) -> reward_pb2.ScoreItem:
+def score_item(lease: Lease, samples: Sequence[Sample], recorder: Recorder) -> reward_pb2.ScoreItem:
     """Every sample is scored on the text of its own path."""
     return reward_pb2.ScoreItem(
         key=encode_key(lease.key),
@@ -29,7 +27,6 @@ def score_item(
         views=[_view(recorder.messages(sample.leaf)) for sample in samples],
         samples=[encode_sample(sample) for sample in samples],
         num_action_tokens=[recorder.num_action_tokens(sample) for sample in samples],
-        finishes=[int(finish) for finish in finishes],  # type: ignore[misc]  # equal by definition; the stub has its own type
     )
 
 

@@ -75,7 +75,6 @@ def encode_episode(episode: Episode) -> types_pb2.Episode:
         segments=[encode_segment(s) for s in episode.segments],
         sampling_params=[encode_sampling_params(p) for p in episode.sampling_params],
         samples=[encode_sample(s) for s in episode.samples],
-        messages=[types_pb2.Message(role=m.role, content=m.content) for m in episode.messages],
         stage_s=dict(episode.stage_s),
         traceparent=episode.traceparent,
     )
@@ -91,7 +90,6 @@ def decode_episode(message: types_pb2.Episode, field: str = "episode") -> Episod
             decode_sampling_params(p, f"{field}.sampling_params[{i}]") for i, p in enumerate(message.sampling_params)
         ),
         samples=tuple(decode_sample(s, f"{field}.samples[{i}]") for i, s in enumerate(message.samples)),
-        messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
         stage_s=dict(message.stage_s),
         traceparent=message.traceparent,
     )
@@ -123,6 +121,7 @@ def encode_segment(segment: Segment) -> types_pb2.Segment:
         token_ids=encode_ints(segment.token_ids),
         sampling=segment.sampling,
         finish=_wire(segment.finish),
+        messages=[types_pb2.Message(role=m.role, content=m.content) for m in segment.messages],
     )
     if segment.logprobs is not None:
         message.logprobs = encode_floats(segment.logprobs)
@@ -160,6 +159,7 @@ def decode_segment(message: types_pb2.Segment, field: str = "segment") -> Segmen
         kv_step_oldest=message.kv_step_oldest if has_version else None,
         sampling=message.sampling,
         finish=_known(FinishReason, message.finish, f"{field}.finish"),
+        messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
     )
 
 
@@ -223,6 +223,7 @@ def encode_sample(sample: Sample) -> types_pb2.Sample:
         rewards=encode_rewards(sample.rewards),
         weight=sample.weight,
         trainable=sample.trainable,
+        finish=_wire(sample.finish),
     )
 
 
@@ -236,6 +237,7 @@ def decode_sample(message: types_pb2.Sample, field: str = "sample") -> Sample:
         rewards=_rewards(message.rewards, f"{field}.rewards"),
         weight=message.weight,
         trainable=message.trainable,
+        finish=_known(FinishReason, message.finish, f"{field}.finish"),
     )
 
 
