@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.records import PayloadRef, SampleMeta, StepSpan
 from rollmesh.services.coordinator.driver import without_purged
+from rollmesh.shared.errors import InfraFailure, InvalidInput, MeshError, Unavailable
 
-from .driver_bench import Bench, bench, settle
+from .driver_bench import LIMITS, Bench, bench, settle
 
 # Calls to others ------------------------------------------------------------------------------------------------------
 
@@ -48,6 +52,30 @@ async def test_a_reward_service_that_is_away_never_decides_by_its_absence() -> N
         await b.clock.run_for(1.0 + 2.0 + 4.0 + 4.0 + 0.1)
         assert [g.phase.name for g in b.core.state.groups.values()] == ["READY"]
         assert b.services.asked.count("finalize g0") == 5
+
+
+@pytest.mark.parametrize("error", [InfraFailure("the scorer broke"), InvalidInput("a bad group")])
+async def test_a_reward_service_that_rejects_a_group_is_asked_finalize_tries_max_times(
+    error: MeshError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times when it was away do not count, before or between the rejections."""
+    async with bench(msgspec.structs.replace(LIMITS, finalize_tries_max=2)) as b:
+        await b.begin()
+        errors = iter([Unavailable("away"), error, Unavailable("away"), error])
+        asked: list[float] = []
+
+        async def rejects(request: object) -> None:
+            asked.append(b.clock.monotonic_s())
+            raise next(errors)
+
+        monkeypatch.setattr(b.services, "finalize_group", rejects)
+        await _score_all(b, (await b.acquire()).leases)
+        for _ in range(4):
+            await b.clock.run_for(LIMITS.backoff_s_max)
+        assert len(asked) == 4
+        assert not b.core.state.groups
+        assert b.core.state.accounts.reasons["failed/NOT_FINALIZED"] == 2
+        assert not b.core.volatile.finalizing
 
 
 async def test_a_group_that_vanished_settles_its_question() -> None:
