@@ -13,7 +13,7 @@ simulator alike, and it never decides.
 | records.py  | values that facts and state share: spec, task, rewards, sample metadata                 |
 | facts.py    | what can become true; mirrors `rollmesh/v1/events.proto`                                |
 | state.py    | what is true: groups, episodes, samples, policy clocks, accounts                        |
-| apply.py    | fact -> state                                                                          |
+| apply.py    | fact -> state, with the changes of groups in group_changes.py                          |
 | bound.py    | the staleness bound and admission: the arithmetic of docs/staleness.md                  |
 | rollouts.py | decisions about groups and episodes                                                    |
 | reports.py  | decisions about reports of finished episodes                                           |

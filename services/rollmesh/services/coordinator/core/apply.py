@@ -5,18 +5,25 @@ Assertions here say what only a bug or a foreign ledger could break; `audit` rel
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import singledispatch
 
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import Bound, GroupDecision, Purpose, Reward, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.group_changes import (
+    add_episodes,
+    close_eval_episode,
+    count_eval,
+    end_sample,
+    end_samples,
+    finish,
+    open_eval,
+    settle,
+)
+from rollmesh.services.coordinator.core.records import Bound, GroupDecision, Purpose, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import (
     VERSIONS_KEPT_MAX,
     BatchState,
-    EpisodeState,
     EpisodeStatus,
-    EvalState,
     GroupPhase,
     GroupState,
     PolicyClock,
@@ -30,7 +37,6 @@ from rollmesh.services.coordinator.core.state import (
 
 UPDATES_KEPT_MAX = 4096
 """Digests kept for roll-back; a checkpoint older than this many updates can no longer be attached."""
-EVALS_KEPT_MAX = 1000
 REFUSED_KEPT_MAX = 100
 RELEASED_KEPT_MAX = 1024
 """Released leases remembered, so that a repeated release is recognized."""
@@ -77,42 +83,18 @@ def _(fact: f.GroupReserved, state: State) -> None:
     state.groups[fact.group] = group
     state.replays = [replay for replay in state.replays if not fact.dead_id or replay.dead_id != fact.dead_id]
     if fact.purpose is Purpose.EVAL:
-        _open_eval(state, fact)
+        open_eval(state, fact)
     else:
         state.num_groups += 1
         state.next_draw = max(state.next_draw, fact.draw + 1)
-    _add_episodes(state, group, fact.num_episodes)
-
-
-def _open_eval(state: State, fact: f.GroupReserved) -> None:
-    found = eval_of(state, fact.step_min, fact.incarnation_min)
-    if found is None:
-        found = EvalState(step=fact.step_min, incarnation=fact.incarnation_min, split=fact.task.split)
-        state.evals.append(found)
-        del state.evals[:-EVALS_KEPT_MAX]
-    found.num_reserved += fact.num_episodes
-    found.num_open += fact.num_episodes
-
-
-def eval_of(state: State, step: int, incarnation: int) -> EvalState | None:
-    return next((e for e in state.evals if (e.step, e.incarnation) == (step, incarnation)), None)
-
-
-def _add_episodes(state: State, group: GroupState, num: int) -> None:
-    first = len(group.episodes)
-    for index in range(first, first + num):
-        episode = EpisodeState(episode=f"{group.group}.{index}")
-        group.episodes[episode.episode] = episode
-        state.pending_of(group.purpose).append((group.group, episode.episode))
-    group.num_unfinished += num
-    state.accounts_of(group.purpose).reserve(num)
+    add_episodes(state, group, fact.num_episodes)
 
 
 @_apply.register
 def _(fact: f.EpisodesAdded, state: State) -> None:
     group = state.groups[fact.group]
     group.phase = GroupPhase.OPEN
-    _add_episodes(state, group, fact.num_episodes)
+    add_episodes(state, group, fact.num_episodes)
 
 
 @_apply.register
@@ -138,24 +120,16 @@ def _(fact: f.EpisodeReturned, state: State) -> None:
     state.pending_of(group.purpose).insert(0, (fact.group, fact.episode))
 
 
-def _finish(state: State, group: GroupState, episode: EpisodeState, status: EpisodeStatus) -> None:
-    """Make a pending or leased episode SCORED or ENDED."""
-    if episode.status is EpisodeStatus.PENDING:
-        state.pending_of(group.purpose).remove((group.group, episode.episode))
-    episode.status = status
-    group.num_unfinished -= 1
-
-
 @_apply.register
 def _(fact: f.EpisodeEnded, state: State) -> None:
     group = state.groups[fact.group]
     episode = group.episodes[fact.episode]
     assert episode.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED), f"{fact.episode} ended twice"
-    _finish(state, group, episode, EpisodeStatus.ENDED)
+    finish(state, group, episode, EpisodeStatus.ENDED)
     episode.cause = fact.cause
     state.accounts_of(group.purpose).end(fact.end, fact.reason)
-    _close_eval_episode(state, group)
-    _settle(state, group)
+    close_eval_episode(state, group)
+    settle(state, group)
 
 
 @_apply.register
@@ -164,7 +138,7 @@ def _(fact: f.EpisodeScored, state: State) -> None:
     episode = group.episodes[fact.episode]
     assert episode.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED), f"{fact.episode} scored twice"
     assert fact.samples, "an episode without samples ends as EpisodeEnded"
-    _finish(state, group, episode, EpisodeStatus.SCORED)
+    finish(state, group, episode, EpisodeStatus.SCORED)
     episode.payload = fact.payload
     for meta in fact.samples:
         assert meta.sample_id not in group.samples, f"sample {meta.sample_id} reported twice"
@@ -180,44 +154,12 @@ def _(fact: f.EpisodeScored, state: State) -> None:
             num_sampled_tokens=meta.num_sampled_tokens,
         )
         if group.purpose is Purpose.EVAL:
-            _count_eval(state, group, meta.rewards)
+            count_eval(state, group, meta.rewards)
         else:
             state.the_clock.tokens_generated += meta.num_sampled_tokens
     state.accounts_of(group.purpose).reserve(len(fact.samples) - 1)
-    _close_eval_episode(state, group)
-    _settle(state, group)
-
-
-def _count_eval(state: State, group: GroupState, rewards: tuple[Reward, ...]) -> None:
-    result = eval_of(state, group.step_min, group.incarnation_min)
-    if result is None:
-        return  # older than the evaluations kept
-    result.num_samples += 1
-    for reward in rewards:
-        if reward.outcome is RewardOutcome.OK:
-            result.reward_sums[reward.name] = result.reward_sums.get(reward.name, 0.0) + reward.value
-            if reward.name == state.the_spec.success_reward:
-                for label, value in group.task.labels.items():
-                    key = f"{label}={value}"
-                    result.label_sums[key] = result.label_sums.get(key, 0.0) + reward.value
-                    result.label_nums[key] = result.label_nums.get(key, 0) + 1
-
-
-def _close_eval_episode(state: State, group: GroupState) -> None:
-    if group.purpose is Purpose.EVAL:
-        result = eval_of(state, group.step_min, group.incarnation_min)
-        if result is not None:
-            result.num_open -= 1
-
-
-def _settle(state: State, group: GroupState) -> None:
-    """Move a group on when its last episode is done, and drop it when its last sample has ended."""
-    if group.unfinished:
-        return
-    if group.phase is GroupPhase.OPEN:
-        group.phase = GroupPhase.FINALIZING
-    if group.num_live == 0:
-        del state.groups[group.group]
+    close_eval_episode(state, group)
+    settle(state, group)
 
 
 @_apply.register
@@ -229,25 +171,12 @@ def _(fact: f.GroupFinalized, state: State) -> None:
     if fact.decision is GroupDecision.KEEP:
         group.phase = GroupPhase.READY
     elif fact.decision is GroupDecision.FILTER:
-        _end_samples(state, group, [s.sample_id for s in group.live_samples()], SampleEnd.FILTERED, fact.reason)
-
-
-def _end_samples(state: State, group: GroupState, sample_ids: Iterable[str], end: SampleEnd, reason: str) -> None:
-    for sample_id in sample_ids:
-        _end_sample(state, group, group.samples[sample_id], end, reason)
-    _settle(state, group)
-
-
-def _end_sample(state: State, group: GroupState, sample: SampleState, end: SampleEnd, reason: str) -> None:
-    assert sample.end is SampleEnd.LIVE, f"sample {sample.sample_id} ended twice: {sample.end.name}, then {end.name}"
-    sample.end = end
-    sample.reason = reason
-    state.accounts_of(group.purpose).end(end, reason)
+        end_samples(state, group, [s.sample_id for s in group.live_samples()], SampleEnd.FILTERED, fact.reason)
 
 
 @_apply.register
 def _(fact: f.SamplesEnded, state: State) -> None:
-    _end_samples(state, state.groups[fact.group], fact.sample_ids, fact.end, fact.reason)
+    end_samples(state, state.groups[fact.group], fact.sample_ids, fact.end, fact.reason)
 
 
 @_apply.register
@@ -328,8 +257,8 @@ def _(fact: f.UpdateCommitted, state: State) -> None:
             if sample.sample_id in used:
                 _count_trained(clock, bounds[group.group], sample, fact.update)
             elif sample.sample_id in reasons:
-                _end_sample(state, group, sample, SampleEnd.FILTERED, reasons[sample.sample_id])
-        _settle(state, group)
+                end_sample(state, group, sample, SampleEnd.FILTERED, reasons[sample.sample_id])
+        settle(state, group)
 
 
 def _count_trained(clock: PolicyClock, leased_under: Bound, sample: SampleState, update: int) -> None:
@@ -358,7 +287,7 @@ def _(fact: f.CheckpointReported, state: State) -> None:
             live = [s.sample_id for s in group.live_samples()]
             if group.update in clock.updates:
                 clock.updates[group.update].num_trained += len(live)
-            _end_samples(state, group, live, SampleEnd.TRAINED, "")
+            end_samples(state, group, live, SampleEnd.TRAINED, "")
 
 
 @_apply.register

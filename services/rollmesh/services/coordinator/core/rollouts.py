@@ -9,7 +9,6 @@ from math import ceil
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.apply import eval_of
 from rollmesh.services.coordinator.core.records import (
     EXTEND_FACTOR_MAX,
     GroupDecision,
@@ -177,14 +176,14 @@ def want_eval(turn: Turn) -> None:
     due = version.step % spec.eval_every == 0 or last
     key = (version.step, version.incarnation)
     asked = key in turn.volatile.eval_deadlines or key in turn.volatile.evals_given_up
-    if due and not asked and eval_of(turn.state, *key) is None:
+    if due and not asked and turn.state.eval_of(*key) is None:
         turn.volatile.eval_deadlines[key] = turn.now + spec.eval_s_max
         turn.effect(DrawTasks(Purpose.EVAL, 0, spec.eval_tasks, spec.eval_split, *key))
 
 
 def _reserve_eval(turn: Turn, answer: i.TasksDrawn) -> None:
     step, incarnation = key = answer.step, answer.incarnation
-    if key not in turn.volatile.eval_deadlines or eval_of(turn.state, *key) is not None:
+    if key not in turn.volatile.eval_deadlines or turn.state.eval_of(*key) is not None:
         return  # it was cancelled before its tasks came, or they came before
     for draw, task in answer.tasks:
         turn.emit(
@@ -263,7 +262,7 @@ def expire(turn: Turn) -> None:
 
 
 def _expire_eval(turn: Turn, key: tuple[int, int], deadline: float) -> None:
-    result = eval_of(turn.state, *key)
+    result = turn.state.eval_of(*key)
     if result is not None and result.num_open == 0:
         del turn.volatile.eval_deadlines[key]
     elif turn.now >= deadline:

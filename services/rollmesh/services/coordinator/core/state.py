@@ -1,7 +1,7 @@
 """What is true of a run: groups with their episodes and samples, the policy's clocks, batches, accounts.
 
-Only `apply.py` writes here. Whatever has ended is gone from memory but for its count; a group leaves when its last sample
-has ended. Samples follow the phase of their group, unless they have ended on their own:
+Only `apply.py` writes here, with `group_changes.py`. Whatever has ended is gone from memory but for its count; a group leaves when its
+last sample has ended. Samples follow the phase of their group, unless they have ended on their own:
 
     OPEN --all episodes ended or scored--> FINALIZING --keep--> READY --lease--> LEASED --commit--> APPLIED --checkpoint--> gone
       ^                                       |                  ^                |   ^                 |
@@ -298,6 +298,10 @@ class State(msgspec.Struct, kw_only=True):
         """Training groups in one of `phases`, in order of admission."""
         chosen = (g for g in self.groups.values() if g.purpose is not Purpose.EVAL and g.phase in phases)
         return sorted(chosen, key=lambda g: g.number)
+
+    def eval_of(self, step: int, incarnation: int) -> EvalState | None:
+        """The evaluation of a version, if it is kept."""
+        return next((e for e in self.evals if (e.step, e.incarnation) == (step, incarnation)), None)
 
     def open_evals(self) -> list[EvalState]:
         return [e for e in self.evals if e.num_open]

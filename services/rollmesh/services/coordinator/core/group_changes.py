@@ -1,0 +1,95 @@
+"""Changes of groups that facts have in common: episodes are added and end, samples end, evaluations count, groups move on.
+
+For `apply.py` alone, which says what each fact changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core.records import Purpose, Reward, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.state import (
+    EpisodeState,
+    EpisodeStatus,
+    EvalState,
+    GroupPhase,
+    GroupState,
+    SampleState,
+    State,
+)
+
+EVALS_KEPT_MAX = 1000
+
+
+def add_episodes(state: State, group: GroupState, num: int) -> None:
+    first = len(group.episodes)
+    for index in range(first, first + num):
+        episode = EpisodeState(episode=f"{group.group}.{index}")
+        group.episodes[episode.episode] = episode
+        state.pending_of(group.purpose).append((group.group, episode.episode))
+    group.num_unfinished += num
+    state.accounts_of(group.purpose).reserve(num)
+
+
+def finish(state: State, group: GroupState, episode: EpisodeState, status: EpisodeStatus) -> None:
+    """Make a pending or leased episode SCORED or ENDED."""
+    if episode.status is EpisodeStatus.PENDING:
+        state.pending_of(group.purpose).remove((group.group, episode.episode))
+    episode.status = status
+    group.num_unfinished -= 1
+
+
+def settle(state: State, group: GroupState) -> None:
+    """Move a group on when its last episode is done, and drop it when its last sample has ended."""
+    if group.unfinished:
+        return
+    if group.phase is GroupPhase.OPEN:
+        group.phase = GroupPhase.FINALIZING
+    if group.num_live == 0:
+        del state.groups[group.group]
+
+
+def end_samples(state: State, group: GroupState, sample_ids: Iterable[str], end: SampleEnd, reason: str) -> None:
+    for sample_id in sample_ids:
+        end_sample(state, group, group.samples[sample_id], end, reason)
+    settle(state, group)
+
+
+def end_sample(state: State, group: GroupState, sample: SampleState, end: SampleEnd, reason: str) -> None:
+    assert sample.end is SampleEnd.LIVE, f"sample {sample.sample_id} ended twice: {sample.end.name}, then {end.name}"
+    sample.end = end
+    sample.reason = reason
+    state.accounts_of(group.purpose).end(end, reason)
+
+
+def open_eval(state: State, fact: f.GroupReserved) -> None:
+    found = state.eval_of(fact.step_min, fact.incarnation_min)
+    if found is None:
+        found = EvalState(step=fact.step_min, incarnation=fact.incarnation_min, split=fact.task.split)
+        state.evals.append(found)
+        del state.evals[:-EVALS_KEPT_MAX]
+    found.num_reserved += fact.num_episodes
+    found.num_open += fact.num_episodes
+
+
+def count_eval(state: State, group: GroupState, rewards: tuple[Reward, ...]) -> None:
+    result = state.eval_of(group.step_min, group.incarnation_min)
+    if result is None:
+        return  # older than the evaluations kept
+    result.num_samples += 1
+    for reward in rewards:
+        if reward.outcome is RewardOutcome.OK:
+            result.reward_sums[reward.name] = result.reward_sums.get(reward.name, 0.0) + reward.value
+            if reward.name == state.the_spec.success_reward:
+                for label, value in group.task.labels.items():
+                    key = f"{label}={value}"
+                    result.label_sums[key] = result.label_sums.get(key, 0.0) + reward.value
+                    result.label_nums[key] = result.label_nums.get(key, 0) + 1
+
+
+def close_eval_episode(state: State, group: GroupState) -> None:
+    if group.purpose is Purpose.EVAL:
+        result = state.eval_of(group.step_min, group.incarnation_min)
+        if result is not None:
+            result.num_open -= 1
