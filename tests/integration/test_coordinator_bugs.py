@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from typing import Any
@@ -103,6 +104,29 @@ async def test_a_run_that_cannot_be_recovered_answers_with_one_error_and_others_
     with pytest.raises(Internal, match="restart the coordinator"):
         await mesh.lease(1)
     assert not (await other.state()).ended
+
+
+async def test_a_bug_beside_the_driver_ends_its_run_and_the_loop_begins_again(mesh: MeshParts) -> None:
+    await mesh.begin()
+    assert mesh.node is not None
+    led = mesh.node.runs._led[mesh.name]
+    num_runs = 0
+
+    async def one_bug() -> None:
+        nonlocal num_runs
+        num_runs += 1
+        if num_runs == 1:
+            raise ValueError("a bug")
+        await asyncio.Event().wait()
+
+    led.spawn(one_bug, "a loop")
+
+    async def ended() -> bool:
+        return (await mesh.state()).ended == "FAILED: ValueError: a bug"
+
+    await eventually(ended)
+    assert num_runs == 2
+    assert mesh.node.runs._led[mesh.name] is led
 
 
 async def test_a_watcher_of_a_broken_run_is_told_to_come_again(

@@ -56,17 +56,19 @@ class _Led:
         self.tasks.add(task)
 
         def ended(_: asyncio.Task[None]) -> None:
+            stopped = task not in self.tasks
             self.tasks.discard(task)
-            if not task.cancelled() and (error := task.exception()) is not None:
+            if not stopped and not task.cancelled() and (error := task.exception()) is not None:
                 self.driver.broken(error)
                 self.spawn(loop, name)
 
         task.add_done_callback(ended)
 
     async def stop(self) -> None:
-        for task in self.tasks:
+        tasks, self.tasks = self.tasks, set()
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self.driver.close()
 
 
