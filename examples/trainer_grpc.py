@@ -7,7 +7,6 @@ import os
 import struct
 import sys
 import threading
-from collections import Counter
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -58,13 +57,11 @@ def fetch(lease):
     for group in lease.groups:  # all scored members, trained or not: the baseline would be biased otherwise
         members = [m for m in group.members if all(r.outcome == types_pb2.REWARD_OUTCOME_OK for r in m.rewards)]
         sums = torch.tensor([sum(r.value for r in m.rewards) for m in members], dtype=torch.float64)
-        sizes = Counter(m.episode or m.sample_id for m in members)  # an episode with several samples counts once
-        share = torch.tensor([1 / sizes[m.episode or m.sample_id] for m in members], dtype=torch.float64) / max(
-            1, len(sizes)
-        )
-        values = sums - share @ sums
-        values = values / ((share @ values.square()).sqrt() + 1e-6)
-        advantages |= zip([m.sample_id for m in members], values.tolist(), strict=True)
+        ids = [m.episode for m in members]  # an episode with several samples counts once
+        share = torch.tensor([1 / ids.count(one) / len(set(ids)) for one in ids], dtype=torch.float64)
+        spread = sums - share @ sums
+        values = (spread / ((share @ spread.square()).sqrt() + 1e-6)).tolist()
+        advantages |= zip([m.sample_id for m in members], values, strict=True)
     for message in ask("FetchSamples", **mine, lease_id=lease.lease_id):
         for name in () if message.HasField("failure") else message.sample_ids:  # what cannot be read is left out
             tokens = path_tokens(message.episode, leased[name].meta.leaf, leased[name].mask_below_step)
@@ -116,7 +113,7 @@ try:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     if (out / "checkpoint.pt").exists():
-        weights, moments, update, digest, _ = torch.load(out / "checkpoint.pt")
+        weights, moments, update, digest = torch.load(out / "checkpoint.pt")
         model.load_state_dict(weights)
         optimizer.load_state_dict(moments)
     ask("CreateRun", spec=spec)
@@ -132,12 +129,11 @@ try:
         drop = {"disposition": "SAMPLE_DISPOSITION_DROPPED", "reason": "NOT_TRAINABLE"}
         left_out = [{"sample_id": s.meta.sample_id, **drop} for s in lease.samples if s.meta.sample_id not in samples]
         batch = {"lease_ids": [lease.lease_id], "samples": left_out, "outcome": learn(list(samples.values()))}
-        committed, update = ask("CommitUpdate", **mine, **batch, update=update + 1), update + 1
-        digest, head = committed.digest, f"{committed.ledger_position}:{committed.ledger_hash}"  # rollmesh audit --head
+        digest, update = ask("CommitUpdate", **mine, **batch, update=update + 1).digest, update + 1
         done.set()
         if update % CHECKPOINT_EVERY == 0 or update == spec.updates_max:
             with (out / "partial").open("wb") as file:
-                torch.save((model.state_dict(), optimizer.state_dict(), update, digest, head), file)
+                torch.save((model.state_dict(), optimizer.state_dict(), update, digest), file)
                 os.fsync(file.fileno())
             (out / "partial").rename(out / "checkpoint.pt")
             ask("ReportCheckpoint", **mine, update=update, digest=digest)

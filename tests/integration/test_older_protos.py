@@ -175,5 +175,5 @@ async def test_an_outcome_of_an_episode_that_nobody_here_knows_is_refused(mesh: 
     (lease, *_) = await mesh.acquire(num_max=1)
     report = await mesh.finished(lease, step=0)
     report.outcome = NEWER_NUMBER  # type: ignore[assignment]
-    with pytest.raises(InvalidInput, match="outcome"):
-        await mesh.report([report])
+    (result,) = await mesh.report([report])
+    assert result.startswith("INVALID_REPORT: `outcome` must be COMPLETED, INFRA_FAILURE or CANCELLED"), result

@@ -92,12 +92,12 @@ class Scorer:
 
 def test_a_scorer_that_always_fails_ends_train_with_its_cause_and_leaves_dead_letters(mine: Path) -> None:  # noqa: F811
     (mine / "scorer.py").write_text(BROKEN_SCORER)
-    text = CONFIG.replace("run: {", "run: {stall_s: 2.0, on_stall: exit, tries_max: 2, ")
+    text = CONFIG.replace("run: {", "run: {stall_s: 2.0, on_stall: exit, first_failures_max: 0, tries_max: 2, ")
     (mine / "mine.yaml").write_text(text.replace("eval_every: 2", "eval_every: 0"))
     out = mine / "run"
     done = CliRunner().invoke(app, ["train", str(mine / "mine.yaml"), "--out", str(out)])
     assert done.exit_code == 1, done.output
-    assert "stands still" in done.output
+    assert "is stalled" in done.output
     assert "no such verdict" in done.output
 
     listed = CliRunner().invoke(app, ["dead", "list", str(out), "--json"])
@@ -111,6 +111,6 @@ def test_a_scorer_that_always_fails_ends_train_with_its_cause_and_leaves_dead_le
     assert replayed.exit_code == 0, replayed.output
     assert "1 tasks will be tried again" in replayed.stdout
     again = CliRunner().invoke(app, ["dead", "list", str(out)])
-    assert again.stdout.splitlines()[0].endswith("(replayed)")
+    assert "(1 replayed)" in again.stdout.splitlines()[0]
     audit = CliRunner().invoke(app, ["audit", str(out)])
     assert audit.exit_code == 0, audit.output

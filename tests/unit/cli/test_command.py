@@ -110,7 +110,7 @@ def test_check_writes_out_the_defaults_in_force(tmp_path: Path, model: Path) -> 
     assert found["reward"]["finalizer"]["options"], "the finalizer's"
     assert found["rollout"]["format"]["turn_end"] == "<|end|>"
     assert re.search(
-        r"model0? with [\d.]+k parameters, grpo with loss \w+, lr 1e-06, stop token <\|end\|>, context 512, bound 2",
+        r"model\d* with [\d.]+k parameters, grpo with loss \w+, lr 1e-06, stop token <\|end\|>, context 512, bound 2",
         done.stderr,
     )
 

@@ -102,13 +102,13 @@ def test_both_views_show_why_a_run_stands_still(tmp_path: Path) -> None:
     plain.follow(recorder)
     plain.moved()
     plain.moved()
-    assert out.getvalue().count("stands still: sandbox-0 silent for 42 s") == 1
+    assert out.getvalue().count("stalled: sandbox-0 silent for 42 s") == 1
     live = LiveView(CONFIG, shown, "runs/x")
     live.follow(recorder)
     live.close()
     out.truncate(0)
     shown.print(live.render())
-    assert "stands still" in out.getvalue()
+    assert "stalled" in out.getvalue()
     assert "sandbox-0 silent for 42 s" in out.getvalue()
 
 

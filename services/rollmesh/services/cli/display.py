@@ -131,7 +131,7 @@ class PlainView:
         now = recorder.now
         if now.stalled != self._shown_stall:
             self._shown_stall = now.stalled
-            self._say(f"{_clock(now.time_s)}  " + (f"stands still: {now.stalled}" if now.stalled else "moves again"))
+            self._say(f"{_clock(now.time_s)}  " + (f"stalled: {now.stalled}" if now.stalled else "progress again"))
         if now.update != self._shown_update and now.time_s - self._shown_s >= PLAIN_EVERY_S:
             self._shown_update, self._shown_s = now.update, now.time_s
             self._say(self._line(now, recorder.series))
@@ -296,7 +296,7 @@ def run_table(config: TrainConfig, recorder: Recorder) -> Table:
     if recorder.silent_s:
         rows.append(("", Text(silence_words(recorder.silent_s), style="bold red")))
     if now.stalled:
-        rows.append(("stands still", Text(now.stalled, style="bold red")))
+        rows.append(("stalled", Text(now.stalled, style="bold red")))
     rows += [(f"{who.rpartition('/')[2]} waits", Text(what, style="dim")) for who, what in sorted(now.waiting.items())]
     return _rows(rows)
 

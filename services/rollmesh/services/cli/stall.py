@@ -30,7 +30,7 @@ async def unless_hopeless(
             raise recorder.failure
         if not working.done():
             raise RunStalled(
-                f"the run stands still, and run.on_stall is exit: {recorder.now.stalled}; remove the cause, then continue with "
+                f"the run is stalled, and run.on_stall is exit: {recorder.now.stalled}; remove the cause, then continue with "
                 "its folder"
             )
         working.result()
