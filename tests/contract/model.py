@@ -159,6 +159,11 @@ class RunModel:
         """Reward of every scored sample of a group."""
         return {sample.sample_id: sample.reward for sample in self.samples.values() if sample.group == group}
 
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Whether the checkpoint is of this history. The digest decides: an update that used nothing equals one that was skipped."""
+        update = checkpoint.update
+        return update <= self.applied and (not update or self.commits[update - 1].digest == checkpoint.digest)
+
     def used_standing(self) -> set[str]:
         return {name for commit in self.commits for name in commit.used}
 

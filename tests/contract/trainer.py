@@ -99,7 +99,7 @@ class Trainer:
             model.committed(committed)
         if expected == pb.ATTACH_RESOLUTION_ROLLED_BACK:
             model.rolled_back(checkpoint.update)
-            self.checkpoints = [one for one in self.checkpoints if one.commits == tuple(model.commits[: one.update])]
+            self.checkpoints = [one for one in self.checkpoints if model.holds(one)]
         model.checkpointed(checkpoint.update)
         model.batch = None
         model.returned.clear()
@@ -118,7 +118,7 @@ class Trainer:
             return pb.ATTACH_RESOLUTION_ROLLED_FORWARD
         if checkpoint.update > model.applied:
             return "UNKNOWN_UPDATE"
-        if checkpoint.commits != tuple(model.commits[: checkpoint.update]):
+        if not model.holds(checkpoint):
             return "DIGEST_MISMATCH"
         return (
             pb.ATTACH_RESOLUTION_CONTINUED if checkpoint.update == model.applied else pb.ATTACH_RESOLUTION_ROLLED_BACK
@@ -130,7 +130,8 @@ class Trainer:
         A batch that was released and leased again has another lease; what counts is the digest.
         """
         last, batch = checkpoint.commits[-1], self.model.batch
-        if batch is None or batch.update != last.update or checkpoint.commits[:-1] != tuple(self.model.commits):
+        before = Checkpoint(checkpoint.commits[:-1])
+        if batch is None or batch.update != last.update or not self.model.holds(before):
             return None
         dropped = dict(last.dropped)
         if not set(dropped) <= set(batch.samples):
