@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
@@ -62,8 +62,10 @@ async def kill_at_random(mesh: World, rng: random.Random, killed: Counter[str]) 
     """SIGKILL a process of the mesh every one to four seconds, until cancelled."""
     while True:
         await asyncio.sleep(rng.uniform(1.0, 4.0))
-        victim = rng.choice([*mesh.pids, NATS_SERVER])
-        if victim == NATS_SERVER:
-            killed[victim] += mesh.kill_nats_server() > 0
-        elif victim in mesh.pids:
-            killed[victim] += mesh.kill(victim) > 0
+        victim = rng.choice([*HOSTS, NATS_SERVER])
+        with suppress(ProcessLookupError, KeyError, ValueError):  # it has not been restarted yet
+            if victim == NATS_SERVER:
+                mesh.kill_nats_server()
+            else:
+                mesh.kill(victim)
+            killed[victim] += 1
