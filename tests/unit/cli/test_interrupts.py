@@ -12,7 +12,10 @@ from rollmesh.services.cli.interrupts import EXIT_INTERRUPTED, Interrupts, Stopp
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-async def test_first_signal_stops_work_and_waits_for_its_clean_up(number: signal.Signals) -> None:
+async def test_first_signal_stops_work_and_waits_for_its_clean_up(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # also where the tests run under nohup
     cleaned, noticed = [], []
 
     async def work() -> None:
