@@ -60,7 +60,7 @@ class Recorder:
         """Set when the first samples have all failed alike; `failure` is the cause."""
         self.failure: AllFailed | None = None
         self.silent_s = 0.0
-        """How long nobody has answered for the run; 0 while states come."""
+        """Seconds since the last answer about the run; 0 while answers arrive."""
         self.at_update = self.series.last
         """The state when the newest update was first seen: what ended since then brought none."""
         self._begin = self.series.last
@@ -113,7 +113,7 @@ class Recorder:
         return {reason: num - before.get(reason, 0) for reason, num in self.now.reasons.items()}
 
     def miss_answer(self, silent_s: float) -> None:
-        """Nobody has answered for `silent_s`, which is longer than an answer takes."""
+        """Record that no answer has come for `silent_s`, which is longer than an answer takes."""
         self.silent_s = silent_s
         self._on_state(self.series)
 

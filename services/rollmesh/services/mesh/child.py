@@ -77,7 +77,7 @@ class Child:
             self._process.kill()
 
     async def run(self) -> None:
-        """Until it ends in good order or is told to stop. Raises ConfigError, DiskFull or ProcessGaveUp."""
+        """Run the process until it exits cleanly or is stopped. Raises ConfigError, DiskFull or ProcessGaveUp."""
         while not self._stopping.is_set():
             cause = await self._live()
             if not cause or self._stopping.is_set():
@@ -89,7 +89,7 @@ class Child:
             await self._unless_stopped(self._clock.sleep(pause_s))
 
     async def _live(self) -> str:
-        """One life. Returns the cause of an end that was not in good order. Raises ConfigError, DiskFull."""
+        """Run the process once. Returns the cause of an exit that was not clean. Raises ConfigError, DiskFull."""
         try:
             with self._log.open() as log:
                 self._process = process = await asyncio.create_subprocess_exec(
