@@ -14,8 +14,8 @@ LIGHT = [
     "rollmesh.v1.run_pb2_grpc",
     "rollmesh.services.coordinator",
     "rollmesh.services.gateway",
-    "rollmesh.services.mesh",
-    "rollmesh.services.cli.__main__",
+    "rollmesh.mesh",
+    "rollmesh.cli.__main__",
 ]
 
 

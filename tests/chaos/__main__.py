@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.services.cli.config import TrainConfig, load_train_config
-from rollmesh.services.cli.model_process import make_in_process
+from rollmesh.cli.config import TrainConfig, load_train_config
+from rollmesh.demo.model_process import make_in_process
 
 from .plan import draw
 from .round import Outcome, play

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import sys
 
-from rollmesh.services.cli import session
-from rollmesh.services.cli.__main__ import main
-from rollmesh.services.mesh.supervisor import Supervisor
+from rollmesh.cli import session
+from rollmesh.cli.__main__ import main
+from rollmesh.mesh.supervisor import Supervisor
 
 LAUNCH = (sys.executable, "-m", "tests.chaos.launch")
 

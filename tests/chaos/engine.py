@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.services.inference.engine import Emit, GenerateDelta, GenerateRequest
-from rollmesh.services.inference.engines.fake_engine import FakeEngine
+from rollmesh.testing.fake_engine import FakeEngine
 
 from .traps import passes
 

@@ -15,7 +15,7 @@ from rollmesh.v1 import coordinator_pb2
 from .world import ROOT, World
 
 END_S = 60.0
-COMMAND = (sys.executable, "-m", "rollmesh.services.cli")
+COMMAND = (sys.executable, "-m", "rollmesh.cli")
 
 
 @dataclass

@@ -1,11 +1,11 @@
-"""A host of the mesh (`rollmesh.services.mesh.host`) whose parts pass traps."""
+"""A host of the mesh (`rollmesh.mesh.host`) whose parts pass traps."""
 
 from __future__ import annotations
 
 import sys
 
+from rollmesh.mesh.host import Options, main
 from rollmesh.services.learner.moments import Moment as LearnerMoment
-from rollmesh.services.mesh.host import Options, main
 from rollmesh.services.rollout.moments import Moment as RolloutMoment
 
 from .traps import passes

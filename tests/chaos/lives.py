@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+from rollmesh.cli.config import load_train_config
+from rollmesh.mesh.place import Place, open_place
+from rollmesh.mesh.process_events import FILE, read_process_events
+from rollmesh.mesh.supervisor import CONFIG_FILE
 from rollmesh.sandbox_runtime import cgroups
-from rollmesh.services.cli.config import load_train_config
-from rollmesh.services.mesh.place import Place, open_place
-from rollmesh.services.mesh.process_events import FILE, read_process_events
-from rollmesh.services.mesh.supervisor import CONFIG_FILE
 from rollmesh.shared.process_launch import bound_to_parent
 from rollmesh.v1 import run_pb2
 

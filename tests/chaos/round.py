@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.services.cli.config import TrainConfig
+from rollmesh.cli.config import TrainConfig
 from rollmesh.services.coordinator.audit_checkpoint import find_list
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.shared.config import to_yaml
@@ -205,7 +205,7 @@ class _Round:
         checkpoint = max((self.lives.run_dir / "checkpoints").glob("update-*"))
         process = await asyncio.create_subprocess_exec(
             *bound_to_parent([
-                sys.executable, "-m", "rollmesh.services.cli", "audit", str(self.lives.run_dir), "--json",
+                sys.executable, "-m", "rollmesh.cli", "audit", str(self.lives.run_dir), "--json",
                 "--checkpoint", str(checkpoint),
             ]),
             env=environment(self.lives.traps), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.ledger import read_ledger
-from rollmesh.services.mesh.config import MeshConfig
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams

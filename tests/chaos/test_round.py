@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollmesh.services.cli.config import TrainConfig
-from rollmesh.services.mesh.config import MeshConfig
+from rollmesh.cli.config import TrainConfig
+from rollmesh.mesh.config import MeshConfig
 from rollmesh.shared.process_launch import bound_to_parent
 
 from .lives import ALL_GONE_S_MAX

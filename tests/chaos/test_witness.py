@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from rollmesh.services.inference.engines.fake_policy import FakePolicy
 from rollmesh.shared.trajectory import ROOT, Role, Sample, SamplingParams, Segment, Source, TrainingSample
 from rollmesh.shared.versions import PolicyVersion
+from rollmesh.testing.fake_policy import FakePolicy
 
 from .trainer import VOCAB_SIZE, num_forged, oldest
 

@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rollmesh.services.inference.engines.fake_policy import FakePolicy
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult, TrainerEngine
-from rollmesh.services.learner.engines import fake_trainer
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Source, TrainingSample
 from rollmesh.shared.versions import PolicyVersion
+from rollmesh.testing import fake_trainer
+from rollmesh.testing.fake_policy import FakePolicy
 from rollmesh.trainer.trained_log import TrainedLog
 
 from .traps import passes

@@ -13,22 +13,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollmesh.services.mesh.config import MeshConfig
-from rollmesh.services.mesh.place import Place, open_place
-from rollmesh.services.mesh.process_events import ProcessEvent
-from rollmesh.services.mesh.supervisor import LOGS, Supervisor
+from rollmesh.demo.tokenizer import build_tokenizer
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.place import Place, open_place
+from rollmesh.mesh.process_events import ProcessEvent
+from rollmesh.mesh.supervisor import LOGS, Supervisor
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
+from rollmesh.trainer.model_files import save_tokenizer
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2, run_pb2_grpc
 
 from .traps import FOLDER_VARIABLE, Traps
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-FAKE = "rollmesh.services.inference.engines.fake_engine"
+FAKE = "rollmesh.testing.fake_engine"
 POLL_S = 0.05
 MIB = 1 << 20
 

@@ -26,9 +26,9 @@ from rollmesh.shared.bus.bus import (
 from rollmesh.shared.bus.embedded_server import EmbeddedServer, EmbeddedServerConfig
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus, JetStreamConfig
 from rollmesh.shared.bus.login import BusLogin
-from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import InvalidInput, PayloadTooLarge
+from rollmesh.testing.memory_bus import MemoryBus
 
 PAYLOAD_BYTES_MAX = 1024 * 1024
 LOGIN = BusLogin(user="rollmesh", password="bus-password")

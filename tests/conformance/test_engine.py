@@ -21,11 +21,11 @@ from rollmesh.services.inference.engine import (
     KvPolicy,
     WeightsRejected,
 )
-from rollmesh.services.inference.engines.fake_engine import FakeEngine, FakeEngineConfig
 from rollmesh.services.inference.engines.torch_config import Forward, TorchEngineConfig
 from rollmesh.services.inference.engines.torch_engine import TorchEngine
 from rollmesh.shared.trajectory import FinishReason, SamplingParams
 from rollmesh.shared.versions import PolicyVersion
+from rollmesh.testing.fake_engine import FakeEngine, FakeEngineConfig
 
 VOCAB = 112
 CONTEXT = 240

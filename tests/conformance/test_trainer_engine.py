@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
 from rollmesh.shared.errors import ConfigError
@@ -26,8 +28,6 @@ from rollmesh.shared.trajectory import (
 )
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.trainer.model_files import write_model_folder
-from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.tokenizer import build_tokenizer
 from rollmesh.trainer.trained_log import read_trained
 
 HEAD = LedgerHead(position=7, hash="ab" * 32)

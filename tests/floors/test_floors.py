@@ -24,9 +24,9 @@ data: {source: {kind: jsonl, path: tasks.jsonl}}
 rollout: {agent: "agent.py:Agent"}
 reward: {scorers: [{scorer: "scorer.py:Scorer", name: correct}]}
 inference:
-  engine: rollmesh.services.inference.engines.fake_engine:FakeEngine
-  engine_config: rollmesh.services.inference.engines.fake_engine:FakeEngineConfig
-learner: {engine: "rollmesh.services.learner.engines.fake_trainer:open_trainer"}
+  engine: rollmesh.testing.fake_engine:FakeEngine
+  engine_config: rollmesh.testing.fake_engine:FakeEngineConfig
+learner: {engine: "rollmesh.testing.fake_trainer:open_trainer"}
 """
 
 

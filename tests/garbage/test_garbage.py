@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.services.mesh import Mesh
-from rollmesh.services.mesh.parts import part_names
+from rollmesh.mesh import Mesh
+from rollmesh.mesh.parts import part_names
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.services.client import Client
-from rollmesh.services.mesh import MeshConfig
+from rollmesh.client import Client
+from rollmesh.mesh import MeshConfig
 from rollmesh.shared.bus.run_streams import StreamLimits
 from rollmesh.shared.rpc.access import Access
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.services.inference.engine import Emit, GenerateDelta, GenerateRequest, KvPolicy, ScoreResult
-from rollmesh.services.inference.engines.fake_engine import FakeEngine, FakeEngineConfig
-from rollmesh.services.inference.engines.fake_policy import FakePolicy
 from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray
 from rollmesh.shared.versions import PolicyVersion
+from rollmesh.testing.fake_engine import FakeEngine, FakeEngineConfig
+from rollmesh.testing.fake_policy import FakePolicy
 
 VOCAB = FakeEngineConfig().vocab_size
 

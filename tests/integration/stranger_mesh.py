@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollmesh.services.mesh import Mesh, MeshConfig
-from rollmesh.services.mesh.parts import part_names
+from rollmesh.mesh import Mesh, MeshConfig
+from rollmesh.mesh.parts import part_names
 
 from .up_mesh import UpMesh
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from rollmesh.services.cli.__main__ import app
+from rollmesh.cli.__main__ import app
 
 from .test_cli import save_user_folder
 

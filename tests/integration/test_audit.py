@@ -11,9 +11,9 @@ import pytest
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.fact_codec import decode_record
-from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import UnknownRun
+from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.trainer.trained_log import TrainedLog
 from rollmesh.v1 import run_pb2
 from tests.tamper.ledger_copy import read_raw, rechained, store, with_facts

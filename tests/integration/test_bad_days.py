@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.services.cli.__main__ import app
+from rollmesh.cli.__main__ import app
+from rollmesh.mesh import Mesh, MeshConfig
+from rollmesh.mesh.place import open_place
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import RunSpec
@@ -25,19 +27,17 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import LearnerConfig, PublishConfig
 from rollmesh.services.learner.engine import ExportedWeights, Restored
-from rollmesh.services.learner.engines import fake_trainer
 from rollmesh.services.learner.publisher import Publisher
-from rollmesh.services.mesh import Mesh, MeshConfig
-from rollmesh.services.mesh.place import open_place
 from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.sample_log import BusSampleLog
-from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import DataLoss, DiskFull, MeshError, PayloadTooLarge, WeightsRejected
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.trajectory import FloatArray, IntArray
 from rollmesh.shared.versions import PolicyVersion
+from rollmesh.testing import fake_trainer
+from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import run_pb2, run_pb2_grpc
 from tests.tamper.ledger_copy import made, store
 

@@ -8,17 +8,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from rollmesh.services.bench.bare_loop import BareLoop
-from rollmesh.services.bench.mesh_modes_arm import Work, run_config
+from rollmesh.bench.bare_loop import BareLoop
+from rollmesh.bench.mesh_modes_arm import Work, run_config
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.demo.tokenizer import build_tokenizer
+from rollmesh.mesh import MeshConfig
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.task import Split
-from rollmesh.services.mesh import MeshConfig
 from rollmesh.services.reward.config import ScorerConfig
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.trainer.model_files import write_model_folder
-from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.tokenizer import build_tokenizer
 
 GROUPS, SIZE = 2, 4
 

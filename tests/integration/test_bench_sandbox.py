@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollmesh.services.bench import sandbox
-from rollmesh.services.bench.report import Spread
+from rollmesh.bench import sandbox
+from rollmesh.bench.report import Spread
 
 
 @pytest.mark.slow

@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from rollmesh.services.cli.__main__ import app
-from rollmesh.services.cli.config import load_train_config
-from rollmesh.services.cli.run_bus import run_bus
-from rollmesh.services.cli.run_folder import RunFolder
-from rollmesh.services.cli.series import read_series
+from rollmesh.cli.__main__ import app
+from rollmesh.cli.config import load_train_config
+from rollmesh.cli.run_bus import run_bus
+from rollmesh.cli.run_folder import RunFolder
+from rollmesh.cli.series import read_series
+from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.coordinator.core.facts import Fact, GroupReserved
 from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
+from rollmesh.trainer.model_files import save_tokenizer
 
 AGENT = """
 class Agent:
@@ -45,10 +46,10 @@ data: {source: {kind: jsonl, path: tasks.jsonl, labels: {parity: parity}, valida
 rollout: {agent: "agent.py:Agent"}
 reward: {scorers: [{scorer: "scorer.py:Scorer", name: correct}]}
 inference:
-  engine: rollmesh.services.inference.engines.fake_engine:FakeEngine
-  engine_config: rollmesh.services.inference.engines.fake_engine:FakeEngineConfig
+  engine: rollmesh.testing.fake_engine:FakeEngine
+  engine_config: rollmesh.testing.fake_engine:FakeEngineConfig
 learner:
-  engine: rollmesh.services.learner.engines.fake_trainer:open_trainer
+  engine: rollmesh.testing.fake_trainer:open_trainer
   checkpoint_every: 2
   publish: {num_probes: 0}
 """
@@ -259,7 +260,7 @@ async def _until_updates(num: int, then: signal.Signals, *arguments: str) -> tup
     metrics = Path(arguments[-1]) / "metrics.jsonl"
     wanted = _num_lines(metrics) + num
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rollmesh.services.cli", *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        sys.executable, "-m", "rollmesh.cli", *arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
         async with asyncio.timeout(90):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def rollmesh(*arguments: str) -> dict[str, Any]:
     """The summary of a command, run in a process of its own as a person would."""
     done = subprocess.run(
-        [sys.executable, "-m", "rollmesh.services.cli", *arguments, "--json"],
+        [sys.executable, "-m", "rollmesh.cli", *arguments, "--json"],
         capture_output=True,
         text=True,
         timeout=1700,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from rollmesh.services.cli.__main__ import app
+from rollmesh.cli.__main__ import app
 
 MANIFEST = {"kind": "function", "function": "f", "tests": [{"name": "zero", "arguments": [0], "expected": 0},
                                                           {"name": "two", "arguments": [2], "expected": 4}]}  # fmt: skip

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from rollmesh.services.cli.__main__ import app
-from rollmesh.services.cli.config import load_train_config
-from rollmesh.services.cli.run_folder import RunFolder
-from rollmesh.services.mesh.place import open_place
+from rollmesh.cli.__main__ import app
+from rollmesh.cli.config import load_train_config
+from rollmesh.cli.run_folder import RunFolder
+from rollmesh.mesh.place import open_place
 
 from .test_cli import save_user_folder
 

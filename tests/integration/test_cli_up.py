@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from rollmesh.mesh.config import RunConfig
+from rollmesh.mesh.security import read_token
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig
 from rollmesh.services.learner.node import LearnerNode
-from rollmesh.services.mesh.config import RunConfig
-from rollmesh.services.mesh.security import read_token
 from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.errors import InvalidInput, MeshBusy
 from rollmesh.shared.rpc.access import Access

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.services.client import Batch, Client, Tensor, Trainer
-from rollmesh.services.client.trainer import NoBatch
+from rollmesh.client import Batch, Client, Tensor, Trainer
+from rollmesh.client.trainer import NoBatch
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.clients.patience import PatienceConfig
@@ -31,7 +31,7 @@ HEAVY = ("torch", "numpy", "transformers", "nats", "nats_server", "yaml", "typer
 
 
 def test_importing_it_loads_nothing_heavy() -> None:
-    code = f"import sys, rollmesh.services.client; print([m for m in {HEAVY} if m in sys.modules])"
+    code = f"import sys, rollmesh.client; print([m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
 

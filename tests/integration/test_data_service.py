@@ -16,7 +16,6 @@ from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
-from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.config import config_from_dict
@@ -33,6 +32,7 @@ from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import data_pb2, data_pb2_grpc, events_pb2, reward_pb2, types_pb2
 
 CALC = {

@@ -15,16 +15,16 @@ import pytest
 import torch
 from torch import nn
 
+from rollmesh.demo.muon import Muon
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
 from rollmesh.shared.codec.trajectory import episode_from_bytes, episode_to_bytes
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Reward, TrainingSample
 from rollmesh.trainer.model_files import write_model_folder
-from rollmesh.trainer.muon import Muon
 from rollmesh.trainer.recipes import RECIPES
-from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.tokenizer import build_tokenizer
 
 from .learner_world import episode
 

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollmesh.services.mesh.config import CountsConfig
-from rollmesh.services.mesh.joining import CONFIG_FILE, JoinOptions, open_joined
-from rollmesh.services.mesh.mesh import Mesh
+from rollmesh.mesh.config import CountsConfig
+from rollmesh.mesh.joining import CONFIG_FILE, JoinOptions, open_joined
+from rollmesh.mesh.mesh import Mesh
 from rollmesh.services.rollout.tokenizer import load_tokenizer
 from rollmesh.shared.errors import AlreadyExists, ConfigError, MeshError, Unauthenticated, Unimplemented, UnknownBlob
 from rollmesh.shared.ids import new_secret

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.services.cli.certs import make_certificates
-from rollmesh.services.mesh.joining import JoinOptions, open_joined, speaks_tls, until_away
+from rollmesh.cli.certs import make_certificates
+from rollmesh.mesh.joining import JoinOptions, open_joined, speaks_tls, until_away
 from rollmesh.shared.errors import ConfigError, Unavailable
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer

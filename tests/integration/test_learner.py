@@ -14,7 +14,6 @@ import pytest
 
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, PublishConfig, RetryConfig
 from rollmesh.services.learner.engine import Restored, StepResult, find_engine
-from rollmesh.services.learner.engines.fake_trainer import FakeTrainer
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.moments import AtMoment, Moment
 from rollmesh.services.learner.node import LearnerNode
@@ -34,6 +33,7 @@ from rollmesh.shared.errors import (
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.trajectory import GroupContext, TrainingSample
 from rollmesh.shared.weights.manifest import parse_manifest
+from rollmesh.testing.fake_trainer import FakeTrainer
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from rollmesh.trainer.trained_log import read_trained
 from rollmesh.v1 import run_pb2

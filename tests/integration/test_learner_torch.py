@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.moments import Moment
@@ -20,8 +22,6 @@ from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.shared.weights.probes import probes_of
 from rollmesh.trainer.forward import score
 from rollmesh.trainer.model_files import WEIGHTS_NAME, load_model, write_model_folder
-from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.tokenizer import build_tokenizer
 
 from .learner_world import ACCESS, RunningWorld, World, episode
 

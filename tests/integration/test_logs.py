@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.services.mesh import Mesh
+from rollmesh.mesh import Mesh
 from rollmesh.shared.telemetry import LoggingConfig, set_up_logging
 
 from ..chaos.world import save_model_folder

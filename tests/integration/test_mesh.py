@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollmesh.mesh import Mesh, MeshConfig
+from rollmesh.mesh.mesh import create_run
+from rollmesh.mesh.parts import part_names
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
@@ -20,10 +23,6 @@ from rollmesh.services.coordinator.core.records import Purpose
 from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import Restored, StepResult
-from rollmesh.services.learner.engines import fake_trainer
-from rollmesh.services.mesh import Mesh, MeshConfig
-from rollmesh.services.mesh.mesh import create_run
-from rollmesh.services.mesh.parts import part_names
 from rollmesh.services.rollout.moments import Moment
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
@@ -32,6 +31,7 @@ from rollmesh.shared.errors import Fenced, MeshError, Overloaded, Unavailable, U
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.trajectory import GroupContext, Source, TrainingSample
+from rollmesh.testing import fake_trainer
 from rollmesh.v1 import run_pb2, run_pb2_grpc
 
 from ..chaos.world import mesh_config, save_model_folder

@@ -1,4 +1,4 @@
-"""Parts of a run in a process of their own: `python -m rollmesh.services.mesh`."""
+"""Parts of a run in a process of their own: `python -m rollmesh.mesh`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.services.cli.certs import make_certificates
-from rollmesh.services.mesh.config import MeshConfig
-from rollmesh.services.mesh.parts import NATS, part_names
-from rollmesh.services.mesh.place import open_place
-from rollmesh.services.mesh.process_events import STOPPED
-from rollmesh.services.mesh.security import NetworkConfig, SecurityConfig
+from rollmesh.cli.certs import make_certificates
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.parts import NATS, part_names
+from rollmesh.mesh.place import open_place
+from rollmesh.mesh.process_events import STOPPED
+from rollmesh.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.shared.config import to_yaml
 from rollmesh.trainer.trained_log import read_trained
 from tests.models.architectures import build_model
@@ -43,7 +43,7 @@ async def host(
     """The command, killed at the end if it is still there."""
     (folder / "config.yaml").write_text(to_yaml(config))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollmesh.services.mesh", "--run-dir", str(folder / "run")),
+        *(sys.executable, "-m", "rollmesh.mesh", "--run-dir", str(folder / "run")),
         *("--config", str(folder / "config.yaml"), "--parts", ",".join(parts), *overrides),
         stderr=asyncio.subprocess.PIPE,
     )

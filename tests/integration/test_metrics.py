@@ -15,10 +15,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollmesh.services.mesh import Mesh, MeshConfig
-from rollmesh.services.mesh.mesh import create_run
-from rollmesh.services.mesh.observe import catalogue, to_markdown
-from rollmesh.services.mesh.parts import part_names
+from rollmesh.mesh import Mesh, MeshConfig
+from rollmesh.mesh.mesh import create_run
+from rollmesh.mesh.observe import catalogue, to_markdown
+from rollmesh.mesh.parts import part_names
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
 

@@ -15,7 +15,6 @@ from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.node import RewardNode
 from rollmesh.services.rollout.config import RolloutConfig, WorkerConfig
 from rollmesh.services.rollout.node import RolloutNode
-from rollmesh.services.rollout.testing import CharTokenizer
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.services.sandbox.sessions import End
@@ -29,6 +28,7 @@ from rollmesh.shared.errors import UnknownNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.trajectory import text_view
+from rollmesh.testing.rollout import CharTokenizer
 from rollmesh.v1 import (
     coordinator_pb2,
     coordinator_pb2_grpc,

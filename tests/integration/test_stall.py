@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.services.cli.__main__ import app
+from rollmesh.cli.__main__ import app
+from rollmesh.mesh import Mesh
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.learner.moments import Moment
-from rollmesh.services.mesh import Mesh
 from rollmesh.v1 import run_pb2
 
 from .test_cli import CONFIG, mine  # noqa: F401  (a fixture)

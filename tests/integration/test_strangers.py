@@ -12,12 +12,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.services.cli.config import load_train_config
-from rollmesh.services.cli.model_process import make_in_process
-from rollmesh.services.mesh import MeshConfig
+from rollmesh.cli.config import load_train_config
+from rollmesh.demo.model_process import make_in_process
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.demo.tokenizer import build_tokenizer
+from rollmesh.mesh import MeshConfig
 from rollmesh.trainer.model_files import write_model_folder
-from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.tokenizer import build_tokenizer
 
 from ..chaos.world import mesh_config
 from .stranger_mesh import (

@@ -18,12 +18,12 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.services.cli.__main__ import app
-from rollmesh.services.cli.certs import make_certificates
-from rollmesh.services.mesh import MeshConfig, Supervisor
-from rollmesh.services.mesh.process_events import FILE, ProcessEvent, read_process_events
-from rollmesh.services.mesh.run_lock import RunFolderBusy
-from rollmesh.services.mesh.security import NetworkConfig, SecurityConfig
+from rollmesh.cli.__main__ import app
+from rollmesh.cli.certs import make_certificates
+from rollmesh.mesh import MeshConfig, Supervisor
+from rollmesh.mesh.process_events import FILE, ProcessEvent, read_process_events
+from rollmesh.mesh.run_lock import RunFolderBusy
+from rollmesh.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import AddressTaken, ConfigError
 from rollmesh.trainer.trained_log import read_trained
@@ -190,11 +190,11 @@ rollout: {agent: "agent.py:Agent"}
 reward: {scorers: [{scorer: exact, name: correct}], finalizer: {name: keep_all}}
 coordinator: {fleet: {heartbeat_s: 0.5, suspect_after_s: 3.0, dead_after_s: 6.0}}
 inference:
-  engine: rollmesh.services.inference.engines.fake_engine:FakeEngine
-  engine_config: rollmesh.services.inference.engines.fake_engine:FakeEngineConfig
+  engine: rollmesh.testing.fake_engine:FakeEngine
+  engine_config: rollmesh.testing.fake_engine:FakeEngineConfig
   engine_options: {vocab_size: 112}
 learner:
-  engine: rollmesh.services.learner.engines.fake_trainer:open_trainer
+  engine: rollmesh.testing.fake_trainer:open_trainer
   publish: {num_probes: 0}
 """
 
@@ -214,7 +214,7 @@ def mine(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def command(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "rollmesh.services.cli", *arguments),
+        *(sys.executable, "-m", "rollmesh.cli", *arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )

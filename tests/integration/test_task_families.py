@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollmesh.mesh import Mesh
 from rollmesh.services.data.config import DataConfig
-from rollmesh.services.mesh import Mesh
 from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.node import RewardNode

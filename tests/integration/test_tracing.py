@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.services.cli.__main__ import app
-from rollmesh.services.cli.trace import load_trace, to_json, to_text
-from rollmesh.services.mesh import Mesh, MeshConfig
+from rollmesh.cli.__main__ import app
+from rollmesh.cli.trace import load_trace, to_json, to_text
+from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.shared.errors import NotFound
 from rollmesh.shared.telemetry import TelemetryConfig
 from rollmesh.shared.telemetry.span_file import FOLDER, SpanRecord, read_spans

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
+from rollmesh.mesh import MeshConfig
 from rollmesh.services.coordinator.audit_report import AuditReport
-from rollmesh.services.mesh import MeshConfig
 from rollmesh.shared.config import to_yaml
 
 END_S = 90.0
-COMMAND = (sys.executable, "-m", "rollmesh.services.cli")
+COMMAND = (sys.executable, "-m", "rollmesh.cli")
 
 
 @dataclass(frozen=True, slots=True)

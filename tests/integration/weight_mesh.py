@@ -32,8 +32,8 @@ HERE = Path(__file__).parent
 SERVER = ServerConfig(stop_s=0.0)
 MEMBERSHIP = MembershipConfig(backoff_s_min=0.01, backoff_s_max=0.05)
 NETWORK = TransferConfig(same_host=False)
-FAKE = "rollmesh.services.inference.engines.fake_engine:FakeEngine"
-FAKE_CONFIG = "rollmesh.services.inference.engines.fake_engine:FakeEngineConfig"
+FAKE = "rollmesh.testing.fake_engine:FakeEngine"
+FAKE_CONFIG = "rollmesh.testing.fake_engine:FakeEngineConfig"
 
 WeightReport = coordinator_pb2.WeightReport
 WeightCommand = coordinator_pb2.WeightCommand

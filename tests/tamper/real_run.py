@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollmesh.services.cli.run_folder import RunFolder
-from rollmesh.services.cli.stored_heads import stored_heads
+from rollmesh.cli.run_folder import RunFolder
+from rollmesh.cli.stored_heads import stored_heads
+from rollmesh.mesh import Mesh
 from rollmesh.services.coordinator.audit_chain import StoredHead
-from rollmesh.services.mesh import Mesh
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams

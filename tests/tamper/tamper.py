@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_report import AuditReport
-from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.testing.memory_bus import MemoryBus
 from tests.tamper.kinds import CONTRADICTIONS, DAMAGES, FORGERIES, PAYLOADS, Copy, Kind
 from tests.tamper.ledger_copy import store
 from tests.tamper.real_run import RealRun

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from rollmesh.services.bench.cpu_profile import cpu_s_of
+from rollmesh.bench.cpu_profile import cpu_s_of
 
 BURN_S = 0.3
 BURN = f"import time\nwhile time.process_time() < {BURN_S}: pass"

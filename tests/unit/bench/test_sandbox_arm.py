@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from rollmesh.services.bench.sandbox_arm import CODE, lap, percentile
-from rollmesh.services.bench.sandbox_rivals import BARE, Program, WarmFork, adopting, present
+from rollmesh.bench.sandbox_arm import CODE, lap, percentile
+from rollmesh.bench.sandbox_rivals import BARE, Program, WarmFork, adopting, present
 
 BURN_S = 0.4
 BURN = f"import time\nwhile time.process_time() < {BURN_S}: pass\nprint(42)"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.services.cli.config import TrainConfig, load_train_config
-from rollmesh.services.cli.run_folder import Origin, RunFolder
-from rollmesh.services.cli.series import Eval, Point, Series, encode_line
+from rollmesh.cli.config import TrainConfig, load_train_config
+from rollmesh.cli.run_folder import Origin, RunFolder
+from rollmesh.cli.series import Eval, Point, Series, encode_line
 from rollmesh.services.learner.metrics_log import MetricsLine
 
 ORIGIN = Origin(

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from rollmesh.services.cli.__main__ import app
-from rollmesh.services.cli.certs import CA, CA_KEY, CERTIFICATE, KEY, TOKEN
-from rollmesh.services.mesh.security import SecurityConfig, open_access
+from rollmesh.cli.__main__ import app
+from rollmesh.cli.certs import CA, CA_KEY, CERTIFICATE, KEY, TOKEN
+from rollmesh.mesh.security import SecurityConfig, open_access
 from rollmesh.shared.config import config_from_dict, load_config
 
 

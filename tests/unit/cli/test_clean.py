@@ -11,17 +11,17 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from rollmesh.services.cli.clean import CleanOptions, clean_folder
-from rollmesh.services.cli.config import TrainConfig
-from rollmesh.services.cli.disk_need import disk_need, in_words
-from rollmesh.services.cli.resume import open_resumption
-from rollmesh.services.cli.run_folder import RunFolder, new_folder, origin_now
-from rollmesh.services.cli.series import Point, encode_line
-from rollmesh.services.cli.show import list_samples
-from rollmesh.services.cli.train import train
+from rollmesh.cli.clean import CleanOptions, clean_folder
+from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.disk_need import disk_need, in_words
+from rollmesh.cli.resume import open_resumption
+from rollmesh.cli.run_folder import RunFolder, new_folder, origin_now
+from rollmesh.cli.series import Point, encode_line
+from rollmesh.cli.show import list_samples
+from rollmesh.cli.train import train
+from rollmesh.mesh.config import RunConfig
+from rollmesh.mesh.run_lock import RunFolderBusy, owned
 from rollmesh.services.learner.config import LearnerConfig
-from rollmesh.services.mesh.config import RunConfig
-from rollmesh.services.mesh.run_lock import RunFolderBusy, owned
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.shared.errors import ConfigError
 

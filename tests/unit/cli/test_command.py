@@ -11,11 +11,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-from rollmesh.services.cli.__main__ import app
-from rollmesh.services.cli.config import DEMO_CONFIG
+from rollmesh.cli.__main__ import app
+from rollmesh.cli.config import DEMO_CONFIG
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.trainer.model_files import write_model_folder
-from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[3]
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
@@ -61,7 +61,7 @@ def config_file(folder: Path, text: str = "") -> Path:
 
 def test_help_loads_nothing_heavy() -> None:
     code = (
-        "import sys, contextlib, rollmesh.services.cli.__main__ as m\n"
+        "import sys, contextlib, rollmesh.cli.__main__ as m\n"
         "with contextlib.suppress(SystemExit): m.app(['train', '--help'])\n"
         "print([n for n in ('torch', 'transformers', 'grpc', 'nats', 'numpy', 'matplotlib', 'google.protobuf') if n in sys.modules])"
     )
@@ -188,7 +188,7 @@ def test_a_prompt_longer_than_the_context_is_told(tmp_path: Path, model: Path) -
 
 
 def test_demo_needs_no_file_outside_the_package() -> None:
-    package = ROOT / "services" / "rollmesh" / "services" / "cli"
+    package = ROOT / "services" / "rollmesh" / "cli"
     assert DEMO_CONFIG.resolve().is_relative_to(package)
     assert (ROOT / "configs" / "demo.yaml").resolve() == DEMO_CONFIG.resolve()
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from rollmesh.services.cli.config import TrainConfig
-from rollmesh.services.cli.display import LiveView, PlainView, eval_text, open_view, sample_parts, spark
-from rollmesh.services.cli.model_process import WarmStep
-from rollmesh.services.cli.series import Eval
-from rollmesh.services.cli.watch import Recorder
-from rollmesh.services.mesh.config import RunConfig
+from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.display import LiveView, PlainView, eval_text, open_view, sample_parts, spark
+from rollmesh.cli.series import Eval
+from rollmesh.cli.watch import Recorder
+from rollmesh.demo.model_process import WarmStep
+from rollmesh.mesh.config import RunConfig
 from rollmesh.shared.clock import ManualClock
 from rollmesh.v1 import run_pb2
 from tests.unit.cli.recorded import encoded, recorded_point, recorded_series

@@ -7,9 +7,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from rollmesh.cli import doctor
+from rollmesh.cli.__main__ import app
 from rollmesh.sandbox_runtime import walls
-from rollmesh.services.cli import doctor
-from rollmesh.services.cli.__main__ import app
 
 
 def test_findings_of_this_host_as_json() -> None:

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.services.cli.config import MadeModelConfig
-from rollmesh.services.cli.make_model import _Demonstrator, make_model
-from rollmesh.services.cli.model_process import ModelNotMade, WarmStep, make_in_process
+from rollmesh.demo.config import MadeModelConfig
+from rollmesh.demo.make_model import _Demonstrator, make_model
+from rollmesh.demo.model_process import ModelNotMade, WarmStep, make_in_process
+from rollmesh.demo.tokenizer import END, build_tokenizer
 from rollmesh.services.data.calc_source import CalcConfig
 from rollmesh.services.data.generated import generated_pool
 from rollmesh.services.data.task import Split, split_of
 from rollmesh.trainer.model_files import load_model, load_tokenizer
-from rollmesh.trainer.tokenizer import END, build_tokenizer
 
 TASKS = CalcConfig(level_max=1, num_train=1, num_validation=8, num_test=1)
 SHAPE = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 48}

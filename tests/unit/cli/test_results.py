@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.services.cli.closing import closing_words
-from rollmesh.services.cli.results import write_results
-from rollmesh.services.cli.series import Point, Series
-from rollmesh.services.cli.summary import learner_seconds, milestones, summarise
+from rollmesh.cli.closing import closing_words
+from rollmesh.cli.results import write_results
+from rollmesh.cli.series import Point, Series
+from rollmesh.cli.summary import learner_seconds, milestones, summarise
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from tests.unit.cli.recorded import encoded, recorded_eval, recorded_folder, recorded_point
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.services.cli.config import TrainConfig
-from rollmesh.services.cli.run_folder import RunExistsHere, new_folder, open_folder, origin_now
-from rollmesh.services.mesh.config import RunConfig
+from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.run_folder import RunExistsHere, new_folder, open_folder, origin_now
+from rollmesh.mesh.config import RunConfig
 from rollmesh.shared.errors import ConfigError
 
 CONFIG = TrainConfig(run=RunConfig(name="mine", seed=4))

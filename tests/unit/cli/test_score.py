@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rollmesh.services.cli.__main__ import app
-from rollmesh.services.cli.score import ScoreReport, score_file
+from rollmesh.cli.__main__ import app
+from rollmesh.cli.score import ScoreReport, score_file
 from rollmesh.services.data.calc_source import CalcConfig
 from rollmesh.services.data.generated import generated_pool
 from rollmesh.services.data.task import Split

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rollmesh.services.cli.samples import MessageLine, RewardLine, SampleLine, SegmentLine, VersionLine
-from rollmesh.services.cli.transcript import transcript, turns_of
+from rollmesh.cli.samples import MessageLine, RewardLine, SampleLine, SegmentLine, VersionLine
+from rollmesh.cli.transcript import transcript, turns_of
 
 
 def given(num: int, role: str = "context", source: str = "prompt") -> SegmentLine:

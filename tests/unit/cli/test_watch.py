@@ -6,10 +6,10 @@ from typing import Literal
 
 import pytest
 
-from rollmesh.services.cli.causes import AllFailed
-from rollmesh.services.cli.series import read_series
-from rollmesh.services.cli.stall import RunStalled, unless_hopeless
-from rollmesh.services.cli.watch import RECORD_EVERY_S, SILENT_S, Recorder, Watcher
+from rollmesh.cli.causes import AllFailed
+from rollmesh.cli.series import read_series
+from rollmesh.cli.stall import RunStalled, unless_hopeless
+from rollmesh.cli.watch import RECORD_EVERY_S, SILENT_S, Recorder, Watcher
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Unavailable
 from rollmesh.shared.rpc.access import Access

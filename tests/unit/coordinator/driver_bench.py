@@ -19,12 +19,12 @@ from rollmesh.services.coordinator.effects import Effects
 from rollmesh.services.coordinator.ledger import Ledger, read_ledger
 from rollmesh.services.coordinator.recovery import Recovered
 from rollmesh.shared.bus.bus import StreamLog
-from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import MeshError, Unavailable
 from rollmesh.shared.ids import SeededIds
 from rollmesh.shared.ledger_head import EMPTY
+from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import data_pb2, reward_pb2, types_pb2
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}

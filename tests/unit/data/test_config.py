@@ -9,10 +9,10 @@ import pytest
 
 from rollmesh.services.data.config import DataConfig, build_engine, build_pools
 from rollmesh.services.data.task import Split
-from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
+from rollmesh.testing.memory_bus import MemoryBus
 
 
 def config(**settings: Any) -> DataConfig:

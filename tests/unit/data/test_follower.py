@@ -14,10 +14,10 @@ from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.data.task import Split
 from rollmesh.shared.bus.bus import BusUnavailable, StreamLog
-from rollmesh.shared.bus.memory_bus import MemoryBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import CatchingUp, CorruptSnapshot, DataLoss, ResourceExhausted, UnknownRun, UnknownSplit
+from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import events_pb2
 
 from .builders import created, ended, factory, finalized, pool, record, reserved

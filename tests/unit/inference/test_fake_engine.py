@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rollmesh.services.inference.engine import EngineBroken, GenerateDelta, GenerateRequest, KvPolicy
-from rollmesh.services.inference.engines.fake_engine import FakeEngine, FakeEngineConfig
-from rollmesh.services.inference.engines.fake_policy import FakePolicy
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.trajectory import FinishReason, SamplingParams
+from rollmesh.testing.fake_engine import FakeEngine, FakeEngineConfig
+from rollmesh.testing.fake_policy import FakePolicy
 
 from .builders import version
 
@@ -23,7 +23,7 @@ def request(name: str) -> GenerateRequest:
 
 
 def test_import_stays_light() -> None:
-    code = "import sys, rollmesh.services.inference.engines.fake_engine; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, rollmesh.testing.fake_engine; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 

@@ -59,7 +59,7 @@ def test_a_value_out_of_range_is_an_error_that_names_the_field(kind: type, field
 def test_no_module_of_the_learner_but_the_torch_trainer_loads_torch() -> None:
     code = (
         "import sys; from rollmesh.services.learner import node; from rollmesh.services.learner.engine import find_engine; "
-        "find_engine('rollmesh.services.learner.engines.fake_trainer:open_trainer'); "
+        "find_engine('rollmesh.testing.fake_trainer:open_trainer'); "
         "print([m for m in ('torch', 'transformers', 'tensorboard') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

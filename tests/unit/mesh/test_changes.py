@@ -9,11 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.services.cli.config import MadeModelConfig, TrainConfig
-from rollmesh.services.coordinator.core.changes import MAY_CHANGE
-from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
-from rollmesh.services.learner.config import LearnerConfig
-from rollmesh.services.mesh.changes import (
+from rollmesh.cli.config import TrainConfig
+from rollmesh.demo.config import MadeModelConfig
+from rollmesh.mesh.changes import (
     FIXED,
     FREE,
     SECTIONS_JUDGED,
@@ -24,7 +22,10 @@ from rollmesh.services.mesh.changes import (
     recorded,
     settings_of,
 )
-from rollmesh.services.mesh.config import RunConfig
+from rollmesh.mesh.config import RunConfig
+from rollmesh.services.coordinator.core.changes import MAY_CHANGE
+from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
+from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.rollout.config import RolloutConfig, SamplingConfig
 from rollmesh.shared.errors import ChangeRefused
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.services.mesh.child import Child, ProcessGaveUp
-from rollmesh.services.mesh.child_log import ChildLog
-from rollmesh.services.mesh.process_events import FILE, ProcessEvent, ProcessLog, read_process_events
-from rollmesh.services.mesh.restarts import ProcessesConfig, Restarts
+from rollmesh.mesh.child import Child, ProcessGaveUp
+from rollmesh.mesh.child_log import ChildLog
+from rollmesh.mesh.process_events import FILE, ProcessEvent, ProcessLog, read_process_events
+from rollmesh.mesh.restarts import ProcessesConfig, Restarts
 from rollmesh.shared.clock import ManualClock, SystemClock
 from rollmesh.shared.errors import ConfigError, DiskFull
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rollmesh.services.cli.fleet_client import MeshStatus
-from rollmesh.services.cli.status import status_view
-from rollmesh.services.cli.trace import load_trace
-from rollmesh.services.mesh.joined_nodes import keep_joined, read_joined_folders
+from rollmesh.cli.fleet_client import MeshStatus
+from rollmesh.cli.status import status_view
+from rollmesh.cli.trace import load_trace
+from rollmesh.mesh.joined_nodes import keep_joined, read_joined_folders
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import NotFound
 from rollmesh.shared.telemetry.span_file import SpanRecord

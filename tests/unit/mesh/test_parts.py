@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.services.mesh.config import MeshConfig
-from rollmesh.services.mesh.parts import build_part
-from rollmesh.services.mesh.place import open_place
-from rollmesh.shared.bus.memory_bus import MemoryBus
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.parts import build_part
+from rollmesh.mesh.place import open_place
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
+from rollmesh.testing.memory_bus import MemoryBus
 
 ENGINE = """
 import msgspec

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.parts import learner_config, reward_config, run_advantage
+from rollmesh.mesh.place import Place
 from rollmesh.services.learner.engines.recipe import resolve_recipe
-from rollmesh.services.mesh.config import MeshConfig
-from rollmesh.services.mesh.parts import learner_config, reward_config, run_advantage
-from rollmesh.services.mesh.place import Place
 from rollmesh.services.reward.config import build_engine
 from rollmesh.services.reward.servicer import RewardServicer
 from rollmesh.shared.codec.trajectory import encode_group_context

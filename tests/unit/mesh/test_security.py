@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from rollmesh.services.cli.certs import make_certificates
-from rollmesh.services.cli.config import TrainConfig
-from rollmesh.services.mesh import MeshConfig
-from rollmesh.services.mesh.place import open_place
+from rollmesh.cli.certs import make_certificates
+from rollmesh.cli.config import TrainConfig
+from rollmesh.mesh import MeshConfig
+from rollmesh.mesh.place import open_place
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.config import config_from_dict, to_yaml
 from rollmesh.shared.errors import ConfigError

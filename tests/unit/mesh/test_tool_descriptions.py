@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollmesh.services.mesh.config import MeshConfig
-from rollmesh.services.mesh.tool_descriptions import rollout_config
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.tools import tool_schema
 from rollmesh.shared.config import config_from_dict

@@ -10,19 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.services.cli.samples import encode_sample_line, sample_lines
-from rollmesh.services.cli.score import score_file
+from rollmesh.cli.samples import encode_sample_line, sample_lines
+from rollmesh.cli.score import score_file
 from rollmesh.services.rollout.agent import LimitReached, Task, load_agent
 from rollmesh.services.rollout.agents.single_turn import SingleTurnAgent
 from rollmesh.services.rollout.agents.tool_calling import ToolCall, parse_call
 from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, RolloutConfig, SamplingConfig
 from rollmesh.services.rollout.environment import Environment
-from rollmesh.services.rollout.testing import DEMO_FORMAT, LocalMesh, lease
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.codec.trajectory import encode_episode
 from rollmesh.shared.errors import ConfigError, EngineFailed, SandboxFailed, StaleWeights
 from rollmesh.shared.trajectory import Episode, FinishReason, Message, Outcome, Purpose, Reward, Role, Source, text_view
+from rollmesh.testing.rollout import DEMO_FORMAT, LocalMesh, lease
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED

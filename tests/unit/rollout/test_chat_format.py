@@ -11,11 +11,11 @@ import pytest
 from rollmesh.services.rollout.agents.tool_calling import ToolCall, parse_call
 from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.config import FormatConfig, ToolConfig
-from rollmesh.services.rollout.testing import DEMO_FORMAT
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from rollmesh.services.rollout.tools import tool_schema
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import Message
+from rollmesh.testing.rollout import DEMO_FORMAT
 from tests.newcomer.chat_models import STYLES, save_chat_tokenizer
 
 TOOL = tool_schema("add", ToolConfig(profile="calc", function="call", description="Add two numbers."))
@@ -74,7 +74,8 @@ def test_the_words_are_what_the_chat_template_writes(folders: dict[str, Path], n
 
 
 def test_the_demo_needs_no_words_in_its_configuration(tmp_path: Path) -> None:
-    from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
+    from rollmesh.demo.tokenizer import build_tokenizer
+    from rollmesh.trainer.model_files import save_tokenizer
 
     save_tokenizer(build_tokenizer(), tmp_path)
     assert load_tokenizer(tmp_path).format == DEMO_FORMAT

@@ -21,7 +21,6 @@ from rollmesh.services.rollout.config import (
     WorkerConfig,
 )
 from rollmesh.services.rollout.recorder import Recorder
-from rollmesh.services.rollout.testing import LocalSandbox
 from rollmesh.services.rollout.time_limit import time_limit
 from rollmesh.services.rollout.tool_latency import SlowSandbox, latency_s
 from rollmesh.services.rollout.tools import result_text, shorten
@@ -30,6 +29,7 @@ from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config import config_from_dict, load_config, to_yaml
 from rollmesh.shared.errors import InvalidInput, Unavailable
 from rollmesh.shared.trajectory import ROOT, Role, Source
+from rollmesh.testing.rollout import LocalSandbox
 from rollmesh.v1 import sandbox_pb2
 
 UNIFORMS = (np.arange(20_000) + 0.5) / 20_000

@@ -19,7 +19,8 @@ from rollmesh.shared.trajectory import Message
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from rollmesh.trainer.tokenizer import build_tokenizer, save_tokenizer
+    from rollmesh.demo.tokenizer import build_tokenizer
+    from rollmesh.trainer.model_files import save_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(build_tokenizer(), folder)

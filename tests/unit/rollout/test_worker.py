@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig, StagesConfig, WorkerConfig
-from rollmesh.services.rollout.testing import Gate, LocalMesh, lease
 from rollmesh.services.rollout.worker import RolloutWorker
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Draining, FailedPrecondition, Unavailable
+from rollmesh.testing.rollout import Gate, LocalMesh, lease
 from rollmesh.v1 import coordinator_pb2
 
 COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED

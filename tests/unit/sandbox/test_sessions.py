@@ -13,10 +13,10 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome, RunResult
-from rollmesh.services.sandbox.engines.fake_engine import FakeEngine
 from rollmesh.services.sandbox.sessions import End, Holder, Sessions
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, Overloaded, SandboxFailed, UnknownSession
+from rollmesh.testing.fake_sandbox import FakeEngine
 
 CONFIG = SandboxConfig(engine="fake", sessions_max=3, ttl_s=10.0, ttl_s_max=100.0, orphan_s=3.0)
 

@@ -10,11 +10,11 @@ import pytest
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import RunResult
-from rollmesh.services.sandbox.engines.fake_engine import FakeEngine
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.services.sandbox.tenants_config import TenantQuota, TenantsConfig
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Overloaded, SandboxFailed, UnknownSession
+from rollmesh.testing.fake_sandbox import FakeEngine
 
 CONFIG = SandboxConfig(
     engine="fake",

@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.shared.digest import next_digest
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.trainer import checkpoint as module
@@ -15,8 +17,6 @@ from rollmesh.trainer.checkpoint import Checkpoint, latest_checkpoint, save_chec
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition, list_checkpoints
 from rollmesh.trainer.model_files import load_model, published_state
 from rollmesh.trainer.optim import OptimizerConfig
-from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.tokenizer import build_tokenizer
 from rollmesh.trainer.trained_log import TrainedLog, read_trained
 from rollmesh.trainer.update import Trainer, UpdateConfig
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollmesh.trainer.muon import Muon, orthogonalise
+from rollmesh.demo.muon import Muon, orthogonalise
 from rollmesh.trainer.optim import OptimizerConfig, guarded_step, lr_at, make_adamw
 
 

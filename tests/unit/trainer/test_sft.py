@@ -5,17 +5,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollmesh.trainer.chat import Demonstration, render_demonstration
-from rollmesh.trainer.model_files import published_state
-from rollmesh.trainer.sft import (
+from rollmesh.demo.chat import Demonstration, render_demonstration
+from rollmesh.demo.sft import (
     WarmStartConfig,
     WarmStartFailed,
     WarmStartProgress,
     demonstration_probability,
     warm_start,
 )
-from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.tokenizer import build_tokenizer
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.demo.tokenizer import build_tokenizer
+from rollmesh.trainer.model_files import published_state
 
 TOKENIZER = build_tokenizer()
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)

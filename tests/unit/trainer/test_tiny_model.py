@@ -11,16 +11,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollmesh.trainer.chat import (
+from rollmesh.demo.chat import (
     Demonstration,
     demonstration_messages,
     encode_prompt,
     encode_tool_result,
     render_demonstration,
 )
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.demo.tokenizer import VOCAB_SIZE, build_tokenizer, encode_text
 from rollmesh.trainer.model_files import load_model, load_tokenizer, load_weights, write_model_folder
-from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.trainer.tokenizer import VOCAB_SIZE, build_tokenizer, encode_text
 
 CALLS = [("12+30", "42"), ("42-2", "40")]
 TOOLS = [{"type": "function", "function": {"name": "calc", "description": "", "parameters": {}}}]

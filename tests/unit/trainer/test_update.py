@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
+from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.shared.trajectory import Outcome, SamplingParams, TrainingSample
 from rollmesh.trainer.losses import LossConfig, Normalisation, PpoClipConfig, TisConfig
 from rollmesh.trainer.model_files import published_state
@@ -17,7 +18,6 @@ from rollmesh.trainer.optim import OptimizerConfig
 from rollmesh.trainer.packing import PackingConfig
 from rollmesh.trainer.recipes import RECIPES
 from rollmesh.trainer.samples import DropReason, build_table, drop_reason
-from rollmesh.trainer.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.trainer.update import Trainer, UpdateConfig, UpdateOutcome
 
 from .builders import action, group, member, prompt, random_batch, training_sample

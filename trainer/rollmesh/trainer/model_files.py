@@ -18,8 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from rollmesh.trainer.tokenizer import save_tokenizer
-
 WEIGHTS_NAME = "model.safetensors"
 
 
@@ -46,6 +44,19 @@ def write_model_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     _write_json(folder / "generation_config.json", model.generation_config.to_diff_dict())
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the tokenizer's files so that transformers 4.x and 5.x both load them.
+
+    transformers 5 names a class that 4.x does not have (`TokenizersBackend`); the name written here exists in both.
+    """
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def load_model(folder: Path | str, *, device: str = "cpu") -> PreTrainedModel:

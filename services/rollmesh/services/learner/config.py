@@ -11,7 +11,7 @@ from rollmesh.shared.clients.patience import PatienceConfig
 from rollmesh.shared.weights.transfer import TransferConfig
 
 TORCH_TRAINER = "rollmesh.services.learner.engines.torch_trainer:open_trainer"
-FAKE_TRAINER = "rollmesh.services.learner.engines.fake_trainer:open_trainer"
+FAKE_TRAINER = "rollmesh.testing.fake_trainer:open_trainer"
 
 
 class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmesh.services.rollout.agent import LimitReached, Task, ToolResult, Turn
+from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
 from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.config import LimitsConfig, SamplingConfig
 from rollmesh.services.rollout.episode_trace import SERVICE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollmesh.services.rollout.agent import Task
+from rollmesh.services.rollout.agent_types import Task
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.codec.trajectory import DEFAULT_POLICY, decode_key
 from rollmesh.shared.errors import InvalidInput

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
-from rollmesh.services.rollout.agent import ToolResult
+from rollmesh.services.rollout.agent_types import ToolResult
 from rollmesh.services.rollout.chat_format import ToolSchema
 from rollmesh.services.rollout.config import ToolConfig
 from rollmesh.services.rollout.ports import Sandbox, SandboxSession

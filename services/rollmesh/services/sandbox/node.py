@@ -18,13 +18,13 @@ from typing import Self
 from rollmesh.services.sandbox.branches import Branches
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import PoolCounts, SandboxEngine
-from rollmesh.services.sandbox.engines.fake_engine import FakeEngine
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.servicer import SandboxServicer
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.services.sandbox.snapshots import Snapshots
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.ids import IdSource, RandomIds
+from rollmesh.shared.objects import load_object
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.serving import JoinedServer
@@ -158,5 +158,6 @@ class SandboxNode:
 def make_engine(config: SandboxConfig, *, state_dir: Path, ids: IdSource, clock: Clock | None = None) -> SandboxEngine:
     """The engine that `config.engine` names."""
     if config.engine == "fake":
-        return FakeEngine(config)
+        engine: SandboxEngine = load_object("rollmesh.testing.fake_sandbox:FakeEngine")(config)
+        return engine
     return JailEngine(config, state_dir=state_dir, ids=ids, clock=clock)

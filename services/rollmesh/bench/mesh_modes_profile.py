@@ -1,0 +1,81 @@
+"""Which part of the mesh spends the CPU: by source file and thread within one process, by process where each part has its own.
+
+Parts have the same names either way, so that both can stand in one table. In one process what gRPC and asyncio take between
+handlers, and the codecs and clients in `shared`, cannot be told apart by part and stand alone.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollmesh.bench.cpu_profile import WAITING, CpuProfile, Profile, cpu_s_of
+from rollmesh.mesh.supervisor import Supervisor
+
+MODEL = "model"
+"""Key of the seconds spent in generation and training, which are in those of their parts as well."""
+LIBRARIES = "grpc, asyncio"
+_TRAINER = "trainer"
+_OWNERS = (
+    (re.compile(r"rollmesh/services/learner/engines/|rollmesh/trainer/"), _TRAINER),
+    (re.compile(r"rollmesh/bench/"), "bench (loop, stand-ins)"),
+    (re.compile(r"rollmesh/services/weights/"), "depot"),
+    (re.compile(r"rollmesh/services/(\w+)/"), r"\1"),
+    (re.compile(r"rollmesh/sandbox_runtime/"), "sandbox"),
+    (re.compile(r"rollmesh/shared/"), "shared"),
+    (re.compile(r"/selectors\.py"), WAITING),
+    (re.compile(r"/(?:grpc|asyncio)/"), LIBRARIES),
+    (re.compile(r"/nats/"), "shared"),
+    (re.compile(r"/tokenizers/"), "rollout"),
+)
+"""Source file to owner, the first match counts."""
+_THREADS = (("engine", "inference"), ("learner-compute", "learner"))
+"""Beginnings of thread names to parts; other threads are the libraries'."""
+
+
+def _owner_of(filename: str) -> str:
+    for pattern, name in _OWNERS:
+        if (match := pattern.search(filename)) is not None:
+            return match.expand(name)
+    return ""
+
+
+@contextmanager
+def profiled_here() -> Iterator[dict[str, float]]:
+    """CPU seconds by part inside the block, filled on leaving, with `MODEL`. In the main thread."""
+    spent: dict[str, float] = {}
+    with CpuProfile(_owner_of) as profile:
+        yield spent
+    spent |= by_part(profile)
+
+
+def by_part(profile: Profile) -> dict[str, float]:
+    """The profile's seconds by part, and `MODEL`."""
+    parts = dict(profile.owners)
+    trainer_s = parts.pop(_TRAINER, 0.0)
+    computing = {"learner": trainer_s}
+    for name, seconds in profile.threads.items():
+        part = next((part for begin, part in _THREADS if name.startswith(begin)), "")
+        into, key = (computing, part) if part else (parts, LIBRARIES)
+        into[key] = into.get(key, 0.0) + seconds
+    for part, seconds in computing.items():
+        parts[part] = parts.get(part, 0.0) + seconds
+    for command, seconds in profile.children.items():
+        part = "nats" if command.startswith("nats") else "sandbox"
+        parts[part] = parts.get(part, 0.0) + seconds
+    return parts | {MODEL: sum(computing.values())}
+
+
+@contextmanager
+def profiled_by_process(supervisor: Supervisor) -> Iterator[dict[str, float]]:
+    """The same of processes, without `MODEL`: nobody looks into them."""
+    spent: dict[str, float] = {}
+    before, own_s = cpu_s_of(supervisor.pids), time.process_time()
+    yield spent
+    after = cpu_s_of(supervisor.pids)
+    spent["supervisor"] = time.process_time() - own_s
+    for name, seconds in after.items():
+        part = name.partition("-")[0]
+        spent[part] = spent.get(part, 0.0) + seconds - before.get(name, 0.0)

@@ -1,0 +1,177 @@
+"""CPU seconds per episode turn outside model code, by hop, of the whole mesh on one host.
+
+A real Mesh: every service over gRPC, a real nats-server, jailed tool sessions; only engine and trainer are the fakes, which compute next to
+nothing and are left out. Agents make 6 turns of 20 tokens, with no tool or with a calculator call after each turn but the last.
+Everything that an episode costs is spread over its turns: admission, lease, prompt, sandbox session, scores, payload, report, ledger, batch,
+fetch, commit, weights.
+
+How to read it: the aims are 2 ms per turn and 4 ms with a tool call, in CPU of all processes together (so neighbours on the machine
+matter little). There is no other system in this run: the floor to compare with is gRPC itself, where an empty unary call costs 0.4 to 0.55 ms
+of CPU on both sides together; this bench measures that first, on the same machine (`floor`). A hop is the nearest frame of a service; `grpc,
+asyncio` is what the libraries take between handlers and cannot be told apart by service. The jail's share is fork, exec and exit of sessions
+and calls, in the zygote and its children.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rollmesh.bench.cpu_profile import WAITING, CpuProfile, Profile
+from rollmesh.bench.report import Report
+from rollmesh.bench.turns import TURNS
+from rollmesh.demo.tokenizer import build_tokenizer
+from rollmesh.mesh import Mesh, MeshConfig
+from rollmesh.shared.config import config_from_dict
+from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.server import RpcServer
+from rollmesh.trainer.model_files import save_tokenizer
+
+FAKE = "rollmesh.testing.fake_engine"
+MODEL = "model (fakes, left out)"
+NEW_TOKENS = 20
+LIMIT_S = 240.0
+SHOWN_S = 1e-5
+"""Hops that take less per turn in every column are only in the total."""
+NUM_PINGS, PINGS_AT_ONCE = 2000, 16
+PROCESSES = {Path(sys.executable).resolve().name: "zygote and jails"}
+
+
+def run(quick: bool) -> Report:
+    warm, measured = (300, 600) if quick else (1500, 6000)
+    report = Report(
+        "mesh_turn",
+        f"6 turns of {NEW_TOKENS} tokens per episode; {measured:,} turns after {warm:,}; ms of CPU per turn",
+    )
+    floor_s = asyncio.run(asyncio.wait_for(_ping_cpu_s(), LIMIT_S))
+    columns: dict[str, Profile] = {}
+    for name, tools in (("no tool", False), ("tool call", True)):
+        with TemporaryDirectory(prefix="rollmesh-bench-") as folder:
+            columns[name] = asyncio.run(asyncio.wait_for(_measure(Path(folder), tools, warm, measured), LIMIT_S))
+    report.rows = _table(columns, measured)
+    report.notes.append(f"floor: an empty unary call through the mesh's client and server costs {1e3 * floor_s:.2f} ms")
+    report.notes += [_dearest(name, profile, measured) for name, profile in columns.items()]
+    return report
+
+
+async def _ping_cpu_s() -> float:
+    """CPU seconds of one empty unary call, both sides."""
+    async with RpcServer(access=Access(token="bench")) as server:
+        await server.start()
+        async with open_channel(server.address, access=Access(token="bench")) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+
+            async def pings(num: int) -> None:
+                for _ in range(num):
+                    await stub.Check(health_pb2.HealthCheckRequest(), timeout=10.0)
+
+            await pings(50)
+            start_s = time.process_time()
+            await asyncio.gather(*(pings(NUM_PINGS // PINGS_AT_ONCE) for _ in range(PINGS_AT_ONCE)))
+            return (time.process_time() - start_s) / NUM_PINGS
+
+
+async def _measure(folder: Path, tools: bool, warm: int, measured: int) -> Profile:
+    async with _mesh(folder, tools):
+        start = TURNS.value
+        await TURNS.until(start + warm)
+        with CpuProfile(owner_of) as profile:
+            await TURNS.until(start + warm + measured)
+    return profile
+
+
+@asynccontextmanager
+async def _mesh(folder: Path, tools: bool) -> AsyncIterator[Mesh]:
+    model = folder / "model"
+    model.mkdir()
+    save_tokenizer(build_tokenizer(), model)
+    async with Mesh(_config(model, tools), run_dir=folder / "run", base_dir=folder) as mesh:
+        yield mesh
+
+
+def _config(model: Path, tools: bool) -> MeshConfig:
+    return config_from_dict(
+        MeshConfig,
+        {
+            "run": {"name": "bench", "batch_groups": 8, "group_size": 16, "updates_max": 0, "eval_every": 0},
+            "counts": {"sandbox": int(tools)},
+            "inference": {
+                "engine": f"{FAKE}:FakeEngine", "engine_config": f"{FAKE}:FakeEngineConfig",
+                "engine_options": {"vocab_size": 112, "slots_max": 256},
+            },
+            "data": {"source": {"kind": "calc", "tools": ["calculator"] if tools else []}},
+            "rollout": {
+                "agent": f"rollmesh.bench.turns:{'Calling' if tools else 'Talking'}", "model_dir": str(model),
+                "sampling": {"max_tokens": NEW_TOKENS},
+            },
+            "reward": {"finalizer": {"name": "keep_all"}},
+            "learner": {
+                "engine": "rollmesh.testing.fake_trainer:open_trainer", "tensorboard": False,
+            },
+        },
+    )  # fmt: skip
+
+
+_OWNERS = (
+    (re.compile(r"rollmesh/services/(?:inference|learner)/engines/"), MODEL),
+    (re.compile(r"rollmesh/services/(\w+)/"), r"\1"),
+    (re.compile(r"rollmesh/shared/(\w+)"), r"shared.\1"),
+    (re.compile(r"/bench/turns\.py"), "rollout"),
+    (re.compile(r"/selectors\.py"), WAITING),
+    (re.compile(r"/(?:grpc|asyncio)/"), "grpc, asyncio"),
+    (re.compile(r"/(nats|tokenizers)/"), r"\1"),
+)
+"""Source file to owner, the first match counts."""
+
+
+def owner_of(filename: str) -> str:
+    for pattern, name in _OWNERS:
+        if (match := pattern.search(filename)) is not None:
+            return match.expand(name)
+    return ""
+
+
+def _by_hop(profile: Profile) -> dict[str, float]:
+    hops = dict(profile.owners)
+    for name, seconds in profile.threads.items():
+        hop = "thread gRPC" if "poll" in name or name.startswith("native") else "other threads"
+        hops[hop] = hops.get(hop, 0.0) + seconds
+    for name, seconds in profile.children.items():
+        hop = f"process {PROCESSES.get(name, name)}"
+        hops[hop] = hops.get(hop, 0.0) + seconds
+    return hops
+
+
+def _table(columns: dict[str, Profile], turns: int) -> list[dict[str, Any]]:
+    hops = {name: _by_hop(profile) for name, profile in columns.items()}
+    names = sorted(
+        {hop for column in hops.values() for hop in column}, key=lambda hop: -hops["tool call"].get(hop, 0.0)
+    )
+    counted = [name for name in names if name != MODEL]
+    shown = [name for name in counted if any(h.get(name, 0.0) >= SHOWN_S * turns for h in hops.values())]
+    rows = [
+        _row("total outside the model", {name: sum(h.get(n, 0.0) for n in counted) for name, h in hops.items()}, turns)
+    ]
+    return rows + [
+        _row(hop, {name: column.get(hop, 0.0) for name, column in hops.items()}, turns) for hop in [*shown, MODEL]
+    ]
+
+
+def _row(hop: str, seconds: dict[str, float], turns: int) -> dict[str, Any]:
+    return {"hop": hop} | {f"{name}, ms": 1e3 * value / turns for name, value in seconds.items()}
+
+
+def _dearest(name: str, profile: Profile, turns: int) -> str:
+    functions = sorted(profile.functions.items(), key=lambda item: -item[1])
+    own = [f"{owner} {function} {1e3 * s / turns:.2f}" for (owner, function), s in functions if owner != MODEL][:12]
+    return f"{name}, {turns / profile.wall_s:,.0f} turns/s; dearest functions, ms per turn: " + "; ".join(own)

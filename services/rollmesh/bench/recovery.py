@@ -1,0 +1,101 @@
+"""How long training stands still after the kill -9 of each service.
+
+A run as processes under the supervisor: real services, nats-server, jailed tool sessions of the fake sandbox; engine and trainer are the
+fakes, so that updates follow each other quickly and a pause is the mesh's own. Each process is killed in turn; measured is the time from the
+kill to the second update committed after it (the first may have been on its way). The baseline, in the same run and in turns, is the
+same wait without a kill.
+
+How to read it: `pause` is the median wait minus the baseline's. It holds the supervisor's back-off, the start of an interpreter (most of it
+on a slow machine), recovery, joining, weights, and leases that must run out first: `episode_lease_s` is 4 s here, the batch lease 6 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from rollmesh.bench.progress import until_update
+from rollmesh.bench.report import Report, spread
+from rollmesh.demo.tokenizer import build_tokenizer
+from rollmesh.mesh import MeshConfig
+from rollmesh.mesh.supervisor import Supervisor
+from rollmesh.shared.config import config_from_dict
+from rollmesh.trainer.model_files import save_tokenizer
+
+NOBODY = "nobody"
+PARTS = (
+    "learner", "rollout-0", "inference-0", "sandbox-0", "reward", "data", "depot", "gateway", "coordinator", "nats",
+)  # fmt: skip
+FAKE = "rollmesh.testing.fake_engine"
+WARM = 5
+NEXT = 2
+"""Updates to wait for: the first may have been on its way."""
+LIMIT_S = 120.0
+
+
+def run(quick: bool) -> Report:
+    kills = 1 if quick else 3
+    report = Report("recovery", f"{kills} kills -9 of each process, {len(PARTS)} processes, batches of 4 x 8 episodes")
+    with TemporaryDirectory(prefix="rollmesh-bench-") as folder:
+        waits = asyncio.run(_measure(Path(folder), kills))
+    usual_s = median(waits[NOBODY])
+    for part, seconds in waits.items():
+        pause_s = 0.0 if part == NOBODY else median(seconds) - usual_s
+        report.rows.append({"killed": part, f"update {NEXT} after, s": spread(seconds, 2), "pause, s": pause_s})
+    return report
+
+
+async def _measure(folder: Path, kills: int) -> dict[str, list[float]]:
+    model = folder / "model"
+    model.mkdir()
+    save_tokenizer(build_tokenizer(), model)
+    waits: dict[str, list[float]] = {part: [] for part in (NOBODY, *PARTS)}
+    async with Supervisor(_config(model), run_dir=folder / "run", base_dir=folder) as mesh:
+        await until_update(mesh.place, WARM, limit_s=LIMIT_S)
+        for _ in range(kills):
+            for part in PARTS:
+                for killed in (NOBODY, part):
+                    waits[killed].append(await _wait_after(mesh, killed))
+    return waits
+
+
+async def _wait_after(mesh: Supervisor, part: str) -> float:
+    """Seconds from now, or from the kill of `part`, until training has gone on by `NEXT` updates."""
+    # A learner that rolls back counts its updates again: what is committed by then is what must be passed.
+    update = await until_update(mesh.place, 0, limit_s=LIMIT_S)
+    begin_s = time.perf_counter()
+    if part != NOBODY:
+        mesh.kill(part)
+    await until_update(mesh.place, update + NEXT, limit_s=LIMIT_S)
+    return time.perf_counter() - begin_s
+
+
+def _config(model: Path) -> MeshConfig:
+    return config_from_dict(
+        MeshConfig,
+        {
+            "run": {
+                "name": "bench", "batch_groups": 4, "group_size": 8, "updates_max": 0, "eval_every": 0, "tries_max": 50,
+                "episode_lease_s": 4.0, "batch_lease_s": 6.0,
+            },
+            "processes": {"restarts_max": 1000},
+            "coordinator": {"fleet": {"heartbeat_s": 0.5, "suspect_after_s": 2.0, "dead_after_s": 4.0}},
+            "inference": {
+                "engine": f"{FAKE}:FakeEngine", "engine_config": f"{FAKE}:FakeEngineConfig",
+                "engine_options": {"vocab_size": 112},
+            },
+            "data": {"source": {"kind": "calc", "tools": ["calculator"]}},
+            "rollout": {
+                "agent": "rollmesh.bench.turns:Calling", "model_dir": str(model), "sampling": {"max_tokens": 20},
+            },
+            "sandbox": {"engine": "fake"},
+            "reward": {"finalizer": {"name": "keep_all"}},
+            "learner": {
+                "engine": "rollmesh.testing.fake_trainer:open_trainer", "tensorboard": False,
+                "checkpoint_every": 1,
+            },
+        },
+    )  # fmt: skip

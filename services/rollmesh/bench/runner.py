@@ -1,0 +1,50 @@
+"""Runs benches by name and prints their tables. Each is a module with `run(quick: bool) -> Report`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rollmesh.bench.report import Report, machine
+from rollmesh.shared.errors import InvalidInput
+
+BENCHES = (
+    "engine",
+    "prefix",
+    "admission_latency",
+    "mesh_turn",
+    "mesh_modes",
+    "sandbox",
+    "switch_interval",
+    "telemetry",
+    "staleness",
+    "handover",
+    "ledger",
+    "recovery",
+    "time_to_success",
+)
+"""Modules beside this one, imported when asked for: some load torch and transformers."""
+
+
+def run_benches(names: Sequence[str], *, quick: bool, json_file: Path | None) -> None:
+    """Runs `names` (all, if there are none). Raises InvalidInput for an unknown one."""
+    if unknown := [name for name in names if name not in BENCHES]:
+        raise InvalidInput(f"no bench is called {unknown[0]!r}; there are {', '.join(BENCHES)}")
+    results = [_run(name, quick) for name in names or BENCHES]
+    if json_file is not None:
+        json_file.write_text(json.dumps(results, indent=2) + "\n")
+
+
+def _run(name: str, quick: bool) -> dict[str, Any]:
+    before = machine()
+    report: Report = importlib.import_module(f"rollmesh.bench.{name}").run(quick)
+    after = machine()
+    print(report.text())
+    print(
+        f"- machine: {before['cores']} cores, {before['cpu']}; load {before['load_1m']} -> {after['load_1m']}\n",
+        flush=True,
+    )
+    return report.as_json() | {"machine": before, "load_1m_after": after["load_1m"]}

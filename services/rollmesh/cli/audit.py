@@ -1,0 +1,94 @@
+"""`rollmesh audit RUN`: proofs from the ledger of a run folder.
+
+Collaborators: `coordinator.audit` (the proofs), `run_bus` (the folder's streams), `stored_heads` (heads of the ledger stored elsewhere).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.cli.config import TrainConfig, load_train_config
+from rollmesh.cli.run_bus import run_bus
+from rollmesh.cli.run_folder import RunFolder
+from rollmesh.cli.stored_heads import stored_heads
+from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.services.coordinator.audit_chain import StoredHead
+from rollmesh.services.coordinator.audit_report import AuditReport
+from rollmesh.shared.bus.run_streams import run_of_ledger
+from rollmesh.shared.errors import ConfigError, UnknownRun
+from rollmesh.shared.ledger_head import LedgerHead
+
+
+def audit_folder(
+    root: Path,
+    *,
+    checkpoint: Path | None = None,
+    heads: Sequence[str] = (),
+    payloads: bool = False,
+    sample: str = "",
+    name: str = "",
+    as_json: bool = False,
+) -> tuple[bool, str]:
+    """(whether every claim holds, the report as text or JSON).
+
+    `name`: which run, where a mesh that was up served several; by default the configuration's. The trainer's own list is taken from
+    `checkpoint`, by default from the newest one of the configuration's run. `heads`: heads of the ledger as POSITION:HASH, besides
+    those that are stored in the folder. `payloads`: compare metadata with the payloads that are still there. Raises ConfigError if `root` is not a run's folder, InvalidInput for a malformed head,
+    BusUnavailable if its streams cannot be read.
+    """
+    given = [StoredHead("--head", LedgerHead.parse(text)) for text in heads]
+    folder = RunFolder(root.resolve())
+    folder.read_origin()
+    config = load_train_config(folder.config)
+    if folder.ledger_was_removed:
+        return _stored(folder, as_json=as_json)
+    run = name or config.run.name
+    path = _checkpoint(folder, checkpoint, own=run == config.run.name)
+    known = [*stored_heads(folder, run, path), *given]
+    found = asyncio.run(_audit(folder, config, run, path, known, payloads=payloads, sample=sample))
+    text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() if as_json else found.to_text()
+    return found.holds, text
+
+
+def _stored(folder: RunFolder, *, as_json: bool) -> tuple[bool, str]:
+    """The audit that was written before the ledger was removed."""
+    text = folder.audit.read_text(encoding="utf-8")
+    try:
+        found = msgspec.json.decode(text, type=AuditReport)
+    except msgspec.DecodeError as err:
+        raise ConfigError(f"{folder.audit}: cannot be read as an audit: {err}", path=folder.audit) from err
+    note = f"The ledger was removed by `rollmesh clean --for-good`; this audit was made before, see {folder.audit}.\n"
+    return found.holds, text if as_json else note + found.to_text()
+
+
+def _checkpoint(folder: RunFolder, named: Path | None, *, own: bool) -> Path | None:
+    if named is None:
+        return folder.newest_checkpoint() if own else None
+    if not named.is_dir():
+        raise ConfigError(
+            f"--checkpoint {named}: there is no such folder; name one below {folder.root / 'checkpoints'}"
+        )
+    return named
+
+
+async def _audit(
+    folder: RunFolder,
+    config: TrainConfig,
+    name: str,
+    checkpoint: Path | None,
+    heads: Sequence[StoredHead],
+    *,
+    payloads: bool,
+    sample: str,
+) -> AuditReport:
+    async with run_bus(folder, config) as bus:
+        try:
+            return await audit_run(bus, name, checkpoint=checkpoint, heads=heads, payloads=payloads, sample=sample)
+        except UnknownRun as err:
+            runs = sorted(filter(None, map(run_of_ledger, await bus.names())))
+            there = f"--run-name takes one of: {', '.join(runs)}" if runs else "no run was made here"
+            raise UnknownRun(f"{folder.root}: there is no ledger of run {name!r}; {there}", run=name) from err

@@ -1,0 +1,253 @@
+"""Finding a run's mistakes before it begins, all of them: each names the key, what was expected and the remedy.
+
+Sections are checked by their own types when they are read; here is what takes more: files, users' objects and what two sections must agree
+on. `check_model` looks at the model. Nothing is started or written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rollmesh.cli.check_model import check_made_model, check_model
+from rollmesh.cli.config import TrainConfig, read_train_config
+from rollmesh.mesh.parts import reward_config
+from rollmesh.services.data.config import build_pools, build_selector
+from rollmesh.services.data.task import Split, TaskPool
+from rollmesh.services.inference.config import InferenceConfig
+from rollmesh.services.learner.config import TORCH_TRAINER
+from rollmesh.services.learner.engine import find_engine
+from rollmesh.services.reward.config import ScorerConfig, build_scorer
+from rollmesh.services.reward.config import build_engine as build_reward_engine
+from rollmesh.services.rollout.agent import load_agent
+from rollmesh.shared.config import all_in_one, config_from_dict
+from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
+from rollmesh.shared.objects import load_object
+
+
+def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = True) -> TrainConfig:
+    """The configuration in a file, checked. Raises InvalidInput with every mistake of the file and of what it names.
+
+    `learner`: whether a learner is going to run on this host, with the libraries that it needs.
+    """
+    config, mistakes = read_train_config(path, overrides)
+    found: list[MeshError] = list(mistakes)
+    if config is not None:
+        found += find_mistakes(config, path.parent, known=mistakes, learner=learner)
+    if config is None or found:
+        raise all_in_one(found)
+    return config
+
+
+def check(config: TrainConfig, base_dir: Path) -> None:
+    """Raises InvalidInput with every mistake. Loads the model, if one is named."""
+    if found := find_mistakes(config, base_dir):
+        raise all_in_one(found)
+
+
+def find_mistakes(
+    config: TrainConfig, base_dir: Path, known: Sequence[MeshError] = (), *, learner: bool = True
+) -> list[MeshError]:
+    """Every mistake but those at keys of `known`, where the configuration holds a default in place of what was written."""
+    check = _Check(config, base_dir, learner=learner)
+    check.all()
+    keys = [key for mistake in known if (key := mistake.metadata.get("key"))]
+    return [mistake for mistake in check.mistakes if not _is_below(mistake.metadata.get("key", ""), keys)]
+
+
+def _is_below(key: str, keys: Sequence[str]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
+
+
+def notes(config: TrainConfig, base_dir: Path) -> list[str]:
+    """What is worth knowing about a configuration that can run, a line each."""
+    run = config.run
+    found = [f"note: {line}" for line in _missing_nodes(config, build_pools(config.data, base_dir)[Split.TRAIN])]
+    size = len(build_pools(config.data, base_dir)[Split(run.eval_split)])
+    if run.eval_every and 0 < size < run.eval_tasks:
+        found.append(
+            f"note: run.eval_tasks is {run.eval_tasks}, but the {run.eval_split} split has {size} tasks; all {size} are used"
+        )
+    return found
+
+
+def _missing_nodes(config: TrainConfig, pool: TaskPool) -> Iterator[str]:
+    """Kinds of nodes that have to join from elsewhere."""
+    tools = pool.task(0).tools if len(pool) else ()
+    needed = {
+        "inference": "",
+        "rollout": "",
+        **({"sandbox": f", and tasks use the tool `{tools[0]}`"} if tools else {}),
+    }
+    for kind, why in needed.items():
+        if not getattr(config.counts, kind):
+            yield f"counts.{kind} is 0{why}: the run waits until one joins (rollmesh serve {kind} --join HOST:PORT)"
+
+
+class _Check:
+    """One pass over a configuration."""
+
+    def __init__(self, config: TrainConfig, base_dir: Path, *, learner: bool) -> None:
+        self._config = config
+        self._base_dir = base_dir
+        self._learner = learner
+        self.mistakes: list[MeshError] = []
+
+    @contextmanager
+    def _collected(self, key: str = "") -> Iterator[None]:
+        """Keeps a mistake; one that names no key itself is given `key`."""
+        try:
+            yield
+        except InvalidInput as err:
+            if key and "key" not in err.metadata:
+                err = ConfigError(f"`{key}`: {err.message}", violations=err.violations, key=key)
+            self.mistakes.append(err)
+
+    def all(self) -> None:
+        config, base_dir = self._config, self._base_dir
+        pools: dict[Split, TaskPool] = {}
+        with self._collected():
+            pools = build_pools(config.data, base_dir)
+        if pools:
+            with self._collected("data.selector"):
+                build_selector(config.data, pools[Split.TRAIN], base_dir)
+            self._tools(pools[Split.TRAIN])
+        with self._collected():
+            self._evaluation(pools)
+        self._rewards(has_tasks=bool(pools))
+        with self._collected("rollout.agent"):
+            load_agent(config.rollout.agent, config.rollout.agent_options, base_dir)
+        if self._learner or config.counts.inference:
+            self._learning(pools)
+
+    def _learning(self, pools: dict[Split, TaskPool]) -> None:
+        """What needs torch here: engine, learner and model."""
+        config, base_dir = self._config, self._base_dir
+        engine = None
+        with self._collected():
+            engine = self._engine()
+        with self._collected():
+            _check_learner(config, base_dir)
+        if config.made_model is not None:
+            with self._collected():
+                check_made_model(config, engine)
+        else:
+            self.mistakes += check_model(config, base_dir, engine, pools.get(Split.TRAIN))
+
+    def _evaluation(self, pools: dict[Split, TaskPool]) -> None:
+        run = self._config.run
+        if run.eval_split not in set(Split):
+            raise ConfigError(
+                f"`run.eval_split` must be one of {', '.join(Split)}; got {run.eval_split!r}", key="run.eval_split"
+            )
+        if pools and run.eval_every and run.eval_tasks and not len(pools[Split(run.eval_split)]):
+            raise ConfigError(
+                f"`run.eval_split`: the source has no task in the {run.eval_split} split; give it some, name another split, "
+                "or set run.eval_every=0",
+                key="run.eval_split",
+            )
+
+    def _tools(self, pool: TaskPool) -> None:
+        config = self._config
+        names = pool.task(0).tools if len(pool) else ()
+        for name in names:
+            with self._collected():
+                _check_tool(config, name)
+
+    def _rewards(self, *, has_tasks: bool) -> None:
+        config, before = self._config, len(self.mistakes)
+        names: list[str] = []
+        for index, scorer in enumerate(config.reward.scorers):
+            with self._collected():
+                names += _reward_names(scorer, index, self._base_dir)
+        if len(self.mistakes) > before:
+            return  # the rest rests on the scorers
+        with (
+            self._collected() if has_tasks else suppress(InvalidInput)
+        ):  # the answers are often in the file of the tasks
+            asyncio.run(build_reward_engine(reward_config(config), self._base_dir).close())
+        if config.run.success_reward not in names:
+            self.mistakes.append(
+                ConfigError(
+                    f"`run.success_reward`: no scorer gives a reward called `{config.run.success_reward}`; "
+                    f"known: {', '.join(names)}",
+                    key="run.success_reward",
+                )
+            )
+
+    def _engine(self) -> Any:
+        """The torch engine's settings; None for another engine."""
+        config, inference = self._config, self._config.inference
+        load_object(inference.engine, self._base_dir)
+        if not inference.engine.endswith(":TorchEngine"):
+            return None
+        options = engine_options(inference, self._base_dir)
+        longest = config.rollout.limits.context_tokens_max
+        if longest > options.context_max:
+            self.mistakes.append(
+                ConfigError(
+                    f"`rollout.limits.context_tokens_max`: {longest} is beyond the engine's context of {options.context_max} "
+                    "tokens; lower it, or raise inference.engine_options.context_max",
+                    key="rollout.limits.context_tokens_max",
+                )
+            )
+        return options
+
+
+def _check_tool(config: TrainConfig, name: str) -> None:
+    known = config.rollout.tools
+    if name not in known:
+        raise ConfigError(
+            f"`data.source.tools`: there is no tool `{name}`; known: {', '.join(known) or 'none'}; "
+            "describe it in rollout.tools",
+            key="data.source.tools",
+        )
+    if known[name].profile not in config.sandbox.profiles:
+        raise ConfigError(
+            f"`rollout.tools.{name}.profile`: there is no sandbox profile `{known[name].profile}`; known: "
+            f"{', '.join(config.sandbox.profiles)}",
+            key=f"rollout.tools.{name}.profile",
+        )
+
+
+def _reward_names(scorer: ScorerConfig, index: int, base_dir: Path) -> Sequence[str]:
+    try:
+        configured = build_scorer(scorer, base_dir)
+    except ConfigError as err:
+        key = f"reward.scorers[{index}]"
+        raise ConfigError(f"`{key}`: {err.message}", violations=err.violations, key=key) from err
+    close = getattr(configured.scorer, "close", None)
+    if close is not None:
+        asyncio.run(close())
+    return configured.reward_names
+
+
+def engine_options(inference: InferenceConfig, base_dir: Path) -> Any:
+    """The engine's settings with their defaults; the run's model is `-`. Raises ConfigError naming the key."""
+    type_ = load_object(inference.engine_config, base_dir)
+    model = {"model": "-"} if "model" in getattr(type_, "__struct_fields__", ()) else {}
+    try:
+        return config_from_dict(type_, {**model, **inference.engine_options})
+    except ConfigError as err:
+        key = "inference.engine_options"
+        raise ConfigError(f"`{key}`: {err.message}", violations=err.violations, key=key) from err
+
+
+def _check_learner(config: TrainConfig, base_dir: Path) -> None:
+    learner = config.learner
+    find_engine(learner.engine, base_dir)
+    if learner.engine != TORCH_TRAINER:
+        return
+    if learner.engine_options:
+        raise ConfigError(
+            "`learner.engine_options`: the torch trainer has none; remove them", key="learner.engine_options"
+        )
+    from rollmesh.services.learner.engines.recipe import resolve_recipe
+
+    try:
+        resolve_recipe(learner.recipe, learner.recipe_options)
+    except ConfigError as err:
+        raise ConfigError(f"`learner`: {err.message}", violations=err.violations, key="learner") from err

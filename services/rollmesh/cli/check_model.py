@@ -1,0 +1,141 @@
+"""Mistakes about the model: its files, and what the engine, the trainer and the rollout workers can do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.cli.config import TrainConfig
+from rollmesh.services.data.task import TaskPool
+from rollmesh.services.learner.config import TORCH_TRAINER
+from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
+from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
+from rollmesh.shared.model_folder import check_positions, find_model
+from rollmesh.shared.trajectory import Message
+
+PROMPTS_CHECKED = 64
+"""Prompts of the train split whose length is compared with the context."""
+
+
+def check_made_model(config: TrainConfig, engine: Any) -> None:
+    """The settings of a model that is made on the spot. Raises ConfigError."""
+    from rollmesh.demo.make_model import resolve
+
+    assert config.made_model is not None
+    shape, _ = resolve(config.made_model)
+    mine, theirs = config.made_model.tasks, config.data.source
+    if (
+        mine is not None
+        and isinstance(theirs, type(mine))
+        and (mine.validation_share, mine.test_share) != (theirs.validation_share, theirs.test_share)
+    ):
+        raise ConfigError(
+            "`made_model.tasks`: validation_share and test_share must equal those of data.source, or the warm start sees "
+            "test tasks",
+            key="made_model.tasks",
+        )
+    if engine is not None:
+        key = "inference.engine_options.context_max"
+        check_positions({"max_position_embeddings": shape.context_max}, engine.context_max, model="made_model", key=key)
+    for mistake in _devices(config, engine):
+        raise mistake
+
+
+def check_model(config: TrainConfig, base_dir: Path, engine: Any, train: TaskPool | None) -> list[MeshError]:
+    """Every mistake about the model in a folder. `engine` are the torch engine's settings, None for another engine."""
+    mistakes: list[MeshError] = list(_devices(config, engine))
+    if config.learner.engine != TORCH_TRAINER and engine is None:
+        return mistakes
+    try:
+        folder = model_folder(config, base_dir)
+    except ConfigError as err:
+        return [*mistakes, err]
+    for step in (_check_spec, _check_weights):
+        try:
+            step(config, folder, engine)
+        except InvalidInput as err:
+            mistakes.append(err)
+    try:
+        tokenizer = load_tokenizer(folder, config.rollout.format)
+        _ = tokenizer.format
+        _check_prompts(config, tokenizer, train)
+    except InvalidInput as err:
+        mistakes.append(err)
+    return mistakes
+
+
+def model_folder(config: TrainConfig, base_dir: Path) -> Path:
+    """The folder of the configured model. Raises ConfigError if it is none."""
+    if not config.model:
+        raise ConfigError(
+            "`model`: name a folder with a model in transformers format, or give `made_model`", key="model"
+        )
+    return find_model(config.model, base_dir)
+
+
+def _check_spec(config: TrainConfig, folder: Path, engine: Any) -> None:
+    """What the torch engine can serve."""
+    if engine is None:
+        return
+    from rollmesh.services.inference.engines.execution import find_execution
+
+    find_execution(msgspec.structs.replace(engine, model=str(folder)))
+
+
+def _check_weights(config: TrainConfig, folder: Path, engine: Any) -> None:
+    """What the trainer can load and train."""
+    from transformers.utils import logging
+
+    from rollmesh.trainer.model_files import load_model
+    from rollmesh.trainer.self_test import choose_forward
+
+    progress: Any = logging
+    progress.disable_progress_bar()  # it would be mixed with the messages
+    try:
+        model = load_model(folder)
+    except ValueError as err:
+        raise ConfigError(f"`model`: {err}; the folder must be one that transformers loads", key="model") from err
+    try:
+        choose_forward(model)
+    except ValueError as err:
+        raise ConfigError(f"`model`: {err}", key="model") from err
+
+
+def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, train: TaskPool | None) -> None:
+    limit = config.rollout.limits.context_tokens_max
+    for number in range(min(PROMPTS_CHECKED, len(train) if train is not None else 0)):
+        assert train is not None
+        task = train.task(number)
+        messages = [Message(role=message.role, content=message.content) for message in task.messages]
+        length = tokenizer.encode_prompt(messages, ()).size
+        if length >= limit:
+            raise ConfigError(
+                f"`rollout.limits.context_tokens_max`: the prompt of task {task.task_id} has {length} tokens, the context {limit}; "
+                "raise it and inference.engine_options.context_max, or drop the task",
+                key="rollout.limits.context_tokens_max",
+            )
+
+
+def _devices(config: TrainConfig, engine: Any) -> Iterator[MeshError]:
+    """Devices that this host does not have."""
+    named = {"learner.device": config.learner.device} if config.learner.engine == TORCH_TRAINER else {}
+    if engine is not None:
+        named["inference.engine_options.device"] = engine.device
+    for key, name in named.items():
+        if why := _why_no_device(name):
+            yield ConfigError(f"`{key}`: {why}; set it to cpu, or run where the device is", key=key)
+
+
+def _why_no_device(name: str) -> str:
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError as err:
+        return f"{name!r} is not a torch device: {str(err).splitlines()[0]}"
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        return f"there is no {name!r} here: torch sees {torch.cuda.device_count()} CUDA devices"
+    return ""

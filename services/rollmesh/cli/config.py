@@ -1,0 +1,54 @@
+"""What `rollmesh train` reads: a run's configuration, and optionally how to make its model first.
+
+Free of torch, so that `check` finds mistakes before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.demo.config import MadeModelConfig
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.services.data.generated import GeneratedConfig
+from rollmesh.shared.config import load_config, read_config
+from rollmesh.shared.errors import ConfigError
+
+DEMO_CONFIG = Path(__file__).parent / "demo.yaml"
+"""The demo's configuration, part of the package; `configs/demo.yaml` is a link to it."""
+
+
+class TrainConfig(MeshConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole run as the command takes it."""
+
+    made_model: MadeModelConfig | None = None
+    """Makes the model on the spot; `model` must be empty then."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.made_model is not None and self.model:
+            raise ValueError(f"model must be empty where `made_model` makes it, got {self.model!r}")
+        if self.made_model is not None and not isinstance(self._demonstrated(), GeneratedConfig):
+            raise ValueError(
+                "made_model.tasks must name a generated source where data.source is none, e.g. {kind: calc}"
+            )
+
+    def model_plan(self) -> MadeModelConfig | None:
+        """How the model is made, with its tasks filled in."""
+        plan = self.made_model
+        return None if plan is None else msgspec.structs.replace(plan, tasks=self._demonstrated())
+
+    def _demonstrated(self) -> object:
+        return (self.made_model and self.made_model.tasks) or self.data.source
+
+
+def read_train_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig | None, list[ConfigError]]:
+    """The configuration and the mistakes in the file; see `rollmesh.shared.config.read_config`."""
+    return read_config(TrainConfig, path, overrides)
+
+
+def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Raises ConfigError naming key and place."""
+    return load_config(TrainConfig, path, overrides)

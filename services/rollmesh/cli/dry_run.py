@@ -1,0 +1,70 @@
+"""`rollmesh check --dry-run`: one episode of a configuration, from the tokenizer to the rewards, before any training.
+
+It is `rollmesh rollout -n 1` in a temporary folder: every service in this process, with the real model, agent, tools and scorers. A
+model that `made_model` would make is drawn at random instead: its answers are noise, but all that surrounds them runs.
+Collaborators: `rollout` (runs the episode), `causes` (the failure in words).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.rollout import RolloutOptions, RolloutSummary, prepare, run_rollout
+from rollmesh.cli.samples import SampleLine
+from rollmesh.demo.config import MadeModelConfig
+from rollmesh.shared.errors import ConfigError
+
+EPISODE_S_MARGIN = 60.0
+"""Beyond the episode's own time limit: for the start of the services and for scoring."""
+
+
+def dry_run(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    on_sample: Callable[[SampleLine], None],
+    on_phase: Callable[[str], None],
+) -> None:
+    """Rolls out the first training task once. Raises ConfigError with the cause and the user's traceback if that fails."""
+    with tempfile.TemporaryDirectory(prefix="rollmesh-dry-run-") as folder:
+        options = RolloutOptions(num=1, split="train", folder=Path(folder) / "run")
+        run_folder, config, base_dir = prepare(path, overrides, options, ["check", "--dry-run"])
+        config = _once(config, Path(folder) / "model")
+        summary = run_rollout(run_folder, config, base_dir, None, on_sample=on_sample, on_phase=on_phase)
+    _refuse_failure(summary)
+
+
+def _once(config: TrainConfig, model: Path) -> TrainConfig:
+    """One attempt within a bounded time; a model that would be made is drawn at random."""
+    run = msgspec.structs.replace(
+        config.run, tries_max=1, seconds_max=config.rollout.limits.run_s_max + EPISODE_S_MARGIN
+    )
+    config = msgspec.structs.replace(config, run=run)
+    if config.made_model is None:
+        return config
+    _draw_model(config.made_model, model, seed=run.seed)
+    return msgspec.structs.replace(config, made_model=None, model=str(model))
+
+
+def _draw_model(plan: MadeModelConfig, folder: Path, *, seed: int) -> None:
+    from rollmesh.demo.make_model import resolve
+    from rollmesh.demo.tiny_model import build_tiny_model
+    from rollmesh.demo.tokenizer import build_tokenizer
+    from rollmesh.trainer.model_files import write_model_folder
+
+    shape, _ = resolve(plan)
+    folder.mkdir()
+    tokenizer = build_tokenizer(model_max_length=shape.context_max)
+    write_model_folder(build_tiny_model(shape, seed=seed), tokenizer, folder)
+
+
+def _refuse_failure(summary: RolloutSummary) -> None:
+    if summary.interrupted or summary.samples.get("exported"):
+        return
+    cause = summary.failure or f"it brought no sample: {summary.ended or 'the run did not end'}"
+    raise ConfigError(f"the dry run's episode failed: {cause}")

@@ -1,0 +1,99 @@
+"""What `status`, `drain` and `delete` ask of a mesh: one address, read-only but for Drain and DeleteRun.
+
+Collaborators: `status` shows what is found here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from rollmesh.cli.mesh_address import MeshAddress
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import DeadlineExceeded, MeshError, Unimplemented, UnknownRun
+from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2, run_pb2_grpc
+
+CALL_S_MAX = 5.0
+DELETE_S_MAX = 60.0
+POLL_S = 0.5
+GONE = coordinator_pb2.NODE_STATE_DEAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshStatus:
+    """A mesh at one moment."""
+
+    nodes: list[coordinator_pb2.FleetNode]
+    runs: list[run_pb2.RunState]
+
+
+class FleetClient:
+    """Questions to a gateway or a coordinator. Use as an async context manager."""
+
+    def __init__(self, mesh: MeshAddress) -> None:
+        config = ChannelConfig(deadline_s=CALL_S_MAX)
+        self._channel = open_channel(mesh.address, access=mesh.access, config=config)
+        self._coordinator: Any = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
+        self._runs: Any = run_pb2_grpc.RunServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def status(self, run: str = "") -> MeshStatus:
+        """Fleet and runs (`run`: only this one). Raises MeshError if nobody answers."""
+        with typed_errors():
+            nodes = list((await self._coordinator.GetFleet(coordinator_pb2.GetFleetRequest())).nodes)
+        names = [run] if run else await self._run_names()
+        states = await asyncio.gather(*(self._state(name) for name in names))
+        return MeshStatus(nodes=nodes, runs=[state for state in states if state is not None])
+
+    async def drain(self, node_id: str) -> None:
+        """Tells a node to finish and leave. Raises UnknownNode."""
+        with typed_errors():
+            await self._coordinator.Drain(coordinator_pb2.DrainRequest(node_id=node_id))
+
+    async def delete(self, run: str) -> None:
+        """Delete a run that has ended. Raises UnknownRun, RunLive."""
+        with typed_errors():
+            await self._runs.DeleteRun(run_pb2.DeleteRunRequest(run=run), timeout=DELETE_S_MAX)
+
+    async def until_gone(self, node_id: str, *, limit_s: float, clock: Clock) -> None:
+        """Until the node has left. A coordinator that is away meanwhile is waited for. Raises DeadlineExceeded."""
+        end_s = clock.monotonic_s() + limit_s
+        while clock.monotonic_s() < end_s:
+            try:
+                nodes = (await self.status("")).nodes
+                if all(node.node_id != node_id or node.state == GONE for node in nodes):
+                    return
+            except MeshError as err:
+                if not err.retryable:
+                    raise
+            await clock.sleep(POLL_S)
+        raise DeadlineExceeded(
+            f"node {node_id} has not left within {limit_s:.0f} s; `rollmesh status` shows what it does"
+        )
+
+    async def _run_names(self) -> list[str]:
+        try:
+            with typed_errors():
+                told = await self._coordinator.GetMesh(coordinator_pb2.GetMeshRequest())
+        except Unimplemented:  # a coordinator that was started by itself
+            return []
+        return [entry.run for entry in told.runs]
+
+    async def _state(self, run: str) -> run_pb2.RunState | None:
+        try:
+            with typed_errors():
+                state: run_pb2.RunState = (await self._runs.GetRun(run_pb2.GetRunRequest(run=run))).state
+                return state
+        except UnknownRun:  # streams without a beginning: somebody is creating it now
+            return None

@@ -1,0 +1,147 @@
+"""What a configuration amounts to: every setting with the value in force, and the few that decide a run in a line.
+
+Options of engines, recipes, agents, scorers, finalizers and selectors are written out with their defaults; the words of the
+conversation are those of the model's chat template.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.cli.check import engine_options
+from rollmesh.cli.check_model import model_folder
+from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.disk_need import weights_of
+from rollmesh.mesh.tool_descriptions import rollout_config
+from rollmesh.services.data.config import SELECTORS
+from rollmesh.services.learner.config import TORCH_TRAINER
+from rollmesh.services.reward.finalizer import FINALIZERS
+from rollmesh.services.reward.scorer import SCORERS
+from rollmesh.services.rollout.agent import AGENTS
+from rollmesh.services.rollout.chat_format import ChatFormat
+from rollmesh.services.rollout.config import FormatConfig
+from rollmesh.services.rollout.tokenizer import load_tokenizer
+from rollmesh.shared.registry import Registry
+
+_MADE_TURN_END = "<|end|>"
+"""Of the model that `made_model` makes."""
+
+
+def in_force(config: TrainConfig, base_dir: Path) -> TrainConfig:
+    """The configuration with every default written out. It is one that passes `check`."""
+    replace = msgspec.structs.replace
+    reward, data, rollout = config.reward, config.data, rollout_config(config)
+
+    def options(registry: Registry, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        return _builtins(registry.options(name, given, base_dir))
+
+    scorers = tuple(replace(s, options=options(SCORERS, s.scorer, s.options)) for s in reward.scorers)
+    finalizer = replace(reward.finalizer, options=options(FINALIZERS, reward.finalizer.name, reward.finalizer.options))
+    selector = replace(data.selector, options=options(SELECTORS, data.selector.name, data.selector.options))
+    words = chat_format(config, base_dir)
+    return replace(
+        config,
+        reward=replace(reward, scorers=scorers, finalizer=finalizer),
+        data=replace(data, selector=selector),
+        rollout=replace(
+            rollout,
+            agent_options=options(AGENTS, rollout.agent, rollout.agent_options),
+            format=_as_config(words) if words is not None else rollout.format,
+        ),
+        inference=replace(config.inference, engine_options=_engine(config, base_dir)),
+        learner=replace(config.learner, recipe_options=_recipe_options(config)),
+    )
+
+
+def headline(config: TrainConfig, base_dir: Path) -> str:
+    """What decides how a run goes, in a line."""
+    engine = _engine(config, base_dir)
+    context = engine.get("context_max", config.rollout.limits.context_tokens_max)
+    words = chat_format(config, base_dir)
+    ends = " ".join(words.turn_ends) if words is not None else _MADE_TURN_END if config.made_model is not None else "?"
+    parts = [
+        _model(config, base_dir),
+        *_recipe_words(config),
+        f"stop token {ends}",
+        f"context {context}",
+        f"bound {config.run.max_staleness}",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def chat_format(config: TrainConfig, base_dir: Path) -> ChatFormat | None:
+    """The words of the model's conversations; None for a model that is made on the spot, and without one."""
+    if config.made_model is not None or not (config.model or config.rollout.model_dir):
+        return None
+    folder = base_dir / config.rollout.model_dir if config.rollout.model_dir else model_folder(config, base_dir)
+    return load_tokenizer(folder.resolve(), config.rollout.format).format
+
+
+def _as_config(words: ChatFormat) -> FormatConfig:
+    return FormatConfig(
+        turn_end=words.turn_end,
+        tool_call_start=words.tool_call_start,
+        tool_call_end=words.tool_call_end,
+        tool_call_body=words.tool_call_body,
+        observation=words.observation,
+        tool_role=words.tool_role,
+        assistant_role=words.assistant_role,
+    )
+
+
+def _engine(config: TrainConfig, base_dir: Path) -> dict[str, Any]:
+    """With the defaults; the model's folder stays unset, it is the run's to give."""
+    options = _builtins(engine_options(config.inference, base_dir))
+    if "model" not in config.inference.engine_options:
+        options.pop("model", None)
+    return options
+
+
+def _recipe(config: TrainConfig) -> Any:
+    """The trainer's `UpdateConfig`; the options as they are for another trainer."""
+    if config.learner.engine != TORCH_TRAINER:
+        return config.learner.recipe_options
+    from rollmesh.services.learner.engines.recipe import resolve_recipe
+
+    return resolve_recipe(config.learner.recipe, config.learner.recipe_options, config.reward.weights)
+
+
+def _recipe_options(config: TrainConfig) -> dict[str, Any]:
+    """With the defaults, without the weights of rewards: they are set in `reward.weights`, and nowhere else."""
+    options = _builtins(_recipe(config))
+    if config.learner.engine == TORCH_TRAINER:
+        del options["advantage"]["weights"]
+    return options
+
+
+def _recipe_words(config: TrainConfig) -> list[str]:
+    recipe = _recipe(config)
+    if isinstance(recipe, Mapping):
+        return []
+    return [f"{config.learner.recipe} with loss {_builtins(recipe.loss)['name']}", f"lr {recipe.optimizer.lr:g}"]
+
+
+def _model(config: TrainConfig, base_dir: Path) -> str:
+    if config.made_model is not None:
+        return "a model made on the spot"
+    if not config.model:
+        return "no model"
+    folder = model_folder(config, base_dir)
+    _, number = weights_of(folder)
+    return f"model {folder.name} with {_short(number)} parameters" if number else f"model {folder.name}"
+
+
+def _short(number: int) -> str:
+    for factor, letter in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= factor:
+            return f"{number / factor:.3g}{letter}"
+    return str(number)
+
+
+def _builtins(value: object) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(value) if value is not None else {}
+    return found

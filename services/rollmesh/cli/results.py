@@ -1,0 +1,48 @@
+"""What a run leaves for people and scripts: summary.json, report.html, report.png, from the folder alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.report import write_report
+from rollmesh.cli.run_folder import RunFolder
+from rollmesh.cli.series import read_series
+from rollmesh.cli.summary import Outcome, Summary, summarise, write_summary
+from rollmesh.demo.model_process import WarmStep
+
+
+class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
+    """warm_start.json: how the model was made."""
+
+    seconds: float
+    steps: int
+    num_tokens: int
+    success_validation: float | None
+
+
+def note_warm_start(folder: RunFolder, last: WarmStep, seconds: float) -> None:
+    noted = WarmStart(seconds=seconds, steps=last.step, num_tokens=last.num_tokens, success_validation=last.success)
+    _path(folder).write_bytes(msgspec.json.encode(noted) + b"\n")
+
+
+def write_results(folder: RunFolder, config: TrainConfig, *, outcome: Outcome) -> Summary:
+    """Writes all three and returns the summary. ConfigError if the folder's series is damaged."""
+    series = read_series(folder.series)
+    summary = summarise(folder, config, series, outcome=outcome, warm_start_s=_warm_start_s(folder))
+    write_report(folder, series, summary)
+    write_summary(folder, summary)
+    return summary
+
+
+def _warm_start_s(folder: RunFolder) -> float:
+    try:
+        return msgspec.json.decode(_path(folder).read_bytes(), type=WarmStart).seconds
+    except (OSError, msgspec.DecodeError):
+        return 0.0
+
+
+def _path(folder: RunFolder) -> Path:
+    return folder.root / "warm_start.json"

@@ -1,0 +1,316 @@
+"""`rollmesh rollout CONFIG`: tasks rolled out by a whole mesh without a learner, samples as they are finished.
+
+    configuration -> model -> mesh -> StreamSamples -> transcripts, samples.jsonl, means
+
+The run has a folder like any other; `rollmesh show` and `audit` read it. Collaborators: `samples` (the lines), `transcript`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from rollmesh.cli.causes import failure_text, failure_words, refuse_if_all_failed
+from rollmesh.cli.check import check
+from rollmesh.cli.config import TrainConfig, load_train_config
+from rollmesh.cli.interrupts import Interrupts, Stopped
+from rollmesh.cli.run_folder import RunFolder, new_folder, origin_now
+from rollmesh.cli.samples import RewardLine, SampleLine, encode_sample_line, mean_rewards, sample_lines
+from rollmesh.cli.session import MAKE_MODEL_S_MAX
+from rollmesh.demo.model_process import WarmStep, make_in_process
+from rollmesh.mesh.mesh import Mesh
+from rollmesh.services.data.config import build_pools
+from rollmesh.services.data.task import Split
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.errors import ConfigError, MeshError
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.telemetry import set_up_logging
+from rollmesh.v1 import run_pb2, run_pb2_grpc
+
+RESUME_S = 0.5
+"""Pause before a broken stream is taken up again."""
+TELL_S = 1.0
+"""Pause between looks at the run's state."""
+STATE_S_MAX = 10.0
+_log = logging.getLogger(__name__)
+_SUFFIX = "-rollout"
+_NAME_CHARS_MAX = 64 - len(_SUFFIX)
+
+
+class RolloutOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says beside the configuration."""
+
+    num: int = 8
+    """Tasks."""
+    per_task: int = 1
+    """Episodes of each."""
+    split: str = "test"
+    model: Path | None = None
+    """A model folder in place of the configuration's."""
+    samples: Path | None = None
+    """File for one JSON line per sample."""
+    folder: Path | None = None
+    """Of the run."""
+
+    def __post_init__(self) -> None:
+        for name in ("num", "per_task"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of it."""
+
+    run: str
+    folder: str
+    ended: str
+    """Why the run ended; empty if it was interrupted."""
+    interrupted: bool
+    samples: dict[str, int]
+    """Samples by end: reserved, exported, failed, ..."""
+    mean_rewards: dict[str, float]
+    num_tokens: int
+    ledger_head: LedgerHead
+    """Head of the ledger that contains every exported sample; `rollmesh audit` checks that the ledger still contains it."""
+    out: str = ""
+    """File with the samples."""
+    failure: str = ""
+    """The newest failure of an episode, with the traceback of a user's code; empty if none failed."""
+
+
+@dataclass(kw_only=True)
+class Rollout:
+    """One run without a learner in its folder."""
+
+    folder: RunFolder
+    config: TrainConfig
+    base_dir: Path
+    out: Path | None
+    on_sample: Callable[[SampleLine], None]
+    on_phase: Callable[[str], None]
+    clock: Clock = field(default_factory=SystemClock)
+    state: run_pb2.RunState = field(default_factory=run_pb2.RunState)
+    rewards: list[list[RewardLine]] = field(default_factory=list)
+    num_tokens: int = 0
+    head: LedgerHead = EMPTY
+
+    async def run(self) -> RolloutSummary:
+        """Until the run has ended, or Ctrl-C. Raises what broke it."""
+        interrupted = False
+        with Interrupts() as interrupts, ExitStack() as stack:
+            file = stack.enter_context(_open(self.out)) if self.out is not None else None
+            try:
+                await interrupts.unless_stopped(self._make_model())
+                await interrupts.unless_stopped(self._generate(file))
+            except Stopped:
+                interrupted = True
+        counts = self.state.samples
+        names = ("reserved", "live", "exported", "filtered", "failed", "cancelled")
+        summary = RolloutSummary(
+            run=self.config.run.name,
+            folder=str(self.folder.root),
+            ended=self.state.ended,
+            interrupted=interrupted,
+            samples={name: getattr(counts, name) for name in names if getattr(counts, name)},
+            mean_rewards=mean_rewards(self.rewards),
+            num_tokens=self.num_tokens,
+            ledger_head=self.head,
+            out=str(self.out) if self.out is not None else "",
+            failure=failure_text(self.state.failed_attempts),
+        )
+        self.folder.summary.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+        return summary
+
+    async def _make_model(self) -> None:
+        plan = self.config.made_model
+        if plan is None:
+            return
+
+        def told(step: WarmStep) -> None:
+            self.on_phase(f"making the model: supervised warm start, step {step.step}")
+
+        self.on_phase("making the model: supervised warm start")
+        seed = plan.seed or self.config.run.seed
+        await make_in_process(plan, self.folder.model, seed=seed, limit_s=MAKE_MODEL_S_MAX, on_step=told)
+        self.config = msgspec.structs.replace(self.config, made_model=None, model=str(self.folder.model))
+
+    async def _generate(self, file: BinaryIO | None) -> None:
+        self.on_phase("starting the services")
+        async with Mesh(self.config, run_dir=self.folder.root, base_dir=self.base_dir) as mesh:
+            self.on_phase("generating")
+            reading = asyncio.create_task(self._read(mesh, file), name="samples")
+            serving = asyncio.create_task(mesh.finished(), name="mesh")
+            telling = asyncio.create_task(self._tell(mesh), name="progress")
+            try:
+                await asyncio.wait([reading, serving, telling], return_when=asyncio.FIRST_COMPLETED)
+                for task in (serving, telling):
+                    if task.done():
+                        task.result()  # raises what ended a part before the run, or what fails every sample
+                await reading
+            finally:
+                for task in (reading, serving, telling):
+                    task.cancel()
+                await asyncio.wait([reading, serving, telling])
+            self.on_phase("stopping the services")
+
+    async def _tell(self, mesh: Mesh) -> None:
+        """Says now and then how far the run is and what it waits for. Raises AllFailed."""
+        async with open_channel(mesh.gateway_address, access=mesh.access) as channel:
+            stub: Any = run_pb2_grpc.RunServiceStub(channel)
+            while True:
+                await self.clock.sleep(TELL_S)
+                with contextlib.suppress(MeshError), typed_errors():
+                    request = run_pb2.GetRunRequest(run=mesh.run)
+                    self.state = (await stub.GetRun(request, timeout=STATE_S_MAX)).state
+                    self.on_phase(progress_words(self.state))
+                refuse_if_all_failed(self.state, self.config.run.first_failures_max)
+
+    async def _read(self, mesh: Mesh, file: BinaryIO | None) -> None:
+        async with open_channel(mesh.gateway_address, access=mesh.access) as channel:
+            stub: Any = run_pb2_grpc.RunServiceStub(channel)
+            async for response in stream_samples(stub, mesh.run, self.clock):
+                self.head = LedgerHead(position=response.ledger_position, hash=response.ledger_hash)
+                if response.HasField("failure"):
+                    _log.warning("an episode is skipped: %s", response.failure.message)
+                    continue
+                for line in sample_lines(response.episode, response.task):
+                    self._take(line, file)
+            with typed_errors():
+                request = run_pb2.GetRunRequest(run=mesh.run)
+                self.state = (await stub.GetRun(request, timeout=STATE_S_MAX)).state
+            self.head = LedgerHead(position=self.state.ledger_position, hash=self.state.ledger_hash)
+
+    def _take(self, line: SampleLine, file: BinaryIO | None) -> None:
+        self.rewards.append(line.rewards)
+        self.num_tokens += line.num_tokens
+        if file is not None:
+            file.write(encode_sample_line(line))
+            file.flush()
+        self.on_sample(line)
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("wb")
+    except OSError as err:
+        raise ConfigError(f"--out {path}: cannot be written: {err.strerror}; name another file", path=path) from err
+
+
+def progress_words(state: run_pb2.RunState) -> str:
+    """One line for people."""
+    ended = state.samples.reserved - state.samples.live
+    waiting = "; ".join(f"{who}: {what}" for who, what in sorted(state.waiting.items()))
+    failure = failure_words(state.failed_attempts.num, state.failed_attempts.cause)
+    notes = "; ".join(filter(None, [failure, waiting]))
+    return f"generating: {ended} of {state.samples.reserved} samples have ended" + (f" ({notes})" if notes else "")
+
+
+async def stream_samples(stub: Any, run: str, clock: Clock) -> AsyncIterator[run_pb2.StreamSamplesResponse]:
+    """Every scored episode of a run, once, over broken streams. Raises a refusal that asking again cannot help."""
+    cursor = ""
+    while True:
+        call = stub.StreamSamples(run_pb2.StreamSamplesRequest(run=run, cursor=cursor))
+        try:
+            with typed_errors():
+                async for response in call:
+                    cursor = response.cursor
+                    yield response
+                return
+        except MeshError as err:
+            if not err.retryable:
+                raise
+        finally:
+            call.cancel()
+        await clock.sleep(RESUME_S)
+
+
+def prepare(
+    path: Path, overrides: Sequence[str], options: RolloutOptions, command: list[str]
+) -> tuple[RunFolder, TrainConfig, Path]:
+    """A new folder for the run, its configuration, and the folder of the user's files.
+
+    `path` is a configuration file, or a run's folder: then its newest checkpoint acts, or the model that was made for it. Every
+    mistake is found before anything is made.
+    """
+    file, base_dir, model = path, path.parent.resolve(), options.model
+    if path.is_dir():
+        known = RunFolder(path.resolve())
+        file, base_dir = known.config, Path(known.read_origin().base_dir)
+        model = model or known.newest_checkpoint() or (known.model if known.model.is_dir() else None)
+    config = load_train_config(file, overrides)
+    if model is not None:
+        config = msgspec.structs.replace(config, made_model=None, model=str(model.resolve()))
+    run = msgspec.structs.replace(
+        config.run,
+        name=f"{config.run.name.removesuffix(_SUFFIX)[:_NAME_CHARS_MAX]}{_SUFFIX}",
+        export_groups=options.num,
+        export_split=options.split,
+        group_size=options.per_task,
+        eval_every=0,
+    )
+    config = msgspec.structs.replace(config, run=run)
+    check(config, base_dir)
+    _check_split(config, base_dir, options)
+    return new_folder(config, origin_now(command, base_dir), options.folder), config, base_dir
+
+
+def _check_split(config: TrainConfig, base_dir: Path, options: RolloutOptions) -> None:
+    sizes = {str(split): len(pool) for split, pool in build_pools(config.data, base_dir).items()}
+    if options.split not in set(Split):
+        raise ConfigError(f"--split: {options.split!r} is no split; known: {', '.join(Split)}")
+    if sizes[options.split] < options.num:
+        known = ", ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(
+            f"-n {options.num}: the {options.split} split has {sizes[options.split]} tasks; lower -n or name another --split: {known}"
+        )
+
+
+def rollout(
+    path: Path,
+    overrides: Sequence[str],
+    options: RolloutOptions,
+    *,
+    command: list[str],
+    on_sample: Callable[[SampleLine], None],
+    on_phase: Callable[[str], None],
+) -> RolloutSummary:
+    """Rolls out. Raises MeshError."""
+    folder, config, base_dir = prepare(path, overrides, options, command)
+    return run_rollout(folder, config, base_dir, options.samples, on_sample=on_sample, on_phase=on_phase)
+
+
+def run_rollout(
+    folder: RunFolder,
+    config: TrainConfig,
+    base_dir: Path,
+    out: Path | None,
+    *,
+    on_sample: Callable[[SampleLine], None],
+    on_phase: Callable[[str], None],
+) -> RolloutSummary:
+    """Rolls out in a folder that `prepare` made. Raises MeshError."""
+    with folder.log.open("a", encoding="utf-8") as log:
+        set_up_logging(stream=log)
+        try:
+            work = Rollout(
+                folder=folder,
+                config=config,
+                base_dir=base_dir,
+                out=out,
+                on_sample=on_sample,
+                on_phase=on_phase,
+            )
+            return asyncio.run(work.run())
+        finally:
+            logging.shutdown()
+            logging.getLogger().handlers.clear()

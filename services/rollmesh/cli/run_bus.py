@@ -1,0 +1,63 @@
+"""The streams of a run folder, whether the run is running or not. Nothing but the server's own files is written."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.run_folder import RunFolder
+from rollmesh.mesh.place import Place, open_place
+from rollmesh.shared.bus.bus import Bus, BusUnavailable
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.errors import ConfigError
+
+
+@asynccontextmanager
+async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
+    """The run's bus: the cluster of its configuration, the server that runs over its folder, or one started for the while.
+
+    Raises ConfigError if the run never had one, BusUnavailable if it cannot be reached.
+    """
+    if not folder.was_started:
+        raise ConfigError(f"{folder.root}: the run was never started, there is nothing to read; start it first")
+    if folder.ledger_was_removed:
+        raise ConfigError(
+            f"{folder.root}: the ledger and the streams of this run were removed by `rollmesh clean --for-good`; "
+            f"what remains is its audit in {folder.audit.name}",
+            path=folder.root,
+        )
+    place = open_place(config, run_dir=folder.root, base_dir=Path(folder.read_origin().base_dir))
+    async with _server(place) as url, _connected(place, url) as bus:
+        yield bus
+
+
+@asynccontextmanager
+async def _server(place: Place) -> AsyncIterator[str]:
+    """The URL of the run's NATS."""
+    if place.config.bus.url:
+        yield place.config.bus.url
+        return
+    server = place.bus_server()
+    try:
+        await server.start()
+    except BusUnavailable:
+        url = server.known_url()  # a running run has a server of its own over this folder
+        if not url:
+            raise
+        yield url
+        return
+    try:
+        yield server.url
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
+async def _connected(place: Place, url: str) -> AsyncIterator[Bus]:
+    bus = await JetStreamBus.connect(url, login=place.bus_login())
+    try:
+        yield bus
+    finally:
+        await bus.close()

@@ -1,0 +1,203 @@
+"""The folder of a run: what lies where, and that no run overwrites another.
+
+runs/<name>-<time>/
+  config.yaml     the resolved configuration         run.json      command line, versions, folder of the user's files
+  model/          the model made for the run         checkpoints/  plain transformers folders
+  series.jsonl    the run as it was watched          metrics.jsonl, tensorboard/   per update, by the learner
+  summary.json  report.html  report.png              run.log       what the services logged
+  audit.json      the audit that was made before the ledger was removed
+  traces/         spans, for `rollmesh trace`        metrics/      where each process serves its metrics
+  nats/  coordinator/  depot/  ...                   the services' own
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.cli.config import TrainConfig, load_train_config
+from rollmesh.shared.config import to_yaml
+from rollmesh.shared.errors import AlreadyExists, ConfigError
+from rollmesh.trainer.checkpoint_files import list_checkpoints
+
+PACKAGES = ("rollmesh", "torch", "transformers", "grpcio", "protobuf", "nats-py", "msgspec", "numpy")
+_SAME_SECOND_MAX = 100
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """run.json: where a run comes from."""
+
+    command: list[str]
+    base_dir: str
+    """Folder in which files that the configuration names are looked up."""
+    started_at: str
+    """ISO 8601, local time with offset."""
+    python: str
+    platform: str
+    packages: dict[str, str]
+
+
+class RunExistsHere(AlreadyExists):
+    """The folder is taken; the message says how to go on."""
+
+    reason = "RUN_FOLDER_TAKEN"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths in the folder of one run."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def origin(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def series(self) -> Path:
+        return self.root / "series.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def picture(self) -> Path:
+        return self.root / "report.png"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "run.log"
+
+    @property
+    def audit(self) -> Path:
+        return self.root / "audit.json"
+
+    @property
+    def was_started(self) -> bool:
+        """Whether services have run over this folder."""
+        return (self.root / "addresses.json").exists()
+
+    @property
+    def ledger_was_removed(self) -> bool:
+        """Whether `rollmesh clean --for-good` removed the streams of the embedded server."""
+        return self.audit.exists() and not (self.root / "nats").exists()
+
+    def read_origin(self) -> Origin:
+        """ConfigError if this is no run's folder."""
+        try:
+            return msgspec.json.decode(self.origin.read_bytes(), type=Origin)
+        except (OSError, msgspec.DecodeError) as err:
+            raise ConfigError(
+                f"{self.root}: not the folder of a run: {self.origin.name} cannot be read ({err}); "
+                "name a folder that `rollmesh train` or `rollmesh demo` made",
+                path=self.root,
+            ) from err
+
+    def write(self, config: TrainConfig, origin: Origin) -> None:
+        self.config.write_text(to_yaml(config), encoding="utf-8")
+        self.origin.write_bytes(msgspec.json.format(msgspec.json.encode(origin), indent=2) + b"\n")
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest checkpoint: highest incarnation, then highest update. It is not verified."""
+        found = list_checkpoints(self.checkpoints)
+        return found[-1] if found else None
+
+
+def new_folder(config: TrainConfig, origin: Origin, out: Path | None = None) -> RunFolder:
+    """A new folder with configuration and origin: `out`, or runs/<name>-<time>. RunExistsHere if `out` is taken."""
+    folder = RunFolder(_claim(out) if out is not None else _claim_dated(config.run.name))
+    folder.write(config, origin)
+    return folder
+
+
+def open_folder(root: Path, overrides: list[str]) -> tuple[RunFolder, TrainConfig, Path]:
+    """Folder and configuration (with `overrides`) of a run, and the base folder of the user's files. Nothing is written.
+
+    ConfigError if it isn't one, or its configuration is unusable.
+    """
+    folder = RunFolder(root.resolve())
+    origin = folder.read_origin()
+    return folder, load_train_config(folder.config, overrides), Path(origin.base_dir)
+
+
+def run_config(folder: RunFolder, config: TrainConfig) -> TrainConfig:
+    """The configuration as the services get it: with the model's place if it was made for the run."""
+    if config.made_model is None:
+        return config
+    return msgspec.structs.replace(config, made_model=None, model=str(folder.model))
+
+
+def origin_now(command: list[str], base_dir: Path) -> Origin:
+    """What is known at the start of a run."""
+    return Origin(
+        command=command,
+        base_dir=str(base_dir.resolve()),
+        started_at=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        python=sys.version.split()[0],
+        platform=f"{platform.platform()}, {len(os.sched_getaffinity(0))} cores",
+        packages={name: version for name in PACKAGES if (version := _version(name))},
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _claim(out: Path) -> Path:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        taken = any(out.iterdir())
+    except OSError as err:
+        raise ConfigError(
+            f"{out}: cannot be the folder of a run: {err.strerror}; choose another --out", path=out
+        ) from err
+    if taken:
+        is_run = RunFolder(out).origin.exists()
+        what = f"holds a run; go on with it by `rollmesh train {out}`, or" if is_run else "is not empty;"
+        raise RunExistsHere(f"{out} {what} choose another --out", path=out)
+    return out.resolve()
+
+
+def _claim_dated(name: str) -> Path:
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, _SAME_SECOND_MAX):
+        path = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError as err:
+            raise ConfigError(f"{path}: cannot be made: {err.strerror}; give a folder with --out", path=path) from err
+        return path.resolve()
+    raise RunExistsHere(f"runs/{stem}: {_SAME_SECOND_MAX} runs began in this second; choose --out")

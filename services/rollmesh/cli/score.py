@@ -1,0 +1,203 @@
+"""`rollmesh score FILE`: the configured scorers over samples or answers in a JSONL file, without a mesh.
+
+A line is a sample as `rollmesh rollout --out` writes it, or `{"task": ID, "response": TEXT}` (`answer` for `response` does as well).
+The task is looked up by its id in the configuration's source; a sample of another source brings its own oracle reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rollmesh.cli.config import load_train_config
+from rollmesh.cli.run_folder import RunFolder
+from rollmesh.cli.samples import (
+    ACTION,
+    MessageLine,
+    RewardLine,
+    SampleLine,
+    SegmentLine,
+    mean_rewards,
+    reward_lines,
+)
+from rollmesh.mesh.parts import reward_config
+from rollmesh.services.data.config import build_pools
+from rollmesh.services.data.task import Split, Task, TaskPool
+from rollmesh.services.reward.config import build_engine
+from rollmesh.services.reward.engine import RewardEngine
+from rollmesh.services.reward.item import ScoreItem, TaskView
+from rollmesh.services.reward.oracles import Oracles
+from rollmesh.shared.errors import ConfigError, UnknownOracle
+from rollmesh.shared.jsonl import Record, read_jsonl
+from rollmesh.shared.trajectory import EpisodeKey, FinishReason, Message, Outcome, Source
+
+NUM_LINES_MAX = 1_000_000
+CHUNK_LINES = 256
+"""Lines scored at once."""
+
+
+class ScoredLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line's rewards."""
+
+    line: int
+    task: str
+    sample_id: str
+    rewards: list[RewardLine]
+
+
+class ScoreReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a file."""
+
+    file: str
+    num_lines: int
+    num_failed: int
+    """Lines for which a scorer failed: they say nothing about the model and are in no mean of that scorer."""
+    mean_rewards: dict[str, float]
+    lines: list[ScoredLine]
+
+
+def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> ScoreReport:
+    """Raises ConfigError, also without a `config`, or RecordError naming line and field of the first line that cannot be scored."""
+    path, base_dir = _configuration(config)
+    settings = load_train_config(path, overrides)
+    tasks = _Tasks(build_pools(settings.data, base_dir))
+    records = read_jsonl(file, num_lines_max=NUM_LINES_MAX).records
+    lines = asyncio.run(_score(records, tasks, build_engine(reward_config(settings), base_dir)))
+    failed = Outcome.INFRA_FAILURE.name.lower()
+    return ScoreReport(
+        file=str(file),
+        num_lines=len(lines),
+        num_failed=sum(any(reward.outcome == failed for reward in line.rewards) for line in lines),
+        mean_rewards=mean_rewards([line.rewards for line in lines]),
+        lines=lines,
+    )
+
+
+def _configuration(named: Path | None) -> tuple[Path, Path]:
+    """(file, folder of the user's files): a run's own, or the file named."""
+    if named is None:
+        raise ConfigError(
+            "--config is missing; name the configuration file, or the run folder, with the tasks and scorers"
+        )
+    if named.is_dir():
+        folder = RunFolder(named.resolve())
+        return folder.config, Path(folder.read_origin().base_dir)
+    return named, named.parent.resolve()
+
+
+async def _score(records: Sequence[Record], tasks: _Tasks, engine: RewardEngine) -> list[ScoredLine]:
+    try:
+        items = [
+            _item(record, tasks, engine.oracles) for record in records
+        ]  # all lines are checked before any is scored
+        found: list[ScoredLine] = []
+        for start in range(0, len(items), CHUNK_LINES):
+            chunk = items[start : start + CHUNK_LINES]
+            for record, item, rewards in zip(records[start:], chunk, await engine.score(chunk), strict=False):
+                found.append(
+                    ScoredLine(
+                        line=record.line,
+                        task=item.task.task_id,
+                        sample_id=item.sample_id,
+                        rewards=reward_lines(rewards),
+                    )
+                )
+        return found
+    finally:
+        await engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tasks:
+    """Every task of the configuration's source, by id."""
+
+    pools: Mapping[Split, TaskPool]
+
+    def find(self, task_id: str) -> Task | None:
+        for pool in self.pools.values():
+            position = pool.position(task_id)
+            if position is not None:
+                return pool.task(position)
+        return None
+
+
+def _item(record: Record, tasks: _Tasks, oracles: Oracles) -> ScoreItem:
+    """What the scorers see of a line. Raises RecordError."""
+    sample = _sample(record) if "messages" in record.fields else _answer(record, tasks)
+    known = tasks.find(sample.task)
+    reference = sample.oracle_ref or (known.oracle_ref if known is not None else "")
+    if known is None and not reference:
+        raise record.error(
+            f"{sample.task!r} is no task of the configuration's source and the line has no oracle_ref; name the run's "
+            "configuration with --config",
+            "task",
+        )
+    try:
+        key = oracles.resolve(reference)
+    except UnknownOracle as err:
+        raise record.error(str(err), "oracle_ref" if sample.oracle_ref else "task") from err
+    actions = [segment for segment in sample.segments if segment.role == ACTION]
+    return ScoreItem(
+        key=EpisodeKey(run=sample.run, task=sample.task, group=sample.group, episode=sample.episode),
+        task=_view(sample, known),
+        answer_key=key,
+        messages=tuple(Message(role=m.role, content=m.content) for m in sample.messages),
+        sample_id=sample.sample_id,
+        role=sample.role,
+        num_action_tokens=sum(len(s.token_ids) for s in actions if s.source == Source.POLICY.name.lower()),
+        finish=_finish(sample, actions),
+    )
+
+
+def _finish(sample: SampleLine, actions: Sequence[SegmentLine]) -> FinishReason:
+    named = sample.finish or (actions[-1].finish if actions else FinishReason.STOP.name)
+    return FinishReason[named.upper()]
+
+
+def _view(sample: SampleLine, known: Task | None) -> TaskView:
+    if known is None:
+        return TaskView(task_id=sample.task, split=sample.split, labels=sample.labels)
+    return TaskView(
+        task_id=known.task_id, messages=known.messages, tools=known.tools, split=known.split, labels=known.labels
+    )
+
+
+def _sample(record: Record) -> SampleLine:
+    try:
+        sample = msgspec.convert(dict(record.fields), SampleLine)
+    except msgspec.ValidationError as err:
+        cause, _, place = str(err).partition(" - at `$.")
+        missing = re.search(r"missing required field `(\w+)`", cause)
+        field = place.rstrip("`") or (missing[1] if missing else "")
+        raise record.error(cause[:1].lower() + cause[1:], field) from err
+    if sample.finish and sample.finish.upper() not in FinishReason.__members__:
+        raise record.error(f"is {sample.finish!r}, no finish reason", "finish")
+    for number, segment in enumerate(sample.segments):
+        if segment.role == ACTION and segment.finish.upper() not in FinishReason.__members__:
+            raise record.error(f"is {segment.finish!r}, no finish reason", f"segments[{number}].finish")
+    return sample
+
+
+def _answer(record: Record, tasks: _Tasks) -> SampleLine:
+    """A bare answer as if an agent had given it as its last word."""
+    task_id = record.text("task")
+    task = tasks.find(task_id)
+    field = "answer" if "answer" in record.fields else "response"
+    said = record.value(field)
+    if not isinstance(said, str):
+        raise record.error("must be a string", field)
+    prompt = [MessageLine(role=m.role, content=m.content) for m in task.messages] if task is not None else []
+    name = f"line-{record.line}"
+    return SampleLine(
+        sample_id=name,
+        run="",
+        task=task_id,
+        group=name,
+        episode=name,
+        messages=[*prompt, MessageLine(role="assistant", content=said)],
+    )

@@ -1,0 +1,139 @@
+"""A mesh's state for people and machines: the fleet, then per run its clocks, leases, queues, waits and sample accounts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
+
+from rollmesh.cli.causes import failure_words, no_update_words
+from rollmesh.cli.fleet_client import MeshStatus
+from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
+
+_COLOURS = {"READY": "green", "STALE": "yellow", "JOINING": "yellow", "DRAINING": "cyan", "DEAD": "dim"}
+_COLUMNS = ("kind", "state", "active", "work", "silent", "build", "waits for / cause")
+_ENDS = ("trained", "stale", "filtered", "failed", "cancelled", "exported")
+
+
+def status_json(status: MeshStatus) -> bytes:
+    """{"nodes": [...], "runs": [...]}: the messages GetFleet and GetRun answer, fields as in the protos, zeros included."""
+    found = {"nodes": [_as_dict(node) for node in status.nodes], "runs": [_as_dict(run) for run in status.runs]}
+    return msgspec.json.format(msgspec.json.encode(found), indent=2)
+
+
+def _as_dict(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return found
+
+
+def status_view(status: MeshStatus) -> RenderableType:
+    """What a terminal shows."""
+    parts: list[RenderableType] = [_fleet_table(status)]
+    for run in status.runs:
+        parts += [Text(), *_run_lines(run)]
+    if not status.runs:
+        parts += [Text(), Text("no run: CreateRun at the gateway makes one")]
+    return Group(*parts)
+
+
+# Fleet ----------------------------------------------------------------------------------------------------------------
+
+
+def _fleet_table(status: MeshStatus) -> Table:
+    widest = max([len(node.node_id) for node in status.nodes], default=0)
+    identity = Column("node", no_wrap=True, min_width=widest)  # whole: it is what `rollmesh drain` takes
+    table = Table(identity, *_COLUMNS, box=None, pad_edge=False)
+    for node in sorted(status.nodes, key=lambda n: (n.kind, n.node_id)):
+        state = _name(coordinator_pb2.NodeState.Name(node.state), "NODE_STATE_")
+        kind = _name(coordinator_pb2.NodeKind.Name(node.kind), "NODE_KIND_").lower()
+        table.add_row(
+            node.node_id,
+            kind,
+            Text(state, style=_COLOURS.get(state, "red")),
+            _version(node.active) if node.HasField("active") else "-",
+            _work(node),
+            f"{node.silent_s:.0f} s",
+            node.process.version or "-",
+            _why(node, status),
+        )
+    return table
+
+
+def _work(node: coordinator_pb2.FleetNode) -> str:
+    if node.kind not in (
+        coordinator_pb2.NODE_KIND_INFERENCE,
+        coordinator_pb2.NODE_KIND_ROLLOUT,
+        coordinator_pb2.NODE_KIND_SANDBOX,
+    ):
+        return "-"
+    waiting = f" +{node.num_waiting}" if node.num_waiting else ""
+    return f"{node.num_running}/{node.capacity}{waiting}"
+
+
+def _why(node: coordinator_pb2.FleetNode, status: MeshStatus) -> str:
+    """Its cause or wait; of a stale node what it lacks."""
+    if node.cause or node.waiting_for:
+        return node.cause or node.waiting_for
+    if node.state != coordinator_pb2.NODE_STATE_STALE:
+        return ""
+    live = [policy for run in status.runs if not run.ended for policy in run.policies]
+    return f"an active version that update {live[0].applied_step + 1} may use" if live else "a run"
+
+
+def _version(version: types_pb2.PolicyVersion) -> str:
+    incarnation = f".{version.incarnation}" if version.incarnation else ""
+    return f"{version.policy}@{version.step}{incarnation}"
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def _run_lines(run: run_pb2.RunState) -> Iterator[RenderableType]:
+    yield Text(f"run {run.run}: {f'ended, {run.ended}' if run.ended else 'running'}", style="bold")
+    for policy in run.policies:
+        yield Text(
+            f"  {policy.policy}: applied {policy.applied_step}, published {_published(policy.published_step)}, "
+            f"checkpoint {policy.checkpoint_update}, incarnation {policy.incarnation}, trainer epoch {policy.trainer_epoch}"
+        )
+        yield Text(f"  groups: {_counts(policy.groups) or 'none'}")
+    yield Text(f"  leases: {_leases(run.leases)}")
+    yield Text(f"  samples: {_accounts(run.samples)}")
+    if failure := failure_words(run.failed_attempts.num, run.failed_attempts.cause):
+        yield Text(f"  {failure}", style="red")
+    if not any(policy.applied_step for policy in run.policies) and (words := no_update_words(0, run.samples.reasons)):
+        yield Text(f"  {words}", style="yellow")
+    for who, what in sorted(run.waiting.items()):
+        yield Text(f"  {who} waits for {what}")
+
+
+def _published(step: int) -> str:
+    return "nothing" if step < 0 else str(step)
+
+
+def _leases(leases: run_pb2.LeaseCounts) -> str:
+    evals = f", {leases.eval_episodes_pending} evaluation episodes wait" if leases.eval_episodes_pending else ""
+    return (
+        f"{leases.episodes_leased} episodes out, {leases.episodes_pending} wait{evals}; {leases.batches_leased} batches out, "
+        f"{leases.batches_in_doubt} in doubt"
+    )
+
+
+def _accounts(samples: run_pb2.SampleCounts) -> str:
+    ends = {name: getattr(samples, name) for name in _ENDS}
+    return f"{samples.reserved} reserved = {samples.live} live + {_counts(ends) or '0 ended'}"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{num} {name}" for name, num in counts.items() if num)
+
+
+def _name(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix)

@@ -1,0 +1,135 @@
+"""summary.json: a run in one object, for scripts and tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.run_folder import RunFolder
+from rollmesh.cli.series import Eval, Point, Series
+from rollmesh.services.learner.metrics_log import read_metrics
+from rollmesh.services.learner.progress import PHASES
+from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.trainer.checkpoint_files import age
+
+Outcome = Literal["finished", "interrupted", "failed"]
+MILESTONES = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+
+
+class Milestone(msgspec.Struct, frozen=True, kw_only=True):
+    """The first evaluation at which held-out success reached a level."""
+
+    success: float
+    update: int
+    time_s: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are seconds of running time, interruptions left out; success is a share in [0, 1]."""
+
+    run: str
+    outcome: Outcome
+    ended: str = ""
+    """Why the run ended, as in RunState.ended; empty if it can go on."""
+    recipe: str
+    seed: int
+    eta: int
+    """The staleness bound."""
+    lag_max: int | None
+    """Largest staleness that was trained on; null before the first update."""
+    updates: int
+    wall_s: float
+    """Whole: making the model, starting, training, evaluating."""
+    warm_start_s: float
+    train_s: float
+    heldout_success_before: float | None
+    heldout_success_after: float | None
+    heldout_by_label_before: dict[str, float]
+    heldout_by_label_after: dict[str, float]
+    milestones: list[Milestone]
+    tokens_generated: int
+    tokens_trained: int
+    samples: dict[str, int]
+    """reserved = live + all ends."""
+    reasons: dict[str, int]
+    trained_by_staleness: dict[int, int]
+    learner_seconds: dict[str, float]
+    """Where the learner's time went, by phase."""
+    ledger_head: LedgerHead
+    """Newest head of the ledger that was seen; `rollmesh audit` checks that the ledger still contains it."""
+    folder: str
+    checkpoint: str | None
+    report: str
+
+
+def summarise(
+    folder: RunFolder, config: TrainConfig, series: Series, *, outcome: Outcome, warm_start_s: float
+) -> Summary:
+    """The summary of what the folder holds by now."""
+    last, evals = series.last, series.evals_by_step
+    before, after = (evals[0], evals[-1]) if evals else (None, None)
+    checkpoint = folder.newest_checkpoint()
+    return Summary(
+        run=config.run.name,
+        outcome=outcome,
+        ended=last.ended,
+        recipe=config.learner.recipe,
+        seed=config.run.seed,
+        eta=config.run.max_staleness,
+        lag_max=max((lag for lag, n in last.trained_by_staleness.items() if n), default=None),
+        updates=_num_updates(last, checkpoint),
+        wall_s=round(warm_start_s + last.time_s, 3),
+        warm_start_s=round(warm_start_s, 3),
+        train_s=round(last.time_s, 3),
+        heldout_success_before=before.success if before else None,
+        heldout_success_after=after.success if after else None,
+        heldout_by_label_before=before.success_by_label if before else {},
+        heldout_by_label_after=after.success_by_label if after else {},
+        milestones=milestones(evals),
+        tokens_generated=last.tokens_generated,
+        tokens_trained=last.tokens_trained,
+        samples=last.samples,
+        reasons=last.reasons,
+        trained_by_staleness=dict(sorted(last.trained_by_staleness.items())),
+        learner_seconds=learner_seconds(folder.metrics),
+        ledger_head=last.ledger_head,
+        folder=str(folder.root),
+        checkpoint=str(checkpoint) if checkpoint else None,
+        report=str(folder.report),
+    )
+
+
+def _num_updates(last: Point, checkpoint: Path | None) -> int:
+    """What was watched may lack the last moments, or everything if the services were still starting; a checkpoint knows more then."""
+    watched = (last.incarnation, last.update)
+    return max(watched, age(checkpoint))[1] if checkpoint is not None else last.update
+
+
+def milestones(evals: list[Eval]) -> list[Milestone]:
+    found = []
+    for success in MILESTONES:
+        first = next((e for e in evals if e.success >= success), None)
+        if first is not None:
+            found.append(Milestone(success=success, update=first.step, time_s=round(first.time_s, 3)))
+    return found
+
+
+def learner_seconds(metrics: Path) -> dict[str, float]:
+    """Seconds per phase over all updates that metrics.jsonl knows; empty if it can't be read."""
+    try:
+        lines = read_metrics(metrics).values()
+    except (OSError, ValueError):
+        return {}
+    return {phase: round(sum(line.seconds.get(phase, 0.0) for line in lines), 3) for phase in PHASES}
+
+
+def write_summary(folder: RunFolder, summary: Summary) -> None:
+    folder.summary.write_bytes(encode_summary(summary))
+
+
+def encode_summary(summary: Summary) -> bytes:
+    """Indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"

@@ -1,0 +1,93 @@
+"""A sample as a conversation on a terminal: messages, per turn its tokens and weights, rewards with their evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.box import ROUNDED
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.text import Text
+
+from rollmesh.cli.samples import ACTION, RewardLine, SampleLine, SegmentLine
+
+_STYLES = {"system": "dim", "user": "bold", "assistant": "cyan", "tool": "yellow"}
+_EVIDENCE_CHARS_MAX = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One generation: its segments, several if the weights changed in the middle."""
+
+    segments: tuple[SegmentLine, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    def describe(self) -> str:
+        """E.g. `12 tokens, main@0.0, mean log-prob -0.31, stop`."""
+        versions = [f"{v.policy}@{v.step}.{v.incarnation}" for s in self.segments if (v := s.version) is not None]
+        logprobs = [value for segment in self.segments for value in segment.logprobs or ()]
+        facts = [f"{self.num_tokens} tokens", *dict.fromkeys(versions)]
+        if logprobs:
+            facts.append(f"mean log-prob {sum(logprobs) / len(logprobs):.2f}")
+        return ", ".join([*facts, self.segments[-1].finish])
+
+
+def turns_of(segments: Sequence[SegmentLine]) -> list[Turn]:
+    """The generations on a sample's path, in order."""
+    turns: list[Turn] = []
+    open_turn: list[SegmentLine] = []
+    for segment in segments:
+        if segment.role == ACTION:
+            open_turn.append(segment)
+        if open_turn and (segment.role != ACTION or segment.finish != "unfinished"):
+            turns.append(Turn(tuple(open_turn)))
+            open_turn = []
+    return [*turns, Turn(tuple(open_turn))] if open_turn else turns
+
+
+def transcript(line: SampleLine) -> RenderableType:
+    """The sample as a panel. Text from outside is never read as markup."""
+    turns = turns_of(line.segments)
+    parts: list[RenderableType] = []
+    said = [i for i, message in enumerate(line.messages) if message.role == "assistant"]
+    # The prompt may hold assistant messages of its own: the last ones are the generated ones.
+    generated = dict(zip(said[-len(turns) :], turns, strict=False)) if turns and len(said) >= len(turns) else {}
+    for index, message in enumerate(line.messages):
+        turn = generated.get(index)
+        parts.append(_message(message.role, message.content, turn.describe() if turn is not None else ""))
+    parts.append(rewards_text(line.rewards))
+    labels = "".join(f" {name}={value}" for name, value in line.labels.items())
+    title = Text(f"{line.sample_id}  {line.task}{labels}")
+    sampled = sum(turn.num_tokens for turn in turns)
+    foot = Text(f"{line.num_tokens} tokens, {sampled} sampled in {len(turns)} turns, try {line.attempt}", style="dim")
+    return Panel(Group(*parts), title=title, subtitle=foot, title_align="left", subtitle_align="right", box=ROUNDED)
+
+
+def _message(role: str, content: str, note: str) -> RenderableType:
+    text = Text()
+    text.append(f"{role}", style=f"{_STYLES.get(role, '')} underline".strip())
+    if note:
+        text.append(f"  ({note})", style="dim")
+    text.append("\n")
+    text.append(content.rstrip() + "\n", style=_STYLES.get(role, ""))
+    return text
+
+
+def rewards_text(rewards: Sequence[RewardLine]) -> Text:
+    """One reward per line; a failure of a scorer is none of the model's and says so."""
+    text = Text()
+    for reward in rewards:
+        counts = reward.outcome == "ok"
+        value = f"{reward.value:g}" if counts else reward.outcome
+        style = ("green" if reward.value > 0 else "red") if counts else "magenta"
+        text.append(f"{reward.name} ", style="bold")
+        text.append(value, style=style)
+        about = "" if reward.segment < 0 else f", segment {reward.segment}"
+        evidence = f": {reward.evidence[:_EVIDENCE_CHARS_MAX]}" if reward.evidence else ""
+        text.append(f"  {reward.scorer}{about}{evidence}\n", style="dim")
+    text.rstrip()
+    return text if rewards else Text("no reward", style="dim")

@@ -1,0 +1,7 @@
+"""A whole run: every service on real gRPC and a real nats-server, engines by name; in one process or in one for each part."""
+
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.mesh import Mesh
+from rollmesh.mesh.supervisor import Supervisor
+
+__all__ = ["Mesh", "MeshConfig", "Supervisor"]

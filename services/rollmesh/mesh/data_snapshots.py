@@ -1,0 +1,57 @@
+"""The data service's state for the learner's checkpoints.
+
+A checkpoint is complete with it: weights, what they were trained on, and where the draws stand. It is a copy; the ledger is the truth. So a
+data service that is away for a moment costs the copy, never the checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from rollmesh.mesh.place import Place
+from rollmesh.shared.errors import MeshError, NotReady
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, data_pb2, data_pb2_grpc
+
+TAKE_S_MAX = 10.0
+_log = logging.getLogger(__name__)
+
+
+class DataSnapshots:
+    """Asks the data node that the coordinator knows of."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    async def __call__(self, ledger_position: int) -> bytes:
+        """The state, not before `ledger_position`; empty, with a warning, if it can't be had in `TAKE_S_MAX`."""
+        try:
+            async with asyncio.timeout(TAKE_S_MAX):
+                return await self._take(ledger_position)
+        except (MeshError, TimeoutError) as err:
+            _log.warning("a checkpoint goes without the data service's state: %s", err or "it did not answer in time")
+            return b""
+
+    async def _take(self, ledger_position: int) -> bytes:
+        access, request = self._place.access, data_pb2.SnapshotRequest(run=self._place.run)
+        with typed_errors():
+            async with open_channel(await self._address(), access=access) as channel:
+                stub: Any = data_pb2_grpc.DataServiceStub(channel)
+                taken = await stub.Snapshot(request, timeout=TAKE_S_MAX)
+        if taken.ledger_position < ledger_position:
+            raise NotReady(f"the data service stands at {taken.ledger_position}, before {ledger_position}")
+        return bytes(taken.state)
+
+    async def _address(self) -> str:
+        async with open_channel(self._place.coordinator, access=self._place.access) as channel:
+            stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+            fleet = await stub.GetFleet(
+                coordinator_pb2.GetFleetRequest(kind=coordinator_pb2.NODE_KIND_DATA), timeout=TAKE_S_MAX
+            )
+        for node in fleet.nodes:
+            if node.state == coordinator_pb2.NODE_STATE_READY:
+                return str(node.address)
+        raise NotReady("no data service is ready")

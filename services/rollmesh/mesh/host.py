@@ -1,0 +1,236 @@
+"""Some parts of a run in a process of their own; several hosts over one run folder make a mesh of processes.
+
+    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts nats
+    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts coordinator,depot,reward,data,gateway
+    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts inference-0,rollout-0
+    python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts learner
+
+The hosts share the folder (token, addresses), in any order of start. Part `nats` is the embedded server; the others find its port
+in the folder, or a cluster by the config's bus.url. A host ends when a part of it ends: code 0 if in good order (the run is over,
+the worker has drained), 1 if not, so that a supervisor starts it again; 2 for a config that cannot work, 3 for a full disk. SIGTERM, SIGINT and SIGHUP stop it in good
+order (a learner finishes its update and writes a checkpoint) within `stop_s`, with code 143; a second one ends it at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.mesh import Mesh
+from rollmesh.mesh.parts import NATS, part_names
+from rollmesh.mesh.place import open_place
+from rollmesh.mesh.process_events import BAD_CONFIG, DISK_FULL, STOPPED
+from rollmesh.shared.bus.bus import BusUnavailable
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.config import load_config
+from rollmesh.shared.errors import ConfigError, DiskFull, MeshError
+from rollmesh.shared.stop_signals import stop_signals
+from rollmesh.shared.telemetry import set_up_logging
+
+_FINISH_SHARE = 0.8
+"""Of `stop_s`: for the learner's last update and checkpoint; the rest is for the stop itself."""
+_POLL_S = 0.05
+_log = logging.getLogger(__name__)
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host is told."""
+
+    run_dir: Path
+    config: Path
+    parts: tuple[str, ...]
+    base_dir: Path
+    overrides: tuple[str, ...] = ()
+    stop_s: float = 30.0
+    """Limit of an orderly stop."""
+
+
+def main(argv: Sequence[str] | None = None, options: Options | None = None) -> int:
+    """Hosts parts until they end. `options` are keyword arguments for their nodes, as for `Mesh`. Returns the exit code."""
+    host = _parse(argv)
+    set_up_logging()  # until the configuration says how
+    try:
+        stopped = asyncio.run(run_host(host, options))
+    except ConfigError as err:
+        print(f"error: {err}", file=sys.stderr)
+        return BAD_CONFIG
+    except DiskFull as err:
+        print(f"error: {err}", file=sys.stderr)
+        return DISK_FULL
+    except (MeshError, ExceptionGroup, OSError) as err:
+        print(f"error: {','.join(host.parts)} ended: {err}", file=sys.stderr)
+        return 1
+    except TimeoutError:
+        print(f"error: {','.join(host.parts)} did not stop within {host.stop_s} s", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # a thread that does not end would keep the interpreter for ever
+    return STOPPED if stopped else 0
+
+
+def _parse(argv: Sequence[str] | None) -> HostOptions:
+    parser = argparse.ArgumentParser(prog="python -m rollmesh.mesh", description="Hosts some parts of a run.")
+    parser.add_argument("--run-dir", type=Path, required=True, help="folder of the run, shared by all of its hosts")
+    parser.add_argument("--config", type=Path, required=True, help="the run's config file")
+    parser.add_argument("--parts", required=True, help="parts by name, e.g. nats,coordinator or rollout-0")
+    parser.add_argument(
+        "--base-dir", type=Path, help="folder of files that the config names; by default the config's own"
+    )
+    parser.add_argument("--stop-s", type=float, default=30.0, help="limit of an orderly stop, seconds")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    found = parser.parse_args(argv)
+    parts = tuple(part for part in found.parts.split(",") if part)
+    return HostOptions(
+        run_dir=found.run_dir,
+        config=found.config,
+        parts=parts,
+        base_dir=found.base_dir or found.config.resolve().parent,
+        overrides=tuple(found.overrides),
+        stop_s=found.stop_s,
+    )
+
+
+async def run_host(host: HostOptions, options: Options | None = None) -> bool:
+    """Until a part ends or a signal comes: whether it was a signal. Raises what ended a part, ConfigError, and TimeoutError for a stop
+    beyond its limit."""
+    config = load_config(MeshConfig, host.config, host.overrides)
+    set_up_logging(config.telemetry.logging())
+    base_dir = host.base_dir
+    _check_parts(host.parts, config)
+    bus_url = "" if NATS in host.parts or config.bus.url else await _bus_of_folder(config, host.run_dir, base_dir)
+    names = [name for name in part_names(config) if name in host.parts]
+    mesh = Mesh(config, run_dir=host.run_dir, base_dir=base_dir, parts=names, options=options, bus_url=bus_url)
+    return await run_until_ended(mesh, host.stop_s)
+
+
+async def run_until_ended(
+    mesh: Mesh,
+    stop_s: float,
+    *,
+    on_started: Callable[[], None] = lambda: None,
+    away: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> bool:
+    """Runs the parts of `mesh` until they have ended or a signal comes: whether it was a signal. Raises as `run_host` does.
+
+    `away` watches the rest of the mesh: what it raises ends the parts.
+    """
+    stopping = asyncio.create_task(_signalled(), name="signals")
+    serving = asyncio.create_task(_serve(mesh, stop_s, on_started, away), name="parts")
+    try:
+        await asyncio.wait([stopping, serving], return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            await _finish_update(mesh, _FINISH_SHARE * stop_s)
+    finally:
+        stopping.cancel()
+        serving.cancel()
+        await asyncio.wait([serving])
+    if serving.cancelled():
+        return True
+    serving.result()
+    return False
+
+
+async def _serve(
+    mesh: Mesh,
+    stop_s: float,
+    on_started: Callable[[], None],
+    away: Callable[[], Coroutine[Any, Any, None]] | None,
+) -> None:
+    """Runs the parts until one ends or this is cancelled, then stops them within `stop_s`."""
+    await mesh.__aenter__()
+    try:
+        on_started()
+        await _ended(mesh, *([away()] if away is not None else []))
+    finally:
+        async with asyncio.timeout(stop_s):
+            await mesh.__aexit__(None, None, None)
+
+
+async def _finish_update(mesh: Mesh, limit_s: float) -> None:
+    """A learner that is told to stop leaves its last update in a checkpoint, unless the rest of the mesh is gone already."""
+    if "learner" not in mesh.running:
+        return
+    try:
+        async with asyncio.timeout(limit_s):
+            await mesh.part("learner").stop()
+    except (MeshError, TimeoutError) as err:
+        _log.warning("the learner stops without a last checkpoint: %s: %s", type(err).__name__, err)
+
+
+def _check_parts(parts: Sequence[str], config: MeshConfig) -> None:
+    known = [NATS, *part_names(config)]
+    for part in parts:
+        if part not in known:
+            raise ConfigError(f"--parts: there is no `{part}`; this config has {', '.join(known)}")
+    if not parts:
+        raise ConfigError(f"--parts: name at least one of {', '.join(known)}")
+    if NATS in parts and config.bus.url:
+        raise ConfigError(f"--parts: bus.url names the cluster {config.bus.url}; leave out `nats`, or the url")
+
+
+async def _bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> str:
+    """The URL of the run's embedded server, once that has a port. Raises BusUnavailable."""
+    place = open_place(config, run_dir=run_dir, base_dir=base_dir)
+    server = place.bus_server()
+    limit_s = config.bus.embedded.start_s
+    try:
+        async with asyncio.timeout(limit_s):
+            while not (url := server.known_url()):  # noqa: ASYNC110 (another process writes it)
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise BusUnavailable(
+            f"no nats-server has written its port into {place.run_dir / NATS} within {limit_s} s; host the part `nats`, "
+            "or set bus.url"
+        ) from None
+    return url
+
+
+async def _ended(mesh: Mesh, *watches: Coroutine[Any, Any, None]) -> None:
+    """Until the learner is done, or all parts have drained. Raises what ended one otherwise, and what a watch raises."""
+    waits = [asyncio.create_task(watch) for watch in watches]
+    if mesh.nats is not None:
+        waits.append(asyncio.create_task(_server_gone(mesh.nats)))
+    if mesh.running:
+        waits.append(asyncio.create_task(mesh.finished()))
+    elif mesh.nats is not None:
+        waits.append(asyncio.create_task(mesh.nats.watch_disk()))
+    try:
+        if not waits:
+            await asyncio.Event().wait()  # until cancelled by a signal
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+async def _server_gone(server: EmbeddedServer) -> None:
+    while server.pid is not None:  # noqa: ASYNC110 (another process ends)
+        await asyncio.sleep(_POLL_S)
+    raise BusUnavailable(f"nats-server at {server.url} has ended; its log is in the run folder")
+
+
+async def _signalled() -> None:
+    """Wait for SIGTERM, SIGINT or, unless it is ignored, SIGHUP. The next one ends the process, as if there were no handler."""
+    came = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = stop_signals()
+    for one in signals:
+        loop.add_signal_handler(one, came.set)
+    try:
+        await came.wait()
+    finally:
+        for one in signals:
+            loop.remove_signal_handler(one)

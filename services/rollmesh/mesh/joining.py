@@ -1,0 +1,226 @@
+"""A node on this host for a mesh that runs elsewhere: one address and a token are enough.
+
+    place, name = await open_joined(JoinOptions(kind="inference", address="10.0.0.1:7000", ...))
+    stopped = await run_until_ended(Mesh(place=place, parts=[name]), stop_s)
+
+GetMesh gives the configuration, the addresses and the model's small files. The host's own part of the configuration (network, TLS
+files) is not the mesh's: it comes from the defaults and from `overrides`. The node's folder holds what it fetches, and nothing that
+anybody else needs; it may begin empty.
+Collaborators: `offer` (the other side), `mesh` (runs the part).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.place import Place
+from rollmesh.mesh.security import SecurityConfig, open_access
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.config import config_from_dict, load_config
+from rollmesh.shared.errors import AlreadyExists, ConfigError, DeadlineExceeded, MeshError, Unavailable
+from rollmesh.shared.ids import RandomIds
+from rollmesh.shared.model_files import fetch_model_files
+from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.addresses import host_of, port_of
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.v1 import coordinator_pb2 as pb
+from rollmesh.v1 import coordinator_pb2_grpc
+
+MANY = ("inference", "rollout", "sandbox", "reward", "data", "gateway")
+"""Kinds of which a mesh takes any number: they share the work."""
+SINGLE = ("depot", "learner")
+"""Kinds of which it takes one: the depot is where weights are looked up, and a second learner fences the first."""
+KINDS = (*MANY, *SINGLE)
+CONFIG_FILE = "mesh.yaml"
+"""In the node's folder: the configuration as it was told, for people to look at."""
+ASK_S_MAX = 30.0
+TLS_S_MAX = 5.0
+CHECK_S = 10.0
+"""Time between two questions whether the coordinator is there, and the limit of each."""
+_log = logging.getLogger(__name__)
+_SECURITY = "security."
+ANY_PORT = "127.0.0.1:0"
+"""Where a joined gateway or depot serves; `network.host` moves it."""
+_LEAVING = (pb.NODE_STATE_SUSPECT, pb.NODE_STATE_DEAD)
+
+
+class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a joining node is told."""
+
+    kind: str
+    address: str
+    """host:port of the mesh's gateway, or of its coordinator."""
+    token_file: Path
+    name: str = ""
+    """Part of the node's id, unique in the mesh; empty makes one of host and a random number."""
+    base_dir: Path | None = None
+    """Where files that the configuration names are looked up; None: the mesh's own folder, if this host has it."""
+    folder: Path | None = None
+    """The node's own; None: nodes/ID."""
+    overrides: tuple[str, ...] = ()
+
+
+async def open_joined(options: JoinOptions) -> tuple[Place, str]:
+    """The place of a node and its id. Raises ConfigError, Unavailable, Unauthenticated, AlreadyExists."""
+    if options.kind not in KINDS:
+        raise ConfigError(f"there is no service `{options.kind}` to add; there are {', '.join(KINDS)}")
+    access = open_access(own_security(options.overrides), base_dir=Path.cwd(), run_token=options.token_file)
+    if access.tls is None and await speaks_tls(options.address):
+        raise ConfigError(
+            f"the mesh at {options.address} takes TLS connections only, and no certificates were given; add security.ca=FILE "
+            "security.certificate=FILE security.key=FILE"
+        )
+    async with open_channel(options.address, access=access) as channel:
+        stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        told = await _ask(stub, options.address)
+        name = await _free_name(stub, options, told)
+        folder = _make_folder(options.folder or Path("nodes") / name)
+        if told.model_files:
+            await fetch_model_files(stub, told.model_files, folder / "model")
+    config = _joined_config(told, options, folder)
+    return _place(config, told, access, folder, options), name
+
+
+async def speaks_tls(address: str) -> bool:
+    """Whether a TLS server answers there; False if nothing does, within a few seconds."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = (
+        False,
+        ssl.CERT_NONE,
+    )  # nothing is sent, and nothing that is read is believed
+    try:
+        async with asyncio.timeout(TLS_S_MAX):
+            _, writer = await asyncio.open_connection(host_of(address), port_of(address), ssl=context)
+    except ssl.SSLError as err:
+        return err.reason != "WRONG_VERSION_NUMBER"  # the answer of a server without TLS is no TLS record
+    except (OSError, TimeoutError):
+        return False
+    writer.transport.abort()
+    return True
+
+
+async def until_away(address: str, access: Access, *, limit_s: float, clock: Clock | None = None) -> None:
+    """Ask the coordinator at `address` again and again; raises Unavailable once it has not answered for `limit_s`."""
+    clock = clock or SystemClock()
+    seen_s = clock.monotonic_s()
+    async with open_channel(address, access=access) as channel:
+        stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+        while (silent_s := clock.monotonic_s() - seen_s) < limit_s:
+            try:
+                with typed_errors():
+                    await stub.GetFleet(pb.GetFleetRequest(), timeout=CHECK_S)
+                seen_s = clock.monotonic_s()
+            except MeshError as err:
+                _log.debug("the coordinator does not answer: %s", err)
+            await clock.sleep(min(CHECK_S, limit_s))
+    raise Unavailable(
+        f"the coordinator at {address} has not answered for {silent_s:.0f} s, so the mesh counts as ended and the node leaves "
+        "(--away-s sets the limit)",
+        address=address,
+    )
+
+
+async def _ask(stub: Any, address: str) -> pb.GetMeshResponse:
+    try:
+        with typed_errors():
+            told: pb.GetMeshResponse = await stub.GetMesh(pb.GetMeshRequest(), timeout=ASK_S_MAX, wait_for_ready=True)
+    except DeadlineExceeded as err:
+        raise Unavailable(
+            f"nobody answers at {address} within {ASK_S_MAX:.0f} s; --join takes the address of the mesh's gateway or "
+            "coordinator (with certificates if it has some)",
+            address=address,
+        ) from err
+    return told
+
+
+async def _free_name(stub: Any, options: JoinOptions, told: pb.GetMeshResponse) -> str:
+    """The node's id. A node of that id that is silent is taken for this one's earlier life."""
+    if options.kind == "depot" and told.depots:
+        raise AlreadyExists(f"the mesh has its depot, at {told.depots[0]}; drain that one first", depot=told.depots[0])
+    name = _wanted_name(options)
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,128}", name):
+        raise ConfigError(f"--name {name!r}: expected letters, digits, dots, dashes and underscores")
+    with typed_errors():
+        fleet = await stub.GetFleet(pb.GetFleetRequest(), timeout=ASK_S_MAX)
+    if any(node.node_id == name and node.state not in _LEAVING for node in fleet.nodes):
+        remedy = "drain it first" if options.kind in SINGLE else "choose another --name"
+        raise AlreadyExists(f"a node {name} is in the mesh already; {remedy}", node_id=name)
+    return name
+
+
+def _wanted_name(options: JoinOptions) -> str:
+    """It begins with the kind, as the names of a mesh's own parts do."""
+    if options.kind in SINGLE:
+        return options.kind
+    stem = options.name or f"{_host()}-{RandomIds().new()[:8]}"
+    return stem if stem.startswith(f"{options.kind}-") else f"{options.kind}-{stem}"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname().partition(".")[0]) or "host"
+
+
+def _make_folder(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise ConfigError(f"{folder}: cannot be the node's folder: {err.strerror}; choose another --dir") from err
+    return folder.resolve()
+
+
+def own_security(overrides: Sequence[str]) -> SecurityConfig:
+    """The TLS files of this host: those that the overrides name."""
+    own = [item.removeprefix(_SECURITY) for item in overrides if item.startswith(_SECURITY)]
+    return config_from_dict(SecurityConfig, {}, own)
+
+
+def _joined_config(told: pb.GetMeshResponse, options: JoinOptions, folder: Path) -> MeshConfig:
+    """The mesh's configuration as this host lives it."""
+    import yaml
+
+    tree: dict[str, Any] = yaml.safe_load(told.config_yaml)
+    tree["security"] = msgspec.to_builtins(own_security(options.overrides)) | {
+        "token_file": str(options.token_file.resolve())
+    }
+    tree["bus"] |= {"url": told.bus_url}
+    if (
+        told.model_files and options.kind != "learner"
+    ):  # who trains needs the initial weights, in a folder of the user's
+        tree["model"] = str(folder / "model") if tree["model"] else ""
+        tree["rollout"]["model_dir"] = str(folder / "model")
+    others = [item for item in options.overrides if not item.startswith(_SECURITY)]
+    path = folder / CONFIG_FILE
+    path.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    return load_config(MeshConfig, path, others)
+
+
+def _place(config: MeshConfig, told: pb.GetMeshResponse, access: Access, folder: Path, options: JoinOptions) -> Place:
+    return Place(
+        config=config,
+        run_dir=folder,
+        base_dir=_base_dir(options, told),
+        access=access,
+        coordinator=told.coordinator,
+        gateway=ANY_PORT if options.kind == "gateway" else (told.gateways or [options.address])[0],
+        depot=ANY_PORT,
+    )
+
+
+def _base_dir(options: JoinOptions, told: pb.GetMeshResponse) -> Path:
+    if options.base_dir is not None:
+        if not options.base_dir.is_dir():
+            raise ConfigError(f"--base-dir {options.base_dir}: no such folder", path=str(options.base_dir))
+        return options.base_dir.resolve()
+    theirs = Path(told.base_dir)
+    return theirs if told.base_dir and theirs.is_dir() else Path.cwd()

@@ -1,0 +1,228 @@
+"""Every service in one event loop, over real gRPC on free ports and a real nats-server. For demos, tests and laptops.
+
+    config = load_config(MeshConfig, "run.yaml", ["run.max_staleness=1"])
+    async with Mesh(config, run_dir=Path("runs/mine"), base_dir=Path(".")) as mesh:
+        channel = open_channel(mesh.gateway_address, access=mesh.access)     # any RunService client, the built-in learner is one
+        await mesh.finished()                                              # until the learner is done
+
+Nothing here is a mock: the servicers, the bus and the engines are those of a cluster; only the number of processes differs.
+Model compute runs in threads of its own, so that a busy engine never expires a lease. Entering starts the parts in the order
+of `part_names`, makes the run if it is new, and goes on with it if it is not; leaving stops them in reverse. Entering also sets
+the interpreter's switch interval and collector thresholds, for the whole process (`tuning`).
+
+| part | waits for | unblocked by |
+| --- | --- | --- |
+| learner | a batch | the coordinator: READY groups |
+| rollout | episode leases | the coordinator: admission under the published step |
+| inference | weights | the learner's first publication, through depot and Join |
+| coordinator | tasks, group decisions | data, reward |
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rollmesh.mesh.changes import change_id, diff, note_recorded, recorded, settings_of
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.joined_nodes import keep_joined
+from rollmesh.mesh.observe import source_of
+from rollmesh.mesh.parts import Part, build_part, part_names
+from rollmesh.mesh.place import Place, open_place
+from rollmesh.mesh.tuning import tune_process
+from rollmesh.services.coordinator.fact_codec import encode
+from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.extras import libraries_needed
+from rollmesh.shared.rpc.access import Access
+from rollmesh.shared.rpc.channel import open_channel
+from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.telemetry import Telemetry, log_context
+from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
+
+CREATE_S_MAX = 30.0
+
+
+class Mesh:
+    """All parts of a run, or those named in `parts`."""
+
+    def __init__(
+        self,
+        config: MeshConfig,
+        *,
+        run_dir: Path,
+        base_dir: Path = Path(),
+        parts: Sequence[str] | None = None,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        place: Place | None = None,
+        bus_url: str = "",
+    ) -> None:
+        """`options` are keyword arguments for single parts' nodes, e.g. {"learner": {"at": observer}}; `place` is one that is known
+        already, of a mesh on another host; `bus_url` is the embedded server that another process of the run hosts. ConfigError."""
+        self.place: Place = place or open_place(config, run_dir=run_dir, base_dir=base_dir)
+        self.nats: EmbeddedServer | None = None
+        """The embedded server, unless the config names a cluster."""
+        self._names = list(part_names(config)) if parts is None else list(parts)
+        self._options = options or {}
+        self._parts: dict[str, tuple[Part, Any]] = {}
+        process = "mesh" if parts is None else "+".join(parts) or "nats"
+        self.telemetry = Telemetry(config.telemetry, folder=self.place.run_dir, process=process)
+        """Traces and metrics, while the mesh is entered."""
+        self._joined: asyncio.Task[None] | None = None
+        """Keeps the list of joined nodes, beside the coordinator."""
+        self._stack = AsyncExitStack()
+        self._bus: Bus | None = None
+        self._bus_url = bus_url or self.place.config.bus.url
+
+    @property
+    def run(self) -> str:
+        return self.place.run
+
+    @property
+    def access(self) -> Access:
+        """What a client needs to be let in."""
+        return self.place.access
+
+    @property
+    def gateway_address(self) -> str:
+        """host:port of RunService."""
+        return self.place.gateway
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """Names of the parts that run here, in the order of their start."""
+        return tuple(self._parts)
+
+    def part(self, name: str) -> Any:
+        """A running part, e.g. `inference-0`."""
+        return self._parts[name][1]
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.telemetry)
+            self._bus = await self._connect(stack)
+            stack.push_async_callback(self._stop_all)
+            for name in self._names:
+                if name == "learner":
+                    await create_run(self.place)
+                await self.start(name)
+            self._stack = stack.pop_all()
+        tune_process()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def _connect(self, stack: AsyncExitStack) -> Bus:
+        if self._bus_url:
+            bus = await JetStreamBus.connect(self._bus_url, login=self.place.bus_login())
+        else:
+            self.nats = self.place.bus_server()
+            await stack.enter_async_context(self.nats)
+            bus = await JetStreamBus.connect(self.nats.url, login=self.place.bus_login())
+        stack.push_async_callback(bus.close)
+        return bus
+
+    async def start(self, name: str) -> Any:
+        """Starts a part, or starts it again after `stop`."""
+        assert name not in self._parts, f"{name} runs already"
+        assert self._bus is not None, "enter the mesh first"
+        with (
+            log_context(node=name, run=self.run),
+            libraries_needed(name),
+        ):  # the context is for whatever tasks the part starts
+            part = build_part(name, self.place, self._bus, **self._options.get(name, {}))
+            self._parts[name] = (part, await part.__aenter__())
+        node = self._parts[name][1]
+        if (source := source_of(name, node)) is not None:
+            self.telemetry.add_source(name, source)
+        if name == "coordinator" and self.telemetry.is_on:
+            self._joined = asyncio.create_task(keep_joined(node.fleet_nodes, self.place.run_dir), name="joined nodes")
+        return node
+
+    async def stop(self, name: str) -> None:
+        """Stops a part in good order."""
+        part, _ = self._parts.pop(name)
+        self.telemetry.remove_source(name)
+        if name == "coordinator" and self._joined is not None:
+            self._joined.cancel()
+            await asyncio.gather(self._joined, return_exceptions=True)
+        await part.__aexit__(None, None, None)
+
+    async def stop_learner(self) -> None:
+        """Ends the learner in good order: it finishes its update, writes a checkpoint and publishes. The rest goes on."""
+        await self.part("learner").stop()
+
+    async def restart(self, name: str) -> Any:
+        """Stops and starts a part; its address stays, or its peers learn the new one."""
+        await self.stop(name)
+        return await self.start(name)
+
+    async def _stop_all(self) -> None:
+        """In reverse; one part that fails to stop does not keep the others."""
+        failures = []
+        for name in reversed(list(self._parts)):
+            try:
+                await self.stop(name)
+            except (OSError, RuntimeError, TimeoutError) as failure:
+                failures.append(failure)
+        if failures:
+            raise ExceptionGroup("parts that did not stop in good order", failures)
+
+    async def finished(self) -> None:
+        """Until the learner is done; without one here, until every part here has drained. Raises what ended a part before.
+
+        A part that has drained leaves at once. One that is stopped or restarted meanwhile is watched no more.
+        """
+        watches = {asyncio.create_task(end, name=f"watch {name}"): name for name, end in self._ends()}
+        disk = {asyncio.create_task(self.nats.watch_disk(), name="watch the disk")} if self.nats is not None else set()
+        try:
+            while watches:
+                done, _ = await asyncio.wait({*watches, *disk}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task in disk:
+                        task.result()  # it only ends by raising
+                    name = watches.pop(task)
+                    if not task.cancelled():
+                        task.result()
+                        if name == "learner":
+                            return
+                        await self.stop(name)
+        finally:
+            for task in (*watches, *disk):
+                task.cancel()
+            await asyncio.gather(*watches, *disk, return_exceptions=True)
+
+    def _ends(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
+        """How to wait for the end of each part: all can be drained, but the coordinator, which only fails."""
+        for name, (_, part) in self._parts.items():
+            yield name, part.failed() if name == "coordinator" else part.wait()
+
+
+async def create_run(place: Place, *, limit_s: float = CREATE_S_MAX) -> None:
+    """Makes the run at the coordinator, or goes on with it; settings that changed since are recorded in the ledger.
+
+    Raises InvalidInput, RunExists, ChangeRefused; DeadlineExceeded if the coordinator does not answer within `limit_s`.
+    """
+    settings = settings_of(place.config, place.run_dir)
+    known = recorded(place.run_dir)
+    changes = diff(known, settings) if known is not None else ()
+    spec = encode(place.config.run.spec(), events_pb2.RunSpec)
+    async with open_channel(place.coordinator, access=place.access) as channel:
+        stub: Any = run_pb2_grpc.RunServiceStub(channel)
+        with typed_errors():
+            if changes:
+                told = [encode(change, events_pb2.ConfigChange) for change in changes]
+                change = run_pb2.ChangeRunRequest(spec=spec, changes=told, change_id=change_id(changes))
+                await stub.ChangeRun(change, timeout=limit_s, wait_for_ready=True)
+            else:
+                await stub.CreateRun(run_pb2.CreateRunRequest(spec=spec), timeout=limit_s, wait_for_ready=True)
+    if changes or known is None:
+        note_recorded(place.run_dir, settings)

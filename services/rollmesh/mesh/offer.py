@@ -1,0 +1,48 @@
+"""What a mesh's coordinator tells whoever wants to add a node: the resolved configuration without its secrets, and the model's small files."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rollmesh.mesh.config import SERVING, BusConfig, MeshConfig
+from rollmesh.mesh.place import Place
+from rollmesh.mesh.security import NetworkConfig, SecurityConfig
+from rollmesh.mesh.tool_descriptions import rollout_config
+from rollmesh.services.coordinator.offer import MeshOffer
+from rollmesh.shared.bus.bus import Bus
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.config import to_yaml
+from rollmesh.shared.model_files import ModelFiles
+from rollmesh.shared.rpc.server import ServerConfig
+
+
+def make_offer(place: Place, bus: Bus) -> MeshOffer:
+    """The offer of the mesh at `place`, whose streams are on `bus`."""
+    return MeshOffer(
+        config_yaml=to_yaml(public_config(place.config)),
+        coordinator=place.coordinator,
+        bus_url=bus.url if isinstance(bus, JetStreamBus) else place.config.bus.url,
+        policy=place.config.inference.policy,
+        base_dir=str(place.base_dir),
+        model=_model_files(place),
+    )
+
+
+def public_config(config: MeshConfig) -> MeshConfig:
+    """`config` without what is this host's own: its files with secrets, its addresses, and what a command added for itself."""
+    fields = {name: getattr(config, name) for name in MeshConfig.__struct_fields__}
+    fields["bus"] = BusConfig(embedded=config.bus.embedded)
+    fields["rollout"] = rollout_config(config)  # a joining host need not have the profiles' modules
+    fields["security"], fields["network"] = SecurityConfig(), NetworkConfig()
+    for name in SERVING:
+        server = msgspec.structs.replace(fields[name].server, address=ServerConfig().address, advertise="")
+        fields[name] = msgspec.structs.replace(fields[name], server=server)
+    return MeshConfig(**fields)
+
+
+def _model_files(place: Place) -> ModelFiles | None:
+    """Of the initial model; of the workers' tokenizer where the engines need no model."""
+    if place.config.model:
+        return ModelFiles(place.model_dir())
+    folder = (place.base_dir / place.config.rollout.model_dir).resolve()
+    return ModelFiles(folder) if place.config.rollout.model_dir and folder.is_dir() else None

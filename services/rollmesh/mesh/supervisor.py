@@ -1,0 +1,221 @@
+"""A run as processes: one for each part, kept alive, ended together.
+
+    async with Supervisor(config, run_dir=Path("runs/mine"), base_dir=Path(".")) as mesh:
+        channel = open_channel(mesh.place.gateway, ...)     # any RunService client
+        await mesh.finished()                               # until the learner is done; raises what stopped the mesh
+
+Each process is `python -m rollmesh.mesh --parts PART` over the run folder, with its log in RUN/logs/PART.log. All start
+at once and find each other, in any order and again after any death. Leaving stops who asks before who answers: learner, rollout
+workers, the other services, coordinator, nats; each within `stop_s`. A config that cannot work, or a process that dies too often, stops the mesh: `finished` raises the cause.
+
+Enter it in a thread that lives as long as the mesh, best the main one: the kernel kills every process when that thread ends, and
+what they started with them (nats-server, sandboxes, workers). So nothing is left after kill -9 of this process.
+Collaborators: `child` (one process's life), `place`, `run_lock`, `host` (what runs in each process).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Self
+
+from rollmesh.mesh.child import Child
+from rollmesh.mesh.child_log import ChildLog
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.mesh import create_run
+from rollmesh.mesh.parts import NATS, part_names
+from rollmesh.mesh.place import Place, open_place
+from rollmesh.mesh.process_events import FILE, ProcessEvent, ProcessLog
+from rollmesh.mesh.run_lock import owned
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.config import to_yaml
+from rollmesh.shared.errors import AddressTaken
+from rollmesh.shared.ports import is_taken, owner_of
+
+HOST = (sys.executable, "-m", "rollmesh.mesh")
+CONFIG_FILE = "mesh.yaml"
+"""In the run folder: the config that the processes read."""
+LOGS = "logs"
+_LEFTOVER_S_MAX = 5.0
+"""How long processes of a supervisor that was killed may take to be gone."""
+_POLL_S = 0.1
+_ANSWERING = 2
+_STAGES = {"learner": 0, "rollout": 1, "coordinator": 3, NATS: 4}
+"""Order of the stop by kind; the others stop together in between."""
+
+
+class Supervisor:
+    """The processes of a run. Implements `running.RunningMesh`."""
+
+    def __init__(
+        self,
+        config: MeshConfig,
+        *,
+        run_dir: Path,
+        base_dir: Path = Path(),
+        parts: Sequence[str] | None = None,
+        hosts: Mapping[str, Sequence[str]] | None = None,
+        command: Sequence[str] = HOST,
+        environment: Mapping[str, str] | None = None,
+        on_event: Callable[[ProcessEvent], None] = lambda _: None,
+        clock: Clock | None = None,
+        holds_lock: bool = False,
+    ) -> None:
+        """`parts` leaves out others (default: all and nats); `hosts` names processes with several parts instead.
+
+        `holds_lock`: the caller holds `run_lock.owned` of the run folder, because it writes there before the mesh starts.
+        """
+        self.place: Place = open_place(config, run_dir=run_dir, base_dir=base_dir)
+        self._hosts = hosts or {part: (part,) for part in (all_parts(config) if parts is None else parts)}
+        self._command = command
+        self._environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})}
+        self._on_event = on_event
+        self._clock = clock or SystemClock()
+        self._holds_lock = holds_lock
+        self._children: dict[str, Child] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._stack = AsyncExitStack()
+        self._done = asyncio.Event()
+        self.failure: BaseException | None = None
+        """What stopped the mesh; None while all is well."""
+        self._failed = asyncio.Event()
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Processes that run now, by name."""
+        return {name: child.pid for name, child in self._children.items() if child.pid is not None}
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to a process, as a crash would: it is started again."""
+        self._children[name].kill()
+
+    async def finished(self) -> None:
+        """Until the learner is done; without one, until something breaks. Raises what broke the mesh: ConfigError, DiskFull, ProcessGaveUp."""
+        await self._unless_failed(self._done.wait())
+
+    async def stop_learner(self) -> None:
+        """Ends the learner in good order, within `stop_s`; the rest goes on."""
+        await self._stop([name for name, parts in self._hosts.items() if "learner" in parts])
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            if not self._holds_lock:
+                stack.enter_context(owned(self.place.run_dir))
+            await self._until_addresses_are_free()
+            self._write_config()
+            events = ProcessLog(self.place.run_dir / FILE, clock=self._clock, on_event=self._on_event)
+            stack.push_async_callback(self._stop_all)
+            for name in self._hosts:
+                self._start(name, events)
+            if self._has_learner():
+                await self._unless_failed(create_run(self.place, limit_s=self.place.config.processes.start_s))
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, kind: object, err: object, trace: object, /) -> None:
+        await self._stack.aclose()
+
+    # Starting ---------------------------------------------------------------------------------------------------------
+
+    async def _until_addresses_are_free(self) -> None:
+        """Waits for the processes of a former life to be gone; AddressTaken for anybody else's."""
+        place, deadline_s = self.place, self._clock.monotonic_s() + _LEFTOVER_S_MAX
+        for name, address in fixed_addresses(place).items():
+            host, _, port = address.rpartition(":")
+            while is_taken(host, int(port)):
+                if self._clock.monotonic_s() > deadline_s:
+                    raise AddressTaken(
+                        f"{name} cannot listen on {address}: {owner_of(int(port))} has the port; stop it, or remove "
+                        f"{place.run_dir / ('nats/port' if name == NATS else 'addresses.json')} to take another port",
+                        address=address,
+                    )
+                await self._clock.sleep(_POLL_S)
+
+    def _write_config(self) -> None:
+        """The config as the hosts read it: without what only the command line knows of."""
+        config = self.place.config
+        plain = MeshConfig(**{name: getattr(config, name) for name in MeshConfig.__struct_fields__})
+        path = self.place.run_dir / CONFIG_FILE
+        path.write_text(to_yaml(plain), encoding="utf-8")
+
+    def _start(self, name: str, events: ProcessLog) -> None:
+        config, run_dir = self.place.config.processes, self.place.run_dir
+        child = self._children[name] = Child(
+            name,
+            [
+                *self._command,
+                *("--run-dir", str(run_dir), "--config", str(run_dir / CONFIG_FILE)),
+                *("--base-dir", str(self.place.base_dir), "--stop-s", str(config.stop_s)),
+                *("--parts", ",".join(self._hosts[name])),
+            ],
+            environment=self._environment,
+            config=config,
+            log=ChildLog(run_dir / LOGS / f"{name}.log", bytes_max=config.log_bytes_max),
+            events=events,
+            clock=self._clock,
+        )
+        task = self._tasks[name] = asyncio.create_task(child.run(), name=f"child {name}")
+        task.add_done_callback(lambda task: self._on_end(name, task))
+
+    def _on_end(self, name: str, task: asyncio.Task[None]) -> None:
+        if task.cancelled():
+            return
+        if (err := task.exception()) is not None:
+            self.failure = self.failure or err
+            self._failed.set()
+        elif "learner" in self._hosts[name]:
+            self._done.set()
+
+    def _has_learner(self) -> bool:
+        return any("learner" in parts for parts in self._hosts.values())
+
+    async def _unless_failed(self, work: Awaitable[object]) -> None:
+        tasks = [asyncio.ensure_future(work), asyncio.create_task(self._failed.wait())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure is not None:
+                raise self.failure
+            tasks[0].result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    # Stopping ---------------------------------------------------------------------------------------------------------
+
+    async def _stop_all(self) -> None:
+        """Who asks before who answers. Cancelling it kills what is left."""
+        try:
+            for _, names in itertools.groupby(sorted(self._tasks, key=self._stage), key=self._stage):
+                await self._stop(list(names))
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _stage(self, name: str) -> int:
+        """When it stops: with the last of its parts."""
+        return max(_STAGES.get(part.partition("-")[0], _ANSWERING) for part in self._hosts[name])
+
+    async def _stop(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._children[name].stop()
+        if names:
+            await asyncio.wait([self._tasks[name] for name in names])
+
+
+def fixed_addresses(place: Place) -> dict[str, str]:
+    """host:port of those parts that keep theirs over restarts."""
+    found = {"coordinator": place.coordinator, "gateway": place.gateway, "depot": place.depot}
+    nats = place.bus_server().known_url() if not place.config.bus.url else ""
+    return {**found, **({NATS: nats.partition("://")[2]} if nats else {})}
+
+
+def all_parts(config: MeshConfig) -> list[str]:
+    """Every part in the order of start, the embedded nats-server included."""
+    return [*([] if config.bus.url else [NATS]), *part_names(config)]

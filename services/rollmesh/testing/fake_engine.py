@@ -1,0 +1,326 @@
+"""A deterministic engine without torch, for tests, the simulator and meshes without a model.
+
+Obeys the port like a real one: batches, waits, stops, cancels, swaps, counts. One asyncio task steps all running requests
+and yields to the loop once per step; with `step_s` 0 nothing ever sleeps. Weights are real safetensors files, whose header
+and values are checked against `tensors`; what they hold does not matter, the version names the policy (`fake_policy`).
+
+Prefix reuse is real in the counters only: ended sessions are remembered, least recently used out first, under the version
+that was active.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rollmesh.services.inference.engine import (
+    NO_VERSION,
+    Emit,
+    EngineBroken,
+    EngineBusy,
+    EngineLoad,
+    GenerateDelta,
+    GenerateRequest,
+    KvPolicy,
+    ScoreResult,
+)
+from rollmesh.services.inference.engines.requests import check_request, check_tokens
+from rollmesh.services.inference.engines.stop import STOP_ID, StopRules
+from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray
+from rollmesh.shared.versions import PolicyVersion
+from rollmesh.testing.fake_policy import FakePolicy
+from rollmesh.testing.fake_weights import check_files
+
+
+class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How large and how slow the fake is."""
+
+    vocab_size: int = 64
+    """Token t reads as the printable character chr(32 + t % 95)."""
+    context_max: int = 1024
+    """Tokens per sequence, prefix and new ones together."""
+    slots_max: int = 64
+    """Requests that run at once."""
+    queue_max: int = 1024
+    """Requests that may wait; one more is EngineBusy."""
+    sessions_max: int = 1024
+    """Ended sessions whose prefix counts as cached."""
+    prepared_max: int = 2
+    """Prepared versions held at once; preparing one more drops the oldest of them."""
+    tokens_per_step: int = 8
+    """Tokens per request and step: larger is cheaper, 1 behaves most like a model."""
+    step_s: float = 0.0
+    """Seconds of the clock each step takes; 0 yields to the loop without sleeping."""
+    prepare_s: float = 0.0
+    """Seconds of the clock `prepare` takes."""
+    tensors: dict[str, tuple[int, ...]] = {}
+    """Expected shape per tensor name; empty accepts any set of finite tensors, none included."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context_max", "slots_max", "queue_max", "prepared_max", "tokens_per_step"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("step_s", "prepare_s", "sessions_max"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+
+@dataclass(slots=True)
+class _Running:
+    request: GenerateRequest
+    emit: Emit
+    new: list[int] = field(default_factory=list)
+    num_cached: int = -1
+    """-1 until the request runs."""
+    kv_step_oldest: int = 0
+    asked_s: float = 0.0
+    queued_s: float = 0.0
+
+
+class FakeEngine:
+    """Implements `rollmesh.services.inference.engine.Engine`."""
+
+    def __init__(self, config: FakeEngineConfig, clock: Clock | None = None) -> None:
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._stop_rules = StopRules(
+            config.vocab_size, lambda tokens: "".join(chr(32 + token % 95) for token in tokens)
+        )
+        self._arrivals = itertools.count()
+        self._waiting: list[tuple[int, int, _Running]] = []
+        self._live: dict[str, _Running] = {}
+        self._running: dict[str, _Running] = {}
+        self._sessions: OrderedDict[str, IntArray] = OrderedDict()
+        self._prepared: OrderedDict[PolicyVersion, FakePolicy] = OrderedDict()
+        self._active: tuple[PolicyVersion, FakePolicy] | None = None
+        self._work = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._broken = "engine is not started"
+        self._num_steps = self._num_generated = self._num_prefilled = self._num_hit = 0
+        self._step_s = 0.0
+
+    @property
+    def active(self) -> PolicyVersion | None:
+        return self._active[0] if self._active else None
+
+    @property
+    def context_max(self) -> int:
+        return self._config.context_max
+
+    async def start(self) -> None:
+        assert self._task is None, "started twice"
+        self._broken = ""
+        self._task = asyncio.create_task(self._run(), name="fake-engine")
+
+    async def close(self) -> None:
+        self._broken = "engine is closed"
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        for request_id in list(self._live):
+            self._end(request_id, FinishReason.CANCELLED)
+
+    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+        self._check_alive()
+        check_request(request, vocab_size=self._config.vocab_size, context_max=self.context_max)
+        if request.request_id in self._live:
+            raise ValueError(
+                f"request {request.request_id!r} is running already: ids must be unique among live requests"
+            )
+        if len(self._live) >= self._config.slots_max + self._config.queue_max:
+            raise EngineBusy(f"{self._config.queue_max} requests are waiting already")
+        running = self._live[request.request_id] = _Running(request, emit, asked_s=self._clock.monotonic_s())
+        heapq.heappush(self._waiting, (-request.priority, next(self._arrivals), running))
+        self._work.set()
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._live:
+            # Later, as an engine with a thread would: the caller need not expect an emit inside its own call.
+            asyncio.get_running_loop().call_soon(self._end, request_id, FinishReason.CANCELLED)
+
+    async def score(self, sequences: Sequence[IntArray]) -> list[ScoreResult]:
+        self._check_alive()
+        for index, sequence in enumerate(sequences):
+            check_tokens(sequence, where=f"sequence {index}", vocab_size=self._config.vocab_size)
+            if len(sequence) > self.context_max:
+                raise ValueError(
+                    f"sequence {index} has {len(sequence)} tokens, more than context_max {self.context_max}"
+                )
+        if self._active is None:
+            raise ValueError("no weights are active: prepare and activate a version first")
+        version, policy = self._active
+        results = []
+        for sequence in sequences:
+            logprobs = policy.logprobs_model(sequence, np.arange(len(sequence)))
+            logprobs[0] = 0.0
+            results.append(ScoreResult(logprobs=logprobs, version=version))
+        return results
+
+    async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
+        self._check_alive()
+        if version == self.active or version in self._prepared:
+            return
+        check_files(tensors, self._config.tensors)
+        await self._clock.sleep(self._config.prepare_s)
+        self._prepared[version] = FakePolicy(version, self._config.vocab_size)
+        while len(self._prepared) > self._config.prepared_max:
+            self._prepared.popitem(last=False)
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
+        self._check_alive()
+        if version == self.active:
+            return
+        self._active = version, self._prepared.pop(version)
+        self._sessions.clear()
+        for running in self._running.values():
+            if kv is KvPolicy.RECOMPUTE:
+                running.kv_step_oldest = version.step
+                self._num_prefilled += len(running.request.token_ids) + len(running.new)
+        self._work.set()
+
+    def discard(self, version: PolicyVersion) -> None:
+        self._prepared.pop(version, None)
+
+    def load(self) -> EngineLoad:
+        used = sum(len(running.request.token_ids) + len(running.new) for running in self._running.values())
+        return EngineLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._live) - len(self._running),
+            slots_max=self._config.slots_max,
+            kv_tokens_used=used,
+            kv_tokens_max=self._config.slots_max * self._config.context_max,
+            tokens_generated=self._num_generated,
+            tokens_prefilled=self._num_prefilled,
+            tokens_prefix_hit=self._num_hit,
+            steps=self._num_steps,
+            step_s=self._step_s,
+        )
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._wait_for_work()
+                await self._clock.sleep(self._config.step_s)
+                if self._active is not None:
+                    start_s = self._clock.monotonic_s()
+                    self._step(*self._active)
+                    self._step_s += self._clock.monotonic_s() - start_s + self._config.step_s
+        except Exception as error:  # noqa: BLE001 - the one recording point: the cause goes to every live request
+            self._broken = f"engine task ended with {type(error).__name__}: {error}"
+            for request_id in list(self._live):
+                self._end(request_id, FinishReason.ERROR)
+
+    async def _wait_for_work(self) -> None:
+        while self._active is None or not self._live:
+            self._work.clear()
+            await self._work.wait()
+
+    def _step(self, version: PolicyVersion, policy: FakePolicy) -> None:
+        self._num_steps += 1
+        while self._waiting and len(self._running) < self._config.slots_max:
+            running = heapq.heappop(self._waiting)[2]
+            if self._live.get(running.request.request_id) is running:  # not cancelled while it waited
+                self._admit(running, version)
+        for running in list(self._running.values()):
+            if running.request.request_id in self._running:  # an emit may cancel another
+                self._extend(running, policy)
+
+    def _admit(self, running: _Running, version: PolicyVersion) -> None:
+        """The whole prefix is known at once; the last token of a cached one was never fed, as in a real cache."""
+        token_ids = running.request.token_ids
+        held = self._sessions.pop(running.request.session, token_ids[:0])
+        num = min(len(held), len(token_ids) - 1)
+        differs = held[:num] != token_ids[:num]
+        running.num_cached = int(differs.argmax()) if differs.any() else num
+        running.kv_step_oldest = version.step
+        running.queued_s = self._clock.monotonic_s() - running.asked_s
+        self._running[running.request.request_id] = running
+        self._num_hit += running.num_cached
+        self._num_prefilled += len(token_ids) - running.num_cached
+
+    def _extend(self, running: _Running, policy: FakePolicy) -> None:
+        params = running.request.params
+        start = len(running.request.token_ids) + len(running.new)
+        end = min(len(running.request.token_ids) + params.max_tokens, self.context_max)
+        positions = np.arange(start, min(end, start + self._config.tokens_per_step))
+        tokens, logprobs = policy.draw(params, positions)
+        num, stopped = self._until_stop(running, tokens)
+        tokens, logprobs = tokens[:num], logprobs[:num]
+        running.new += tokens.tolist()
+        self._num_generated += num
+        finish = FinishReason.STOP if stopped else FinishReason.LENGTH if start + num >= end else None
+        self._emit(running, tokens, logprobs, policy.logprobs_model(tokens, positions[:num]), finish)
+
+    def _until_stop(self, running: _Running, tokens: IntArray) -> tuple[int, bool]:
+        """How many of the tokens count, and whether the last of them ends the request."""
+        params = running.request.params
+        if not params.stop and not params.stop_token_ids:
+            return len(tokens), False
+        marks = self._stop_rules.marks(params)[tokens]
+        token_ids = running.request.token_ids
+        before = [*token_ids[len(token_ids) - running.request.num_resumed :].tolist(), *running.new]
+        for index in np.flatnonzero(marks).tolist():
+            new = np.array(before + tokens[: index + 1].tolist(), np.int32)
+            if marks[index] & STOP_ID or self._stop_rules.ends_text(new, params.stop):
+                return index + 1, True
+        return len(tokens), False
+
+    def _end(self, request_id: str, finish: FinishReason) -> None:
+        running = self._live.get(request_id)
+        if running is not None:
+            none = np.empty(0, np.float32)
+            self._emit(running, np.empty(0, np.int32), none, none, finish)
+
+    def _emit(
+        self,
+        running: _Running,
+        tokens: IntArray,
+        logprobs: FloatArray,
+        logprobs_model: FloatArray,
+        finish: FinishReason | None,
+    ) -> None:
+        request = running.request
+        version = self.active or NO_VERSION
+        first = len(tokens) > 0 and len(running.new) == len(tokens)
+        if finish is not None:
+            self._forget(running)
+        running.emit(
+            GenerateDelta(
+                request_id=request.request_id,
+                token_ids=tokens,
+                logprobs=logprobs,
+                logprobs_model=logprobs_model,
+                version=version,
+                kv_step_oldest=running.kv_step_oldest if len(tokens) else version.step,
+                finish=finish,
+                error=self._broken if finish is FinishReason.ERROR else "",
+                num_prompt_cached=running.num_cached if first else 0,
+                num_prompt_prefilled=len(request.token_ids) - running.num_cached if first else 0,
+                queued_s=running.queued_s if first else 0.0,
+            )
+        )
+
+    def _forget(self, running: _Running) -> None:
+        """Drop an ended request; its cache, if all of one version, stays for the next turn of its session."""
+        request = running.request
+        del self._live[request.request_id]
+        ran = self._running.pop(request.request_id, None) is not None
+        version = self.active
+        if ran and request.session and running.new and version and running.kv_step_oldest == version.step:
+            tokens = np.concatenate((request.token_ids, np.array(running.new[:-1], np.int32)))
+            self._sessions[request.session] = tokens
+            while len(self._sessions) > self._config.sessions_max:
+                self._sessions.popitem(last=False)
+
+    def _check_alive(self) -> None:
+        if self._broken:
+            raise EngineBroken(self._broken)
