@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollmesh.services.sandbox.config import ProfileConfig
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
-from rollmesh.services.sandbox.egress.retrieval.config import CacheConfig, EndpointConfig, RetrievalConfig
+from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, EndpointConfig, RetrievalConfig
 
 from .internet import Internet
 

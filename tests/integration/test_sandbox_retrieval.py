@@ -19,7 +19,7 @@ from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
 from rollmesh.services.sandbox.egress.exchange import Reply, Request
 from rollmesh.services.sandbox.egress.ports import make_proxy
 from rollmesh.services.sandbox.egress.proxy import Client, Proxy
-from rollmesh.services.sandbox.egress.retrieval.config import CacheConfig, EndpointConfig, RetrievalConfig
+from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, EndpointConfig, RetrievalConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import ConfigError
 

@@ -7,24 +7,31 @@ from functools import partial
 from typing import Any
 
 from rollmesh.services.coordinator import metrics as coordinator
+from rollmesh.services.coordinator import readings as coordinator_readings
 from rollmesh.services.data import metrics as data
+from rollmesh.services.data import readings as data_readings
 from rollmesh.services.gateway import metrics as gateway
 from rollmesh.services.inference import metrics as inference
+from rollmesh.services.inference import readings as inference_readings
 from rollmesh.services.learner import metrics as learner
+from rollmesh.services.learner import readings as learner_readings
 from rollmesh.services.reward import metrics as reward
+from rollmesh.services.reward import readings as reward_readings
 from rollmesh.services.rollout import metrics as rollout
+from rollmesh.services.rollout import readings as rollout_readings
 from rollmesh.services.sandbox import metrics as sandbox
+from rollmesh.services.sandbox import readings as sandbox_readings
 from rollmesh.shared.rpc.metrics_interceptor import CALL_SECONDS, CALLS
 from rollmesh.shared.telemetry.metrics import Metric, Reading, Source
 
 _READERS: dict[str, Callable[[Any], Awaitable[Iterable[Reading]]]] = {
-    "coordinator": coordinator.read,
-    "data": data.read,
-    "inference": inference.read,
-    "learner": learner.read,
-    "reward": reward.read,
-    "rollout": rollout.read,
-    "sandbox": sandbox.read,
+    "coordinator": coordinator_readings.read,
+    "data": data_readings.read,
+    "inference": inference_readings.read,
+    "learner": learner_readings.read,
+    "reward": reward_readings.read,
+    "rollout": rollout_readings.read,
+    "sandbox": sandbox_readings.read,
 }
 """By the part's kind; gateway and depot count, or have their calls alone."""
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rollmesh.shared.telemetry.metrics import Reading, counter, gauge, histogram
-
-if TYPE_CHECKING:
-    from rollmesh.services.inference.node import InferenceNode
+from rollmesh.shared.telemetry.metrics import counter, gauge, histogram
 
 TOKENS = counter(
     "rollmesh_inference_tokens_total", "Tokens sampled, computed as prefix, or found in the cache.", "work"
@@ -23,22 +18,3 @@ QUEUE_SECONDS = histogram("rollmesh_inference_queue_seconds", "Wait of a request
 VERSION = gauge("rollmesh_inference_version_step", "Step of the active weights; -1 before the first.")
 INCARNATION = gauge("rollmesh_inference_version_incarnation", "Incarnation of the active weights.")
 METRICS = (TOKENS, REQUESTS, SLOTS, KV_TOKENS, STEPS, STEP_SECONDS, QUEUE_SECONDS, VERSION, INCARNATION)
-
-
-async def read(node: InferenceNode) -> list[Reading]:
-    """What the engine counts, and the active version."""
-    load, active = node.engine.load(), node.state.active
-    return [
-        Reading(TOKENS, load.tokens_generated, ("generated",)),
-        Reading(TOKENS, load.tokens_prefilled, ("prefilled",)),
-        Reading(TOKENS, load.tokens_prefix_hit, ("prefix_hit",)),
-        Reading(REQUESTS, load.num_running, ("running",)),
-        Reading(REQUESTS, load.num_waiting, ("waiting",)),
-        Reading(SLOTS, load.slots_max),
-        Reading(KV_TOKENS, load.kv_tokens_used, ("used",)),
-        Reading(KV_TOKENS, load.kv_tokens_max, ("max",)),
-        Reading(STEPS, load.steps),
-        Reading(STEP_SECONDS, load.step_s),
-        Reading(VERSION, -1 if active is None else active.step),
-        Reading(INCARNATION, 0 if active is None else active.incarnation),
-    ]

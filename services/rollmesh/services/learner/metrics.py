@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-from rollmesh.shared.telemetry.metrics import Reading, counter, gauge
-
-if TYPE_CHECKING:
-    from rollmesh.services.learner.node import LearnerNode
+from rollmesh.shared.telemetry.metrics import counter, gauge
 
 UPDATES = counter(
     "rollmesh_learner_updates_total", "Committed updates, those after a roll-back counted again.", "outcome"
@@ -36,19 +31,3 @@ def trained_tokens(metrics: Mapping[str, float]) -> float:
     """Trained tokens of an update, whose trainer tells them in all or by staleness."""
     by_lag = (num for name, num in metrics.items() if name.startswith("lag/") and name.endswith("/tokens"))
     return metrics["tokens/trained"] if "tokens/trained" in metrics else sum(by_lag)
-
-
-async def read(node: LearnerNode) -> list[Reading]:
-    """The learner's progress."""
-    progress = node.progress
-    last = {name: value for name, value in progress.metrics.items() if math.isfinite(value)}
-    return [
-        Reading(STEP, progress.update, ("committed",)),
-        Reading(STEP, progress.checkpoint_update, ("checkpoint",)),
-        Reading(STEP, progress.published_step, ("published",)),
-        Reading(INCARNATION, progress.incarnation),
-        Reading(ATTACHED, progress.num_attached),
-        *(Reading(PHASE_SECONDS, seconds, (phase,)) for phase, seconds in progress.seconds.items()),
-        *(Reading(LAST_UPDATE, value, (name,)) for name, value in last.items()),
-        *([Reading(ESS, last["ess"])] if "ess" in last else []),
-    ]

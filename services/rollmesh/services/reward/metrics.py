@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rollmesh.shared.telemetry.metrics import Reading, counter, gauge
-
-if TYPE_CHECKING:
-    from rollmesh.services.reward.node import RewardNode
+from rollmesh.shared.telemetry.metrics import counter, gauge
 
 SCORES = counter(
     "rollmesh_reward_scores_total",
@@ -18,8 +13,3 @@ SCORES = counter(
 GROUPS = counter("rollmesh_reward_groups_total", "Groups decided on, by decision: keep, filter, extend.", "decision")
 QUEUED = gauge("rollmesh_reward_samples_queued", "Samples waiting for their scores, or being scored.")
 METRICS = (SCORES, GROUPS, QUEUED)
-
-
-async def read(node: RewardNode) -> list[Reading]:
-    """The queue."""
-    return [Reading(QUEUED, node.engine.num_queued)]

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rollmesh.services.sandbox.egress import metrics as egress
-from rollmesh.services.sandbox.engine import Outcome, PoolCounts, RunResult
-from rollmesh.shared.telemetry.metrics import Reading, count, counter, gauge, histogram, observe
-
-if TYPE_CHECKING:
-    from rollmesh.services.sandbox.node import SandboxNode
+from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.shared.telemetry.metrics import count, counter, gauge, histogram, observe
 
 CREATED = counter("rollmesh_sandbox_sessions_created_total", "Sessions asked for and admitted.")
 LIVE = gauge("rollmesh_sandbox_sessions_live", "Sessions open or being opened.")
@@ -60,25 +55,3 @@ def note_result(result: RunResult) -> None:
     observe(COMMAND_SECONDS, result.wall_s, outcome)
     if result.outcome in _LIMITS and not result.session_alive:
         count(KILLS, outcome)
-
-
-async def read(node: SandboxNode) -> list[Reading]:
-    """The books of sessions: created = live + the sum of ends."""
-    counts = node.core.sessions.counts()
-    return [
-        Reading(CREATED, counts.created),
-        Reading(LIVE, counts.live),
-        Reading(QUEUED, node.core.num_queued),
-        *_pools(node.core.pool_counts()),
-        *(Reading(ENDED, num, (end.value,)) for end, num in counts.ended.items()),
-    ]
-
-
-def _pools(counts: PoolCounts) -> list[Reading]:
-    return [
-        *(Reading(READY, num, (profile,)) for profile, num in counts.ready.items()),
-        Reading(POOL_OPENS, counts.taken, ("hit",)),
-        Reading(POOL_OPENS, counts.missed, ("miss",)),
-        Reading(POOL_MADE, counts.made),
-        Reading(POOL_DROPPED, counts.dropped),
-    ]

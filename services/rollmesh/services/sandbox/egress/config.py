@@ -6,7 +6,7 @@ import re
 
 import msgspec
 
-from rollmesh.services.sandbox.egress.retrieval.config import CacheConfig, RetrievalConfig
+from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, RetrievalConfig
 
 _HOST = re.compile(r"\.?(?!-)[a-z0-9-]+(\.[a-z0-9-]+)*")
 _METHOD = re.compile(r"[A-Z]+")

@@ -21,10 +21,10 @@ from rollmesh.services.sandbox.egress.port import Port
 from rollmesh.services.sandbox.egress.proxy import Client, Proxy
 from rollmesh.services.sandbox.egress.retrieval.backend import Backend
 from rollmesh.services.sandbox.egress.retrieval.cache import Cache
-from rollmesh.services.sandbox.egress.retrieval.config import RetrievalConfig
 from rollmesh.services.sandbox.egress.retrieval.corpus import Corpus
 from rollmesh.services.sandbox.egress.retrieval.endpoint import Endpoint
 from rollmesh.services.sandbox.egress.retrieval.service import Retrieval
+from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
 from rollmesh.shared.clock import Clock, SystemClock
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request
-from rollmesh.services.sandbox.egress.retrieval.config import CacheConfig
+from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig
 from rollmesh.shared.errors import ConfigError
 
 _T = TypeVar("_T")

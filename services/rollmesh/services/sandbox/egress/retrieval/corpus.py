@@ -23,7 +23,7 @@ import msgspec
 
 from rollmesh.services.sandbox.egress.exchange import Refused
 from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
-from rollmesh.services.sandbox.egress.retrieval.config import RetrievalConfig
+from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.shared.errors import ConfigError
 
 _T = TypeVar("_T")

@@ -11,7 +11,7 @@ import msgspec
 
 from rollmesh.services.sandbox.egress.exchange import Refused, Reply
 from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
-from rollmesh.services.sandbox.egress.retrieval.config import EndpointConfig, RetrievalConfig
+from rollmesh.services.sandbox.egress.retrieval_config import EndpointConfig, RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
 
 _CHARSET = re.compile(r"charset=\"?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)

@@ -9,7 +9,7 @@ import msgspec
 
 from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request
 from rollmesh.services.sandbox.egress.retrieval.backend import Backend
-from rollmesh.services.sandbox.egress.retrieval.config import RetrievalConfig
+from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 
 _encoder = msgspec.json.Encoder(order="deterministic")
 _PARAMETERS = {"/search": "q", "/browse": "url", "/retrieve": "id"}

@@ -1,0 +1,104 @@
+"""Read the current values of the metrics of a coordinator node from its state."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
+from rollmesh.services.coordinator.core.state import Accounts, EpisodeStatus, State
+from rollmesh.services.coordinator.metrics import (
+    DROPPED,
+    GROUPS,
+    LEASES,
+    NODES,
+    PENDING,
+    POSITION,
+    REWARD,
+    SAMPLES,
+    STALENESS,
+    STEP,
+    TOKENS,
+    WAITING,
+)
+from rollmesh.services.coordinator.node import CoordinatorNode
+from rollmesh.services.coordinator.run_state import GROUP_STATES, run_state
+from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.telemetry.metrics import Reading
+from rollmesh.v1 import coordinator_pb2 as pb
+from rollmesh.v1 import run_pb2
+
+
+async def read(node: CoordinatorNode) -> list[Reading]:
+    """Every run that is led here, and the fleet."""
+    found = _nodes(node.fleet_nodes())
+    for run, driver in node.runs.drivers.items():
+        found += await driver.look(lambda core, head, run=run: _run(run, core, head))  # type: ignore[misc]
+    return found
+
+
+def _run(run: str, core: Core, head: LedgerHead) -> list[Reading]:
+    if core.state.spec is None:
+        return []
+    state = run_state(core, head)
+    policy = state.policies[0]
+    staleness = {int(lag): int(num) for lag, num in policy.trained_by_staleness.items()}
+    return [
+        *_samples(run, core.state.accounts, "train"),
+        *_samples(run, core.state.eval_accounts, "eval"),
+        *(Reading(DROPPED, num, (run, reason)) for reason, num in state.samples.reasons.items()),
+        *(Reading(GROUPS, policy.groups.get(phase, 0), (run, phase)) for phase in GROUP_STATES),
+        *_queues(run, core),
+        Reading(STALENESS, staleness, (run,)),
+        *_clock(run, policy),
+        *(Reading(REWARD, value, (run, name)) for name, value in state.mean_rewards.items()),
+        Reading(POSITION, head.position, (run,)),
+    ]
+
+
+def _samples(run: str, accounts: Accounts, purpose: str) -> list[Reading]:
+    ends = {end.name.lower(): accounts.ends.get(end, 0) for end in SampleEnd if end is not SampleEnd.LIVE}
+    return [
+        Reading(SAMPLES, accounts.live, (run, purpose, "live")),
+        *(Reading(SAMPLES, num, (run, purpose, end)) for end, num in ends.items()),
+    ]
+
+
+def _queues(run: str, core: Core) -> list[Reading]:
+    state, volatile = core.state, core.volatile
+    in_doubt = sum(batch.in_doubt for batch in state.batches.values())
+    return [
+        Reading(LEASES, _leased(state), (run, "episode")),
+        Reading(LEASES, len(state.batches) - in_doubt, (run, "batch")),
+        Reading(LEASES, in_doubt, (run, "in_doubt")),
+        Reading(PENDING, len(state.pending_of(Purpose.TRAIN)), (run, "train")),
+        Reading(PENDING, len(state.pending_of(Purpose.EVAL)), (run, "eval")),
+        Reading(WAITING, len(volatile.workers), (run, "workers")),
+        Reading(WAITING, len(volatile.trainers), (run, "trainers")),
+    ]
+
+
+def _leased(state: State) -> int:
+    episodes = (episode for group in state.groups.values() for episode in group.episodes.values())
+    return sum(episode.status is EpisodeStatus.LEASED for episode in episodes)
+
+
+def _clock(run: str, policy: run_pb2.PolicyState) -> list[Reading]:
+    return [
+        Reading(STEP, policy.applied_step, (run, "applied")),
+        Reading(STEP, policy.published_step, (run, "published")),
+        Reading(STEP, policy.checkpoint_update, (run, "checkpoint")),
+        Reading(TOKENS, policy.tokens_generated, (run, "scored")),
+        Reading(TOKENS, policy.tokens_trained, (run, "trained")),
+    ]
+
+
+def _nodes(nodes: list[pb.FleetNode]) -> list[Reading]:
+    counted = Counter(
+        (
+            pb.NodeKind.Name(node.kind).removeprefix("NODE_KIND_").lower(),
+            pb.NodeState.Name(node.state).removeprefix("NODE_STATE_").lower(),
+        )
+        for node in nodes
+    )
+    return [Reading(NODES, num, labels) for labels, num in counted.items()]
