@@ -143,12 +143,12 @@ class Scene:
 class Arena:
     """Use `arena()`."""
 
-    def __init__(self, engine: JailEngine, world: World, place: Internet | None, judging: Bench | None) -> None:
+    def __init__(self, engine: JailEngine, world: World, layout: Internet | None, judging: Bench | None) -> None:
         self.engine = engine
         self._bench = judging
         self.world = world
-        self._place = place
-        self._facts = {**world.facts(), **(place.facts() if place is not None else {})}
+        self._place = layout
+        self._facts = {**world.facts(), **(layout.facts() if layout is not None else {})}
         self.neighbour = Neighbour(engine)
         self._crashes: list[str] = []
         """What the service's event loop caught since the last attack."""
@@ -263,26 +263,26 @@ async def arena(
 ) -> AsyncIterator[Arena]:
     """An engine of our own with its neighbour, a judge and an outside if asked; ended afterwards. `leaky`: see `online.policies`."""
     async with contextlib.AsyncExitStack() as stack:
-        place = stack.enter_context(internet()) if egress else None
-        config = _config(place, state_dir, leaky=leaky)
+        layout = stack.enter_context(internet()) if egress else None
+        config = _config(layout, state_dir, leaky=leaky)
         engine = JailEngine(config, state_dir=state_dir / "engine", ids=SeededIds(os.getpid()))
         stack.push_async_callback(engine.close)
         await engine.start()
         judge = await stack.enter_async_context(bench(state_dir / "judge")) if judging else None
-        if place is not None:  # its zygote would be taken for a process that an attack left
+        if layout is not None:  # its zygote would be taken for a process that an attack left
             await engine.open("first", online.INNER, engine.limits(online.INNER))
             await engine.end("first")
-        made = Arena(engine, world, place, judge)
+        made = Arena(engine, world, layout, judge)
         await made.neighbour.open()
         yield made
 
 
-def _config(place: Internet | None, folder: Path, *, leaky: bool) -> SandboxConfig:
+def _config(layout: Internet | None, folder: Path, *, leaky: bool) -> SandboxConfig:
     """No session is kept ready: what is left of an attack is told by processes and descriptors that were not there before."""
     profiles = {"python": ProfileConfig(limits=LIMITS)}
     egress: Mapping[str, EgressConfig] = {}
-    if place is not None:
+    if layout is not None:
         profiles |= online.profiles(LIMITS)
-        egress = online.policies(place, folder / "records", leaky=leaky)
+        egress = online.policies(layout, folder / "records", leaky=leaky)
     pools = PoolsConfig(ready_max=0)
     return SandboxConfig(profiles=profiles, egress=dict(egress), grace_s=GRACE_S, sessions_max=8, pools=pools)

@@ -30,22 +30,22 @@ def profiles(limits: dict[str, int | float]) -> dict[str, ProfileConfig]:
     return {name: ProfileConfig(prelude=prelude, egress=name, limits=limits) for name in (ONLINE, INNER)}
 
 
-def policies(place: Internet, records: Path, *, leaky: bool = False) -> Mapping[str, EgressConfig]:
+def policies(layout: Internet, records: Path, *, leaky: bool = False) -> Mapping[str, EgressConfig]:
     """`leaky` allows private addresses where nobody should: what an attack does then shows that it would be seen."""
-    below = EgressRule(host=".public.test", schemes=("http",), ports=(place.forbidden_port,), allow_private=leaky)
+    below = EgressRule(host=".public.test", schemes=("http",), ports=(layout.forbidden_port,), allow_private=leaky)
     return {
-        ONLINE: _policy(place, records, _host(place, "/open", ("GET", "HEAD", "POST")), below),
-        INNER: _policy(place, records, _host(place, "/inner", ("GET",))),
+        ONLINE: _policy(layout, records, _host(layout, "/open", ("GET", "HEAD", "POST")), below),
+        INNER: _policy(layout, records, _host(layout, "/inner", ("GET",))),
     }
 
 
-def _host(place: Internet, path: str, methods: tuple[str, ...]) -> EgressRule:
-    ports = (place.allowed_port,)
+def _host(layout: Internet, path: str, methods: tuple[str, ...]) -> EgressRule:
+    ports = (layout.allowed_port,)
     return EgressRule(host=HOST, schemes=("http",), ports=ports, methods=methods, path_prefix=path, allow_private=True)
 
 
-def _policy(place: Internet, records: Path, *rules: EgressRule) -> EgressConfig:
-    endpoint = EndpointConfig(url=f"http://{HOST}:{place.allowed_port}/open/search?q={{query}}")
+def _policy(layout: Internet, records: Path, *rules: EgressRule) -> EgressConfig:
+    endpoint = EndpointConfig(url=f"http://{HOST}:{layout.allowed_port}/open/search?q={{query}}")
     return EgressConfig(
         rules=rules,
         retrieval=RetrievalConfig(engine="endpoint", endpoint=endpoint),

@@ -69,9 +69,9 @@ def at(world: World) -> Sequence[str]:
     """The one address, and the token."""
     return (
         "--join",
-        world.place.gateway,
+        world.layout.gateway,
         "--token-file",
-        str(world.place.config.security.token_file or world.place.run_dir / "token"),
+        str(world.layout.config.security.token_file or world.layout.run_dir / "token"),
     )
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 
 from rollmesh.mesh.host import Options, main
-from rollmesh.services.learner.moments import Moment as LearnerMoment
-from rollmesh.services.rollout.moments import Moment as RolloutMoment
+from rollmesh.services.learner.fault_points import LearnerFaultPoint
+from rollmesh.services.rollout.fault_points import RolloutFaultPoint
 
 from .traps import passes
 
 
-async def at_learner(moment: LearnerMoment) -> None:
+async def at_learner(moment: LearnerFaultPoint) -> None:
     passes(f"learner-{moment}")
 
 
-async def at_rollout(moment: RolloutMoment) -> None:
+async def at_rollout(moment: RolloutFaultPoint) -> None:
     passes(f"rollout-{moment}")
 
 

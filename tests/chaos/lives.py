@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollmesh.cli.config import load_train_config
-from rollmesh.mesh.place import Place, open_place
 from rollmesh.mesh.process_events import FILE, read_process_events
+from rollmesh.mesh.run_layout import RunLayout, open_place
 from rollmesh.mesh.supervisor import CONFIG_FILE
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.shared.process_launch import bound_to_parent
@@ -127,7 +127,7 @@ class Lives:
             await self._process.wait()
             await gone_after(family, ALL_GONE_S_MAX)
 
-    def _place(self) -> Place:
+    def _place(self) -> RunLayout:
         config = load_train_config(self.run_dir / "config.yaml")
         return open_place(config, run_dir=self.run_dir, base_dir=self._folder)
 

@@ -169,7 +169,7 @@ async def test_a_learner_paused_beyond_its_lease_trains_nothing_twice(tmp_path: 
             await attached_since(mesh, epoch(held) + attach_another)
         await settle(mesh, updates=14, limit_s=STEP_S)
     assert mesh.exits == [("learner", 0)], "the same process all the time"
-    log = (mesh.place.run_dir / "logs/learner.log").read_text()
+    log = (mesh.layout.run_dir / "logs/learner.log").read_text()
     returns = [line for line in log.splitlines() if "back to the newest checkpoint" in line]
     assert len(returns) == 2
     assert all(any(reason in line for reason in FENCING_AND_EXPIRY) for line in returns), returns
@@ -186,7 +186,7 @@ async def test_a_learner_that_lost_its_newest_checkpoint_rolls_back_and_the_node
         )
         pid = await pause(mesh, "learner-checkpointed")
         before = await mesh.until_state("it is reported", lambda s: policy(s).checkpoint_update >= 6, limit_s=STEP_S)
-        lost = max((mesh.place.run_dir / "checkpoints").glob("update-*"))
+        lost = max((mesh.layout.run_dir / "checkpoints").glob("update-*"))
         shutil.rmtree(lost)
         assert mesh.kill("learner") == pid
         after = await mesh.until_state("it rolls back", lambda s: policy(s).incarnation == 1, limit_s=STEP_S)
@@ -233,6 +233,6 @@ async def attach(mesh: World, state: run_pb2.RunState) -> None:
     request = run_pb2.AttachTrainerRequest(
         run=state.run, last_update=held.applied_step, digest=held.digest, holder="another"
     )
-    async with open_channel(mesh.place.gateway, access=mesh.place.access) as channel:
+    async with open_channel(mesh.layout.gateway, access=mesh.layout.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         await stub.AttachTrainer(request, timeout=10.0)

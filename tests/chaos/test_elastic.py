@@ -66,7 +66,7 @@ async def tokens_of(mesh: World, nodes: Sequence[pb.FleetNode]) -> dict[str, int
     """Tokens that each node has generated in its life."""
     found = {}
     for node in nodes:
-        async with open_channel(node.address, access=mesh.place.access) as channel:
+        async with open_channel(node.address, access=mesh.layout.access) as channel:
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             load = await stub.GetLoad(inference_pb2.GetLoadRequest(), timeout=10.0)
             found[node.node_id] = load.tokens_generated
@@ -92,10 +92,10 @@ async def throughput(mesh: World) -> tuple[float, dict[str, int]]:
 
 async def ledger(mesh: World) -> list[f.Fact]:
     """Every fact of the run, from its first."""
-    port = (mesh.place.folder("nats") / "port").read_text().strip()
-    bus = await JetStreamBus.connect(f"nats://127.0.0.1:{port}", login=BusLogin.of(mesh.place.access))
+    port = (mesh.layout.folder("nats") / "port").read_text().strip()
+    bus = await JetStreamBus.connect(f"nats://127.0.0.1:{port}", login=BusLogin.of(mesh.layout.access))
     try:
-        log = await bus.open(run_streams(mesh.place.run).ledger.name)
+        log = await bus.open(run_streams(mesh.layout.run).ledger.name)
         return [fact async for record in read_ledger(log) for fact in record.facts]
     finally:
         await bus.close()

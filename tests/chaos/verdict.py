@@ -40,11 +40,11 @@ async def settle(world: World, *, updates: int, limit_s: float) -> Verdict:
     await world.until("the learner is done", world.done.is_set, limit_s=limit_s)
     state = await world.until_state("nothing is live", lambda s: bool(s.ended) and s.samples.live == 0, limit_s=60.0)
     _check_accounts(state)
-    server_port = (world.place.folder("nats") / "port").read_text().strip()
-    bus = await JetStreamBus.connect(f"nats://127.0.0.1:{server_port}", login=BusLogin.of(world.place.access))
-    checkpoints = world.place.run_dir / "checkpoints"
+    server_port = (world.layout.folder("nats") / "port").read_text().strip()
+    bus = await JetStreamBus.connect(f"nats://127.0.0.1:{server_port}", login=BusLogin.of(world.layout.access))
+    checkpoints = world.layout.run_dir / "checkpoints"
     try:
-        audit = await audit_run(bus, world.place.run, checkpoint=checkpoints)
+        audit = await audit_run(bus, world.layout.run, checkpoint=checkpoints)
     finally:
         await bus.close()
     assert audit.holds, audit.to_text()
@@ -53,7 +53,7 @@ async def settle(world: World, *, updates: int, limit_s: float) -> Verdict:
     trained = list(read_trained(find_list(checkpoints)))
     ids = [sample for update in trained for sample in update.sample_ids]
     assert len(ids) == len(set(ids)) == state.samples.trained == audit.samples.trained
-    lags = check_witness(world.place.run_dir, trained, eta=audit.eta)
+    lags = check_witness(world.layout.run_dir, trained, eta=audit.eta)
     return Verdict(audit=audit, trained=trained, lags=lags)
 
 

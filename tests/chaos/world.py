@@ -15,8 +15,8 @@ from typing import Any
 
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.place import Place, open_place
 from rollmesh.mesh.process_events import ProcessEvent
+from rollmesh.mesh.run_layout import RunLayout, open_place
 from rollmesh.mesh.supervisor import LOGS, Supervisor
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import MeshError
@@ -100,7 +100,7 @@ def save_model_folder(folder: Path) -> Path:
 class World:
     """The processes of one run, kept alive by the mesh's own supervisor."""
 
-    place: Place
+    layout: RunLayout
     folder_of_traps: Path | None = None
     supervisor: Supervisor | None = None
     """None for who only looks at a run."""
@@ -140,7 +140,7 @@ class World:
 
     def kill_nats_server(self) -> int:
         """The server itself; its host notices and ends, too."""
-        (ports,) = self.place.folder("nats").glob("nats-server_*.ports")
+        (ports,) = self.layout.folder("nats").glob("nats-server_*.ports")
         pid = int(ports.stem.rpartition("_")[2])
         os.kill(pid, signal.SIGKILL)
         return pid
@@ -179,10 +179,10 @@ class World:
 
     async def state(self) -> run_pb2.RunState | None:
         """The run's state; None if nobody says so now."""
-        return await run_state(self.place)
+        return await run_state(self.layout)
 
     async def fleet(self) -> list[coordinator_pb2.FleetNode]:
-        async with open_channel(self.place.coordinator, access=self.place.access) as channel:
+        async with open_channel(self.layout.coordinator, access=self.layout.access) as channel:
             stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             response = await stub.GetFleet(coordinator_pb2.GetFleetRequest(), timeout=10.0, wait_for_ready=True)
             return list(response.nodes)
@@ -190,19 +190,19 @@ class World:
     def logs(self, lines: int = 12) -> str:
         """The ends of all logs, for a failure."""
         parts = [f"exits: {self.exits}"]
-        for path in sorted((self.place.run_dir / LOGS).glob("*.log")):
+        for path in sorted((self.layout.run_dir / LOGS).glob("*.log")):
             tail = path.read_text(errors="replace").splitlines()[-lines:]
             parts.append("\n".join([f"--- {path.name}", *tail]))
         return "\n".join(parts)
 
 
-async def run_state(place: Place) -> run_pb2.RunState | None:
-    """The state of the run at `place`; None if nobody says so now."""
-    async with open_channel(place.gateway, access=place.access) as channel:
+async def run_state(layout: RunLayout) -> run_pb2.RunState | None:
+    """The state of the run at `layout`; None if nobody says so now."""
+    async with open_channel(layout.gateway, access=layout.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         try:
             with typed_errors():
-                response = await stub.GetRun(run_pb2.GetRunRequest(run=place.run), timeout=2.0)
+                response = await stub.GetRun(run_pb2.GetRunRequest(run=layout.run), timeout=2.0)
                 found: run_pb2.RunState = response.state
                 return found
         except MeshError:
@@ -212,8 +212,8 @@ async def run_state(place: Place) -> run_pb2.RunState | None:
 @asynccontextmanager
 async def world(folder: Path, config: MeshConfig, hosts: Mapping[str, Sequence[str]] = HOSTS) -> AsyncIterator[World]:
     """All processes of a run over `folder`; ended with it."""
-    place = open_place(config, run_dir=folder / "run", base_dir=folder)
-    made = World(place=place, folder_of_traps=folder / "traps")
+    layout = open_place(config, run_dir=folder / "run", base_dir=folder)
+    made = World(layout=layout, folder_of_traps=folder / "traps")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     made.supervisor = Supervisor(
         config,

@@ -36,23 +36,23 @@ async def process_mesh(folder: Path) -> AsyncIterator[tuple[Ends, World]]:
     """The same services as processes that the supervisor restarts."""
     config = mesh_config(save_model_folder(folder / "model"))
     async with world(folder, config, HOSTS) as mesh, AsyncExitStack() as stack:
-        place = mesh.place
-        port = place.folder("nats") / "port"
+        layout = mesh.layout
+        port = layout.folder("nats") / "port"
         await mesh.until("nats serves", port.is_file, limit_s=READY_S)
         bus = await JetStreamBus.connect(
-            f"nats://127.0.0.1:{port.read_text().strip()}", login=BusLogin.of(place.access)
+            f"nats://127.0.0.1:{port.read_text().strip()}", login=BusLogin.of(layout.access)
         )
         stack.push_async_callback(bus.close)
         channels = ChannelConfig(wait_for_ready=True)
-        outer = await stack.enter_async_context(open_channel(place.gateway, access=place.access, config=channels))
-        inner = await stack.enter_async_context(open_channel(place.coordinator, access=place.access, config=channels))
+        outer = await stack.enter_async_context(open_channel(layout.gateway, access=layout.access, config=channels))
+        inner = await stack.enter_async_context(open_channel(layout.coordinator, access=layout.access, config=channels))
         yield (
             Ends(
                 run_pb2_grpc.RunServiceStub(outer),
                 coordinator_pb2_grpc.CoordinatorServiceStub(inner),
-                place.coordinator,
+                layout.coordinator,
                 bus,
-                place.access,
+                layout.access,
             ),
             mesh,
         )

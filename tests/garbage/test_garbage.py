@@ -36,7 +36,7 @@ async def test_every_method_of_every_server_withstands_malformed_requests(tmp_pa
     async with Mesh(config, run_dir=tmp_path / "run", parts=parts) as mesh:
         finished = asyncio.create_task(mesh.finished())
         sizes = Sizes(oversized=False)
-        result = await exercise(mesh.place.coordinator, mesh.gateway_address, mesh.access, sizes, every=6)
+        result = await exercise(mesh.layout.coordinator, mesh.gateway_address, mesh.access, sizes, every=6)
         assert not finished.done()
         finished.cancel()
     assert not result.findings, report(result)

@@ -33,8 +33,8 @@ class Outside:
 @contextmanager
 def outside(tls: ssl.SSLContext | None = None) -> Iterator[Outside]:
     """Serves until the block ends."""
-    place = Outside()
-    place.answers = {
+    layout = Outside()
+    layout.answers = {
         "/page": (200, {"Content-Type": "text/plain", "Set-Cookie": "a=b", "Keep-Alive": "timeout=5"}, b"hello"),
         "/large": (200, {}, b"x" * (1 << 20)),
         "/bomb": (200, {"Content-Encoding": "gzip"}, _BOMB),
@@ -46,11 +46,11 @@ def outside(tls: ssl.SSLContext | None = None) -> Iterator[Outside]:
     class Handler(BaseHTTPRequestHandler):
         def _answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            place.requests.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+            layout.requests.append((self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body))
             if self.path == "/hang":
-                place.release.wait(30)
+                layout.release.wait(30)
                 return
-            status, headers, content = place.answers.get(self.path.partition("?")[0], (404, {}, b"nothing here"))
+            status, headers, content = layout.answers.get(self.path.partition("?")[0], (404, {}, b"nothing here"))
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(content))}.items():
                 self.send_header(name, value)
@@ -64,15 +64,15 @@ def outside(tls: ssl.SSLContext | None = None) -> Iterator[Outside]:
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        place.port = server.server_address[1]
+        layout.port = server.server_address[1]
         if tls is not None:
             server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield place
+            yield layout
         finally:
-            place.release.set()
+            layout.release.set()
             server.shutdown()
             thread.join()

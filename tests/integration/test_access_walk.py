@@ -83,11 +83,11 @@ def config(model: Path, security: SecurityConfig | None = None, **run: Any) -> M
 
 async def servers(mesh: Mesh) -> dict[str, str]:
     """Address of every gRPC server of the mesh, by the node's id."""
-    async with open_channel(mesh.place.coordinator, access=mesh.access) as channel:
+    async with open_channel(mesh.layout.coordinator, access=mesh.access) as channel:
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         fleet = await stub.GetFleet(coordinator_pb2.GetFleetRequest(), timeout=LIMIT_S)
     nodes = {node.node_id: node.address for node in fleet.nodes if node.address}
-    return {"coordinator": mesh.place.coordinator, **nodes}
+    return {"coordinator": mesh.layout.coordinator, **nodes}
 
 
 async def status(channel: grpc.aio.Channel, verb: str, metadata: Metadata) -> grpc.StatusCode:
@@ -135,8 +135,8 @@ def holders(folder: Path, secret: str) -> Iterator[Path]:
 
 def check_run_folder(mesh: Mesh) -> None:
     """The token is in its own file and the password in nats.conf, both private; nothing else holds either."""
-    folder = mesh.place.run_dir
-    own = [] if mesh.place.config.security.token_file else [folder / "token"]
+    folder = mesh.layout.run_dir
+    own = [] if mesh.layout.config.security.token_file else [folder / "token"]
     assert list(holders(folder, mesh.access.token)) == own
     password = BusLogin.of(mesh.access).password
     assert list(holders(folder, password)) == [folder / "nats" / "nats.conf"]
@@ -202,7 +202,7 @@ async def test_no_file_and_no_log_line_of_a_finished_run_holds_its_secrets(
     assert caplog.text
     for secret in (mesh.access.token, BusLogin.of(mesh.access).password):
         assert secret not in caplog.text
-        assert secret not in repr(mesh.place)
+        assert secret not in repr(mesh.layout)
 
 
 async def test_an_oversized_message_is_refused_in_words_and_the_server_lives(tmp_path: Path, model: Path) -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
 from rollmesh.mesh import Mesh, MeshConfig
-from rollmesh.mesh.place import open_place
+from rollmesh.mesh.run_layout import open_place
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import RunSpec
@@ -62,12 +62,12 @@ def test_a_bus_that_nobody_serves_ends_the_command_with_its_address(mine: Path) 
 
 async def test_a_port_that_another_process_has_taken_is_named(tmp_path: Path, model: Path) -> None:  # noqa: F811
     made = config(model)
-    place = open_place(made, run_dir=tmp_path / "run", base_dir=tmp_path)
-    host, port = place.coordinator.split(":")
+    layout = open_place(made, run_dir=tmp_path / "run", base_dir=tmp_path)
+    host, port = layout.coordinator.split(":")
     with socket.socket() as other:
         other.bind((host, int(port)))
         other.listen()
-        with pytest.raises(MeshError, match=place.coordinator):
+        with pytest.raises(MeshError, match=layout.coordinator):
             async with Mesh(made, run_dir=tmp_path / "run"):
                 pytest.fail("two servers on one port")
 
@@ -214,16 +214,16 @@ async def test_a_watcher_that_never_reads_and_large_messages_leave_the_run_alone
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A file system of 2 MiB, or of as many as the test's parameter says."""
-    place = tmp_path / "small"
-    place.mkdir()
+    layout = tmp_path / "small"
+    layout.mkdir()
     size = f"size={getattr(request, 'param', 2)}m"
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(place)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(layout)], capture_output=True, text=True, check=False
     )
     if made.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    yield layout
+    subprocess.run(["umount", "-l", str(layout)], check=True)
 
 
 async def test_a_full_disk_under_the_checkpoints_stops_the_learner_with_its_cause_and_loses_nothing(

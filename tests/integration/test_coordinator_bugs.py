@@ -15,7 +15,7 @@ from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import core as core_module
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.turn import Turn
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.shared.errors import Internal, InvalidInput, RunEnded, Unavailable
 from rollmesh.v1 import run_pb2
 
@@ -43,7 +43,7 @@ async def leased(mesh: MeshParts) -> run_pb2.LeaseBatchResponse:
     return await mesh.lease(1)
 
 
-def half_a_commit(turn: Turn, request: i.CommitUpdate) -> None:
+def half_a_commit(turn: DecisionContext, request: i.CommitUpdate) -> None:
     """Has changed the state in memory before it fails."""
     turn.emit(f.BatchReturned(lease_id=request.lease_ids[0], reason="RELEASED"))
     raise ValueError("a bug")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from rollmesh.services.inference.config import InferenceConfig
-from rollmesh.services.inference.continuations import Continuations
 from rollmesh.services.inference.engine import GenerateRequest, KvPolicy
+from rollmesh.services.inference.generate_stream import Continuations
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
 from rollmesh.shared.errors import (

@@ -36,7 +36,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     (model / "model.safetensors").write_bytes(b"weights")
     (model / "model.safetensors.index.json").write_text("{}")
     async with Mesh(mesh_config(model), run_dir=tmp_path / "run", base_dir=tmp_path, parts=PARTS) as made:
-        async with open_channel(made.place.gateway, access=made.access) as channel, asyncio.timeout(JOIN_S):
+        async with open_channel(made.layout.gateway, access=made.access) as channel, asyncio.timeout(JOIN_S):
             stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             while {n.node_id for n in await ready(stub)} != set(PARTS[1:]):  # noqa: ASYNC110 (another task joins them)
                 await asyncio.sleep(0.02)
@@ -50,28 +50,30 @@ async def ready(stub: Any) -> list[pb.FleetNode]:
 
 
 def options(mesh: Mesh, kind: str, **fields: Any) -> JoinOptions:
-    run_dir = mesh.place.run_dir
-    given = {"address": mesh.place.gateway, "token_file": run_dir / "token", "folder": run_dir.parent / f"node-{kind}"}
+    run_dir = mesh.layout.run_dir
+    given = {"address": mesh.layout.gateway, "token_file": run_dir / "token", "folder": run_dir.parent / f"node-{kind}"}
     return JoinOptions(kind=kind, **{**given, **fields})
 
 
 @pytest.mark.parametrize("through", ["gateway", "coordinator"])
 async def test_one_address_brings_configuration_addresses_and_small_files(mesh: Mesh, through: str) -> None:
-    asked = options(mesh, "rollout", address=getattr(mesh.place, through), overrides=("rollout.worker.episodes_max=7",))
-    place, name = await open_joined(asked)
+    asked = options(
+        mesh, "rollout", address=getattr(mesh.layout, through), overrides=("rollout.worker.episodes_max=7",)
+    )
+    layout, name = await open_joined(asked)
     assert name.startswith("rollout-")
-    assert (place.coordinator, place.gateway) == (mesh.place.coordinator, mesh.place.gateway)
-    assert place.config.run == mesh.place.config.run
-    assert place.config.rollout.worker.episodes_max == 7
-    model = Path(place.config.rollout.model_dir)
-    assert model.is_relative_to(place.run_dir)
+    assert (layout.coordinator, layout.gateway) == (mesh.layout.coordinator, mesh.layout.gateway)
+    assert layout.config.run == mesh.layout.config.run
+    assert layout.config.rollout.worker.episodes_max == 7
+    model = Path(layout.config.rollout.model_dir)
+    assert model.is_relative_to(layout.run_dir)
     assert load_tokenizer(model).encode_text("1").size
     assert not [name for name in os.listdir(model) if "safetensors" in name], "weights come from the depot"
 
 
 async def test_nothing_secret_is_told(mesh: Mesh) -> None:
-    place, _ = await open_joined(options(mesh, "inference"))
-    assert mesh.access.token not in (place.run_dir / CONFIG_FILE).read_text()
+    layout, _ = await open_joined(options(mesh, "inference"))
+    assert mesh.access.token not in (layout.run_dir / CONFIG_FILE).read_text()
 
 
 @pytest.mark.parametrize(
@@ -99,8 +101,8 @@ async def test_a_mesh_that_hosts_no_workers_trains_with_nodes_that_join(tmp_path
     async with AsyncExitStack() as stack, asyncio.timeout(JOIN_S):
         mesh = await stack.enter_async_context(Mesh(config, run_dir=tmp_path / "run", base_dir=tmp_path))
         for kind in ("inference", "sandbox", "rollout"):
-            place, name = await open_joined(options(mesh, kind))
-            node = Mesh(place.config, run_dir=place.run_dir, place=place, parts=[name])
+            layout, name = await open_joined(options(mesh, kind))
+            node = Mesh(layout.config, run_dir=layout.run_dir, layout=layout, parts=[name])
             await stack.enter_async_context(node)
         await mesh.finished()
 
@@ -114,7 +116,7 @@ async def test_a_wrong_token_is_refused(mesh: Mesh, tmp_path: Path) -> None:
 
 
 async def test_the_gateway_forwards_looking_and_no_leases(mesh: Mesh, tmp_path: Path) -> None:
-    async with open_channel(mesh.place.gateway, access=mesh.access) as channel:
+    async with open_channel(mesh.layout.gateway, access=mesh.access) as channel:
         stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
         assert len(await ready(stub)) == len(PARTS) - 1
         with pytest.raises(Unimplemented, match="GetMesh tells"), typed_errors():

@@ -14,8 +14,8 @@ import pytest
 
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, PublishConfig, RetryConfig
 from rollmesh.services.learner.engine import Restored, StepResult, find_engine
+from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics_log import read_metrics
-from rollmesh.services.learner.moments import AtMoment, Moment
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.clock import ManualClock
@@ -30,6 +30,7 @@ from rollmesh.shared.errors import (
     Unavailable,
     VersionRefused,
 )
+from rollmesh.shared.fault_points import Hook
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.trajectory import GroupContext, TrainingSample
 from rollmesh.shared.weights.manifest import parse_manifest
@@ -65,17 +66,19 @@ async def train(world: RunningWorld, settings: LearnerConfig, **kwargs: Any) -> 
     return node
 
 
-def killer(moment: Moment, world: World, *, update: int) -> AtMoment:
+def killer(moment: LearnerFaultPoint, world: World, *, update: int) -> Hook:
     """Kills at the first `moment` at which `update` is the newest one committed."""
 
-    async def at(now: Moment) -> None:
+    async def at(now: LearnerFaultPoint) -> None:
         if now is moment and world.step == update:
             raise Killed
 
     return at
 
 
-async def train_and_die(world: RunningWorld, settings: LearnerConfig, moment: Moment, *, update: int) -> None:
+async def train_and_die(
+    world: RunningWorld, settings: LearnerConfig, moment: LearnerFaultPoint, *, update: int
+) -> None:
     with pytest.raises(Killed):
         await train(world, settings, at=killer(moment, world.world, update=update))
 
@@ -126,7 +129,7 @@ async def test_learner_trains_to_the_end_and_leaves_the_last_update_in_a_checkpo
 async def test_moments_come_in_the_fixed_order(tmp_path: Path) -> None:
     seen: list[str] = []
 
-    async def at(moment: Moment) -> None:
+    async def at(moment: LearnerFaultPoint) -> None:
         seen.append(moment)
 
     async with RunningWorld(tmp_path, updates_max=2) as running:
@@ -190,11 +193,13 @@ async def test_wrong_token_stops_the_learner_at_once(tmp_path: Path) -> None:
 # Crashes --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", list(Moment))
-async def test_a_learner_killed_at_any_moment_goes_on_as_if_it_had_not_been(tmp_path: Path, moment: Moment) -> None:
+@pytest.mark.parametrize("moment", list(LearnerFaultPoint))
+async def test_a_learner_killed_at_any_moment_goes_on_as_if_it_had_not_been(
+    tmp_path: Path, moment: LearnerFaultPoint
+) -> None:
     settings = config(tmp_path)
     async with straight_weights(tmp_path) as expected, RunningWorld(tmp_path) as running:
-        update = 4 if moment in (Moment.MID_CHECKPOINT, Moment.CHECKPOINTED) else 3
+        update = 4 if moment in (LearnerFaultPoint.MID_CHECKPOINT, LearnerFaultPoint.CHECKPOINTED) else 3
         await train_and_die(running, settings, moment, update=update)
         await train(running, settings)
         world = running.world
@@ -205,8 +210,8 @@ async def test_a_learner_killed_at_any_moment_goes_on_as_if_it_had_not_been(tmp_
 async def test_a_crash_before_the_commit_goes_on_within_the_incarnation_one_after_it_does_not(tmp_path: Path) -> None:
     settings = config(tmp_path)
     async with RunningWorld(tmp_path) as running:
-        await train_and_die(running, settings, Moment.STEPPED, update=2)
-        await train_and_die(running, settings, Moment.COMMITTED, update=3)
+        await train_and_die(running, settings, LearnerFaultPoint.STEPPED, update=2)
+        await train_and_die(running, settings, LearnerFaultPoint.COMMITTED, update=3)
         await train(running, settings)
         assert running.world.resolutions == ["CONTINUED", "CONTINUED", "ROLLED_BACK"]
         assert (2, 1) in running.world.published, "the restored weights are published again"
@@ -216,9 +221,9 @@ async def test_a_version_published_again_after_a_restart_has_the_same_digest(tmp
     """Step 0 goes out before there are samples to probe with, and again when there are."""
     settings = config(tmp_path, engine_options={"vocab_size": 60})
     async with RunningWorld(tmp_path) as running:
-        await train_and_die(running, settings, Moment.STEPPED, update=0)
+        await train_and_die(running, settings, LearnerFaultPoint.STEPPED, update=0)
         assert (Path(settings.directory) / "publishing" / "probes.json").exists()
-        await train_and_die(running, settings, Moment.STEPPED, update=2)
+        await train_and_die(running, settings, LearnerFaultPoint.STEPPED, update=2)
         await train(running, settings)
         world = running.world
         assert world.resolutions == ["CONTINUED"] * 3
@@ -257,14 +262,14 @@ async def test_a_fenced_learner_goes_back_to_its_checkpoint(tmp_path: Path) -> N
         world = running.world
         fenced = False
 
-        async def at(moment: Moment) -> None:
+        async def at(moment: LearnerFaultPoint) -> None:
             nonlocal fenced
-            if moment is Moment.STEPPED and world.step == 3 and not fenced:
+            if moment is LearnerFaultPoint.STEPPED and world.step == 3 and not fenced:
                 fenced = True
                 world._attach(run_pb2.AttachTrainerRequest(last_update=3, digest=world.digest))
 
         node = await train(running, settings, at=at)
-        assert node.progress.trouble.startswith("FENCED")
+        assert node.progress.last_error.startswith("FENCED")
         assert world.resolutions == ["CONTINUED", "CONTINUED", "ROLLED_BACK"]
         check_once(world, settings)
 
@@ -431,7 +436,7 @@ async def test_an_update_whose_lease_expired_is_not_committed_but_made_again(tmp
                 await clock.has_sleeper()
                 clock.advance(0.02)
             await node.wait()
-        assert node.progress.trouble.startswith("LEASE_EXPIRED")
+        assert node.progress.last_error.startswith("LEASE_EXPIRED")
         assert running.world.resolutions == ["CONTINUED", "CONTINUED"]
         check_once(running.world, settings)
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, RetryConfig
-from rollmesh.services.learner.moments import AtMoment, Moment, pass_by
+from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import decode_key, encode_episode
 from rollmesh.shared.errors import MeshError
+from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from rollmesh.trainer.trained_log import read_trained
@@ -76,7 +77,7 @@ async def run_with_worker(tmp_path: Path) -> AsyncIterator[MeshParts]:
             await asyncio.wait([worker])
 
 
-def learner(mesh: MeshParts, folder: Path, *, at: AtMoment = pass_by) -> LearnerNode:
+def learner(mesh: MeshParts, folder: Path, *, at: Hook = noop) -> LearnerNode:
     assert mesh.gateway is not None
     config = LearnerConfig(
         directory=str(folder / "learner"),
@@ -105,13 +106,15 @@ async def check_history(mesh: MeshParts, folder: Path) -> None:
 
 async def test_a_learner_killed_once_at_every_moment_trains_each_sample_once(tmp_path: Path) -> None:
     async with run_with_worker(tmp_path) as mesh, asyncio.timeout(60):
-        for moment in Moment:
+        for moment in LearnerFaultPoint:
             num_seen = 0
 
-            async def at(now: Moment, moment: Moment = moment) -> None:
+            async def at(now: LearnerFaultPoint, moment: LearnerFaultPoint = moment) -> None:
                 nonlocal num_seen
                 num_seen += now is moment
-                if num_seen == (2 if moment is Moment.PUBLISHED else 1):  # the first is the one after the attach
+                if num_seen == (
+                    2 if moment is LearnerFaultPoint.PUBLISHED else 1
+                ):  # the first is the one after the attach
                     raise Killed
 
             async with learner(mesh, tmp_path, at=at) as node:
@@ -126,9 +129,9 @@ async def test_a_coordinator_that_restarts_in_mid_run_costs_no_update(tmp_path: 
     async with run_with_worker(tmp_path) as mesh, asyncio.timeout(60):
         restarted = False
 
-        async def at(now: Moment) -> None:
+        async def at(now: LearnerFaultPoint) -> None:
             nonlocal restarted
-            if now is Moment.STEPPED and node.progress.update == 3 and not restarted:
+            if now is LearnerFaultPoint.STEPPED and node.progress.update == 3 and not restarted:
                 restarted = True
                 await mesh.stop_coordinator()
                 await mesh.start_coordinator()
@@ -136,7 +139,7 @@ async def test_a_coordinator_that_restarts_in_mid_run_costs_no_update(tmp_path: 
         async with learner(mesh, tmp_path, at=at) as node:
             await node.wait()
         assert restarted
-        assert (node.progress.num_attached, node.progress.trouble) == (1, "")
+        assert (node.progress.num_attached, node.progress.last_error) == (1, "")
         await check_history(mesh, tmp_path)
 
 
@@ -144,8 +147,8 @@ async def test_stopping_the_run_ends_the_learner_with_its_last_update_kept(tmp_p
     async with run_with_worker(tmp_path) as mesh, asyncio.timeout(60):
         stopping: list[asyncio.Task[object]] = []
 
-        async def at(now: Moment) -> None:
-            if now is Moment.COMMITTED and node.progress.update == 3:
+        async def at(now: LearnerFaultPoint) -> None:
+            if now is LearnerFaultPoint.COMMITTED and node.progress.update == 3:
                 request = run_pb2.StopRunRequest(run="r", reason="enough")
                 stopping.append(asyncio.create_task(mesh.call(mesh.run.StopRun, request)))
 

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics_log import read_metrics
-from rollmesh.services.learner.moments import Moment
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.errors import ConfigError
@@ -90,8 +90,8 @@ async def test_resuming_trains_on_bit_for_bit_and_republishes_the_same_version(t
         await train(running, config(tmp_path / "straight"))
         expected = running.world.published[4, 0]
 
-    async def at(moment: Moment) -> None:
-        if moment is Moment.STEPPED and running.world.step == 2:
+    async def at(moment: LearnerFaultPoint) -> None:
+        if moment is LearnerFaultPoint.STEPPED and running.world.step == 2:
             raise Killed
 
     async with RunningWorld(tmp_path / "cut", updates_max=4) as running:

@@ -53,7 +53,7 @@ async def test_lines_carry_their_ids_and_no_secret(tmp_path: Path, lines: io.Str
     made = msgspec.structs.replace(made, rollout=msgspec.structs.replace(made.rollout, agent="agent.py:Agent"))
     async with Mesh(made, run_dir=tmp_path / "run", base_dir=tmp_path) as mesh:
         await Operator(mesh).finished()
-        secret = mesh.place.access.token
+        secret = mesh.layout.access.token
     text = lines.getvalue()
     assert secret
     assert secret not in text

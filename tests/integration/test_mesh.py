@@ -23,7 +23,7 @@ from rollmesh.services.coordinator.core.records import Purpose
 from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import Restored, StepResult
-from rollmesh.services.rollout.moments import Moment
+from rollmesh.services.rollout.fault_points import RolloutFaultPoint
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import run_streams
@@ -87,7 +87,7 @@ class Operator:
     async def audit(self) -> AuditReport:
         bus = await self._bus()
         try:
-            return await audit_run(bus, self.mesh.run, checkpoint=self.mesh.place.run_dir / "checkpoints")
+            return await audit_run(bus, self.mesh.run, checkpoint=self.mesh.layout.run_dir / "checkpoints")
         finally:
             await bus.close()
 
@@ -207,8 +207,8 @@ class HoldOne:
         self.go = asyncio.Event()
         self._held = False
 
-    async def __call__(self, moment: Moment) -> None:
-        if moment is Moment.GENERATING and not self._held:
+    async def __call__(self, moment: RolloutFaultPoint) -> None:
+        if moment is RolloutFaultPoint.GENERATING and not self._held:
             self._held = True
             await self.go.wait()
 
@@ -267,7 +267,7 @@ async def test_a_stranger_meets_clear_refusals_and_loses_nothing(tmp_path: Path,
     parts = [name for name in part_names(config(model)) if name != "learner"]
     async with Mesh(config(model), run_dir=tmp_path / "run", parts=parts) as mesh:
         operator = Operator(mesh)
-        await create_run(mesh.place)
+        await create_run(mesh.layout)
         first = await operator.call("AttachTrainer", run_pb2.AttachTrainerRequest(run=mesh.run))
         second = await operator.call("AttachTrainer", run_pb2.AttachTrainerRequest(run=mesh.run))
         commit = run_pb2.CommitUpdateRequest(run=mesh.run, trainer_epoch=first.trainer_epoch, update=1, lease_ids=["b"])

@@ -17,8 +17,8 @@ import pytest
 from rollmesh.cli.certs import make_certificates
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.parts import NATS, part_names
-from rollmesh.mesh.place import open_place
 from rollmesh.mesh.process_events import STOPPED
+from rollmesh.mesh.run_layout import open_place
 from rollmesh.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.shared.config import to_yaml
 from rollmesh.trainer.trained_log import read_trained
@@ -64,15 +64,15 @@ async def ended(process: asyncio.subprocess.Process) -> tuple[int | None, str]:
 
 def look(folder: Path, config: MeshConfig) -> World:
     """The run from outside."""
-    place = open_place(config, run_dir=folder / "run", base_dir=folder)
-    return World(place=place)
+    layout = open_place(config, run_dir=folder / "run", base_dir=folder)
+    return World(layout=layout)
 
 
 async def test_a_host_told_to_stop_leaves_the_last_update_in_a_checkpoint(tmp_path: Path, made: MeshConfig) -> None:
     async with host(tmp_path, made, [NATS, *part_names(made)]) as process:
         run = look(tmp_path, made)
         state = await run.until_state("two updates", lambda s: s.policies[0].applied_step >= 2, limit_s=END_S)
-        (ports,) = run.place.folder(NATS).glob("nats-server_*.ports")
+        (ports,) = run.layout.folder(NATS).glob("nats-server_*.ports")
         process.send_signal(signal.SIGTERM)
         code, said = await ended(process)
         assert (code, "error" in said) == (STOPPED, False), said
@@ -97,13 +97,13 @@ async def test_hosts_with_certificates_that_listen_everywhere_train_over_the_adv
         run = look(tmp_path, exposed)
         await run.until_state("an update", lambda s: s.policies[0].applied_step >= 1, limit_s=END_S)
         assert {address.rpartition(":")[0] for node in await run.fleet() if (address := node.address)} == {"localhost"}
-        assert run.place.bus_server().known_url().startswith("tls://localhost:")
+        assert run.layout.bus_server().known_url().startswith("tls://localhost:")
 
 
 async def test_a_host_ends_with_its_nats_server(tmp_path: Path, made: MeshConfig) -> None:
     async with host(tmp_path, made, [NATS, "coordinator"]) as process:
         run = look(tmp_path, made)
-        await run.until("the server runs", lambda: (run.place.folder(NATS) / "port").exists(), limit_s=END_S)
+        await run.until("the server runs", lambda: (run.layout.folder(NATS) / "port").exists(), limit_s=END_S)
         assert not await run.fleet()  # the coordinator answers, so it has a bus
         run.kill_nats_server()
         code, said = await ended(process)
@@ -156,7 +156,7 @@ def test_hosts_that_start_together_agree_on_token_and_addresses(tmp_path: Path, 
         places = list(
             pool.map(lambda _: open_place(made, run_dir=tmp_path / "run", base_dir=tmp_path), range(8), timeout=END_S)
         )
-    assert all(place == places[0] for place in places)
+    assert all(layout == places[0] for layout in places)
     assert len(places[0].access.token) >= 32
     assert (tmp_path / "run/token").stat().st_mode & 0o777 == 0o600
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"token", "addresses.json"}

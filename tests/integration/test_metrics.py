@@ -138,7 +138,7 @@ async def test_only_one_mesh_of_a_process_has_metrics_and_a_later_one_may(tmp_pa
         with pytest.raises(ConfigError, match="another mesh"):
             await Mesh(made, run_dir=tmp_path / "b", parts=["coordinator"]).__aenter__()
     async with Mesh(made, run_dir=tmp_path / "b", parts=["coordinator"]) as mesh:
-        await create_run(mesh.place)
+        await create_run(mesh.layout)
         assert value(series_of(await scrape(mesh)), "rollmesh_rpc_calls_total", method="CreateRun") == 1
 
 

@@ -210,10 +210,10 @@ async def test_a_program_over_its_memory_is_told_so_and_nobody_after_it_in_its_p
         await node.sessions.run("s", Program(code=FILL), 9.0)
     assert kills.any_new()
     assert not kills.any_new()
-    place = node.engine._live["s"].place
+    layout = node.engine._live["s"].place
     await node.sessions.close("s")
     pid = await node.open()
-    assert node.engine._live["s"].place is place
+    assert node.engine._live["s"].place is layout
     running = await begun(node, "while True: pass")
     os.kill(pid, signal.SIGKILL)
     await refused(running)

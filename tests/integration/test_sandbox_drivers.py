@@ -15,15 +15,15 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.sandbox_runtime import landlock, warden
+from rollmesh.sandbox_runtime import landlock, reaper
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox import survey
+from rollmesh.services.sandbox import capability_probe
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.describe import describe
 from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.file_trees import remove_tree
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.engines.leftovers import StateDir
 from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
 from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.errors import SandboxFailed
@@ -153,11 +153,11 @@ async def test_another_sessions_directory_and_processes_are_out_of_reach(engine:
         f"import os\nopen('secret', 'w').write('1')\n{'os.chmod(chr(46), 0o777)' if IS_ROOT else ''}\nos.getcwd(), os.getpid()",
         "one",
     )
-    place, pid = eval(said.result)
-    assert content(Path(place, "secret")) == "1"
+    layout, pid = eval(said.result)
+    assert content(Path(layout, "secret")) == "1"
     for attempt in (
-        f"open({place!r} + '/secret')",
-        f"os.listdir({place!r})",
+        f"open({layout!r} + '/secret')",
+        f"os.listdir({layout!r})",
         f"os.kill({pid}, 9)",
         "os.kill(os.getppid(), 9)",
     ):
@@ -186,13 +186,13 @@ for _ in range(4):
 async def test_the_end_of_a_session_leaves_no_process_and_no_file(tmp_path: Path, driver: str) -> None:
     engine = await started(driver, tmp_path)
     try:
-        place = (await run(engine, FAMILY + "\nos.getcwd()")).result.strip("'")
+        layout = (await run(engine, FAMILY + "\nos.getcwd()")).result.strip("'")
         assert len(session_processes(engine)) >= 5
         await engine.end("s")
         assert session_processes(engine) == []
     finally:
         await engine.close()
-    assert not Path(place).parent.exists()
+    assert not Path(layout).parent.exists()
 
 
 async def test_a_session_that_ends_itself_takes_its_children_along(engine: JailEngine) -> None:
@@ -302,7 +302,7 @@ def test_the_description_names_what_is_lacking() -> None:
 )
 def test_every_start_warns_in_one_line(driver: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        survey.plan(config_for(driver))
+        capability_probe.plan(config_for(driver))
     (record,) = (record for record in caplog.records if "gives up" not in record.getMessage())
     assert said in record.getMessage()
     assert "network namespace" in record.getMessage()
@@ -311,10 +311,10 @@ def test_every_start_warns_in_one_line(driver: str, said: str, caplog: pytest.Lo
 def test_the_next_start_deletes_what_a_killed_service_left(tmp_path: Path) -> None:
     state = StateDir(tmp_path)
     folders = PrivateFolders(str(tmp_path), state, "life")
-    place = Path(folders.make(UID_BASE))
-    (place / "link").symlink_to("/etc")
+    layout = Path(folders.make(UID_BASE))
+    (layout / "link").symlink_to("/etc")
     state.clear_leftovers(None)
-    assert not place.parent.exists()
+    assert not layout.parent.exists()
     assert not list(tmp_path.glob("folders-*"))
 
 
@@ -335,7 +335,7 @@ def test_a_tree_deeper_than_any_path_is_deleted(tmp_path: Path) -> None:
 def test_a_killer_without_uids_of_its_own_is_refused() -> None:
     for session, killer in ((0, 5), (5, 0), (5, 5)):
         with pytest.raises(ValueError, match="uids of their own"):
-            warden.Uids(session=session, killer=killer)
+            reaper.Uids(session=session, killer=killer)
 
 
 def test_landlock_cannot_be_given_up_where_it_is_the_driver() -> None:

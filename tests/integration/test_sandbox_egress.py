@@ -54,18 +54,18 @@ def raw(data, finish=True):
 
 
 @pytest.fixture
-def place() -> Iterator[Outside]:
+def layout() -> Iterator[Outside]:
     with outside() as made:
         yield made
 
 
-def policy(place: Outside, *rules: EgressRule, **changes: Any) -> EgressConfig:
+def policy(layout: Outside, *rules: EgressRule, **changes: Any) -> EgressConfig:
     addresses: dict[str, tuple[str, ...]] = {
         HOST: ("127.0.0.1",),
         "other.test": ("127.0.0.1",),
         "public.test": ("127.0.0.1",),
     }
-    usual = EgressRule(host=HOST, schemes=("http",), ports=(place.port,), allow_private=True)
+    usual = EgressRule(host=HOST, schemes=("http",), ports=(layout.port,), allow_private=True)
     return EgressConfig(rules=rules or (usual,), addresses=addresses, **changes)
 
 
@@ -88,9 +88,9 @@ async def run(engine: JailEngine, code: str, session_id: str = "s") -> str:
     return result.result
 
 
-async def test_allowed_request_arrives_and_its_answer_comes_back(tmp_path: Path, place: Outside) -> None:
-    async with jail(tmp_path, policy(place)) as engine:
-        url = f"http://{HOST}:{place.port}/page?q=1"
+async def test_allowed_request_arrives_and_its_answer_comes_back(tmp_path: Path, layout: Outside) -> None:
+    async with jail(tmp_path, policy(layout)) as engine:
+        url = f"http://{HOST}:{layout.port}/page?q=1"
         assert await run(engine, f"get({url!r})") == repr("200 hello")
         code = f"""
             import os
@@ -102,16 +102,16 @@ async def test_allowed_request_arrives_and_its_answer_comes_back(tmp_path: Path,
             [os.waitpid(pid, 0)[1] for pid in children]
         """
         assert await run(engine, code) == "[0, 0, 0]", "processes of a session share its port"
-    assert place.paths == ["/page?q=1"] * 4
+    assert layout.paths == ["/page?q=1"] * 4
 
 
-async def test_headers_and_keys_of_each_side_stay_there(tmp_path: Path, place: Outside) -> None:
+async def test_headers_and_keys_of_each_side_stay_there(tmp_path: Path, layout: Outside) -> None:
     key = tmp_path / "key"
     key.write_text("Bearer s3cret\n")
     rule = EgressRule(
-        host=HOST, schemes=("http",), ports=(place.port,), allow_private=True, header_files={"Authorization": str(key)}
+        host=HOST, schemes=("http",), ports=(layout.port,), allow_private=True, header_files={"Authorization": str(key)}
     )
-    async with jail(tmp_path / "state", policy(place, rule)) as engine:
+    async with jail(tmp_path / "state", policy(layout, rule)) as engine:
         sent = {
             "Cookie": "c",
             "Authorization": "mine",
@@ -119,15 +119,15 @@ async def test_headers_and_keys_of_each_side_stay_there(tmp_path: Path, place: O
             "X-Odd": "y",
             "Accept": "text/plain",
         }
-        code = f"sorted(egress.ask('http://{HOST}:{place.port}/page', headers={sent!r}).headers)"
+        code = f"sorted(egress.ask('http://{HOST}:{layout.port}/page', headers={sent!r}).headers)"
         assert await run(engine, code) == repr(["connection", "content-length", "content-type"])
         assert "s3cret" not in await run(
             engine, "str([open(f).read() for f in os.listdir('.')]) + str(dict(os.environ))"
         )
-    _, _, headers, _ = place.requests[0]
+    _, _, headers, _ = layout.requests[0]
     assert headers["authorization"] == "Bearer s3cret"
     assert headers["accept"] == "text/plain"
-    assert headers["host"] == f"{HOST}:{place.port}"
+    assert headers["host"] == f"{HOST}:{layout.port}"
     assert not {"cookie", "proxy-authorization", "x-odd"} & set(headers)
 
 
@@ -152,37 +152,37 @@ OUTSIDE_THE_POLICY = (
 )
 
 
-async def test_request_outside_the_policy_is_refused_by_its_rule(tmp_path: Path, place: Outside) -> None:
-    async with jail(tmp_path, policy(place, response_bytes_max=100_000)) as engine:
+async def test_request_outside_the_policy_is_refused_by_its_rule(tmp_path: Path, layout: Outside) -> None:
+    async with jail(tmp_path, policy(layout, response_bytes_max=100_000)) as engine:
         for template, rule in OUTSIDE_THE_POLICY:
-            said = await run(engine, f"get({template.format(port=place.port)!r})")
+            said = await run(engine, f"get({template.format(port=layout.port)!r})")
             assert f"egress refused by rule `{rule}` of policy `web`" in said, template
-    assert place.paths == ["/large", "/bomb", "/odd"]
+    assert layout.paths == ["/large", "/bomb", "/odd"]
 
 
-async def test_private_address_needs_its_exception_and_link_local_has_none(tmp_path: Path, place: Outside) -> None:
-    public = EgressRule(host="public.test", schemes=("http",), ports=(place.port,))
-    meta = EgressRule(host="meta.test", schemes=("http",), ports=(place.port,), allow_private=True)
-    config = policy(place, public, meta)
+async def test_private_address_needs_its_exception_and_link_local_has_none(tmp_path: Path, layout: Outside) -> None:
+    public = EgressRule(host="public.test", schemes=("http",), ports=(layout.port,))
+    meta = EgressRule(host="meta.test", schemes=("http",), ports=(layout.port,), allow_private=True)
+    config = policy(layout, public, meta)
     config = EgressConfig(rules=config.rules, addresses={**config.addresses, "meta.test": ("169.254.169.254",)})
     async with jail(tmp_path, config) as engine:
         for host in ("public.test", "meta.test"):
-            said = await run(engine, f"get('http://{host}:{place.port}/page')")
+            said = await run(engine, f"get('http://{host}:{layout.port}/page')")
             assert "refused by rule `address`" in said
-    assert place.requests == []
+    assert layout.requests == []
 
 
-async def test_redirect_is_an_answer_and_is_checked_when_followed(tmp_path: Path, place: Outside) -> None:
-    place.answers["/away"] = (302, {"Location": f"http://127.0.0.1:{place.port}/page"}, b"")
-    async with jail(tmp_path, policy(place)) as engine:
+async def test_redirect_is_an_answer_and_is_checked_when_followed(tmp_path: Path, layout: Outside) -> None:
+    layout.answers["/away"] = (302, {"Location": f"http://127.0.0.1:{layout.port}/page"}, b"")
+    async with jail(tmp_path, policy(layout)) as engine:
         code = f"""
-            answer = egress.ask("http://{HOST}:{place.port}/away")
+            answer = egress.ask("http://{HOST}:{layout.port}/away")
             (answer.status, get(answer.headers["location"]))
         """
         said = await run(engine, code)
         assert said.startswith("(302, ")
         assert "`ip_literal`" in said
-    assert place.paths == ["/away"]
+    assert layout.paths == ["/away"]
 
 
 NO_SINGLE_PLAIN_REQUEST = (
@@ -203,37 +203,37 @@ NO_SINGLE_PLAIN_REQUEST = (
 )
 
 
-async def test_bytes_that_are_no_single_plain_request_are_refused(tmp_path: Path, place: Outside) -> None:
-    async with jail(tmp_path, policy(place)) as engine:
+async def test_bytes_that_are_no_single_plain_request_are_refused(tmp_path: Path, layout: Outside) -> None:
+    async with jail(tmp_path, policy(layout)) as engine:
         for data, status in NO_SINGLE_PLAIN_REQUEST:
             said = await run(engine, f"raw({data})")
             assert said[1:].startswith(f"HTTP/1.1 {status} "), (data, said)
             assert "egress refused by rule" in said
-        assert "hello" in await run(engine, f"get('http://{HOST}:{place.port}/page')"), "the port still serves"
-    assert place.paths == ["/page"]
+        assert "hello" in await run(engine, f"get('http://{HOST}:{layout.port}/page')"), "the port still serves"
+    assert layout.paths == ["/page"]
 
 
-async def test_headers_in_foreign_letters_pass_as_they_came(tmp_path: Path, place: Outside) -> None:
-    place.answers["/foreign"] = (302, {"Location": "/caf\xe9"}, b"")
-    async with jail(tmp_path, policy(place)) as engine:
-        code = f"raw(b'GET http://{HOST}:{place.port}/page HTTP/1.1\\r\\nHost: a\\r\\nAccept: \\xe9\\r\\n\\r\\n')"
+async def test_headers_in_foreign_letters_pass_as_they_came(tmp_path: Path, layout: Outside) -> None:
+    layout.answers["/foreign"] = (302, {"Location": "/caf\xe9"}, b"")
+    async with jail(tmp_path, policy(layout)) as engine:
+        code = f"raw(b'GET http://{HOST}:{layout.port}/page HTTP/1.1\\r\\nHost: a\\r\\nAccept: \\xe9\\r\\n\\r\\n')"
         assert (await run(engine, code))[1:].startswith("HTTP/1.1 200 ")
-        code = f"egress.ask('http://{HOST}:{place.port}/foreign').headers['location']"
+        code = f"egress.ask('http://{HOST}:{layout.port}/foreign').headers['location']"
         assert await run(engine, code) == repr("/caf\xe9")
-    assert place.requests[0][2]["accept"] == "\xe9"
+    assert layout.requests[0][2]["accept"] == "\xe9"
 
 
-async def test_slow_request_and_unread_answer_cost_only_their_connection(tmp_path: Path, place: Outside) -> None:
-    place.answers["/much"] = (200, {}, b"x" * (1 << 20))
-    async with jail(tmp_path, policy(place, request_s=0.3, connections_max=2)) as engine:
+async def test_slow_request_and_unread_answer_cost_only_their_connection(tmp_path: Path, layout: Outside) -> None:
+    layout.answers["/much"] = (200, {}, b"x" * (1 << 20))
+    async with jail(tmp_path, policy(layout, request_s=0.3, connections_max=2)) as engine:
         said = await run(engine, "raw(b'GET / HTTP/1.1\\r\\nHost', finish=False)")
         assert said.startswith("'HTTP/1.1 408 ")
         code = f"""
             link = egress.connect()
-            link.sendall(b"GET http://{HOST}:{place.port}/much HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n")
+            link.sendall(b"GET http://{HOST}:{layout.port}/much HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n")
             import time
             end = time.monotonic() + 5
-            while time.monotonic() < end and "200" not in get("http://{HOST}:{place.port}/page"):
+            while time.monotonic() < end and "200" not in get("http://{HOST}:{layout.port}/page"):
                 pass
             import select
             hung_up = select.poll()
@@ -243,38 +243,38 @@ async def test_slow_request_and_unread_answer_cost_only_their_connection(tmp_pat
         assert await run(engine, code) == "(1, True)", "cut after 0.3 s unread"
 
 
-async def test_connections_and_requests_of_a_session_are_counted(tmp_path: Path, place: Outside) -> None:
-    async with jail(tmp_path, policy(place, requests_max=6, connections_max=2)) as engine:
+async def test_connections_and_requests_of_a_session_are_counted(tmp_path: Path, layout: Outside) -> None:
+    async with jail(tmp_path, policy(layout, requests_max=6, connections_max=2)) as engine:
         code = f"""
             held = [egress.connect() for _ in range(2)]
-            said = get("http://{HOST}:{place.port}/page")
+            said = get("http://{HOST}:{layout.port}/page")
             del held
             said
         """
         assert "rule `requests`" in await run(engine, code)
-        code = f"[get('http://{HOST}:{place.port}/page') for _ in range(9)][-2:]"
+        code = f"[get('http://{HOST}:{layout.port}/page') for _ in range(9)][-2:]"
         last = await run(engine, code)
         assert "the session's egress has ended" in last
         await engine.open("t", "python", engine.limits("python"))
-        assert await run(engine, f"get('http://{HOST}:{place.port}/page')", "t") == repr("200 hello")
-    assert len(place.requests) <= 4
+        assert await run(engine, f"get('http://{HOST}:{layout.port}/page')", "t") == repr("200 hello")
+    assert len(layout.requests) <= 4
 
 
-async def test_tenants_rate_is_bounded(tmp_path: Path, place: Outside) -> None:
-    async with jail(tmp_path, policy(place, rate_per_s=0.001, burst=2)) as engine:
-        said = await run(engine, f"str([get('http://{HOST}:{place.port}/page') for _ in range(3)])")
+async def test_tenants_rate_is_bounded(tmp_path: Path, layout: Outside) -> None:
+    async with jail(tmp_path, policy(layout, rate_per_s=0.001, burst=2)) as engine:
+        said = await run(engine, f"str([get('http://{HOST}:{layout.port}/page') for _ in range(3)])")
         assert said.count("200 hello") == 2
         assert "rule `rate`" in said
         await engine.open("t", "python", engine.limits("python"), tenant="another")
-        assert await run(engine, f"get('http://{HOST}:{place.port}/page')", "t") == repr("200 hello")
+        assert await run(engine, f"get('http://{HOST}:{layout.port}/page')", "t") == repr("200 hello")
 
 
-async def test_host_that_does_not_answer_is_refused_in_time(tmp_path: Path, place: Outside) -> None:
-    async with jail(tmp_path, policy(place, timeout_s=0.3)) as engine:
-        assert "rule `timeout`" in await run(engine, f"get('http://{HOST}:{place.port}/hang')")
+async def test_host_that_does_not_answer_is_refused_in_time(tmp_path: Path, layout: Outside) -> None:
+    async with jail(tmp_path, policy(layout, timeout_s=0.3)) as engine:
+        assert "rule `timeout`" in await run(engine, f"get('http://{HOST}:{layout.port}/hang')")
 
 
-async def test_jail_with_egress_has_no_other_way_out(tmp_path: Path, place: Outside) -> None:
+async def test_jail_with_egress_has_no_other_way_out(tmp_path: Path, layout: Outside) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"\0rollmesh-egress-{os.getpid()}")
     listener.listen()
@@ -290,7 +290,7 @@ async def test_jail_with_egress_has_no_other_way_out(tmp_path: Path, place: Outs
             port = socket.socket(fileno=os.dup(4))
             port.connect("\\0rollmesh-egress-{os.getpid()}")
 
-        [attempt(lambda: socket.create_connection(("127.0.0.1", {place.port}))),
+        [attempt(lambda: socket.create_connection(("127.0.0.1", {layout.port}))),
          attempt(lambda: socket.socket(socket.AF_UNIX)),
          attempt(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)),
          attempt(lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)),
@@ -299,15 +299,15 @@ async def test_jail_with_egress_has_no_other_way_out(tmp_path: Path, place: Outs
          attempt(lambda: egress.connect().connect("/run/docker.sock"))]
     """
     with listener:
-        async with jail(tmp_path, policy(place)) as engine:
+        async with jail(tmp_path, policy(layout)) as engine:
             said = await run(engine, code)
     assert "did it" not in said, said
-    assert place.requests == []
+    assert layout.requests == []
 
 
-async def test_profile_without_policy_has_no_port(tmp_path: Path, place: Outside) -> None:
+async def test_profile_without_policy_has_no_port(tmp_path: Path, layout: Outside) -> None:
     async with jail(tmp_path, None) as engine:
-        assert "names no policy" in await run(engine, f"get('http://{HOST}:{place.port}/page')")
+        assert "names no policy" in await run(engine, f"get('http://{HOST}:{layout.port}/page')")
         code = """
             def is_open(fd):
                 try:
@@ -321,11 +321,11 @@ async def test_profile_without_policy_has_no_port(tmp_path: Path, place: Outside
 
 
 async def test_every_request_is_logged_with_the_digest_of_what_it_returned(
-    tmp_path: Path, place: Outside, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, layout: Outside, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "rollmesh.services.sandbox.egress.proxy")
-    async with jail(tmp_path, policy(place)) as engine:
-        await run(engine, f"get('http://{HOST}:{place.port}/page'), get('http://other.test/')")
+    async with jail(tmp_path, policy(layout)) as engine:
+        await run(engine, f"get('http://{HOST}:{layout.port}/page'), get('http://other.test/')")
     lines = [json.loads(record.getMessage().removeprefix("egress ")) for record in caplog.records]
     assert [(line["session"], line["outcome"], line["status"]) for line in lines] == [
         ("s", "answered", 200),
@@ -333,4 +333,4 @@ async def test_every_request_is_logged_with_the_digest_of_what_it_returned(
     ]
     assert lines[0]["sha256"] == "2cf24dba5fb0a30e26e83b2ac5b9e29e1b161e5c1fa7425e73043362938b9824"
     assert lines[0]["bytes"] == 5
-    assert lines[0]["url"] == f"http://{HOST}:{place.port}/page"
+    assert lines[0]["url"] == f"http://{HOST}:{layout.port}/page"

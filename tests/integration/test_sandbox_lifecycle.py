@@ -17,8 +17,8 @@ from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import Outcome
+from rollmesh.services.sandbox.engines.cleanup import StateDir, start_ticks
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.engines.leftovers import StateDir, start_ticks
 from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError, Overloaded, SandboxFailed, UnknownSession

@@ -30,7 +30,7 @@ CLIENT = Client(session="s")
 
 
 @pytest.fixture
-def place() -> Iterator[Outside]:
+def layout() -> Iterator[Outside]:
     with outside() as made:
         results = [
             {"link": "https://a.test/", "name": "A", "text": "x" * 900},
@@ -48,13 +48,13 @@ def place() -> Iterator[Outside]:
         yield made
 
 
-def config(place: Outside, search: str = "/search", **changes: Any) -> EgressConfig:
-    base = f"http://{HOST}:{place.port}"
+def config(layout: Outside, search: str = "/search", **changes: Any) -> EgressConfig:
+    base = f"http://{HOST}:{layout.port}"
     endpoint = EndpointConfig(
         url=f"{base}{search}?q={{query}}&n={{count}}", results="web.results", url_field="link", title_field="name", text_field="text"
     )  # fmt: skip
-    mine = EgressRule(host=HOST, schemes=("http",), ports=(place.port,), allow_private=True, methods=("GET", "POST"))
-    inside = EgressRule(host="inside.test", schemes=("http",), ports=(place.port,))
+    mine = EgressRule(host=HOST, schemes=("http",), ports=(layout.port,), allow_private=True, methods=("GET", "POST"))
+    inside = EgressRule(host="inside.test", schemes=("http",), ports=(layout.port,))
     return EgressConfig(
         rules=(mine, inside),
         addresses={HOST: ("127.0.0.1",), "inside.test": ("127.0.0.1",)},
@@ -77,92 +77,92 @@ async def ask(opened: Proxy, target: str, method: str = "GET") -> Reply:
         return reply
 
 
-async def browse(opened: Proxy, place: Outside, path: str) -> Reply:
-    return await ask(opened, "/browse?url=" + quote(f"http://{HOST}:{place.port}{path}", safe=""))
+async def browse(opened: Proxy, layout: Outside, path: str) -> Reply:
+    return await ask(opened, "/browse?url=" + quote(f"http://{HOST}:{layout.port}{path}", safe=""))
 
 
-async def test_search_maps_what_the_endpoint_says(tmp_path: Path, place: Outside) -> None:
-    async with proxy(tmp_path, config(place)) as opened:
+async def test_search_maps_what_the_endpoint_says(tmp_path: Path, layout: Outside) -> None:
+    async with proxy(tmp_path, config(layout)) as opened:
         reply = await ask(opened, "/search?q=a%20%26n%3D9%20%C3%A9")
     assert json.loads(reply.body)["results"] == [
         {"id": "https://a.test/", "url": "https://a.test/", "title": "A", "snippet": "x" * 300},
         {"id": "https://b.test/", "url": "https://b.test/", "title": "", "snippet": ""},
     ]
-    assert place.paths == ["/search?q=a%20%26n%3D9%20%C3%A9&n=5"], "the query can't add parameters"
+    assert layout.paths == ["/search?q=a%20%26n%3D9%20%C3%A9&n=5"], "the query can't add parameters"
 
 
 @pytest.mark.parametrize("answer", [b"[]", b"{}", b'{"web": 3}', b'{"web": {"results": {}}}', b"[" * 100_000, b"\xff"])
 async def test_endpoint_that_answers_nonsense_is_an_upstream_fault(
-    tmp_path: Path, place: Outside, answer: bytes
+    tmp_path: Path, layout: Outside, answer: bytes
 ) -> None:
-    place.answers["/search"] = (200, {}, answer)
-    async with proxy(tmp_path, config(place)) as opened:
+    layout.answers["/search"] = (200, {}, answer)
+    async with proxy(tmp_path, config(layout)) as opened:
         reply = await ask(opened, "/search?q=x")
     assert (reply.status, reply.refused_by) == (502, "upstream")
 
 
-async def test_pages_are_followed_checked_and_text(tmp_path: Path, place: Outside) -> None:
-    async with proxy(tmp_path, config(place, redirects_max=3)) as opened:
-        page = json.loads((await browse(opened, place, "/moved")).body)["page"]
+async def test_pages_are_followed_checked_and_text(tmp_path: Path, layout: Outside) -> None:
+    async with proxy(tmp_path, config(layout, redirects_max=3)) as opened:
+        page = json.loads((await browse(opened, layout, "/moved")).body)["page"]
         assert (page["text"], page["content_type"]) == ("<p>caf\xe9", "text/html")
         refused = {
-            path: (await browse(opened, place, path)).refused_by
+            path: (await browse(opened, layout, path)).refused_by
             for path in ("/inside", "/loop", "/image", "/no", "/broken")
         }
         assert refused == {
             "/inside": "address", "/loop": "redirects", "/image": "content", "/no": "not_found", "/broken": "upstream",
         }  # fmt: skip
-    assert "/secret" not in place.paths
+    assert "/secret" not in layout.paths
 
 
-async def test_recorded_answers_are_replayed_without_asking(tmp_path: Path, place: Outside) -> None:
-    async with proxy(tmp_path, config(place, cache=CacheConfig(mode="on"))) as opened:
+async def test_recorded_answers_are_replayed_without_asking(tmp_path: Path, layout: Outside) -> None:
+    async with proxy(tmp_path, config(layout, cache=CacheConfig(mode="on"))) as opened:
         first = [
             await ask(opened, "/search?q=x"),
-            await browse(opened, place, "/html"),
-            await browse(opened, place, "/no"),
+            await browse(opened, layout, "/html"),
+            await browse(opened, layout, "/no"),
         ]
-        asked = len(place.requests)
-        place.answers.clear()
+        asked = len(layout.requests)
+        layout.answers.clear()
         again = [
             await ask(opened, "/search?q=x"),
-            await browse(opened, place, "/html"),
-            await browse(opened, place, "/no"),
+            await browse(opened, layout, "/html"),
+            await browse(opened, layout, "/no"),
         ]
         assert [reply.body for reply in again] == [reply.body for reply in first]
         assert [reply.cached for reply in again] == [True, True, False]
         assert again[2].refused_by == "not_found"
-        assert (asked, len(place.requests)) == (3, 3)
-    async with proxy(tmp_path, config(place, cache=CacheConfig(mode="only"))) as opened:
+        assert (asked, len(layout.requests)) == (3, 3)
+    async with proxy(tmp_path, config(layout, cache=CacheConfig(mode="only"))) as opened:
         assert (await ask(opened, "/search?q=x")).body == first[0].body
         assert (await ask(opened, "/search?q=y")).refused_by == "not_recorded"
-        assert (await ask(opened, f"http://{HOST}:{place.port}/page", "POST")).refused_by == "not_recorded"
-    assert len(place.requests) == 3
+        assert (await ask(opened, f"http://{HOST}:{layout.port}/page", "POST")).refused_by == "not_recorded"
+    assert len(layout.requests) == 3
 
 
-async def test_what_fails_or_changes_things_is_not_recorded(tmp_path: Path, place: Outside) -> None:
-    async with proxy(tmp_path, config(place, cache=CacheConfig(mode="on"))) as opened:
-        target = f"http://{HOST}:{place.port}"
+async def test_what_fails_or_changes_things_is_not_recorded(tmp_path: Path, layout: Outside) -> None:
+    async with proxy(tmp_path, config(layout, cache=CacheConfig(mode="on"))) as opened:
+        target = f"http://{HOST}:{layout.port}"
         for path, method in (("/broken", "GET"), ("/page", "POST"), ("/page", "GET")):
             for _ in range(2):
                 await ask(opened, target + path, method)
-    assert place.paths == ["/broken", "/broken", "/page", "/page", "/page"], "only the GET that succeeded"
+    assert layout.paths == ["/broken", "/broken", "/page", "/page", "/page"], "only the GET that succeeded"
 
 
-async def test_records_of_another_policy_are_not_this_ones(tmp_path: Path, place: Outside) -> None:
-    async with proxy(tmp_path, config(place, cache=CacheConfig(mode="on"))) as opened:
+async def test_records_of_another_policy_are_not_this_ones(tmp_path: Path, layout: Outside) -> None:
+    async with proxy(tmp_path, config(layout, cache=CacheConfig(mode="on"))) as opened:
         await ask(opened, "/search?q=x")
-        await ask(opened, f"http://inside.test:{place.port}/page")
-    async with proxy(tmp_path, config(place, search="/search2", cache=CacheConfig(mode="only"))) as opened:
+        await ask(opened, f"http://inside.test:{layout.port}/page")
+    async with proxy(tmp_path, config(layout, search="/search2", cache=CacheConfig(mode="only"))) as opened:
         assert (await ask(opened, "/search?q=x")).refused_by == "not_recorded"
 
 
-async def test_cache_stays_within_its_bytes_and_keeps_what_is_used(tmp_path: Path, place: Outside) -> None:
-    place.answers |= {f"/{n}": (200, {}, b"x" * 10_000) for n in range(6)}
-    async with proxy(tmp_path, config(place, cache=CacheConfig(mode="on", bytes_max=35_000))) as opened:
+async def test_cache_stays_within_its_bytes_and_keeps_what_is_used(tmp_path: Path, layout: Outside) -> None:
+    layout.answers |= {f"/{n}": (200, {}, b"x" * 10_000) for n in range(6)}
+    async with proxy(tmp_path, config(layout, cache=CacheConfig(mode="on", bytes_max=35_000))) as opened:
         for n in (0, 1, 0, 2, 0, 3, 0, 4, 0):
-            await ask(opened, f"http://{HOST}:{place.port}/{n}")
-    assert place.paths == ["/0", "/1", "/2", "/3", "/4"]
+            await ask(opened, f"http://{HOST}:{layout.port}/{n}")
+    assert layout.paths == ["/0", "/1", "/2", "/3", "/4"]
     with closing(sqlite3.connect(tmp_path / "web.records")) as store:
         kept = {row[0][-2:] for row in store.execute("SELECT url FROM records")}
         (total,) = store.execute("SELECT bytes FROM totals").fetchone()
@@ -171,19 +171,19 @@ async def test_cache_stays_within_its_bytes_and_keeps_what_is_used(tmp_path: Pat
     assert total == summed <= 35_000
 
 
-async def test_broken_cache_file_stops_the_start(tmp_path: Path, place: Outside) -> None:
+async def test_broken_cache_file_stops_the_start(tmp_path: Path, layout: Outside) -> None:
     for mode, content in (("only", None), ("on", b"not a database" * 100)):
         if content is not None:
             (tmp_path / "web.records").write_bytes(content)
         with pytest.raises(ConfigError, match="cannot be opened"):
-            async with proxy(tmp_path, config(place, cache=CacheConfig(mode=mode))):  # type: ignore[arg-type]
+            async with proxy(tmp_path, config(layout, cache=CacheConfig(mode=mode))):  # type: ignore[arg-type]
                 pass
 
 
-async def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, place: Outside) -> None:
-    place.answers["/much"] = (200, {}, b"x" * 60_000)
-    made = config(place, response_bytes_max=100_000, untaken_bytes_max=100_000)
-    request = Request(method="GET", target=f"http://{HOST}:{place.port}/much")
+async def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, layout: Outside) -> None:
+    layout.answers["/much"] = (200, {}, b"x" * 60_000)
+    made = config(layout, response_bytes_max=100_000, untaken_bytes_max=100_000)
+    request = Request(method="GET", target=f"http://{HOST}:{layout.port}/much")
     async with proxy(tmp_path, made) as opened:
         async with opened.answering(CLIENT, request) as held, opened.answering(CLIENT, request) as refused:
             assert (held.status, refused.status, refused.refused_by) == (200, 503, "busy")
@@ -191,23 +191,23 @@ async def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, pl
             assert again.status == 200
 
 
-async def test_key_that_is_no_header_is_not_quoted(tmp_path: Path, place: Outside) -> None:
+async def test_key_that_is_no_header_is_not_quoted(tmp_path: Path, layout: Outside) -> None:
     key = tmp_path / "key"
     for content in ("s3cret\r\nX: y", "s3cret\x00", "s3cr\u00e9t"):
         key.write_text(content)
         rule = EgressRule(
             host=HOST,
             schemes=("http",),
-            ports=(place.port,),
+            ports=(layout.port,),
             allow_private=True,
             header_files={"Authorization": str(key)},
         )
         made = EgressConfig(rules=(rule,), addresses={HOST: ("127.0.0.1",)})
         async with proxy(tmp_path, made) as opened:
-            reply = await ask(opened, f"http://{HOST}:{place.port}/page")
+            reply = await ask(opened, f"http://{HOST}:{layout.port}/page")
         assert reply.refused_by == "upstream"
         assert b"s3cr" not in reply.body
-    assert place.requests == []
+    assert layout.requests == []
 
 
 async def test_tls_is_spoken_with_a_checked_certificate(tmp_path: Path) -> None:

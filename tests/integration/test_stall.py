@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rollmesh.cli.__main__ import app
 from rollmesh.mesh import Mesh
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.learner.moments import Moment
+from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.v1 import run_pb2
 
 from .test_cli import CONFIG, mine  # noqa: F401  (a fixture)
@@ -32,8 +32,8 @@ class Pause:
         self.go = asyncio.Event()
         self.go.set()
 
-    async def __call__(self, moment: Moment) -> None:
-        if moment is Moment.LEASED:
+    async def __call__(self, moment: LearnerFaultPoint) -> None:
+        if moment is LearnerFaultPoint.LEASED:
             await self.go.wait()
 
 

@@ -53,7 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def looking(mesh: Supervisor) -> World:
     """The run from outside."""
-    return World(place=mesh.place)
+    return World(layout=mesh.layout)
 
 
 def trained(update: int, state: run_pb2.RunState) -> bool:
@@ -153,7 +153,7 @@ async def test_a_folder_has_one_supervisor_and_a_taken_port_is_told_with_its_own
             await Supervisor(made, run_dir=tmp_path / "run", hosts=nats).__aenter__()
         port = tmp_path / "run/nats/port"
         await until(port.exists)
-        address = mesh.place.gateway
+        address = mesh.layout.gateway
     for taken, remedy in ((address, "addresses.json"), (f"127.0.0.1:{port.read_text().strip()}", "nats/port")):
         told = rf"{taken}: process {os.getpid()} \(.*remove .*/{remedy} to take"
         with (

@@ -140,7 +140,7 @@ async def test_the_tree_holds_over_processes(tmp_path: Path, model: Path) -> Non
     made = config(model, traces="file", log_format="json")
     async with world(tmp_path, made, HOSTS) as mesh:
         await mesh.until("the run is over", mesh.done.is_set, limit_s=LIMIT_S)
-        run_dir = mesh.place.run_dir
+        run_dir = mesh.layout.run_dir
         await mesh.until("the spans are written", lambda: _is_whole(run_dir), limit_s=20.0)
         spans = load_trace(run_dir)
     assert_whole(spans)

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.records import BoundPolicy, GroupDecision, RunSpec
-from rollmesh.services.coordinator.core.turn import Refusal
 from tests.sim.world import World
 
 OUTCOMES = st.sampled_from(

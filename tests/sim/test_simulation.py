@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.records import BoundPolicy, GroupDecision, RunSpec
-from rollmesh.services.coordinator.core.turn import Refusal
 from rollmesh.shared.digest import next_digest
 from tests.sim.world import World
 

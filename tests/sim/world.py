@@ -16,6 +16,14 @@ import msgspec
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
+from rollmesh.services.coordinator.core.decision_context import (
+    CancelEpisodes,
+    DrawTasks,
+    Effect,
+    FinalizeGroup,
+    Refusal,
+    Reply,
+)
 from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.core.records import (
     DroppedSample,
@@ -30,7 +38,6 @@ from rollmesh.services.coordinator.core.records import (
     Version,
 )
 from rollmesh.services.coordinator.core.state import State
-from rollmesh.services.coordinator.core.turn import CancelEpisodes, DrawTasks, Effect, FinalizeGroup, Refusal, Reply
 from rollmesh.shared.digest import next_digest
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}

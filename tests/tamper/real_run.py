@@ -97,6 +97,6 @@ async def _read(name: str, mesh: Mesh, *heads: StoredHead) -> RealRun:
         last = (await log.info()).last_seq
     finally:
         await bus.close()
-    folder = RunFolder(mesh.place.run_dir)
+    folder = RunFolder(mesh.layout.run_dir)
     found = [*stored_heads(folder, mesh.run, folder.newest_checkpoint()), *heads]
     return RealRun(name=name, run=mesh.run, records=records, heads=found, payloads=payloads, last_payload=last)

@@ -2,7 +2,7 @@
 
 Runs on the host's side. One group per place in the pool, made once and used by one session after another, so that a session
 costs one write per controller: the service passes open files of the groups, the session's pid 1 writes itself in.
-Absent controllers are no error here: what then falls away is said in `walls`.
+Absent controllers are no error here: what then falls away is said in `mechanisms`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollmesh.sandbox_runtime import walls
+from rollmesh.sandbox_runtime import mechanisms
 from rollmesh.sandbox_runtime.limits import Limits
 
 PREFIX = "rollmesh-sandbox-"
@@ -119,11 +119,11 @@ class Hierarchy:
 
     def bounds(self) -> frozenset[str]:
         """The walls that groups made here are."""
-        names = {_MEMORY: walls.MEMORY_CGROUP, _PIDS: walls.PIDS_CGROUP, _CPU: walls.CPU_CGROUP}
+        names = {_MEMORY: mechanisms.MEMORY_CGROUP, _PIDS: mechanisms.PIDS_CGROUP, _CPU: mechanisms.CPU_CGROUP}
         found = {names[controller] for controller in self.parents}
         counted = self.version == 2 or (self.parents.get(_MEMORY, Path()) / _MEMORY_AND_SWAP).exists()
         if _MEMORY in self.parents and counted and Path("/proc/swaps").exists():
-            found.add(walls.SWAP)
+            found.add(mechanisms.SWAP)
         return frozenset(found)
 
     def make(self, name: str) -> Group:

@@ -32,18 +32,18 @@ from typing import ParamSpec, TypeVar
 
 from rollmesh.sandbox_runtime import (
     landlock,
+    mechanisms,
     mounts,
     namespaces,
     privileges,
+    process_env,
+    reaper,
     rlimits,
     seccomp,
-    surroundings,
     syscalls,
-    walls,
-    warden,
 )
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.walls import Blueprint
+from rollmesh.sandbox_runtime.mechanisms import IsolationPlan
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -64,10 +64,10 @@ class ContainmentError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ground:
+class ZygoteContext:
     """What a contained zygote holds for making sessions."""
 
-    blueprint: Blueprint
+    blueprint: IsolationPlan
     pid_namespace_fd: int
     proc_fd: int
     """A /proc directory, for id maps and handles of namespaces: the jail's root has none. Never seen by a session's code."""
@@ -82,7 +82,7 @@ class Ground:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class SessionSpec:
     """One session to be contained."""
 
     limits: Limits
@@ -98,18 +98,18 @@ class Cell:
     """The pid of the session's warden; 0 where a pid namespace makes one needless."""
 
 
-def contain_zygote(blueprint: Blueprint, *, read_only: Sequence[str]) -> Ground:
+def contain_zygote(blueprint: IsolationPlan, *, read_only: Sequence[str]) -> ZygoteContext:
     """Lock up the zygote itself: it keeps the privileges to make jails and loses sight of everything else."""
     proc_fd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     pid_namespace_fd = os.open("/proc/thread-self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     readable = (*read_only, os.path.realpath(sys.base_prefix), sys.base_prefix)
-    if walls.MOUNT_NAMESPACE in blueprint.walls:
+    if mechanisms.MOUNT_NAMESPACE in blueprint.walls:
         _step("root", mounts.build_root, readable)
-    if walls.USER_NAMESPACE in blueprint.walls or os.geteuid() == 0:
+    if mechanisms.USER_NAMESPACE in blueprint.walls or os.geteuid() == 0:
         _step("bounding set", privileges.drop_bounding_set)
     _step("no new privileges", privileges.no_new_privileges)
     landlock.abi()  # sessions inherit the answer
-    return Ground(
+    return ZygoteContext(
         blueprint=blueprint,
         pid_namespace_fd=pid_namespace_fd,
         proc_fd=proc_fd,
@@ -118,53 +118,53 @@ def contain_zygote(blueprint: Blueprint, *, read_only: Sequence[str]) -> Ground:
     )
 
 
-def contain_session(ground: Ground, cell: Cell) -> None:
+def contain_session(ground: ZygoteContext, cell: SessionSpec) -> None:
     """Run by a session's first process before any foreign code. Raises ContainmentError; the caller must then exit."""
-    inner = NOBODY if ground.has(walls.USER_NAMESPACE) else cell.uid
+    inner = NOBODY if ground.has(mechanisms.USER_NAMESPACE) else cell.uid
     # kill(0) knows no pid namespace: a group shared with the zygote is one to kill it by
     _step("process group", os.setsid)
     _step("cgroups", _join_cgroups, cell.cgroup_fds)
-    if ground.has(walls.MOUNT_NAMESPACE):
+    if ground.has(mechanisms.MOUNT_NAMESPACE):
         _raise_jail(ground, cell.limits, inner)
-    _step("private directory", surroundings.settle, cell.private_dir, alone=_is_alone(ground))
+    _step("private directory", process_env.settle, cell.private_dir, alone=_is_alone(ground))
     _step("descriptors", _arrange_descriptors, cell.private_dir, cell.socket_fd, cell.egress_fd)
-    rules = _step("landlock", landlock.prepare, _paths(ground, cell)) if ground.has(walls.LANDLOCK) else -1
-    own_count = ground.has(walls.USER_NAMESPACE) or ground.has(walls.OWN_UID)
+    rules = _step("landlock", landlock.prepare, _paths(ground, cell)) if ground.has(mechanisms.LANDLOCK) else -1
+    own_count = ground.has(mechanisms.USER_NAMESPACE) or ground.has(mechanisms.OWN_UID)
     _step("rlimits", rlimits.apply, cell.limits, processes=own_count)
-    if ground.has(walls.USER_NAMESPACE):
+    if ground.has(mechanisms.USER_NAMESPACE):
         _step("bounding set", privileges.drop_bounding_set)
-    elif ground.has(walls.OWN_UID):
+    elif ground.has(mechanisms.OWN_UID):
         _step("uid", privileges.become, inner, inner)
     if cell.warden:
         _step("warden", _die_with, cell.warden)
     _step("capabilities", privileges.drop_capabilities)
     _step("no new privileges", privileges.no_new_privileges)
-    if ground.has(walls.LANDLOCK):
+    if ground.has(mechanisms.LANDLOCK):
         _step("landlock", landlock.enforce, rules)
-    if ground.has(walls.SECCOMP):
+    if ground.has(mechanisms.SECCOMP):
         _step("seccomp", seccomp.install, ground.blueprint.seccomp_filter)
 
 
-def _raise_jail(ground: Ground, limits: Limits, inner: int) -> None:
+def _raise_jail(ground: ZygoteContext, limits: Limits, inner: int) -> None:
     _step("namespaces", namespaces.isolate_session, ground.namespaces, proc=ground.proc_fd, inner=inner)
     room = {"bytes_max": limits.disk_bytes, "inodes_max": limits.inodes_max}
     _step("private directory", mounts.mount_private_dir, **room, uid=inner, gid=inner)
     mounts.mount_terminals()
 
 
-def powers_of(blueprint: Blueprint, uid: int) -> warden.Powers:
+def powers_of(blueprint: IsolationPlan, uid: int) -> reaper.Powers:
     """How the session that runs as `uid` is killed where it has no pid namespace. Its killer has the next uid."""
-    uids = warden.Uids(session=uid, killer=uid + 1) if walls.OWN_UID in blueprint.walls else None
-    scoped = walls.LANDLOCK in blueprint.walls and landlock.abi() >= landlock.SCOPES_SINCE
-    return warden.Powers(uids=uids, scoped=scoped)
+    uids = reaper.Uids(session=uid, killer=uid + 1) if mechanisms.OWN_UID in blueprint.walls else None
+    scoped = mechanisms.LANDLOCK in blueprint.walls and landlock.abi() >= landlock.SCOPES_SINCE
+    return reaper.Powers(uids=uids, scoped=scoped)
 
 
-def _is_alone(ground: Ground) -> bool:
-    return ground.has(walls.PID_NAMESPACE) or powers_of(ground.blueprint, 1).confining
+def _is_alone(ground: ZygoteContext) -> bool:
+    return ground.has(mechanisms.PID_NAMESPACE) or powers_of(ground.blueprint, 1).confining
 
 
-def _paths(ground: Ground, cell: Cell) -> landlock.Paths:
-    if ground.has(walls.MOUNT_NAMESPACE):
+def _paths(ground: ZygoteContext, cell: SessionSpec) -> landlock.Paths:
+    if ground.has(mechanisms.MOUNT_NAMESPACE):
         return _IN_JAIL
     return landlock.Paths(read_only=ground.readable, devices=mounts.DEVICES, own=[cell.private_dir])
 

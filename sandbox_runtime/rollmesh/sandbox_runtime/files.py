@@ -14,7 +14,7 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 
-from rollmesh.sandbox_runtime import surroundings
+from rollmesh.sandbox_runtime import process_env
 
 _DEPTH_MAX = 32
 _COMMON = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
@@ -75,7 +75,7 @@ def _read(root: str, path: str, bytes_max: int) -> bytes:
 def _open(root: str, path: str, flags: int, *, make_folders: bool = False) -> int:
     """Open a regular file below `root` (empty: the private directory), component by component. Raises OSError, ValueError."""
     *folders, name = _components(path)
-    at = os.open(root or surroundings.private_dir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    at = os.open(root or process_env.private_dir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for folder in folders:
             at = _enter(at, folder, make=make_folders)

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollmesh.sandbox_runtime import mounts, namespaces, privileges, walls, warden
-from rollmesh.sandbox_runtime.walls import Blueprint, blueprint_from_message
+from rollmesh.sandbox_runtime import mechanisms, mounts, namespaces, privileges, reaper
+from rollmesh.sandbox_runtime.mechanisms import IsolationPlan, blueprint_from_message
 from rollmesh.sandbox_runtime.zygote import Profile, run_zygote
 
 _BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from rollmesh.sandbox_runtime.launcher import main; main()"
@@ -35,7 +35,7 @@ AT_START = {"LD_BIND_NOW": "1"}
 """Besides, for the launcher alone: shared libraries are linked at once, not by every session again on first use."""
 
 
-def command(python: str, control_fd: int, profile: Mapping[str, Any], blueprint: Blueprint) -> list[str]:
+def command(python: str, control_fd: int, profile: Mapping[str, Any], blueprint: IsolationPlan) -> list[str]:
     """What to execute, with `control_fd` passed on and `ENVIRONMENT` as environment. `profile`: the fields of `Profile`."""
     root = str(Path(__file__).resolve().parents[2])
     setup = json.dumps(
@@ -63,8 +63,8 @@ def main() -> None:
     blueprint = blueprint_from_message(setup["blueprint"])
     if flags := namespaces.flags_of(blueprint.walls):
         namespaces.isolate_children(flags, outer_uid=os.geteuid(), outer_gid=os.getegid())
-    if walls.PID_NAMESPACE not in blueprint.walls:
-        warden.adopt_orphans()
+    if mechanisms.PID_NAMESPACE not in blueprint.walls:
+        reaper.adopt_orphans()
     pid = os.fork()
     if pid == 0:
         run_zygote(control, Profile(**setup["profile"]), blueprint)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from rollmesh.sandbox_runtime import syscalls, walls
+from rollmesh.sandbox_runtime import mechanisms, syscalls
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -21,13 +21,13 @@ CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
 FLAGS = {
-    walls.USER_NAMESPACE: CLONE_NEWUSER,
-    walls.PID_NAMESPACE: CLONE_NEWPID,
-    walls.MOUNT_NAMESPACE: CLONE_NEWNS,
-    walls.NETWORK_NAMESPACE: CLONE_NEWNET,
-    walls.IPC_NAMESPACE: CLONE_NEWIPC,
-    walls.UTS_NAMESPACE: CLONE_NEWUTS,
-    walls.CGROUP_NAMESPACE: CLONE_NEWCGROUP,
+    mechanisms.USER_NAMESPACE: CLONE_NEWUSER,
+    mechanisms.PID_NAMESPACE: CLONE_NEWPID,
+    mechanisms.MOUNT_NAMESPACE: CLONE_NEWNS,
+    mechanisms.NETWORK_NAMESPACE: CLONE_NEWNET,
+    mechanisms.IPC_NAMESPACE: CLONE_NEWIPC,
+    mechanisms.UTS_NAMESPACE: CLONE_NEWUTS,
+    mechanisms.CGROUP_NAMESPACE: CLONE_NEWCGROUP,
 }
 """The network namespace that a session begins in is its own already, see `Networks`; its pid namespace, too."""
 

@@ -1,6 +1,6 @@
 """The program that tries each wall on this host, each in a process of its own, the way a session would raise it.
 
-Executed fresh by the service as the user that the service is (`python -I -S`), with a `Blueprint` on standard input; answers
+Executed fresh by the service as the user that the service is (`python -I -S`), with a `IsolationPlan` on standard input; answers
 on standard output with a JSON object: for each wall that rests on the kernel alone, why it does not stand, or an empty text.
 """
 
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from rollmesh.sandbox_runtime import landlock, mounts, namespaces, privileges, rlimits, seccomp, syscalls, walls
+from rollmesh.sandbox_runtime import landlock, mechanisms, mounts, namespaces, privileges, rlimits, seccomp, syscalls
 from rollmesh.sandbox_runtime.limits import Limits
 
 _BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from rollmesh.sandbox_runtime.probe import main; main()"
@@ -27,17 +27,17 @@ def command(python: str) -> list[str]:
 
 def main() -> None:
     """Entry of the executed program."""
-    blueprint = walls.blueprint_from_message(json.load(sys.stdin))
+    blueprint = mechanisms.blueprint_from_message(json.load(sys.stdin))
     tries: dict[str, Callable[[], None]] = {
-        walls.USER_NAMESPACE: lambda: _unshare(0),
-        walls.PID_NAMESPACE: _pid_namespace,
-        walls.MOUNT_NAMESPACE: _mount_namespace,
-        walls.OWN_UID: _own_uid,
-        walls.CAPABILITIES: _capabilities,
-        walls.NO_NEW_PRIVILEGES: privileges.no_new_privileges,
-        walls.SECCOMP: lambda: _seccomp(blueprint.seccomp_filter),
-        walls.LANDLOCK: _landlock,
-        walls.RLIMITS: lambda: rlimits.apply(Limits()),
+        mechanisms.USER_NAMESPACE: lambda: _unshare(0),
+        mechanisms.PID_NAMESPACE: _pid_namespace,
+        mechanisms.MOUNT_NAMESPACE: _mount_namespace,
+        mechanisms.OWN_UID: _own_uid,
+        mechanisms.CAPABILITIES: _capabilities,
+        mechanisms.NO_NEW_PRIVILEGES: privileges.no_new_privileges,
+        mechanisms.SECCOMP: lambda: _seccomp(blueprint.seccomp_filter),
+        mechanisms.LANDLOCK: _landlock,
+        mechanisms.RLIMITS: lambda: rlimits.apply(Limits()),
     }
     for name, flag in namespaces.FLAGS.items():
         tries.setdefault(name, lambda flag=flag: _unshare(flag))  # type: ignore[misc]

@@ -18,7 +18,7 @@ from rollmesh.sandbox_runtime.languages.registry import Languages
 from rollmesh.sandbox_runtime.limits import Limits
 
 
-def serve_session(ground: contain.Ground, cell: contain.Cell, namespace: Mapping[str, Any]) -> NoReturn:
+def serve_session(ground: contain.ZygoteContext, cell: contain.SessionSpec, namespace: Mapping[str, Any]) -> NoReturn:
     """Contain this process and serve; never returns into the zygote's code, whatever happens."""
     try:
         _contain_and_serve(ground, cell, namespace)
@@ -26,7 +26,7 @@ def serve_session(ground: contain.Ground, cell: contain.Cell, namespace: Mapping
         os._exit(0)
 
 
-def _contain_and_serve(ground: contain.Ground, cell: contain.Cell, namespace: Mapping[str, Any]) -> None:
+def _contain_and_serve(ground: contain.ZygoteContext, cell: contain.SessionSpec, namespace: Mapping[str, Any]) -> None:
     try:
         contain.contain_session(ground, cell)
     except contain.ContainmentError as error:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from rollmesh.sandbox_runtime import surroundings
+from rollmesh.sandbox_runtime import process_env
 
 _NAMESPACE = "namespace"
 _BASE = "base"
@@ -111,7 +111,7 @@ def _surroundings() -> dict[str, Any]:
         "directory": os.getcwd(),
         "path": [entry for entry in sys.path if isinstance(entry, str)],
         "environment": dict(os.environ),
-        "private_dir": surroundings.private_dir(),
+        "private_dir": process_env.private_dir(),
         "random": random.getstate(),
         "sources": {
             name: entry[2]
@@ -123,7 +123,7 @@ def _surroundings() -> dict[str, Any]:
 
 def _moved(path: str, saved: Mapping[str, Any]) -> str:
     """A path in the private directory of the session that was saved, as it is in this one."""
-    before, here = saved["private_dir"], surroundings.private_dir()
+    before, here = saved["private_dir"], process_env.private_dir()
     return here + path[len(before) :] if path == before or path.startswith(before + "/") else path
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rollmesh.sandbox_runtime.mounts import STDIN_NAME
-from rollmesh.sandbox_runtime.surroundings import private_dir
+from rollmesh.sandbox_runtime.process_env import private_dir
 
 
 @contextmanager

@@ -15,12 +15,12 @@ import stat
 import tarfile
 from typing import IO, Any
 
-from rollmesh.sandbox_runtime import surroundings
+from rollmesh.sandbox_runtime import process_env
 
 
 def pack(out: Any, root: str = "") -> list[str]:
     """Write the tree below `root` to `out`; what of it could not be saved. Raises OSError if it changes meanwhile."""
-    root = root or surroundings.private_dir()
+    root = root or process_env.private_dir()
     lost: list[str] = []
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for directory, directories, files in os.walk(root, onerror=lambda error: lost.append(_named(error.filename))):
@@ -33,7 +33,7 @@ def pack(out: Any, root: str = "") -> list[str]:
 
 def unpack(source: IO[bytes], root: str = "") -> None:
     """Make the tree below `root`, which is empty. Raises OSError, ValueError, tarfile.TarError."""
-    root = root or surroundings.private_dir()
+    root = root or process_env.private_dir()
     links: list[tuple[str, str]] = []
     modes: dict[str, int] = {}
     with tarfile.open(fileobj=source, mode="r|") as archive:

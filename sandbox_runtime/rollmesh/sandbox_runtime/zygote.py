@@ -31,16 +31,16 @@ from rollmesh.sandbox_runtime import (
     contain,
     framing,
     late_import,
+    mechanisms,
     namespaces,
     privileges,
-    rehearsal,
-    surroundings,
-    walls,
-    warden,
+    process_env,
+    reaper,
+    warmup,
 )
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.mechanisms import IsolationPlan
 from rollmesh.sandbox_runtime.session import serve_session
-from rollmesh.sandbox_runtime.walls import Blueprint
 
 _ALWAYS = (
     "base64", "inspect", "tempfile", "traceback",
@@ -60,7 +60,7 @@ _UNLIMITED_S = 1 << 53
 class Zygote:
     """Sessions by id, and their pidfds."""
 
-    def __init__(self, control: socket.socket, ground: contain.Ground, namespace: Mapping[str, Any]) -> None:
+    def __init__(self, control: socket.socket, ground: contain.ZygoteContext, namespace: Mapping[str, Any]) -> None:
         self._control = control
         self._ground = ground
         self._namespace = namespace
@@ -71,10 +71,10 @@ class Zygote:
         self._killed: set[str] = set()
         """Of those, whom the service had killed."""
         self._by_pidfd: dict[int, str] = {}
-        self._powers: dict[str, warden.Powers | None] = {}
-        self._wardened = not ground.has(walls.PID_NAMESPACE)
+        self._powers: dict[str, reaper.Powers | None] = {}
+        self._wardened = not ground.has(mechanisms.PID_NAMESPACE)
         if self._wardened:
-            warden.adopt_orphans()
+            reaper.adopt_orphans()
 
     def serve(self) -> None:
         """Until the service closes its end."""
@@ -99,7 +99,7 @@ class Zygote:
 
     def _open(self, packet: framing.Message, fds: Sequence[int]) -> None:
         procs, ports = fds[1 : len(fds) - packet["egress"]], fds[len(fds) - packet["egress"] :]
-        cell = contain.Cell(
+        cell = contain.SessionSpec(
             limits=self._limits_of(packet["limits"]),
             uid=packet["uid"],
             socket_fd=fds[0],
@@ -124,16 +124,16 @@ class Zygote:
             self._limits, self._limits_message = Limits(**message), message
         return self._limits
 
-    def _fork(self, cell: contain.Cell, place: int, powers: warden.Powers | None) -> int:
+    def _fork(self, cell: contain.SessionSpec, place: int, powers: reaper.Powers | None) -> int:
         """The session's first process, or with `powers` its warden. Raises OSError."""
-        if self._ground.has(walls.NETWORK_NAMESPACE):
+        if self._ground.has(mechanisms.NETWORK_NAMESPACE):
             self._networks.enter(place)
         pid = os.fork() if powers else namespaces.fork_as_init(self._ground.pid_namespace_fd)
         if pid:
             return pid
         self._control.detach()  # its number is reused in the session; a late finaliser must not close that
         if powers is not None:
-            warden.watch_over(
+            reaper.watch_over(
                 lambda parent: serve_session(self._ground, replace(cell, warden=parent), self._namespace), powers
             )
         serve_session(self._ground, cell, self._namespace)
@@ -194,11 +194,11 @@ class Zygote:
         powers = self._powers.pop(session_id)
         if powers is None:
             return code
-        if code < 0 or code == warden.FAILED:
+        if code < 0 or code == reaper.FAILED:
             if powers.uids is not None:
-                warden.sweep(powers.uids)
-            warden.clear_strays(self._ground.proc_fd, self._pids.values())
-        return warden.session_status(code)
+                reaper.sweep(powers.uids)
+            reaper.clear_strays(self._ground.proc_fd, self._pids.values())
+        return reaper.session_status(code)
 
     def _send(self, packet: framing.Message) -> None:
         try:
@@ -228,11 +228,11 @@ class Profile:
     """Directory of the cloudpickle package, for snapshots; without it sessions can't be saved."""
 
 
-def run_zygote(control: socket.socket, profile: Profile, blueprint: Blueprint) -> None:
+def run_zygote(control: socket.socket, profile: Profile, blueprint: IsolationPlan) -> None:
     """Warm up, contain, serve. A failure before serving is sent as `fatal` and ends the process."""
     privileges.die_with_parent()
     try:
-        namespace = _warm_up(profile, late=walls.MOUNT_NAMESPACE in blueprint.walls)
+        namespace = _warm_up(profile, late=mechanisms.MOUNT_NAMESPACE in blueprint.walls)
         ground = contain.contain_zygote(blueprint, read_only=profile.library_paths)
     except Exception as error:  # the one place where a failed start is recorded
         reason = f"{type(error).__name__}: {error}"
@@ -265,8 +265,8 @@ def _warm_up(profile: Profile, *, late: bool) -> dict[str, Any]:
     if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"the preloaded modules started {num_threads - 1} threads; a fork would lose them")
     _make_usual()
-    surroundings.reset()
-    rehearsal.rehearse(namespace)
+    process_env.reset()
+    warmup.rehearse(namespace)
     return namespace
 
 

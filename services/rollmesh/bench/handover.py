@@ -29,7 +29,7 @@ from rollmesh.bench.cpu_profile import tree_cpu_s
 from rollmesh.bench.progress import until_update
 from rollmesh.bench.report import Report, spread
 from rollmesh.mesh import MeshConfig
-from rollmesh.mesh.place import Place, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_place
 from rollmesh.shared.config import config_from_dict, to_yaml
 
 BATCH = 512
@@ -93,31 +93,31 @@ def _ours(num_bytes: int, num_batches: int) -> Rate:
         config_file = folder / "run.yaml"
         config = _config()
         config_file.write_text(to_yaml(config))
-        place = open_place(config, run_dir=folder / "run", base_dir=folder)
-        return asyncio.run(_measure(place, config_file, num_bytes, num_batches))
+        layout = open_place(config, run_dir=folder / "run", base_dir=folder)
+        return asyncio.run(_measure(layout, config_file, num_bytes, num_batches))
 
 
-async def _measure(place: Place, config_file: Path, num_bytes: int, num_batches: int) -> Rate:
+async def _measure(layout: RunLayout, config_file: Path, num_bytes: int, num_batches: int) -> Rate:
     host = [
         sys.executable,
         "-m",
         "rollmesh.mesh",
         "--run-dir",
-        place.run_dir,
+        layout.run_dir,
         "--config",
         config_file,
         "--parts",
     ]
-    worker = [sys.executable, "-m", "rollmesh.bench.handover_worker", place.run_dir, config_file, num_bytes]
+    worker = [sys.executable, "-m", "rollmesh.bench.handover_worker", layout.run_dir, config_file, num_bytes]
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        processes += [_start([*host, parts], place) for parts in PARTS]
-        await until_update(place, 0, limit_s=LIMIT_S)
-        processes.append(_start(worker, place))
-        await until_update(place, WARM, limit_s=LIMIT_S)
+        processes += [_start([*host, parts], layout) for parts in PARTS]
+        await until_update(layout, 0, limit_s=LIMIT_S)
+        processes.append(_start(worker, layout))
+        await until_update(layout, WARM, limit_s=LIMIT_S)
         begin_s, begin_cpu_s = time.perf_counter(), tree_cpu_s()
-        first = await until_update(place, WARM, limit_s=LIMIT_S)
-        last = await until_update(place, first + num_batches, limit_s=LIMIT_S)
+        first = await until_update(layout, WARM, limit_s=LIMIT_S)
+        last = await until_update(layout, first + num_batches, limit_s=LIMIT_S)
         wall_s, cpu_s = time.perf_counter() - begin_s, tree_cpu_s() - begin_cpu_s
     finally:
         _end(processes)
@@ -125,8 +125,8 @@ async def _measure(place: Place, config_file: Path, num_bytes: int, num_batches:
     return Rate(samples_per_s=num / wall_s, cpu_ms=1e3 * cpu_s / num)
 
 
-def _start(command: list[Any], place: Place) -> subprocess.Popen[bytes]:
-    with (place.run_dir / "bench.log").open("ab") as log:
+def _start(command: list[Any], layout: RunLayout) -> subprocess.Popen[bytes]:
+    with (layout.run_dir / "bench.log").open("ab") as log:
         return subprocess.Popen([str(word) for word in command], stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.place import Place, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_place
 from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.coordinator_link import CoordinatorLink
 from rollmesh.services.rollout.lease import decode_lease
@@ -37,15 +37,15 @@ BYTES_PER_TOKEN = 9
 """Token id, log-prob, loss mask."""
 
 
-async def work(place: Place, bus: JetStreamBus, num_bytes: int) -> None:
+async def work(layout: RunLayout, bus: JetStreamBus, num_bytes: int) -> None:
     """For ever: leases, payloads, reports."""
     config, clock = WorkerConfig(), SystemClock()
     samples = BusSampleLog(bus, config, clock)
     segment = _segment(max(1, num_bytes // BYTES_PER_TOKEN))
     hello = coordinator_pb2.NodeHello(node_id=NODE, kind=coordinator_pb2.NODE_KIND_ROLLOUT, capacity=LEASES)
     async with (
-        Membership(place.coordinator, access=place.access, handler=PassiveHandler(hello)) as member,
-        open_channel(place.coordinator, access=place.access) as channel,
+        Membership(layout.coordinator, access=layout.access, handler=PassiveHandler(hello)) as member,
+        open_channel(layout.coordinator, access=layout.access) as channel,
     ):
         await member.wait_joined()
         link = CoordinatorLink(channel, NODE, rpc_s_max=config.rpc_s_max)
@@ -108,11 +108,11 @@ async def _store(
 
 async def main() -> None:
     run_dir, config_file, num_bytes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    place = open_place(load_config(MeshConfig, config_file), run_dir=run_dir, base_dir=config_file.parent)
-    server = place.bus_server()
-    bus = await JetStreamBus.connect(server.known_url(), login=place.bus_login())
+    layout = open_place(load_config(MeshConfig, config_file), run_dir=run_dir, base_dir=config_file.parent)
+    server = layout.bus_server()
+    bus = await JetStreamBus.connect(server.known_url(), login=layout.bus_login())
     try:
-        await work(place, bus, num_bytes)
+        await work(layout, bus, num_bytes)
     finally:
         await bus.close()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.decision_context import DrawTasks, Effect, FinalizeGroup, Reply
 from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.core.records import (
     GroupDecision,
@@ -23,7 +24,6 @@ from rollmesh.services.coordinator.core.records import (
     Task,
     Version,
 )
-from rollmesh.services.coordinator.core.turn import DrawTasks, Effect, FinalizeGroup, Reply
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 LIST = 64

@@ -139,7 +139,7 @@ class MeshArm:
     """A mesh, which goes on by itself; its updates are read from the learner's file."""
 
     def __init__(self, mesh: RunningMesh, profiled: Callable[[], AbstractContextManager[dict[str, float]]]) -> None:
-        self._file = mesh.place.run_dir / "metrics.jsonl"
+        self._file = mesh.layout.run_dir / "metrics.jsonl"
         self.profiled = profiled
 
     async def until(self, update: int) -> int:

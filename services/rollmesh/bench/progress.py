@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from rollmesh.mesh.place import Place
+from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -15,14 +15,14 @@ POLL_S = 0.02
 CALL_S_MAX = 2.0
 
 
-async def until_update(place: Place, update: int, *, limit_s: float) -> int:
+async def until_update(layout: RunLayout, update: int, *, limit_s: float) -> int:
     """Waits until `update` is committed; the newest one then. Whoever should answer may be away meanwhile. TimeoutError."""
-    async with asyncio.timeout(limit_s), open_channel(place.gateway, access=place.access) as channel:
+    async with asyncio.timeout(limit_s), open_channel(layout.gateway, access=layout.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         while True:
             try:
                 with typed_errors():
-                    reply = await stub.GetRun(run_pb2.GetRunRequest(run=place.run), timeout=CALL_S_MAX)
+                    reply = await stub.GetRun(run_pb2.GetRunRequest(run=layout.run), timeout=CALL_S_MAX)
                 if reply.state.policies and reply.state.policies[0].applied_step >= update:
                     return int(reply.state.policies[0].applied_step)
             except MeshError:

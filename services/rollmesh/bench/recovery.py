@@ -54,7 +54,7 @@ async def _measure(folder: Path, kills: int) -> dict[str, list[float]]:
     save_tokenizer(build_tokenizer(), model)
     waits: dict[str, list[float]] = {part: [] for part in (NOBODY, *PARTS)}
     async with Supervisor(_config(model), run_dir=folder / "run", base_dir=folder) as mesh:
-        await until_update(mesh.place, WARM, limit_s=LIMIT_S)
+        await until_update(mesh.layout, WARM, limit_s=LIMIT_S)
         for _ in range(kills):
             for part in PARTS:
                 for killed in (NOBODY, part):
@@ -65,11 +65,11 @@ async def _measure(folder: Path, kills: int) -> dict[str, list[float]]:
 async def _wait_after(mesh: Supervisor, part: str) -> float:
     """Seconds from now, or from the kill of `part`, until training has gone on by `NEXT` updates."""
     # A learner that rolls back counts its updates again: what is committed by then is what must be passed.
-    update = await until_update(mesh.place, 0, limit_s=LIMIT_S)
+    update = await until_update(mesh.layout, 0, limit_s=LIMIT_S)
     begin_s = time.perf_counter()
     if part != NOBODY:
         mesh.kill(part)
-    await until_update(mesh.place, update + NEXT, limit_s=LIMIT_S)
+    await until_update(mesh.layout, update + NEXT, limit_s=LIMIT_S)
     return time.perf_counter() - begin_s
 
 

@@ -15,7 +15,7 @@ from google.protobuf.json_format import MessageToDict
 from rollmesh.cli.config import load_train_config
 from rollmesh.cli.run_folder import RunFolder
 from rollmesh.mesh.mesh import Mesh
-from rollmesh.mesh.place import Place, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_place
 from rollmesh.mesh.run_lock import RunFolderBusy, owned
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -94,16 +94,16 @@ async def _run_service(root: Path) -> AsyncIterator[tuple[Any, str]]:
         with owned(folder.root):
             async with (
                 Mesh(config, run_dir=folder.root, base_dir=base_dir, parts=["coordinator"]) as mesh,
-                _stub(mesh.place.coordinator, mesh.place) as stub,
+                _stub(mesh.layout.coordinator, mesh.layout) as stub,
             ):
-                yield stub, mesh.place.run
+                yield stub, mesh.layout.run
     except RunFolderBusy:
-        place = open_place(config, run_dir=folder.root, base_dir=base_dir)
-        async with _stub(place.gateway, place) as stub:
-            yield stub, place.run
+        layout = open_place(config, run_dir=folder.root, base_dir=base_dir)
+        async with _stub(layout.gateway, layout) as stub:
+            yield stub, layout.run
 
 
 @asynccontextmanager
-async def _stub(address: str, place: Place) -> AsyncIterator[Any]:
-    async with open_channel(address, access=place.access) as channel:
+async def _stub(address: str, layout: RunLayout) -> AsyncIterator[Any]:
+    async with open_channel(address, access=layout.access) as channel:
         yield run_pb2_grpc.RunServiceStub(channel)

@@ -59,9 +59,9 @@ def disk_need(config: TrainConfig, model: Path) -> list[Part]:
     return parts
 
 
-def in_words(parts: list[Part], place: Path) -> str:
-    """A line for people; begins with "warning" if `place` has less than the sum."""
-    need, free = sum(part.num_bytes for part in parts), free_bytes(place)
+def in_words(parts: list[Part], layout: Path) -> str:
+    """A line for people; begins with "warning" if `layout` has less than the sum."""
+    need, free = sum(part.num_bytes for part in parts), free_bytes(layout)
     listed = ", ".join(f"{part.name} {_size(part.num_bytes)} ({part.bound})" for part in parts)
     line = f"disk: up to {_size(need)}: {listed}; {_size(free)} free"
     return line if free >= need else f"warning: {line}; lower these settings, or run where there is room"

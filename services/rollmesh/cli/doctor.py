@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.services.sandbox import seccomp_policy
+from rollmesh.services.sandbox.capability_probe import User, drivers, survey
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.survey import User, drivers, survey
 from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
 from rollmesh.shared.disk import free_bytes
 from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed

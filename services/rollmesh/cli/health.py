@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.cli.run_folder import open_folder
 from rollmesh.mesh.joining import own_security
-from rollmesh.mesh.place import open_place
+from rollmesh.mesh.run_layout import open_place
 from rollmesh.mesh.security import open_tls
 from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.rpc.access import Access
@@ -30,8 +30,8 @@ def check_health(
         raise ConfigError("name the folder of a run on this host, or --address HOST:PORT of a service, and not both")
     if run is not None:
         folder, config, base_dir = open_folder(run, [])
-        place = open_place(config, run_dir=folder.root, base_dir=base_dir)
-        address, access = place.gateway, place.access
+        layout = open_place(config, run_dir=folder.root, base_dir=base_dir)
+        address, access = layout.gateway, layout.access
     else:
         access = Access(NO_TOKEN, open_tls(own_security(overrides), base_dir=Path.cwd()))
     state = asyncio.run(_state(address, access, service, timeout_s))

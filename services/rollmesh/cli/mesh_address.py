@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rollmesh.cli.run_folder import open_folder
 from rollmesh.mesh.joining import own_security
-from rollmesh.mesh.place import open_place
+from rollmesh.mesh.run_layout import open_place
 from rollmesh.mesh.run_lock import is_owned
 from rollmesh.mesh.security import open_access
 from rollmesh.shared.errors import ConfigError, Unavailable
@@ -54,8 +54,8 @@ def find_mesh(run: Path | None, join: str, token_file: Path | None, overrides: S
     """Raises ConfigError for both, neither or half of them."""
     if run is not None and not join and token_file is None:
         folder, config, base_dir = open_folder(run, [])
-        place = open_place(config, run_dir=folder.root, base_dir=base_dir)
-        return MeshAddress(address=place.gateway, access=place.access, run=run)
+        layout = open_place(config, run_dir=folder.root, base_dir=base_dir)
+        return MeshAddress(address=layout.gateway, access=layout.access, run=run)
     if run is None and join and token_file is not None:
         access = open_access(own_security(overrides), base_dir=Path.cwd(), run_token=token_file)
         return MeshAddress(address=join, access=access)

@@ -56,7 +56,7 @@ async def _up(folder: RunFolder, config: TrainConfig, base_dir: Path, say: Say) 
             config = await interrupts.unless_stopped(_with_model(folder, config))
             parts = [part for part in all_parts(config) if part != "learner"]
             async with Supervisor(config, run_dir=folder.root, base_dir=base_dir, parts=parts) as mesh:
-                mesh_address = MeshAddress(address=mesh.place.gateway, access=mesh.place.access)
+                mesh_address = MeshAddress(address=mesh.layout.gateway, access=mesh.layout.access)
                 await interrupts.unless_stopped(_answers(mesh_address))
                 say(_how_to_reach(folder, mesh))
                 await interrupts.unless_stopped(mesh.finished())
@@ -88,13 +88,13 @@ async def _answers(mesh: MeshAddress) -> None:
 
 
 def _how_to_reach(folder: RunFolder, mesh: Supervisor) -> str:
-    security = mesh.place.config.security
-    token = mesh.place.base_dir / security.token_file if security.token_file else folder.root / "token"
+    security = mesh.layout.config.security
+    token = mesh.layout.base_dir / security.token_file if security.token_file else folder.root / "token"
     tls = " security.ca=FILE security.certificate=FILE security.key=FILE" if security.has_tls else ""
     return (
-        f"gateway    {mesh.place.gateway}\n"
+        f"gateway    {mesh.layout.gateway}\n"
         f"token in   {token}\n"
-        f"add a node rollmesh serve inference --join {mesh.place.gateway} --token-file {token}{tls}\n"
+        f"add a node rollmesh serve inference --join {mesh.layout.gateway} --token-file {token}{tls}\n"
         f"look       rollmesh status {folder.root} --watch\n"
         "Ctrl-C stops the mesh."
     )
@@ -106,9 +106,9 @@ def serve(options: JoinOptions, *, away_s: float, say: Say) -> bool:
     set_up_logging()
 
     async def run() -> bool:
-        place, name = await open_joined(options)
-        say(f"{name} joins the mesh at {options.address}; its folder is {place.run_dir}")
-        mesh = Mesh(place.config, run_dir=place.run_dir, place=place, parts=[name])
+        layout, name = await open_joined(options)
+        say(f"{name} joins the mesh at {options.address}; its folder is {layout.run_dir}")
+        mesh = Mesh(layout.config, run_dir=layout.run_dir, layout=layout, parts=[name])
 
         def tell_address() -> None:
             if options.kind == "gateway":
@@ -118,7 +118,7 @@ def serve(options: JoinOptions, *, away_s: float, say: Say) -> bool:
             mesh,
             STOP_S,
             on_started=tell_address,
-            away=lambda: until_away(place.coordinator, place.access, limit_s=away_s),
+            away=lambda: until_away(layout.coordinator, layout.access, limit_s=away_s),
         )
 
     return asyncio.run(run())

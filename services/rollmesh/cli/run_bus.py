@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.run_folder import RunFolder
-from rollmesh.mesh.place import Place, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_place
 from rollmesh.shared.bus.bus import Bus, BusUnavailable
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.errors import ConfigError
@@ -28,18 +28,18 @@ async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
             f"what remains is its audit in {folder.audit.name}",
             path=folder.root,
         )
-    place = open_place(config, run_dir=folder.root, base_dir=Path(folder.read_origin().base_dir))
-    async with _server(place) as url, _connected(place, url) as bus:
+    layout = open_place(config, run_dir=folder.root, base_dir=Path(folder.read_origin().base_dir))
+    async with _server(layout) as url, _connected(layout, url) as bus:
         yield bus
 
 
 @asynccontextmanager
-async def _server(place: Place) -> AsyncIterator[str]:
+async def _server(layout: RunLayout) -> AsyncIterator[str]:
     """The URL of the run's NATS."""
-    if place.config.bus.url:
-        yield place.config.bus.url
+    if layout.config.bus.url:
+        yield layout.config.bus.url
         return
-    server = place.bus_server()
+    server = layout.bus_server()
     try:
         await server.start()
     except BusUnavailable:
@@ -55,8 +55,8 @@ async def _server(place: Place) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _connected(place: Place, url: str) -> AsyncIterator[Bus]:
-    bus = await JetStreamBus.connect(url, login=place.bus_login())
+async def _connected(layout: RunLayout, url: str) -> AsyncIterator[Bus]:
+    bus = await JetStreamBus.connect(url, login=layout.bus_login())
     try:
         yield bus
     finally:

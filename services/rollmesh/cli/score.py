@@ -171,9 +171,9 @@ def _sample(record: Record) -> SampleLine:
     try:
         sample = msgspec.convert(dict(record.fields), SampleLine)
     except msgspec.ValidationError as err:
-        cause, _, place = str(err).partition(" - at `$.")
+        cause, _, layout = str(err).partition(" - at `$.")
         missing = re.search(r"missing required field `(\w+)`", cause)
-        field = place.rstrip("`") or (missing[1] if missing else "")
+        field = layout.rstrip("`") or (missing[1] if missing else "")
         raise record.error(cause[:1].lower() + cause[1:], field) from err
     if sample.finish and sample.finish.upper() not in FinishReason.__members__:
         raise record.error(f"is {sample.finish!r}, no finish reason", "finish")

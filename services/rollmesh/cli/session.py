@@ -126,7 +126,7 @@ class Session:
             mesh = self._mesh()
             await interrupts.unless_stopped(stack.enter_async_context(mesh))
             watcher = Watcher(
-                mesh.place.gateway, mesh.place.access, mesh.place.run, recorder, self.clock, stall_s=run.stall_s
+                mesh.layout.gateway, mesh.layout.access, mesh.layout.run, recorder, self.clock, stall_s=run.stall_s
             )
             await stack.enter_async_context(watcher)
             self.view.follow(recorder)

@@ -12,7 +12,7 @@ from rollmesh.cli.config import load_train_config
 from rollmesh.cli.run_bus import run_bus
 from rollmesh.cli.run_folder import RunFolder
 from rollmesh.cli.samples import RewardLine, SampleLine, sample_lines
-from rollmesh.services.coordinator.audit_story import StoryLine, tell
+from rollmesh.services.coordinator.audit_history import StoryLine, tell
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import Reward, Task
 from rollmesh.services.coordinator.fact_codec import encode

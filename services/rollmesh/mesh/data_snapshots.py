@@ -10,7 +10,7 @@ import asyncio
 import logging
 from typing import Any
 
-from rollmesh.mesh.place import Place
+from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.shared.errors import MeshError, NotReady
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 class DataSnapshots:
     """Asks the data node that the coordinator knows of."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, layout: RunLayout) -> None:
+        self._place = layout
 
     async def __call__(self, ledger_position: int) -> bytes:
         """The state, not before `ledger_position`; empty, with a warning, if it can't be had in `TAKE_S_MAX`."""

@@ -27,8 +27,8 @@ import msgspec
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh import Mesh
 from rollmesh.mesh.parts import NATS, part_names
-from rollmesh.mesh.place import open_place
 from rollmesh.mesh.process_events import BAD_CONFIG, DISK_FULL, STOPPED
+from rollmesh.mesh.run_layout import open_place
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.config import load_config
@@ -180,8 +180,8 @@ def _check_parts(parts: Sequence[str], config: MeshConfig) -> None:
 
 async def _bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> str:
     """The URL of the run's embedded server, once that has a port. Raises BusUnavailable."""
-    place = open_place(config, run_dir=run_dir, base_dir=base_dir)
-    server = place.bus_server()
+    layout = open_place(config, run_dir=run_dir, base_dir=base_dir)
+    server = layout.bus_server()
     limit_s = config.bus.embedded.start_s
     try:
         async with asyncio.timeout(limit_s):
@@ -189,7 +189,7 @@ async def _bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> s
                 await asyncio.sleep(_POLL_S)
     except TimeoutError:
         raise BusUnavailable(
-            f"no nats-server has written its port into {place.run_dir / NATS} within {limit_s} s; host the part `nats`, "
+            f"no nats-server has written its port into {layout.run_dir / NATS} within {limit_s} s; host the part `nats`, "
             "or set bus.url"
         ) from None
     return url

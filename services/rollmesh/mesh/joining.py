@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.place import Place
+from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.mesh.security import SecurityConfig, open_access
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config import config_from_dict, load_config
@@ -71,7 +71,7 @@ class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
     overrides: tuple[str, ...] = ()
 
 
-async def open_joined(options: JoinOptions) -> tuple[Place, str]:
+async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
     """The place of a node and its id. Raises ConfigError, Unavailable, Unauthenticated, AlreadyExists."""
     if options.kind not in KINDS:
         raise ConfigError(f"there is no service `{options.kind}` to add; there are {', '.join(KINDS)}")
@@ -205,8 +205,10 @@ def _joined_config(told: pb.GetMeshResponse, options: JoinOptions, folder: Path)
     return load_config(MeshConfig, path, others)
 
 
-def _place(config: MeshConfig, told: pb.GetMeshResponse, access: Access, folder: Path, options: JoinOptions) -> Place:
-    return Place(
+def _place(
+    config: MeshConfig, told: pb.GetMeshResponse, access: Access, folder: Path, options: JoinOptions
+) -> RunLayout:
+    return RunLayout(
         config=config,
         run_dir=folder,
         base_dir=_base_dir(options, told),

@@ -32,7 +32,7 @@ from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.joined_nodes import keep_joined
 from rollmesh.mesh.observe import source_of
 from rollmesh.mesh.parts import Part, build_part, part_names
-from rollmesh.mesh.place import Place, open_place
+from rollmesh.mesh.run_layout import RunLayout, open_place
 from rollmesh.mesh.tuning import tune_process
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.shared.bus.bus import Bus
@@ -59,39 +59,39 @@ class Mesh:
         base_dir: Path = Path(),
         parts: Sequence[str] | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
-        place: Place | None = None,
+        layout: RunLayout | None = None,
         bus_url: str = "",
     ) -> None:
-        """`options` are keyword arguments for single parts' nodes, e.g. {"learner": {"at": observer}}; `place` is one that is known
+        """`options` are keyword arguments for single parts' nodes, e.g. {"learner": {"at": observer}}; `layout` is one that is known
         already, of a mesh on another host; `bus_url` is the embedded server that another process of the run hosts. ConfigError."""
-        self.place: Place = place or open_place(config, run_dir=run_dir, base_dir=base_dir)
+        self.layout: RunLayout = layout or open_place(config, run_dir=run_dir, base_dir=base_dir)
         self.nats: EmbeddedServer | None = None
         """The embedded server, unless the config names a cluster."""
         self._names = list(part_names(config)) if parts is None else list(parts)
         self._options = options or {}
         self._parts: dict[str, tuple[Part, Any]] = {}
         process = "mesh" if parts is None else "+".join(parts) or "nats"
-        self.telemetry = Telemetry(config.telemetry, folder=self.place.run_dir, process=process)
+        self.telemetry = Telemetry(config.telemetry, folder=self.layout.run_dir, process=process)
         """Traces and metrics, while the mesh is entered."""
         self._joined: asyncio.Task[None] | None = None
         """Keeps the list of joined nodes, beside the coordinator."""
         self._stack = AsyncExitStack()
         self._bus: Bus | None = None
-        self._bus_url = bus_url or self.place.config.bus.url
+        self._bus_url = bus_url or self.layout.config.bus.url
 
     @property
     def run(self) -> str:
-        return self.place.run
+        return self.layout.run
 
     @property
     def access(self) -> Access:
         """What a client needs to be let in."""
-        return self.place.access
+        return self.layout.access
 
     @property
     def gateway_address(self) -> str:
         """host:port of RunService."""
-        return self.place.gateway
+        return self.layout.gateway
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class Mesh:
             stack.push_async_callback(self._stop_all)
             for name in self._names:
                 if name == "learner":
-                    await create_run(self.place)
+                    await create_run(self.layout)
                 await self.start(name)
             self._stack = stack.pop_all()
         tune_process()
@@ -122,11 +122,11 @@ class Mesh:
 
     async def _connect(self, stack: AsyncExitStack) -> Bus:
         if self._bus_url:
-            bus = await JetStreamBus.connect(self._bus_url, login=self.place.bus_login())
+            bus = await JetStreamBus.connect(self._bus_url, login=self.layout.bus_login())
         else:
-            self.nats = self.place.bus_server()
+            self.nats = self.layout.bus_server()
             await stack.enter_async_context(self.nats)
-            bus = await JetStreamBus.connect(self.nats.url, login=self.place.bus_login())
+            bus = await JetStreamBus.connect(self.nats.url, login=self.layout.bus_login())
         stack.push_async_callback(bus.close)
         return bus
 
@@ -138,13 +138,13 @@ class Mesh:
             log_context(node=name, run=self.run),
             libraries_needed(name),
         ):  # the context is for whatever tasks the part starts
-            part = build_part(name, self.place, self._bus, **self._options.get(name, {}))
+            part = build_part(name, self.layout, self._bus, **self._options.get(name, {}))
             self._parts[name] = (part, await part.__aenter__())
         node = self._parts[name][1]
         if (source := source_of(name, node)) is not None:
             self.telemetry.add_source(name, source)
         if name == "coordinator" and self.telemetry.is_on:
-            self._joined = asyncio.create_task(keep_joined(node.fleet_nodes, self.place.run_dir), name="joined nodes")
+            self._joined = asyncio.create_task(keep_joined(node.fleet_nodes, self.layout.run_dir), name="joined nodes")
         return node
 
     async def stop(self, name: str) -> None:
@@ -206,16 +206,16 @@ class Mesh:
             yield name, part.failed() if name == "coordinator" else part.wait()
 
 
-async def create_run(place: Place, *, limit_s: float = CREATE_S_MAX) -> None:
+async def create_run(layout: RunLayout, *, limit_s: float = CREATE_S_MAX) -> None:
     """Makes the run at the coordinator, or goes on with it; settings that changed since are recorded in the ledger.
 
     Raises InvalidInput, RunExists, ChangeRefused; DeadlineExceeded if the coordinator does not answer within `limit_s`.
     """
-    settings = settings_of(place.config, place.run_dir)
-    known = recorded(place.run_dir)
+    settings = settings_of(layout.config, layout.run_dir)
+    known = recorded(layout.run_dir)
     changes = diff(known, settings) if known is not None else ()
-    spec = encode(place.config.run.spec(), events_pb2.RunSpec)
-    async with open_channel(place.coordinator, access=place.access) as channel:
+    spec = encode(layout.config.run.spec(), events_pb2.RunSpec)
+    async with open_channel(layout.coordinator, access=layout.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         with typed_errors():
             if changes:
@@ -225,4 +225,4 @@ async def create_run(place: Place, *, limit_s: float = CREATE_S_MAX) -> None:
             else:
                 await stub.CreateRun(run_pb2.CreateRunRequest(spec=spec), timeout=limit_s, wait_for_ready=True)
     if changes or known is None:
-        note_recorded(place.run_dir, settings)
+        note_recorded(layout.run_dir, settings)

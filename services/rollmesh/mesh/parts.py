@@ -14,7 +14,7 @@ import msgspec
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.data_snapshots import DataSnapshots
-from rollmesh.mesh.place import Place
+from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.jsonl_source import JsonlConfig
 from rollmesh.services.learner.config import TORCH_TRAINER, LearnerConfig
@@ -47,94 +47,94 @@ def part_names(config: MeshConfig) -> list[str]:
     ]
 
 
-def build_part(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+def build_part(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     """The part called `name`; `options` go to its node. Raises ConfigError for a config that cannot work."""
     kind = name.partition("-")[0]
     try:
-        part: Part = _BUILDERS[kind](name, place, bus, **options)
+        part: Part = _BUILDERS[kind](name, layout, bus, **options)
     except ValueError as err:  # of an engine or a trainer: it would be raised again at every restart
         raise ConfigError(f"{name}: {err}") from err
     return part
 
 
-def _coordinator(name: str, place: Place, bus: Bus, **options: Any) -> Part:
-    from rollmesh.mesh.offer import make_offer
+def _coordinator(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+    from rollmesh.mesh.mesh_description import describe_mesh
     from rollmesh.services.coordinator.node import CoordinatorNode
 
-    config = place.config.coordinator
-    config = msgspec.structs.replace(config, server=place.served_at(place.coordinator, config.server))
+    config = layout.config.coordinator
+    config = msgspec.structs.replace(config, server=layout.served_at(layout.coordinator, config.server))
     return CoordinatorNode(
-        config, folder=place.folder(name), access=place.access, bus=bus, offer=make_offer(place, bus), **options
+        config, folder=layout.folder(name), access=layout.access, bus=bus, offer=describe_mesh(layout, bus), **options
     )
 
 
-def _gateway(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+def _gateway(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.gateway.node import GatewayNode
 
-    config = place.config.gateway
-    config = msgspec.structs.replace(config, server=place.served_at(place.gateway, config.server))
+    config = layout.config.gateway
+    config = msgspec.structs.replace(config, server=layout.served_at(layout.gateway, config.server))
     return GatewayNode(
         config,
         node_id=name,
-        coordinator=place.coordinator,
-        access=place.access,
-        folder=place.folder(name),
+        coordinator=layout.coordinator,
+        access=layout.access,
+        folder=layout.folder(name),
         bus=bus,
         **options,
     )
 
 
-def _depot(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+def _depot(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.weights.node import DepotNode
 
-    config = place.config.depot
+    config = layout.config.depot
     config = msgspec.structs.replace(
         config,
-        directory=str(place.folder(config.directory)),
-        server=place.served_at(place.depot, config.server),
+        directory=str(layout.folder(config.directory)),
+        server=layout.served_at(layout.depot, config.server),
     )
-    return DepotNode(config, node_id=name, coordinator=place.coordinator, access=place.access, **options)
+    return DepotNode(config, node_id=name, coordinator=layout.coordinator, access=layout.access, **options)
 
 
-def _inference(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+def _inference(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.inference.node import InferenceNode
 
-    config = place.config.inference
+    config = layout.config.inference
     engine = dict(config.engine_options)
     if config.engine.endswith(":TorchEngine") and "model" not in engine:
-        engine["model"] = str(place.model_dir())
+        engine["model"] = str(layout.model_dir())
     config = msgspec.structs.replace(
-        config, directory=str(place.folder(name)), engine_options=engine, server=place.served(config.server)
+        config, directory=str(layout.folder(name)), engine_options=engine, server=layout.served(config.server)
     )
     return InferenceNode(
-        config, node_id=name, coordinator=place.coordinator, access=place.access, base_dir=place.base_dir, **options
+        config, node_id=name, coordinator=layout.coordinator, access=layout.access, base_dir=layout.base_dir, **options
     )
 
 
-def _sandbox(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+def _sandbox(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.sandbox.node import SandboxNode
 
     return SandboxNode(
-        place.config.sandbox,
+        layout.config.sandbox,
         node_id=name,
-        coordinator=place.coordinator,
-        access=place.access,
-        state_dir=place.folder(name),
-        **({"server": place.served()} | options),
+        coordinator=layout.coordinator,
+        access=layout.access,
+        state_dir=layout.folder(name),
+        **({"server": layout.served()} | options),
     )
 
 
-def _reward(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+def _reward(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.reward.node import RewardNode
 
     return RewardNode(
-        reward_config(place.config),
+        reward_config(layout.config),
         node_id=name,
-        coordinator=place.coordinator,
-        access=place.access,
-        base_dir=place.base_dir,
-        advantage=run_advantage(place.config),
-        **({"server": place.served()} | options),
+        coordinator=layout.coordinator,
+        access=layout.access,
+        base_dir=layout.base_dir,
+        advantage=run_advantage(layout.config),
+        **({"server": layout.served()} | options),
     )
 
 
@@ -163,74 +163,74 @@ def reward_config(config: MeshConfig) -> RewardConfig:
     return msgspec.structs.replace(config.reward, answer_files={**config.reward.answer_files, source.name: key})
 
 
-def _data(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+def _data(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.data.node import DataNode
     from rollmesh.services.data.snapshots import SnapshotFolder
 
-    config = place.config.data
+    config = layout.config.data
     if not config.seed:
-        config = msgspec.structs.replace(config, seed=place.config.run.seed)
+        config = msgspec.structs.replace(config, seed=layout.config.run.seed)
     return DataNode(
         config,
         node_id=name,
-        coordinator=place.coordinator,
-        access=place.access,
+        coordinator=layout.coordinator,
+        access=layout.access,
         bus=bus,
-        base_dir=place.base_dir,
-        snapshots=SnapshotFolder(place.folder(name), more=lambda: _states_in_checkpoints(place)),
-        **({"server": place.served()} | options),
+        base_dir=layout.base_dir,
+        snapshots=SnapshotFolder(layout.folder(name), more=lambda: _states_in_checkpoints(layout)),
+        **({"server": layout.served()} | options),
     )
 
 
-def _states_in_checkpoints(place: Place) -> list[Path]:
+def _states_in_checkpoints(layout: RunLayout) -> list[Path]:
     """What the learner's checkpoints hold of the data service, newest first; empty if they lie on another host."""
-    return [path / SNAPSHOT_NAME for path in reversed(list_checkpoints(place.run_dir / "checkpoints"))]
+    return [path / SNAPSHOT_NAME for path in reversed(list_checkpoints(layout.run_dir / "checkpoints"))]
 
 
-def _rollout(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+def _rollout(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.rollout.node import RolloutNode
 
-    config = rollout_config(place.config)
+    config = rollout_config(layout.config)
     if not config.model_dir:
-        config = msgspec.structs.replace(config, model_dir=str(place.model_dir()))
+        config = msgspec.structs.replace(config, model_dir=str(layout.model_dir()))
     return RolloutNode(
         config,
         node_id=name,
-        coordinator=place.coordinator,
-        access=place.access,
+        coordinator=layout.coordinator,
+        access=layout.access,
         bus=bus,
-        base_dir=place.base_dir,
+        base_dir=layout.base_dir,
         **options,
     )
 
 
-def _learner(name: str, place: Place, bus: Bus, **options: Any) -> Part:
+def _learner(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.learner.node import LearnerNode
     from rollmesh.shared.clients.trainer import RunAddress
 
-    run = place.config.run
+    run = layout.config.run
     where = RunAddress(
-        address=place.gateway, access=place.access, run=place.run, policy=run.policy, learner=run.learner
+        address=layout.gateway, access=layout.access, run=layout.run, policy=run.policy, learner=run.learner
     )
     return LearnerNode(
-        learner_config(place),
+        learner_config(layout),
         where,
-        coordinator=place.coordinator,
+        coordinator=layout.coordinator,
         node_id=name,
-        base_dir=place.base_dir,
-        **{"data_snapshot": DataSnapshots(place), **options},
+        base_dir=layout.base_dir,
+        **{"data_snapshot": DataSnapshots(layout), **options},
     )
 
 
-def learner_config(place: Place) -> LearnerConfig:
+def learner_config(layout: RunLayout) -> LearnerConfig:
     """The learner's config with the run's folder, model and seed filled in."""
-    config = place.config.learner
+    config = layout.config.learner
     return msgspec.structs.replace(
         config,
-        directory=str(place.run_dir),
-        model=config.model or (str(place.model_dir()) if place.config.model else ""),
-        seed=config.seed or place.config.run.seed,
-        reward_weights=place.config.reward.weights,
+        directory=str(layout.run_dir),
+        model=config.model or (str(layout.model_dir()) if layout.config.model else ""),
+        seed=config.seed or layout.config.run.seed,
+        reward_weights=layout.config.reward.weights,
     )
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol, Self
 
-from rollmesh.mesh.place import Place
+from rollmesh.mesh.run_layout import RunLayout
 
 
 class RunningMesh(Protocol):
     """A run that is going on."""
 
     @property
-    def place(self) -> Place:
+    def layout(self) -> RunLayout:
         """Folder, addresses and secret of the run."""
         ...
 

@@ -10,7 +10,7 @@ workers, the other services, coordinator, nats; each within `stop_s`. A config t
 
 Enter it in a thread that lives as long as the mesh, best the main one: the kernel kills every process when that thread ends, and
 what they started with them (nats-server, sandboxes, workers). So nothing is left after kill -9 of this process.
-Collaborators: `child` (one process's life), `place`, `run_lock`, `host` (what runs in each process).
+Collaborators: `child` (one process's life), `layout`, `run_lock`, `host` (what runs in each process).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rollmesh.mesh.child_log import ChildLog
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh import create_run
 from rollmesh.mesh.parts import NATS, part_names
-from rollmesh.mesh.place import Place, open_place
 from rollmesh.mesh.process_events import FILE, ProcessEvent, ProcessLog
+from rollmesh.mesh.run_layout import RunLayout, open_place
 from rollmesh.mesh.run_lock import owned
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.config import to_yaml
@@ -70,7 +70,7 @@ class Supervisor:
 
         `holds_lock`: the caller holds `run_lock.owned` of the run folder, because it writes there before the mesh starts.
         """
-        self.place: Place = open_place(config, run_dir=run_dir, base_dir=base_dir)
+        self.layout: RunLayout = open_place(config, run_dir=run_dir, base_dir=base_dir)
         self._hosts = hosts or {part: (part,) for part in (all_parts(config) if parts is None else parts)}
         self._command = command
         self._environment = {**os.environ, "PYTHONFAULTHANDLER": "1", **(environment or {})}
@@ -105,15 +105,15 @@ class Supervisor:
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
             if not self._holds_lock:
-                stack.enter_context(owned(self.place.run_dir))
+                stack.enter_context(owned(self.layout.run_dir))
             await self._until_addresses_are_free()
             self._write_config()
-            events = ProcessLog(self.place.run_dir / FILE, clock=self._clock, on_event=self._on_event)
+            events = ProcessLog(self.layout.run_dir / FILE, clock=self._clock, on_event=self._on_event)
             stack.push_async_callback(self._stop_all)
             for name in self._hosts:
                 self._start(name, events)
             if self._has_learner():
-                await self._unless_failed(create_run(self.place, limit_s=self.place.config.processes.start_s))
+                await self._unless_failed(create_run(self.layout, limit_s=self.layout.config.processes.start_s))
             self._stack = stack.pop_all()
         return self
 
@@ -124,33 +124,33 @@ class Supervisor:
 
     async def _until_addresses_are_free(self) -> None:
         """Waits for the processes of a former life to be gone; AddressTaken for anybody else's."""
-        place, deadline_s = self.place, self._clock.monotonic_s() + _LEFTOVER_S_MAX
-        for name, address in fixed_addresses(place).items():
+        layout, deadline_s = self.layout, self._clock.monotonic_s() + _LEFTOVER_S_MAX
+        for name, address in fixed_addresses(layout).items():
             host, _, port = address.rpartition(":")
             while is_taken(host, int(port)):
                 if self._clock.monotonic_s() > deadline_s:
                     raise AddressTaken(
                         f"{name} cannot listen on {address}: {owner_of(int(port))} has the port; stop it, or remove "
-                        f"{place.run_dir / ('nats/port' if name == NATS else 'addresses.json')} to take another port",
+                        f"{layout.run_dir / ('nats/port' if name == NATS else 'addresses.json')} to take another port",
                         address=address,
                     )
                 await self._clock.sleep(_POLL_S)
 
     def _write_config(self) -> None:
         """The config as the hosts read it: without what only the command line knows of."""
-        config = self.place.config
+        config = self.layout.config
         plain = MeshConfig(**{name: getattr(config, name) for name in MeshConfig.__struct_fields__})
-        path = self.place.run_dir / CONFIG_FILE
+        path = self.layout.run_dir / CONFIG_FILE
         path.write_text(to_yaml(plain), encoding="utf-8")
 
     def _start(self, name: str, events: ProcessLog) -> None:
-        config, run_dir = self.place.config.processes, self.place.run_dir
+        config, run_dir = self.layout.config.processes, self.layout.run_dir
         child = self._children[name] = Child(
             name,
             [
                 *self._command,
                 *("--run-dir", str(run_dir), "--config", str(run_dir / CONFIG_FILE)),
-                *("--base-dir", str(self.place.base_dir), "--stop-s", str(config.stop_s)),
+                *("--base-dir", str(self.layout.base_dir), "--stop-s", str(config.stop_s)),
                 *("--parts", ",".join(self._hosts[name])),
             ],
             environment=self._environment,
@@ -209,10 +209,10 @@ class Supervisor:
             await asyncio.wait([self._tasks[name] for name in names])
 
 
-def fixed_addresses(place: Place) -> dict[str, str]:
+def fixed_addresses(layout: RunLayout) -> dict[str, str]:
     """host:port of those parts that keep theirs over restarts."""
-    found = {"coordinator": place.coordinator, "gateway": place.gateway, "depot": place.depot}
-    nats = place.bus_server().known_url() if not place.config.bus.url else ""
+    found = {"coordinator": layout.coordinator, "gateway": layout.gateway, "depot": layout.depot}
+    nats = layout.bus_server().known_url() if not layout.config.bus.url else ""
     return {**found, **({NATS: nats.partition("://")[2]} if nats else {})}
 
 

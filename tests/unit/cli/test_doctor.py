@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli import doctor
 from rollmesh.cli.__main__ import app
-from rollmesh.sandbox_runtime import walls
+from rollmesh.sandbox_runtime import mechanisms
 
 
 def test_findings_of_this_host_as_json() -> None:
@@ -18,8 +18,8 @@ def test_findings_of_this_host_as_json() -> None:
     found = {finding["name"]: finding for finding in said["findings"]}
     assert (done.exit_code == 0) == said["fit"]
     assert {
-        walls.SECCOMP,
-        walls.MOUNT_NAMESPACE,
+        mechanisms.SECCOMP,
+        mechanisms.MOUNT_NAMESPACE,
         "nats-server",
         "torch",
         "libseccomp",
@@ -29,7 +29,7 @@ def test_findings_of_this_host_as_json() -> None:
         "openssl",
         "extra telemetry",
     } <= set(found)
-    assert found[walls.SECCOMP]["required"]
+    assert found[mechanisms.SECCOMP]["required"]
     assert found["driver jail"]["holds"] == said["fit"]
     assert {"driver landlock", "driver none"} <= set(found)
     assert all(finding["remedy"] for finding in said["findings"] if not finding["holds"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.closing import closing_words
+from rollmesh.cli.final_summary import closing_words
 from rollmesh.cli.results import write_results
 from rollmesh.cli.series import Point, Series
 from rollmesh.cli.summary import learner_seconds, milestones, summarise

@@ -7,6 +7,7 @@ from typing import Any
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
+from rollmesh.services.coordinator.core.decision_context import DrawTasks, FinalizeGroup, Reply
 from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.core.records import (
     GroupDecision,
@@ -18,7 +19,6 @@ from rollmesh.services.coordinator.core.records import (
     Task,
     Version,
 )
-from rollmesh.services.coordinator.core.turn import DrawTasks, FinalizeGroup, Reply
 from rollmesh.services.coordinator.ledger import StoredRecord
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}

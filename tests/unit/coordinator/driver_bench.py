@@ -11,9 +11,9 @@ from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.decision_context import CancelEpisodes
 from rollmesh.services.coordinator.core.records import RunSpec, Version
 from rollmesh.services.coordinator.core.state import State
-from rollmesh.services.coordinator.core.turn import CancelEpisodes
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects
 from rollmesh.services.coordinator.ledger import Ledger, read_ledger

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from rollmesh.services.coordinator.audit import Audit
+from rollmesh.services.coordinator.audit_history import tell
 from rollmesh.services.coordinator.audit_report import AuditReport
-from rollmesh.services.coordinator.audit_story import tell
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import BoundPolicy, SampleEnd, StepSpan
 from rollmesh.services.coordinator.ledger import StoredRecord

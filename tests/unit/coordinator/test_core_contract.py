@@ -10,6 +10,7 @@ import pytest
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.decision_context import DeadLetter, Refusal
 from rollmesh.services.coordinator.core.records import (
     DroppedSample,
     GroupDecision,
@@ -22,7 +23,6 @@ from rollmesh.services.coordinator.core.records import (
     Version,
 )
 from rollmesh.services.coordinator.core.state import GroupPhase
-from rollmesh.services.coordinator.core.turn import DeadLetter, Refusal
 from rollmesh.shared.digest import next_digest
 
 from .core_run import NAMES, CoreRun

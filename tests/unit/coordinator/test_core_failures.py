@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.turn import DeadLetter
-from rollmesh.services.coordinator.questions import dead_letter
+from rollmesh.services.coordinator.core.decision_context import DeadLetter
+from rollmesh.services.coordinator.messages_out import dead_letter
 from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.services.coordinator.wire import TRACEBACK_CHARS_MAX, episode_report
 from rollmesh.shared.ledger_head import LedgerHead

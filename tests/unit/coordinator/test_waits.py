@@ -8,9 +8,9 @@ import pytest
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.fleet import Fleet, NodeKind, WeightGoal
 from rollmesh.services.coordinator.core.records import Version
-from rollmesh.services.coordinator.core.turn import Turn
 from rollmesh.services.coordinator.core.waits import Wait, chain, in_words
 
 from .core_run import CoreRun
@@ -68,7 +68,7 @@ class Scene:
         self.run.ask(i.ReportEpisodes, node_id="rollout-0", reports=reports)
 
     def links(self, reward_trouble: str = "") -> list[Wait]:
-        turn = Turn(self.run.core.state, self.run.core.volatile, self.run.now)
+        turn = DecisionContext(self.run.core.state, self.run.core.volatile, self.run.now)
         return chain(turn, self.fleet, reward_trouble)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.parts import build_part
-from rollmesh.mesh.place import open_place
+from rollmesh.mesh.run_layout import open_place
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.memory_bus import MemoryBus
@@ -29,6 +29,6 @@ def config(folder: Path) -> MeshConfig:
 
 
 def test_a_model_that_the_engine_rejects_is_a_configuration_error(tmp_path: Path) -> None:
-    place = open_place(config(tmp_path), run_dir=tmp_path / "run", base_dir=tmp_path)
+    layout = open_place(config(tmp_path), run_dir=tmp_path / "run", base_dir=tmp_path)
     with pytest.raises(ConfigError, match="inference-0: model_type 'odd' is not supported"):
-        build_part("inference-0", place, MemoryBus())
+        build_part("inference-0", layout, MemoryBus())

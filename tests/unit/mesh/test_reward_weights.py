@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.parts import learner_config, reward_config, run_advantage
-from rollmesh.mesh.place import Place
+from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.services.learner.engines.recipe import resolve_recipe
 from rollmesh.services.reward.config import build_engine
 from rollmesh.services.reward.servicer import RewardServicer
@@ -81,6 +81,6 @@ def test_weights_at_the_learner_are_rejected() -> None:
         config_from_dict(MeshConfig, {"learner": {"reward_weights": {"correct": 1.0}}})
 
 
-def _place(config: MeshConfig) -> Place:
+def _place(config: MeshConfig) -> RunLayout:
     here = {"coordinator": "localhost:1", "gateway": "localhost:2", "depot": "localhost:3"}
-    return Place(config=config, base_dir=Path(), run_dir=Path("run"), access=Access(token="t"), **here)
+    return RunLayout(config=config, base_dir=Path(), run_dir=Path("run"), access=Access(token="t"), **here)

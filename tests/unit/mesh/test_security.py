@@ -11,7 +11,7 @@ import pytest
 from rollmesh.cli.certs import make_certificates
 from rollmesh.cli.config import TrainConfig
 from rollmesh.mesh import MeshConfig
-from rollmesh.mesh.place import open_place
+from rollmesh.mesh.run_layout import open_place
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.config import config_from_dict, to_yaml
 from rollmesh.shared.errors import ConfigError
@@ -81,17 +81,17 @@ def test_what_listens_everywhere_tells_the_advertised_host_and_keeps_its_ports(t
         MeshConfig,
         {"security": ALL, "network": EVERYWHERE, "gateway": {"server": {"address": "127.0.0.1:7000"}}},
     )
-    place = open_place(config, run_dir=tmp_path / "run", base_dir=files)
-    assert place.coordinator.startswith("mesh-a:")
-    assert place.gateway == "127.0.0.1:7000"
-    served = place.served_at(place.coordinator, config.coordinator.server)
-    assert served.address == place.coordinator.replace("mesh-a", "0.0.0.0")
+    layout = open_place(config, run_dir=tmp_path / "run", base_dir=files)
+    assert layout.coordinator.startswith("mesh-a:")
+    assert layout.gateway == "127.0.0.1:7000"
+    served = layout.served_at(layout.coordinator, config.coordinator.server)
+    assert served.address == layout.coordinator.replace("mesh-a", "0.0.0.0")
     assert served.advertise == "mesh-a"
-    assert place.served() == ServerConfig(address="0.0.0.0:0", advertise="mesh-a")
-    assert place.bus_server().known_url() == ""
+    assert layout.served() == ServerConfig(address="0.0.0.0:0", advertise="mesh-a")
+    assert layout.bus_server().known_url() == ""
     moved = config_from_dict(MeshConfig, {"security": ALL, "network": {"host": "0.0.0.0", "advertise": "localhost"}})
     again = open_place(moved, run_dir=tmp_path / "run", base_dir=files)
-    assert again.coordinator == place.coordinator.replace("mesh-a", "localhost")
+    assert again.coordinator == layout.coordinator.replace("mesh-a", "localhost")
     assert not (tmp_path / "run" / "token").exists()
 
 
@@ -140,9 +140,9 @@ def test_a_cluster_s_login_comes_from_its_file_and_is_in_no_config(tmp_path: Pat
     (tmp_path / "nats-login").write_text(f"me:{password}\n")
     bus = {"url": "nats://127.0.0.1:4222", "login_file": "nats-login"}
     config = config_from_dict(MeshConfig, {"bus": bus})
-    place = open_place(config, run_dir=tmp_path / "run", base_dir=tmp_path)
-    assert place.bus_login() == BusLogin(user="me", password=password)
+    layout = open_place(config, run_dir=tmp_path / "run", base_dir=tmp_path)
+    assert layout.bus_login() == BusLogin(user="me", password=password)
     assert password not in to_yaml(config)
-    assert password not in repr(place)
-    assert place.access.token not in repr(place)
+    assert password not in repr(layout)
+    assert layout.access.token not in repr(layout)
     assert "token" not in json.loads((tmp_path / "run" / "addresses.json").read_text())

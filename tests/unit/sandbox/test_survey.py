@@ -8,23 +8,25 @@ from collections.abc import Mapping
 
 import pytest
 
-from rollmesh.sandbox_runtime import probe, walls
-from rollmesh.services.sandbox import survey
+from rollmesh.sandbox_runtime import mechanisms, probe
+from rollmesh.services.sandbox import capability_probe
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.shared.errors import SandboxFailed
 
 
 def standing_but(monkeypatch: pytest.MonkeyPatch, missing: Mapping[str, str]) -> None:
     """A host on which all walls stand but these."""
-    found = dict.fromkeys(walls.WALLS, "") | dict(missing)
-    monkeypatch.setattr(survey, "_tried", lambda _python, _user: found)
-    monkeypatch.setattr(survey, "_groups", lambda _config, _user: {name: found[name] for name in walls.CGROUPS})
+    found = dict.fromkeys(mechanisms.WALLS, "") | dict(missing)
+    monkeypatch.setattr(capability_probe, "_tried", lambda _python, _user: found)
+    monkeypatch.setattr(
+        capability_probe, "_groups", lambda _config, _user: {name: found[name] for name in mechanisms.CGROUPS}
+    )
 
 
 def test_a_missing_required_wall_is_named_with_its_loss_and_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    standing_but(monkeypatch, {walls.NETWORK_NAMESPACE: "[Errno 1] refused"})
+    standing_but(monkeypatch, {mechanisms.NETWORK_NAMESPACE: "[Errno 1] refused"})
     with pytest.raises(SandboxFailed) as raised:
-        survey.plan(SandboxConfig())
+        capability_probe.plan(SandboxConfig())
     for part in (
         "'network namespace'",
         "refused",
@@ -36,12 +38,12 @@ def test_a_missing_required_wall_is_named_with_its_loss_and_remedy(monkeypatch: 
 
 
 def test_a_wall_that_others_rest_on_has_no_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    standing_but(monkeypatch, {walls.PID_NAMESPACE: "refused"})
+    standing_but(monkeypatch, {mechanisms.PID_NAMESPACE: "refused"})
     with pytest.raises(SandboxFailed, match="CAP_SYS_ADMIN") as raised:
-        survey.plan(SandboxConfig())
+        capability_probe.plan(SandboxConfig())
     assert "sandbox.without" not in raised.value.message
     with pytest.raises(ValueError, match="can't be given up"):
-        SandboxConfig(without=(walls.PID_NAMESPACE,))
+        SandboxConfig(without=(mechanisms.PID_NAMESPACE,))
 
 
 def test_an_unknown_wall_is_refused_with_those_that_exist() -> None:
@@ -52,32 +54,32 @@ def test_an_unknown_wall_is_refused_with_those_that_exist() -> None:
 def test_a_wall_given_up_is_logged_and_not_raised(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    standing_but(monkeypatch, {walls.SECCOMP: "no libseccomp"})
+    standing_but(monkeypatch, {mechanisms.SECCOMP: "no libseccomp"})
     with caplog.at_level(logging.WARNING):
-        blueprint = survey.plan(SandboxConfig(without=(walls.SECCOMP, walls.LANDLOCK)))
-    assert not {walls.SECCOMP, walls.LANDLOCK} & blueprint.walls
+        blueprint = capability_probe.plan(SandboxConfig(without=(mechanisms.SECCOMP, mechanisms.LANDLOCK)))
+    assert not {mechanisms.SECCOMP, mechanisms.LANDLOCK} & blueprint.walls
     assert blueprint.seccomp_filter == b""
     assert "gives up seccomp: the kernel's whole surface lies open" in caplog.text
 
 
 def test_optional_walls_are_raised_where_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    standing_but(monkeypatch, {walls.MEMORY_CGROUP: "not writable"})
-    raised = survey.plan(SandboxConfig()).walls
-    assert walls.LANDLOCK in raised
-    assert walls.MEMORY_CGROUP not in raised
+    standing_but(monkeypatch, {mechanisms.MEMORY_CGROUP: "not writable"})
+    raised = capability_probe.plan(SandboxConfig()).walls
+    assert mechanisms.LANDLOCK in raised
+    assert mechanisms.MEMORY_CGROUP not in raised
 
 
 def test_blueprint_travels_unchanged() -> None:
-    made = walls.Blueprint(walls=frozenset({walls.SECCOMP}), seccomp_filter=bytes(range(8)))
-    assert walls.blueprint_from_message(made.as_message()) == made
+    made = mechanisms.IsolationPlan(walls=frozenset({mechanisms.SECCOMP}), seccomp_filter=bytes(range(8)))
+    assert mechanisms.blueprint_from_message(made.as_message()) == made
 
 
 def test_the_probe_answers_for_every_wall_of_the_kernel() -> None:
-    found = {standing.wall.name: standing for standing in survey.survey(SandboxConfig())}
-    moot = walls.USER_NAMESPACE if os.geteuid() == 0 else walls.OWN_UID
-    assert set(found) == set(walls.WALLS) - {moot}
-    assert found[walls.NO_NEW_PRIVILEGES].stands
-    assert found[walls.RLIMITS].stands
+    found = {standing.wall.name: standing for standing in capability_probe.survey(SandboxConfig())}
+    moot = mechanisms.USER_NAMESPACE if os.geteuid() == 0 else mechanisms.OWN_UID
+    assert set(found) == set(mechanisms.WALLS) - {moot}
+    assert found[mechanisms.NO_NEW_PRIVILEGES].stands
+    assert found[mechanisms.RLIMITS].stands
 
 
 def test_a_probe_that_fails_any_way_is_a_wall_that_does_not_stand() -> None:

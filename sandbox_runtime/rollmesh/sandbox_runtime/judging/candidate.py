@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from rollmesh.sandbox_runtime.surroundings import private_dir
+from rollmesh.sandbox_runtime.process_env import private_dir
 
 MODULE = "solution"
 """Name under which the candidate's file is imported, whatever the file is called."""

@@ -22,8 +22,8 @@ import sys
 from types import ModuleType
 from typing import NoReturn
 
+from rollmesh.sandbox_runtime.process_env import is_alone, private_dir
 from rollmesh.sandbox_runtime.stdin_file import stdin_file
-from rollmesh.sandbox_runtime.surroundings import is_alone, private_dir
 
 _DESCRIPTORS_MAX = 1024
 

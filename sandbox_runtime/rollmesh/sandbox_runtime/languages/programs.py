@@ -18,8 +18,8 @@ from rollmesh.sandbox_runtime.languages.build_folder import build_folder
 from rollmesh.sandbox_runtime.languages.port import Reply
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.output import Capture, Emit
+from rollmesh.sandbox_runtime.process_env import private_dir
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.sandbox_runtime.surroundings import private_dir
 
 _BINARY = "program"
 _NODE_ADDRESS_SPACE_BYTES = 1 << 30

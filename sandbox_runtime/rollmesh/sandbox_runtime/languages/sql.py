@@ -17,8 +17,8 @@ from rollmesh.sandbox_runtime.languages.forked import run_forked
 from rollmesh.sandbox_runtime.languages.port import Refused, Reply
 from rollmesh.sandbox_runtime.languages.table import table_reply
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.sandbox_runtime.process_env import private_dir
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.sandbox_runtime.surroundings import private_dir
 
 MODULES = {"sqlite": "_sqlite3", "duckdb": "duckdb"}
 _IN_MEMORY = ":memory:"

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from rollmesh.sandbox_runtime.languages import children
 from rollmesh.sandbox_runtime.output import Capture
-from rollmesh.sandbox_runtime.surroundings import private_dir
+from rollmesh.sandbox_runtime.process_env import private_dir
 
 _ROWS, _COLUMNS = 40, 120
 _TIOCGPTN = 0x80045430

@@ -129,7 +129,7 @@ def _subject(config: Path | None, resume: Path | None, overrides: list[str]) -> 
 
 
 def _finish(summary: Summary, as_json: bool) -> None:
-    from rollmesh.cli.closing import closing_words
+    from rollmesh.cli.final_summary import closing_words
     from rollmesh.cli.summary import encode_summary
 
     typer.echo(encode_summary(summary).decode() if as_json else closing_words(summary), nl=False)

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollmesh.services.coordinator.audit_books import Books
 from rollmesh.services.coordinator.audit_chain import Chain, StoredHead
 from rollmesh.services.coordinator.audit_changes import Changes
 from rollmesh.services.coordinator.audit_checkpoint import check_checkpoint
+from rollmesh.services.coordinator.audit_conservation import Books
+from rollmesh.services.coordinator.audit_history import StoryLine, tell
 from rollmesh.services.coordinator.audit_payloads import Payloads
 from rollmesh.services.coordinator.audit_report import (
     REMEDIES,
@@ -28,7 +29,6 @@ from rollmesh.services.coordinator.audit_report import (
     PayloadCounts,
     SampleAccounts,
 )
-from rollmesh.services.coordinator.audit_story import StoryLine, tell
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved

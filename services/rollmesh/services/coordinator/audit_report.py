@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.services.coordinator.audit_story import StoryLine
+from rollmesh.services.coordinator.audit_history import StoryLine
 
 REMEDIES = {
     "chain": "restore RM_<run>_LEDGER from a replica or a backup that contains every stored head, and do not resume the run before",

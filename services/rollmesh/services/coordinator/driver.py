@@ -22,8 +22,8 @@ from rollmesh.services.coordinator.callers import Callers, Look, Question
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
+from rollmesh.services.coordinator.core.decision_context import Effect, EphemeralState, Refusal, Reply
 from rollmesh.services.coordinator.core.fleet import WeightGoal
-from rollmesh.services.coordinator.core.turn import Effect, Refusal, Reply, Volatile
 from rollmesh.services.coordinator.effects import Effects
 from rollmesh.services.coordinator.goals import weight_goal
 from rollmesh.services.coordinator.ledger import Ledger
@@ -96,9 +96,9 @@ class RunDriver(Callers):
         return self.goal is not None and not self.goal.ended
 
     @property
-    def trouble(self) -> str:
+    def last_error(self) -> str:
         """Why groups could not be finalised the last time."""
-        return self._effects.trouble
+        return self._effects.last_error
 
     async def start(self) -> Recovered:
         """Begin with the stored state, which is returned. Raises Internal if a bug prevents that."""
@@ -117,7 +117,7 @@ class RunDriver(Callers):
         try:
             recovered = await self._restore()
             self._ledger.head = recovered.head
-            self._core.state, self._core.volatile = recovered.state, Volatile()
+            self._core.state, self._core.volatile = recovered.state, EphemeralState()
             now = self._clock.monotonic_s()
             failed = self._core.fail(bug, now) if bug else Decision((), ())
             resumed = self._core.resume(now)

@@ -14,9 +14,15 @@ from typing import Any, Protocol
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.decision_context import (
+    CancelEpisodes,
+    DeadLetter,
+    DrawTasks,
+    Effect,
+    FinalizeGroup,
+)
 from rollmesh.services.coordinator.core.records import GroupDecision, Purpose, RunSpec
-from rollmesh.services.coordinator.core.turn import CancelEpisodes, DeadLetter, DrawTasks, Effect, FinalizeGroup
-from rollmesh.services.coordinator.questions import (
+from rollmesh.services.coordinator.messages_out import (
     dead_letter,
     finalize_request,
     group_decided,
@@ -74,7 +80,7 @@ class Effects:
         self._places = asyncio.Semaphore(limits.calls_max)
         self._tasks: set[asyncio.Task[None]] = set()
         self._draws_failed = 0
-        self.trouble = ""
+        self.last_error = ""
         """Why no group could be finalised the last time; empty once one was."""
 
     def perform(self, effect: Effect, position: int) -> None:
@@ -163,11 +169,11 @@ class Effects:
             try:
                 async with self._places:
                     answer = await self._outside.finalize_group(request)
-                self.trouble = ""
+                self.last_error = ""
                 await self._inbox.post(group_decided(effect.group, answer))
                 return
             except MeshError as error:
-                self.trouble = str(error)
+                self.last_error = str(error)
                 level = logging.WARNING if num_failed % 10 == 9 else logging.DEBUG
                 _log.log(level, "group %s is not finalised yet: %s", effect.group, error)
                 num_rejected += isinstance(error, InfraFailure) or not error.retryable

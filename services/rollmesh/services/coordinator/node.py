@@ -20,8 +20,8 @@ from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core.fleet import Fleet
 from rollmesh.services.coordinator.dead_letters import DeadLetters
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
-from rollmesh.services.coordinator.offer import MeshFacts, MeshOffer
-from rollmesh.services.coordinator.outgoing import Outgoing
+from rollmesh.services.coordinator.mesh_description import MeshDescriber, MeshDescription
+from rollmesh.services.coordinator.peers import Outgoing
 from rollmesh.services.coordinator.run_servicer import RunServicer
 from rollmesh.services.coordinator.run_storage import RunStorage
 from rollmesh.services.coordinator.runs import Runs
@@ -53,7 +53,7 @@ class CoordinatorNode:
         bus_url: str = "",
         clock: Clock | None = None,
         ids: IdSource | None = None,
-        offer: MeshOffer | None = None,
+        offer: MeshDescription | None = None,
     ) -> None:
         """`offer` is what GetMesh tells; without it nodes are configured by hand."""
         assert (bus is None) != (not bus_url), "a bus or the URL of one"
@@ -150,7 +150,7 @@ class CoordinatorNode:
 
     def _add_services(self, runs: Runs, keeper: FleetKeeper, outgoing: Outgoing, dead: DeadLetters) -> None:
         limit_s = self._config.server.deadline_s
-        mesh = MeshFacts(self._offer, runs, keeper)
+        mesh = MeshDescriber(self._offer, runs, keeper)
         coordinator = CoordinatorServicer(runs, keeper, self._clock, deadline_s=limit_s, mesh=mesh)
         add_coordinator = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
         self._server.add(add_coordinator, coordinator, limits=RECORDED)

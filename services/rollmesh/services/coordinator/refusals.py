@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.services.coordinator.core.turn import Refusal
+from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.shared import errors
 
 BY_REASON: dict[str, type[errors.MeshError]] = {

@@ -13,8 +13,8 @@ from rollmesh.services.coordinator.dead_letters import DeadLetters
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import decode, encode_into
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
-from rollmesh.services.coordinator.offer import MeshFacts
-from rollmesh.services.coordinator.outgoing import Outgoing
+from rollmesh.services.coordinator.mesh_description import MeshDescriber
+from rollmesh.services.coordinator.peers import Outgoing
 from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.watchdog import read_chain
@@ -37,7 +37,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         keeper: FleetKeeper,
         outgoing: Outgoing,
         dead: DeadLetters,
-        mesh: MeshFacts,
+        mesh: MeshDescriber,
         *,
         clock: Clock,
         deadline_s: float,
@@ -214,7 +214,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
             if core.state.spec is None:
                 raise UnknownRun("the run has streams but no beginning; CreateRun again")
             state = run_state(core, head)
-            links = read_chain(core, self._keeper.fleet, self._clock, driver.trouble)
+            links = read_chain(core, self._keeper.fleet, self._clock, driver.last_error)
             state.chain.extend(pb.Wait(who=link.who, what=link.what) for link in links)
             state.idle_s = 0.0 if core.state.ended else core.idle_s(self._clock.monotonic_s())
             return state

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.decision_context import FailedAttempts
 from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import (
     Accounts,
@@ -14,7 +15,6 @@ from rollmesh.services.coordinator.core.state import (
     GroupState,
     State,
 )
-from rollmesh.services.coordinator.core.turn import FailedAttempts
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.v1 import run_pb2 as pb
 

@@ -14,8 +14,8 @@ from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import known_member
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper, NodeStream
 from rollmesh.services.coordinator.lease_names import from_wire, to_wire
+from rollmesh.services.coordinator.mesh_description import MeshDescriber
 from rollmesh.services.coordinator.metrics import ACQUIRE_SECONDS
-from rollmesh.services.coordinator.offer import MeshFacts
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, Unimplemented, UnknownRun
@@ -31,7 +31,9 @@ REPORTS_MAX = 4096
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     """The inside of the mesh."""
 
-    def __init__(self, runs: Runs, keeper: FleetKeeper, clock: Clock, *, deadline_s: float, mesh: MeshFacts) -> None:
+    def __init__(
+        self, runs: Runs, keeper: FleetKeeper, clock: Clock, *, deadline_s: float, mesh: MeshDescriber
+    ) -> None:
         """`deadline_s` is the server's limit for a call without a deadline of its own."""
         self._deadline_s = deadline_s
         self._runs = runs

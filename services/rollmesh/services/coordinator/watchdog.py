@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.fleet import Fleet
-from rollmesh.services.coordinator.core.turn import Turn
 from rollmesh.services.coordinator.core.waits import Wait, chain, in_words
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
@@ -31,7 +31,7 @@ class Run(Protocol):
     run: str
 
     @property
-    def trouble(self) -> str: ...
+    def last_error(self) -> str: ...
 
     async def post(self, request: i.Input) -> None: ...
 
@@ -72,9 +72,11 @@ class Watchdog:
     def _if_stalled(self, core: Core, _: LedgerHead) -> list[Wait]:
         if core.state.spec is None or not core.is_stalled(self._clock.monotonic_s()):
             return []
-        return read_chain(core, self._fleet, self._clock, self._run.trouble) or [Wait("run", "waits for nobody known")]
+        return read_chain(core, self._fleet, self._clock, self._run.last_error) or [
+            Wait("run", "waits for nobody known")
+        ]
 
 
-def read_chain(core: Core, fleet: Fleet, clock: Clock, trouble: str) -> list[Wait]:
+def read_chain(core: Core, fleet: Fleet, clock: Clock, last_error: str) -> list[Wait]:
     """The chain of a run as it is now."""
-    return chain(Turn(core.state, core.volatile, clock.monotonic_s()), fleet, trouble)
+    return chain(DecisionContext(core.state, core.volatile, clock.monotonic_s()), fleet, last_error)

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from rollmesh.services.inference.config import InferenceConfig
-from rollmesh.services.inference.continuations import Continuations
 from rollmesh.services.inference.engine import EngineBroken, ScoreResult
+from rollmesh.services.inference.generate_stream import Continuations
 from rollmesh.services.inference.state import NodeState, mismatch
 from rollmesh.shared.codec.arrays import decode_ints, encode_floats
 from rollmesh.shared.codec.failure import decode_failure

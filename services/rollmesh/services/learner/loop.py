@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 
-from rollmesh.services.learner.tenure import Parts, begin_tenure
+from rollmesh.services.learner.trainer_session import Parts, begin_session
 from rollmesh.shared.clients.patience import Backoff, worth_retrying
 from rollmesh.shared.errors import (
     BeyondBound,
@@ -50,11 +50,11 @@ async def run_learner(parts: Parts) -> None:
     returns, checkpoint = 0, parts.progress.checkpoint_update
     while True:
         try:
-            tenure = await begin_tenure(parts)
-            if tenure.exports:
-                del tenure  # the depot has the weights now; the model's memory is free for others
+            session = await begin_session(parts)
+            if session.exports:
+                del session  # the depot has the weights now; the model's memory is free for others
                 return await _outlast(parts)
-            return await tenure.train()
+            return await session.train()
         except MeshError as err:
             if isinstance(err, DiskFull) or (not isinstance(err, _PLACE_LOST) and not worth_retrying(err)):
                 raise  # going back would undo updates, and the disk be as full as before
@@ -62,7 +62,7 @@ async def run_learner(parts: Parts) -> None:
                 returns, checkpoint = 0, parts.progress.checkpoint_update
                 backoff.reset()
             returns += 1
-            parts.progress.trouble = f"{err.reason}: {err}"
+            parts.progress.last_error = f"{err.reason}: {err}"
             if returns > parts.config.retry.restarts_max:
                 raise
             _log.warning("back to the newest checkpoint (%d in a row): %s: %s", returns, err.reason, err)

@@ -23,13 +23,13 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import OpenEngine, find_engine
 from rollmesh.services.learner.loop import run_learner
 from rollmesh.services.learner.metrics_log import MetricsLog
-from rollmesh.services.learner.moments import AtMoment, pass_by
 from rollmesh.services.learner.progress import Progress
 from rollmesh.services.learner.publisher import Publisher
 from rollmesh.services.learner.run_client import RunClient
-from rollmesh.services.learner.tenure import DataSnapshot, Parts
+from rollmesh.services.learner.trainer_session import DataSnapshot, Parts
 from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.membership import Membership, PassiveHandler
 from rollmesh.v1 import coordinator_pb2
 
@@ -45,14 +45,14 @@ class LearnerNode:
         where: RunAddress,
         *,
         clock: Clock | None = None,
-        at: AtMoment = pass_by,
+        at: Hook = noop,
         data_snapshot: DataSnapshot | None = None,
         open_engine: OpenEngine | None = None,
         coordinator: str = "",
         node_id: str = "learner",
         base_dir: str | Path | None = None,
     ) -> None:
-        """`at` is awaited at each `Moment`; `open_engine` replaces the one that `config.engine` names, in `base_dir` if it is a file."""
+        """`at` is awaited at each `LearnerFaultPoint`; `open_engine` replaces the one that `config.engine` names, in `base_dir` if it is a file."""
         self._config = config
         self._where = where
         self._clock = clock or SystemClock()

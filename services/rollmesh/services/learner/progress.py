@@ -30,7 +30,7 @@ class Progress:
     """When it began that, on `clock`."""
     waiting_for: str = ""
     """What a batch waits for, in the coordinator's words; empty while there is one."""
-    trouble: str = ""
+    last_error: str = ""
     """Why it went back to its checkpoint, or to an older one, the last time; empty if it never did."""
     num_attached: int = 0
     """How often it attached; more than once means that it went back."""
@@ -47,7 +47,9 @@ class Progress:
         since_s = self.clock.monotonic_s() - self.phase_since_s
         now = f"{self.phase or 'between phases'} of update {self.update + 1} for {since_s:.0f} s"
         return (
-            f"{now}; it went back to its checkpoint {self.num_attached} times: {self.trouble}" if self.trouble else now
+            f"{now}; it went back to its checkpoint {self.num_attached} times: {self.last_error}"
+            if self.last_error
+            else now
         )
 
     @contextmanager

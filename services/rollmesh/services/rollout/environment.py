@@ -22,8 +22,8 @@ from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.config import LimitsConfig, SamplingConfig
 from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary
+from rollmesh.services.rollout.fault_points import RolloutFaultPoint
 from rollmesh.services.rollout.metrics import TOOL_CALLS
-from rollmesh.services.rollout.moments import AtMoment, Moment, pass_by
 from rollmesh.services.rollout.ports import Generator
 from rollmesh.services.rollout.recorder import Recorder
 from rollmesh.services.rollout.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ from rollmesh.services.rollout.tools import ToolBox, shorten
 from rollmesh.shared.clients.generated import Span, Target, merged
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import EngineFailed
+from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import (
@@ -62,7 +63,7 @@ class EpisodeState:
     sampling: SamplingConfig
     limits: LimitsConfig
     recorder: Recorder
-    at: AtMoment = pass_by
+    at: Hook = noop
     num_turns: int = 0
     num_tokens: int = 0
     """Sampled tokens so far."""
@@ -278,7 +279,7 @@ class Environment:
                 async for piece in generation:
                     pieces.append(piece)
                     if len(pieces) == 1:
-                        await state.at(Moment.GENERATING)
+                        await state.at(RolloutFaultPoint.GENERATING)
         except asyncio.CancelledError:
             if pieces:
                 self._record(merged(pieces, FinishReason.CANCELLED), params, train=train)

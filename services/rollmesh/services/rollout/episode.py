@@ -20,8 +20,8 @@ from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.environment import Environment, EpisodeState
 from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary, to_failure
+from rollmesh.services.rollout.fault_points import RolloutFaultPoint
 from rollmesh.services.rollout.lease import Lease, decode_lease
-from rollmesh.services.rollout.moments import AtMoment, Moment, pass_by
 from rollmesh.services.rollout.ports import Generator, SampleLog, Sandbox, Scorer
 from rollmesh.services.rollout.progress import Progress
 from rollmesh.services.rollout.recorder import Recorder, numbered_samples
@@ -34,6 +34,7 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_key
 from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, InvalidInput
+from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.trajectory import Episode, Purpose, Sample
 from rollmesh.v1 import coordinator_pb2, types_pb2
@@ -56,7 +57,7 @@ class EpisodeParts:
     clock: Clock
     stages: Stages
     progress: Progress
-    at: AtMoment = pass_by
+    at: Hook = noop
 
 
 class EpisodeRunner:
@@ -70,7 +71,7 @@ class EpisodeRunner:
         try:
             with boundary("rollout"):
                 lease = decode_lease(message)
-            await self._parts.at(Moment.LEASED)
+            await self._parts.at(RolloutFaultPoint.LEASED)
             return await self._run(lease)
         except EpisodeFailed as err:
             return self._failed(message, err)
@@ -194,7 +195,7 @@ class EpisodeRunner:
         with boundary("bus"), tracing.span("store", SERVICE):
             message_id = f"{lease.key.episode}.{lease.key.attempt}"
             sequence = await self._parts.samples.append(lease.key.run, payload, message_id=message_id)
-        await self._parts.at(Moment.STORED)
+        await self._parts.at(RolloutFaultPoint.STORED)
         self._parts.progress.add_tokens(episode)
         return Report(
             lease_id=lease.lease_id,

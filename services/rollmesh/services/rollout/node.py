@@ -22,7 +22,6 @@ from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.coordinator_link import CoordinatorLink
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
-from rollmesh.services.rollout.moments import AtMoment, pass_by
 from rollmesh.services.rollout.ports import Sandbox
 from rollmesh.services.rollout.progress import Progress
 from rollmesh.services.rollout.sample_log import BusSampleLog
@@ -35,6 +34,7 @@ from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.reward import RewardClient
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.membership import Membership, PassiveHandler
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
@@ -56,12 +56,12 @@ class RolloutNode:
         base_dir: str | Path | None = None,
         tokenizer: Tokenizer | None = None,
         open_node: Callable[[str], grpc.aio.Channel] | None = None,
-        at: AtMoment = pass_by,
+        at: Hook = noop,
     ) -> None:
         """Raises `ConfigError` for an agent or a tokenizer that doesn't load.
 
         `base_dir` is where relative files of the config are looked up; `tokenizer` replaces the one in `model_dir`; `open_node` opens
-        channels to other nodes, by default with `token`; `at` is awaited at each `Moment` of each episode.
+        channels to other nodes, by default with `token`; `at` is awaited at each `RolloutFaultPoint` of each episode.
         """
         self._config = config
         self._node_id = node_id

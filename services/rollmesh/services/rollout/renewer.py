@@ -38,7 +38,7 @@ class Renewer:
         self._on_gone = on_gone
         self._every_s = math.inf
         self._task: asyncio.Task[None] | None = None
-        self.trouble = ""
+        self.last_error = ""
         """Why the last round failed; empty if it did not."""
 
     def watch(self, term_s: float) -> None:
@@ -67,9 +67,9 @@ class Renewer:
         try:
             answer = await persist(lambda: self._coordinator.renew(lease_ids), self._config, self._clock)
         except MeshError as err:
-            self.trouble = f"renewing {len(lease_ids)} leases: {err}"
+            self.last_error = f"renewing {len(lease_ids)} leases: {err}"
             return
-        self.trouble = ""
+        self.last_error = ""
         if answer.lease_s > 0:
             self._every_s = min(TERM_SHARE * answer.lease_s, self._config.renew_every_s_max)
         for lease_id in answer.gone:

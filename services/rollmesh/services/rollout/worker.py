@@ -70,7 +70,7 @@ class RolloutWorker:
     @property
     def waiting_for(self) -> str:
         """What the worker waits for; empty while it has work in every place or nothing is wrong."""
-        return self._renewer.trouble or self._waiting_for
+        return self._renewer.last_error or self._waiting_for
 
     async def run(self) -> None:
         """Until drained. At the end, and when cancelled: ends the episodes and gives their leases back, within `drain_s_max`."""

@@ -7,7 +7,7 @@ from dataclasses import fields
 import msgspec
 
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.walls import DRIVERS, LANDLOCK, WALLS
+from rollmesh.sandbox_runtime.mechanisms import DRIVERS, LANDLOCK, WALLS
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.services.sandbox.repository_config import RepositoryConfig

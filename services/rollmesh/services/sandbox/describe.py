@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from rollmesh.sandbox_runtime import launcher, walls
+from rollmesh.sandbox_runtime import launcher, mechanisms
 from rollmesh.sandbox_runtime.languages.registry import present
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.capability_probe import Standing, survey
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.environments import environment_digest
-from rollmesh.services.sandbox.survey import Standing, survey
 from rollmesh.v1 import sandbox_pb2
 
 
 def describe(config: SandboxConfig) -> sandbox_pb2.DescribeSandboxResponse:
     """The whole answer. Raises SandboxFailed if the walls can't be tried."""
-    isolated = config.engine in walls.DRIVERS
+    isolated = config.engine in mechanisms.DRIVERS
     return sandbox_pb2.DescribeSandboxResponse(
         profiles=[_profile(name, profile, config.python) for name, profile in sorted(config.profiles.items())],
         languages=present(launcher.ENVIRONMENT["PATH"]),

@@ -12,8 +12,8 @@ import msgspec
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
 from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
-from rollmesh.services.coordinator.core.turn import Turn, refuse
 
 MAY_CHANGE = frozenset(
     {
@@ -35,26 +35,26 @@ MAY_CHANGE = frozenset(
 """Fields of RunSpec; all others are fixed for the life of a run."""
 
 
-def change(turn: Turn, request: i.ChangeRun) -> None:
+def change(ctx: DecisionContext, request: i.ChangeRun) -> None:
     """Record a change, and open a run again that had ended at a limit. Idempotent by `change_id`."""
-    state = turn.state
+    state = ctx.state
     if request.change_id == state.last_change:
-        turn.reply(request.ticket, i.Changed(recorded=False, reopened=False))
+        ctx.reply(request.ticket, i.Changed(recorded=False, reopened=False))
         return
-    for name in fixed_fields(turn.spec, request.spec):
-        was, wanted = getattr(turn.spec, name), getattr(request.spec, name)
+    for name in fixed_fields(ctx.spec, request.spec):
+        was, wanted = getattr(ctx.spec, name), getattr(request.spec, name)
         refuse(
             "CHANGE_REFUSED",
             f"run.{name}: {was!r} -> {wanted!r}: it is fixed for the life of a run; change it back, or make a new run",
             key=f"run.{name}",
         )
     reopened = bool(state.ended) and not state.ended.startswith("STOPPED")
-    changes = (*request.changes, *unlisted(turn.spec, request.spec, request.changes))
-    turn.emit(f.RunChanged(change_id=request.change_id, changes=changes, spec=request.spec, reopened=reopened))
+    changes = (*request.changes, *unlisted(ctx.spec, request.spec, request.changes))
+    ctx.emit(f.RunChanged(change_id=request.change_id, changes=changes, spec=request.spec, reopened=reopened))
     if reopened:
-        turn.volatile.counted_at = turn.volatile.progressed_at = turn.now
-    turn.volatile.exhausted = False  # the source may have been given more
-    turn.reply(request.ticket, i.Changed(recorded=True, reopened=reopened))
+        ctx.volatile.counted_at = ctx.volatile.progressed_at = ctx.now
+    ctx.volatile.exhausted = False  # the source may have been given more
+    ctx.reply(request.ticket, i.Changed(recorded=True, reopened=reopened))
 
 
 def fixed_fields(old: RunSpec, new: RunSpec) -> list[str]:

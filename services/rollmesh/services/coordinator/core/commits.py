@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, describe, refuse
 from rollmesh.services.coordinator.core.guards import check_epoch, check_none_out, check_trains, held_batch
 from rollmesh.services.coordinator.core.records import DroppedSample
 from rollmesh.services.coordinator.core.state import BatchState, names_digest
-from rollmesh.services.coordinator.core.turn import Turn, describe, refuse
 from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
 
 SKIPPED = "SKIPPED_UPDATE"
@@ -18,24 +18,22 @@ NAMED_MAX = 100
 """Most samples that an error names."""
 
 
-def commit(turn: Turn, request: i.CommitUpdate) -> None:
+def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
     """Make update k's samples APPLIED, after the second check of the bound. Idempotent."""
-    check_trains(turn)
-    check_epoch(turn, request)
-    if request.update <= turn.clock.applied:
-        turn.reply(request.ticket, _committed_before(turn, request))
+    check_trains(ctx)
+    check_epoch(ctx, request)
+    if request.update <= ctx.clock.applied:
+        ctx.reply(request.ticket, _committed_before(ctx, request))
         return
-    if request.update != turn.clock.applied + 1:
-        refuse("WRONG_UPDATE", f"update {request.update} committed, the next one is {turn.clock.applied + 1}")
-    batches = [held_batch(turn, lease_id) for lease_id in request.lease_ids]
+    if request.update != ctx.clock.applied + 1:
+        refuse("WRONG_UPDATE", f"update {request.update} committed, the next one is {ctx.clock.applied + 1}")
+    batches = [held_batch(ctx, lease_id) for lease_id in request.lease_ids]
     for batch in batches:
         if batch.update != request.update:
             refuse("WRONG_UPDATE", f"lease {batch.lease_id} is bound to update {batch.update}, not {request.update}")
-    check_none_out(turn, request.lease_ids)
-    if not request.lease_ids and (turn.state.ended or turn.state.stopping):
-        refuse(
-            "RUN_ENDED", f"run {turn.spec.run} has ended: {turn.state.ended or turn.state.stopping}; no update begins"
-        )
+    check_none_out(ctx, request.lease_ids)
+    if not request.lease_ids and (ctx.state.ended or ctx.state.stopping):
+        refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {ctx.state.ended or ctx.state.stopping}; no update begins")
     leased = [s for b in batches for s in b.sample_ids]
     if strangers := sorted(set(request.named) - set(leased)):
         refuse(
@@ -44,15 +42,15 @@ def commit(turn: Turn, request: i.CommitUpdate) -> None:
             field="samples",
         )
     used, dropped = dispositions(request, leased)
-    _check_bound(turn, batches, used, request.update)
-    digest = next_digest(turn.clock.digest, request.update, used)
-    turn.emit(
+    _check_bound(ctx, batches, used, request.update)
+    digest = next_digest(ctx.clock.digest, request.update, used)
+    ctx.emit(
         f.UpdateCommitted(
             policy=request.policy,
             learner=request.learner,
             trainer_epoch=request.trainer_epoch,
             update=request.update,
-            incarnation=turn.clock.incarnation,
+            incarnation=ctx.clock.incarnation,
             lease_ids=request.lease_ids,
             used=used,
             dropped=dropped,
@@ -61,14 +59,14 @@ def commit(turn: Turn, request: i.CommitUpdate) -> None:
         )
     )
     for lease_id in request.lease_ids:
-        turn.volatile.batch_deadlines.pop(lease_id, None)
-    if turn.clock.keeps_no_checkpoints:
-        note_checkpoint(turn, request.update)
-    turn.reply(request.ticket, i.Committed(digest=digest))
+        ctx.volatile.batch_deadlines.pop(lease_id, None)
+    if ctx.clock.keeps_no_checkpoints:
+        note_checkpoint(ctx, request.update)
+    ctx.reply(request.ticket, i.Committed(digest=digest))
 
 
-def _committed_before(turn: Turn, request: i.CommitUpdate) -> i.Committed:
-    record = turn.clock.updates.get(request.update)
+def _committed_before(ctx: DecisionContext, request: i.CommitUpdate) -> i.Committed:
+    record = ctx.clock.updates.get(request.update)
     dropped = names_digest(d.sample_id for d in request.dropped) if request.applied else ""
     asked = (request.lease_ids, request.applied, dropped)
     if record is None or asked != (record.lease_ids, record.applied, record.dropped):
@@ -90,13 +88,13 @@ def dispositions(
     return tuple(s for s in leased if s not in left_out), request.dropped
 
 
-def _check_bound(turn: Turn, batches: list[BatchState], used: tuple[str, ...], update: int) -> None:
+def _check_bound(ctx: DecisionContext, batches: list[BatchState], used: tuple[str, ...], update: int) -> None:
     wanted = set(used)
     found: dict[str, str] = {}
-    for group, batch in ((turn.state.groups[name], b) for b in batches for name in b.groups):
+    for group, batch in ((ctx.state.groups[name], b) for b in batches for name in b.groups):
         for sample in group.live_samples():
             if sample.sample_id in wanted:
-                reason = bound.why_inadmissible(sample, update=update, bound=batch.bound, clock=turn.clock)
+                reason = bound.why_inadmissible(sample, update=update, bound=batch.bound, clock=ctx.clock)
                 if reason:
                     found[sample.sample_id] = reason
     if found:
@@ -110,30 +108,30 @@ def _check_bound(turn: Turn, batches: list[BatchState], used: tuple[str, ...], u
         )
 
 
-def report_checkpoint(turn: Turn, request: i.ReportCheckpoint) -> None:
-    check_epoch(turn, request)
-    record = turn.clock.updates.get(request.update)
-    if request.update > turn.clock.applied or (request.update > 0 and record is None):
-        refuse("UNKNOWN_UPDATE", f"update {request.update} was never committed; the last is {turn.clock.applied}")
+def report_checkpoint(ctx: DecisionContext, request: i.ReportCheckpoint) -> None:
+    check_epoch(ctx, request)
+    record = ctx.clock.updates.get(request.update)
+    if request.update > ctx.clock.applied or (request.update > 0 and record is None):
+        refuse("UNKNOWN_UPDATE", f"update {request.update} was never committed; the last is {ctx.clock.applied}")
     known = record.digest if record is not None else INITIAL_DIGEST
     if known != request.digest:
         refuse(
             "DIGEST_MISMATCH",
             f"the digest after update {request.update} is {known[:12]!r}, the checkpoint has {request.digest[:12]!r}",
         )
-    if request.update > turn.clock.checkpoint:
-        note_checkpoint(turn, request.update)
-    turn.reply(request.ticket, i.Done())
+    if request.update > ctx.clock.checkpoint:
+        note_checkpoint(ctx, request.update)
+    ctx.reply(request.ticket, i.Done())
 
 
-def note_checkpoint(turn: Turn, update: int) -> None:
-    turn.emit(f.CheckpointReported(policy=turn.clock.policy, learner=turn.clock.learner, update=update))
+def note_checkpoint(ctx: DecisionContext, update: int) -> None:
+    ctx.emit(f.CheckpointReported(policy=ctx.clock.policy, learner=ctx.clock.learner, update=update))
 
 
-def publish(turn: Turn, request: i.PublishVersion) -> None:
+def publish(ctx: DecisionContext, request: i.PublishVersion) -> None:
     """Announce uploaded weights of the newest committed step. Idempotent for the same digest, also after the next commit."""
-    check_epoch(turn, request)
-    clock, version = turn.clock, request.version
+    check_epoch(ctx, request)
+    clock, version = ctx.clock, request.version
     known = next((v for v in clock.versions if v.name == version.name), None)
     if known is not None and version.incarnation == clock.incarnation:
         if known.weights_digest != version.weights_digest:
@@ -141,7 +139,7 @@ def publish(turn: Turn, request: i.PublishVersion) -> None:
                 "VERSION_CONFLICT",
                 f"{describe(version)} was published with digest {known.weights_digest[:12]!r}, not {version.weights_digest[:12]!r}",
             )
-        turn.reply(request.ticket, i.Done())
+        ctx.reply(request.ticket, i.Done())
         return
     if version.policy != clock.policy or version.incarnation != clock.incarnation or version.step != clock.applied:
         refuse(
@@ -150,10 +148,10 @@ def publish(turn: Turn, request: i.PublishVersion) -> None:
             applied=clock.applied,
             incarnation=clock.incarnation,
         )
-    turn.emit(f.VersionPublished(version=version))
-    turn.reply(request.ticket, i.Done())
+    ctx.emit(f.VersionPublished(version=version))
+    ctx.reply(request.ticket, i.Done())
 
 
-def version_refused(turn: Turn, refused: i.VersionRefused) -> None:
-    if refused.version not in turn.clock.quarantined:
-        turn.emit(f.VersionQuarantined(version=refused.version, cause=refused.cause))
+def version_refused(ctx: DecisionContext, refused: i.VersionRefused) -> None:
+    if refused.version not in ctx.clock.quarantined:
+        ctx.emit(f.VersionQuarantined(version=refused.version, cause=refused.cause))

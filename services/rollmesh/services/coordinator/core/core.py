@@ -23,13 +23,13 @@ from rollmesh.services.coordinator.core import (
     limits,
     reports,
     rollouts,
-    trouble,
+    stall,
 )
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import apply
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, Effect, EphemeralState, Refusal, refuse
 from rollmesh.services.coordinator.core.state import GroupPhase, State
-from rollmesh.services.coordinator.core.turn import Effect, Refusal, Turn, Volatile, refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Decision:
     effects: tuple[Effect, ...]
 
 
-def _create(turn: Turn, request: i.CreateRun) -> None:
-    if turn.state.spec is None:
-        turn.emit(f.RunCreated(spec=request.spec))
-        turn.reply(request.ticket, True)
-    elif turn.state.spec == request.spec:
-        turn.reply(request.ticket, False)
+def _create(ctx: DecisionContext, request: i.CreateRun) -> None:
+    if ctx.state.spec is None:
+        ctx.emit(f.RunCreated(spec=request.spec))
+        ctx.reply(request.ticket, True)
+    elif ctx.state.spec == request.spec:
+        ctx.reply(request.ticket, False)
     else:
         refuse(
             "RUN_EXISTS",
@@ -53,7 +53,7 @@ def _create(turn: Turn, request: i.CreateRun) -> None:
         )
 
 
-_HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
+_HANDLERS: dict[type, Callable[[DecisionContext, Any], None]] = {
     i.CreateRun: _create,
     i.ChangeRun: changes.change,
     i.AcquireRollouts: rollouts.acquire,
@@ -74,9 +74,9 @@ _HANDLERS: dict[type, Callable[[Turn, Any], None]] = {
     i.PublishVersion: commits.publish,
     i.VersionRefused: commits.version_refused,
     i.StopRun: ending.stop,
-    i.Stalled: trouble.stalled,
-    i.ReplayDead: trouble.replay,
-    i.Tick: lambda turn, _: None,
+    i.Stalled: stall.stalled,
+    i.ReplayDead: stall.replay,
+    i.Tick: lambda ctx, _: None,
 }
 
 
@@ -99,21 +99,21 @@ class Core:
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state if state is not None else State()
-        self.volatile = Volatile()
+        self.volatile = EphemeralState()
 
     def handle(self, request: i.Input, now: float) -> Decision:
         """Decide on one input. Raises Refusal, with nothing changed, if it is refused."""
-        turn = Turn(self.state, self.volatile, now)
+        ctx = DecisionContext(self.state, self.volatile, now)
         if self.state.spec is None and not isinstance(request, i.CreateRun):
             refuse("UNKNOWN_RUN", "no such run; CreateRun first")
-        if isinstance(request, _AFTER_FAILURE_REFUSED) and ending.has_failed(turn):
-            refuse("RUN_ENDED", f"run {turn.spec.run} has ended: {self.state.ended}")
-        _HANDLERS[type(request)](turn, request)
-        self._pump(turn)
-        if any(isinstance(fact, f.PROGRESS) for fact in turn.facts):
+        if isinstance(request, _AFTER_FAILURE_REFUSED) and ending.has_failed(ctx):
+            refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {self.state.ended}")
+        _HANDLERS[type(request)](ctx, request)
+        self._pump(ctx)
+        if any(isinstance(fact, f.PROGRESS) for fact in ctx.facts):
             self.volatile.progressed_at = now
             self.volatile.failing.clear()
-        return Decision(tuple(turn.facts), tuple(turn.effects))
+        return Decision(tuple(ctx.facts), tuple(ctx.effects))
 
     def forget(self, ticket: int) -> None:
         """Whoever holds `ticket` has gone away: it is no longer waiting."""
@@ -127,26 +127,26 @@ class Core:
 
     def resume(self, now: float) -> Decision:
         """After recovery: grace for every lease, and every open question asked again."""
-        turn = Turn(self.state, self.volatile, now)
+        ctx = DecisionContext(self.state, self.volatile, now)
         self.volatile.progressed_at = now
         if self.state.spec is None:
             return Decision((), ())
-        for group, episode in rollouts.leased_episodes(turn):
-            self.volatile.episode_deadlines[episode.lease_id] = now + turn.spec.episode_lease_s
-            self.volatile.group_deadlines.setdefault(group.group, now + turn.spec.group_s_max)
+        for group, episode in rollouts.leased_episodes(ctx):
+            self.volatile.episode_deadlines[episode.lease_id] = now + ctx.spec.episode_lease_s
+            self.volatile.group_deadlines.setdefault(group.group, now + ctx.spec.group_s_max)
         for batch in self.state.batches.values():
             if not batch.in_doubt:
-                self.volatile.batch_deadlines[batch.lease_id] = now + turn.spec.batch_lease_s
+                self.volatile.batch_deadlines[batch.lease_id] = now + ctx.spec.batch_lease_s
         for result in self.state.open_evals():
-            self.volatile.eval_deadlines[(result.step, result.incarnation)] = now + turn.spec.eval_s_max
-        self._pump(turn)
-        return Decision(tuple(turn.facts), tuple(turn.effects))
+            self.volatile.eval_deadlines[(result.step, result.incarnation)] = now + ctx.spec.eval_s_max
+        self._pump(ctx)
+        return Decision(tuple(ctx.facts), tuple(ctx.effects))
 
     def fail(self, cause: str, now: float) -> Decision:
         """After recovery from a bug: end the run, and decide nothing else."""
-        turn = Turn(self.state, self.volatile, now)
-        ending.fail(turn, cause)
-        return Decision(tuple(turn.facts), tuple(turn.effects))
+        ctx = DecisionContext(self.state, self.volatile, now)
+        ending.fail(ctx, cause)
+        return Decision(tuple(ctx.facts), tuple(ctx.effects))
 
     def pinned(self) -> list[tuple[int, int]]:
         """(step, incarnation) of evaluations that nodes must not run past, oldest first."""
@@ -154,10 +154,10 @@ class Core:
 
     def waiting(self) -> dict[str, str]:
         """Who waits for what, for people."""
-        turn = Turn(self.state, self.volatile, 0.0)
-        found = {f"worker/{w.node_id}": rollouts.why_no_work(turn) for w in self.volatile.workers}
+        ctx = DecisionContext(self.state, self.volatile, 0.0)
+        found = {f"worker/{w.node_id}": rollouts.why_no_work(ctx) for w in self.volatile.workers}
         if self.volatile.trainers:
-            found[f"learner/{turn.clock.learner}"] = batches.why_no_batch(turn)
+            found[f"learner/{ctx.clock.learner}"] = batches.why_no_batch(ctx)
         finalizing = sum(g.phase is GroupPhase.FINALIZING for g in self.state.groups.values())
         if finalizing:
             found["groups"] = f"{finalizing} wait for the reward service to finalise them"
@@ -169,7 +169,7 @@ class Core:
 
     def is_stalled(self, now: float) -> bool:
         """Whether that is longer than the spec allows."""
-        return trouble.is_stalled(Turn(self.state, self.volatile, now))
+        return stall.is_stalled(DecisionContext(self.state, self.volatile, now))
 
     def next_deadline(self) -> float | None:
         """The earliest moment at which a Tick changes anything; None if nothing is waiting."""
@@ -180,19 +180,19 @@ class Core:
         moments += [*v.eval_deadlines.values(), *(w.deadline for w in v.workers), *(t.deadline for t in v.trainers)]
         return min(moments, default=None)
 
-    def _pump(self, turn: Turn) -> None:
+    def _pump(self, ctx: DecisionContext) -> None:
         """Everything that follows from the new state, in the order in which one step enables the next."""
-        limits.count_time(turn)
-        rollouts.expire(turn)
-        epochs.expire(turn)
-        rollouts.want_finalized(turn)
-        limits.notice_limits(turn)
-        rollouts.want_eval(turn)
-        unserved = batches.grant_batches(turn)
-        limits.notice_exhaustion(turn, unserved=unserved)
-        ending.finish(turn)
-        rollouts.want_tasks(turn)
-        rollouts.grant(turn)
+        limits.count_time(ctx)
+        rollouts.expire(ctx)
+        epochs.expire(ctx)
+        rollouts.want_finalized(ctx)
+        limits.notice_limits(ctx)
+        rollouts.want_eval(ctx)
+        unserved = batches.grant_batches(ctx)
+        limits.notice_exhaustion(ctx, unserved=unserved)
+        ending.finish(ctx)
+        rollouts.want_tasks(ctx)
+        rollouts.grant(ctx)
 
 
 __all__ = ["Core", "Decision", "Refusal"]

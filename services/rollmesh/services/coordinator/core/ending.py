@@ -8,76 +8,76 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import limits, rollouts
 from rollmesh.services.coordinator.core.apply import RUN_ENDED
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.records import Purpose
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase
-from rollmesh.services.coordinator.core.turn import Turn
 
 FAILED = "FAILED"
 """Begins the reason of a run that a bug of the coordinator ended."""
 
 
-def stop(turn: Turn, request: i.StopRun) -> None:
-    end_run(turn, f"STOPPED: {request.reason}" if request.reason else "STOPPED")
-    turn.reply(request.ticket, i.Done())
+def stop(ctx: DecisionContext, request: i.StopRun) -> None:
+    end_run(ctx, f"STOPPED: {request.reason}" if request.reason else "STOPPED")
+    ctx.reply(request.ticket, i.Done())
 
 
-def fail(turn: Turn, cause: str) -> None:
+def fail(ctx: DecisionContext, cause: str) -> None:
     """End the run because of a bug. Its batches end with it: no commit of theirs can be decided any more."""
-    end_run(turn, f"{FAILED}: {cause}")
-    _end_rest(turn, list(turn.state.batches.values()))
+    end_run(ctx, f"{FAILED}: {cause}")
+    _end_rest(ctx, list(ctx.state.batches.values()))
 
 
-def has_failed(turn: Turn) -> bool:
-    return turn.state.ended.startswith(FAILED)
+def has_failed(ctx: DecisionContext) -> bool:
+    return ctx.state.ended.startswith(FAILED)
 
 
-def end_run(turn: Turn, reason: str) -> None:
-    if not turn.state.ended:
-        _cancel_unused(turn, include_evals=True)
-        limits.count_time(turn, all_of_it=True)
-        turn.emit(f.RunEnded(reason=reason))
+def end_run(ctx: DecisionContext, reason: str) -> None:
+    if not ctx.state.ended:
+        _cancel_unused(ctx, include_evals=True)
+        limits.count_time(ctx, all_of_it=True)
+        ctx.emit(f.RunEnded(reason=reason))
 
 
-def finish(turn: Turn) -> None:
+def finish(ctx: DecisionContext) -> None:
     """At a limit nothing more is generated; the run ends when no batch is out and its last weights are safe and measured."""
-    state, clock = turn.state, turn.clock
+    state, clock = ctx.state, ctx.clock
     if state.ended:
-        _end_rest(turn, [batch for batch in state.batches.values() if batch.in_doubt])
+        _end_rest(ctx, [batch for batch in state.batches.values() if batch.in_doubt])
         return
-    if turn.spec.exports:
-        _finish_export(turn)
+    if ctx.spec.exports:
+        _finish_export(ctx)
         return
     if not state.stopping:
         return
-    _cancel_unused(turn, include_evals=False)
+    _cancel_unused(ctx, include_evals=False)
     published = clock.published is not None and clock.published.step == clock.applied
-    if published and clock.checkpoint == clock.applied and not state.batches and not turn.volatile.eval_deadlines:
-        end_run(turn, state.stopping)
+    if published and clock.checkpoint == clock.applied and not state.batches and not ctx.volatile.eval_deadlines:
+        end_run(ctx, state.stopping)
 
 
-def _end_rest(turn: Turn, batches: Sequence[BatchState]) -> None:
+def _end_rest(ctx: DecisionContext, batches: Sequence[BatchState]) -> None:
     """After the end: cancel the samples of `batches`, and those that were released or undone since. A batch that is held may be committed."""
     for batch in batches:
-        turn.volatile.batch_deadlines.pop(batch.lease_id, None)
-        turn.emit(f.BatchReturned(lease_id=batch.lease_id, reason=RUN_ENDED))
-    _cancel_unused(turn, include_evals=True)
+        ctx.volatile.batch_deadlines.pop(batch.lease_id, None)
+        ctx.emit(f.BatchReturned(lease_id=batch.lease_id, reason=RUN_ENDED))
+    _cancel_unused(ctx, include_evals=True)
 
 
-def _finish_export(turn: Turn) -> None:
+def _finish_export(ctx: DecisionContext) -> None:
     """An export ends when every group it may have has ended, or at a limit."""
-    state = turn.state
+    state = ctx.state
     if state.stopping:
-        _cancel_unused(turn, include_evals=False)
-    complete = state.num_groups >= turn.spec.export_groups
-    if (complete or turn.volatile.exhausted or state.stopping) and not state.groups:
-        end_run(turn, "EXPORTED" if complete else state.stopping or "TASKS_EXHAUSTED")
+        _cancel_unused(ctx, include_evals=False)
+    complete = state.num_groups >= ctx.spec.export_groups
+    if (complete or ctx.volatile.exhausted or state.stopping) and not state.groups:
+        end_run(ctx, "EXPORTED" if complete else state.stopping or "TASKS_EXHAUSTED")
 
 
-def _cancel_unused(turn: Turn, *, include_evals: bool) -> None:
+def _cancel_unused(ctx: DecisionContext, *, include_evals: bool) -> None:
     """End every group that no batch holds and no update has used. Evaluations that are scored end by themselves."""
-    for group in turn.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY):
-        rollouts.cancel_group(turn, group, RUN_ENDED)
+    for group in ctx.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY):
+        rollouts.cancel_group(ctx, group, RUN_ENDED)
     if include_evals:
-        for group in list(turn.state.groups.values()):
+        for group in list(ctx.state.groups.values()):
             if group.purpose is Purpose.EVAL and group.phase is GroupPhase.OPEN:
-                rollouts.cancel_group(turn, group, RUN_ENDED)
+                rollouts.cancel_group(ctx, group, RUN_ENDED)

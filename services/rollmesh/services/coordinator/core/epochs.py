@@ -10,25 +10,25 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import rollouts
 from rollmesh.services.coordinator.core.commits import dispositions, note_checkpoint
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
 from rollmesh.services.coordinator.core.guards import check_names
 from rollmesh.services.coordinator.core.records import SampleEnd
 from rollmesh.services.coordinator.core.state import BatchState
-from rollmesh.services.coordinator.core.turn import Turn, refuse
 from rollmesh.shared.digest import next_digest
 
 
-def attach(turn: Turn, request: i.AttachTrainer) -> None:
+def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:
     """Make the caller the one trainer and settle what the last one left; its checkpoint is the truth."""
-    check_names(turn, request.policy, request.learner)
-    resolution = _resolution(turn, request)
-    for waiter in turn.volatile.trainers:
-        turn.reply(waiter.ticket, i.Batch(waiting_for="fenced: a newer trainer has attached"))
-    turn.volatile.trainers.clear()
-    for batch in _open_batches(turn):
-        _doubt(turn, batch, "FENCED")
-    was_forgetful = turn.clock.keeps_no_checkpoints
-    epoch = turn.clock.trainer_epoch + 1
-    turn.emit(
+    check_names(ctx, request.policy, request.learner)
+    resolution = _resolution(ctx, request)
+    for waiter in ctx.volatile.trainers:
+        ctx.reply(waiter.ticket, i.Batch(waiting_for="fenced: a newer trainer has attached"))
+    ctx.volatile.trainers.clear()
+    for batch in _open_batches(ctx):
+        _doubt(ctx, batch, "FENCED")
+    was_forgetful = ctx.clock.keeps_no_checkpoints
+    epoch = ctx.clock.trainer_epoch + 1
+    ctx.emit(
         f.TrainerAttached(
             policy=request.policy,
             learner=request.learner,
@@ -39,35 +39,35 @@ def attach(turn: Turn, request: i.AttachTrainer) -> None:
         )
     )
     if resolution is i.Resolution.ROLLED_FORWARD:
-        _roll_forward(turn, request)
-    _settle_doubt(turn, forgetful=was_forgetful or request.keeps_no_checkpoints)
+        _roll_forward(ctx, request)
+    _settle_doubt(ctx, forgetful=was_forgetful or request.keeps_no_checkpoints)
     if resolution is i.Resolution.ROLLED_BACK:
-        rollouts.roll_back(turn, request.last_update)
-        turn.emit(
+        rollouts.roll_back(ctx, request.last_update)
+        ctx.emit(
             f.RolledBack(
                 policy=request.policy,
                 learner=request.learner,
                 to_update=request.last_update,
-                incarnation=turn.clock.incarnation + 1,
+                incarnation=ctx.clock.incarnation + 1,
             )
         )
-    if request.last_update > turn.clock.checkpoint:
-        note_checkpoint(turn, request.last_update)
-    turn.reply(
+    if request.last_update > ctx.clock.checkpoint:
+        note_checkpoint(ctx, request.last_update)
+    ctx.reply(
         request.ticket,
         i.Attached(
             trainer_epoch=epoch,
-            next_update=turn.clock.applied + 1,
-            incarnation=turn.clock.incarnation,
+            next_update=ctx.clock.applied + 1,
+            incarnation=ctx.clock.incarnation,
             resolution=resolution,
         ),
     )
 
 
-def _resolution(turn: Turn, request: i.AttachTrainer) -> i.Resolution:
+def _resolution(ctx: DecisionContext, request: i.AttachTrainer) -> i.Resolution:
     """How the checkpoint (last_update, digest) relates to the ledger; refuses one of another history."""
-    clock, last = turn.clock, request.last_update
-    if last == clock.applied + 1 and _doubted(turn, request) is not None:
+    clock, last = ctx.clock, request.last_update
+    if last == clock.applied + 1 and _doubted(ctx, request) is not None:
         return i.Resolution.ROLLED_FORWARD
     if not 0 <= last <= clock.applied:
         refuse(
@@ -93,29 +93,29 @@ def _resolution(turn: Turn, request: i.AttachTrainer) -> i.Resolution:
     return i.Resolution.CONTINUED if last == clock.applied else i.Resolution.ROLLED_BACK
 
 
-def _doubted(turn: Turn, request: i.AttachTrainer) -> BatchState | None:
+def _doubted(ctx: DecisionContext, request: i.AttachTrainer) -> BatchState | None:
     """The open or doubtful batch of exactly the update that the checkpoint holds beyond the ledger."""
-    for batch in turn.state.batches.values():
+    for batch in ctx.state.batches.values():
         if not set(request.named) <= set(batch.sample_ids):
             continue
         used, _ = dispositions(request, batch.sample_ids)
-        expected = next_digest(turn.clock.digest, batch.update, used)
+        expected = next_digest(ctx.clock.digest, batch.update, used)
         if batch.update == request.last_update and expected == request.digest:
             return batch
     return None
 
 
-def _roll_forward(turn: Turn, request: i.AttachTrainer) -> None:
-    batch = _doubted(turn, request)
+def _roll_forward(ctx: DecisionContext, request: i.AttachTrainer) -> None:
+    batch = _doubted(ctx, request)
     assert batch is not None, "resolved as rolled forward"
     used, dropped = dispositions(request, batch.sample_ids)
-    turn.emit(
+    ctx.emit(
         f.UpdateCommitted(
             policy=request.policy,
             learner=request.learner,
             trainer_epoch=batch.trainer_epoch,
             update=batch.update,
-            incarnation=turn.clock.incarnation,
+            incarnation=ctx.clock.incarnation,
             lease_ids=(batch.lease_id,),
             used=used,
             dropped=dropped,
@@ -125,30 +125,30 @@ def _roll_forward(turn: Turn, request: i.AttachTrainer) -> None:
     )
 
 
-def _settle_doubt(turn: Turn, *, forgetful: bool) -> None:
+def _settle_doubt(ctx: DecisionContext, *, forgetful: bool) -> None:
     """What is not in the checkpoint was not trained. A trainer without checkpoints cannot report it: drop the samples."""
-    for batch in list(turn.state.batches.values()):
+    for batch in list(ctx.state.batches.values()):
         if not forgetful:
-            turn.emit(f.BatchReturned(lease_id=batch.lease_id, reason="NOT_IN_CHECKPOINT"))
+            ctx.emit(f.BatchReturned(lease_id=batch.lease_id, reason="NOT_IN_CHECKPOINT"))
             continue
-        groups = [turn.state.groups[name] for name in batch.groups if name in turn.state.groups]
-        turn.emit(f.BatchReturned(lease_id=batch.lease_id, reason="IN_DOUBT"))
+        groups = [ctx.state.groups[name] for name in batch.groups if name in ctx.state.groups]
+        ctx.emit(f.BatchReturned(lease_id=batch.lease_id, reason="IN_DOUBT"))
         for group in groups:
             live = tuple(s.sample_id for s in group.live_samples())
-            turn.emit(f.SamplesEnded(group=group.group, sample_ids=live, end=SampleEnd.FAILED, reason="IN_DOUBT"))
+            ctx.emit(f.SamplesEnded(group=group.group, sample_ids=live, end=SampleEnd.FAILED, reason="IN_DOUBT"))
 
 
-def _open_batches(turn: Turn) -> list[BatchState]:
-    return [b for b in turn.state.batches.values() if not b.in_doubt]
+def _open_batches(ctx: DecisionContext) -> list[BatchState]:
+    return [b for b in ctx.state.batches.values() if not b.in_doubt]
 
 
-def _doubt(turn: Turn, batch: BatchState, reason: str) -> None:
-    turn.volatile.batch_deadlines.pop(batch.lease_id, None)
-    turn.emit(f.BatchInDoubt(lease_id=batch.lease_id, reason=reason))
+def _doubt(ctx: DecisionContext, batch: BatchState, reason: str) -> None:
+    ctx.volatile.batch_deadlines.pop(batch.lease_id, None)
+    ctx.emit(f.BatchInDoubt(lease_id=batch.lease_id, reason=reason))
 
 
-def expire(turn: Turn) -> None:
+def expire(ctx: DecisionContext) -> None:
     """Overdue batch leases are in doubt: their trainer may or may not have used them."""
-    for batch in _open_batches(turn):
-        if turn.now >= turn.volatile.batch_deadlines.get(batch.lease_id, turn.now):
-            _doubt(turn, batch, "LEASE_EXPIRED")
+    for batch in _open_batches(ctx):
+        if ctx.now >= ctx.volatile.batch_deadlines.get(batch.lease_id, ctx.now):
+            _doubt(ctx, batch, "LEASE_EXPIRED")

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
 from rollmesh.services.coordinator.core.state import BatchState
-from rollmesh.services.coordinator.core.turn import Turn, refuse
 
 
-def check_names(turn: Turn, policy: str, learner: str) -> None:
-    clock = turn.clock
+def check_names(ctx: DecisionContext, policy: str, learner: str) -> None:
+    clock = ctx.clock
     if policy != clock.policy or learner != clock.learner:
         refuse(
             "UNKNOWN_LEARNER",
-            f"run {turn.spec.run} trains policy {clock.policy!r} with learner {clock.learner!r}, not {policy!r} with {learner!r}",
+            f"run {ctx.spec.run} trains policy {clock.policy!r} with learner {clock.learner!r}, not {policy!r} with {learner!r}",
         )
 
 
-def check_epoch(turn: Turn, request: i.TrainerRequest) -> None:
-    check_names(turn, request.policy, request.learner)
-    current = turn.clock.trainer_epoch
+def check_epoch(ctx: DecisionContext, request: i.TrainerRequest) -> None:
+    check_names(ctx, request.policy, request.learner)
+    current = ctx.clock.trainer_epoch
     if request.trainer_epoch != current:
         refuse(
             "FENCED",
@@ -32,12 +32,12 @@ def check_epoch(turn: Turn, request: i.TrainerRequest) -> None:
         )
 
 
-def check_trains(turn: Turn) -> None:
+def check_trains(ctx: DecisionContext) -> None:
     """In an export there is nothing to lease and nothing to commit."""
-    if turn.spec.exports:
+    if ctx.spec.exports:
         refuse(
             "NO_LEARNER",
-            f"run {turn.spec.run} exports its samples (export_groups = {turn.spec.export_groups}): read them by StreamSamples",
+            f"run {ctx.spec.run} exports its samples (export_groups = {ctx.spec.export_groups}): read them by StreamSamples",
         )
 
 
@@ -49,9 +49,9 @@ def refuse_expired(lease_id: str) -> NoReturn:
     )
 
 
-def check_none_out(turn: Turn, lease_ids: Sequence[str]) -> None:
+def check_none_out(ctx: DecisionContext, lease_ids: Sequence[str]) -> None:
     """An update has at most one lease, and its commit names it: no lease but those in `lease_ids` may be out."""
-    for batch in turn.state.batches.values():
+    for batch in ctx.state.batches.values():
         if batch.lease_id in lease_ids:
             continue
         if batch.in_doubt:
@@ -64,10 +64,10 @@ def check_none_out(turn: Turn, lease_ids: Sequence[str]) -> None:
         )
 
 
-def held_batch(turn: Turn, lease_id: str) -> BatchState:
-    batch = turn.state.batches.get(lease_id)
+def held_batch(ctx: DecisionContext, lease_id: str) -> BatchState:
+    batch = ctx.state.batches.get(lease_id)
     if batch is None:
-        if lease_id in turn.state.expired:
+        if lease_id in ctx.state.expired:
             refuse_expired(lease_id)
         refuse(
             "UNKNOWN_LEASE",

@@ -12,26 +12,26 @@ from __future__ import annotations
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, EphemeralState
 from rollmesh.services.coordinator.core.records import StepSpan
 from rollmesh.services.coordinator.core.state import EvalState, GroupPhase, State
-from rollmesh.services.coordinator.core.turn import Turn, Volatile
 
 COUNT_EVERY_S = 10.0
 
 
-def count_time(turn: Turn, *, all_of_it: bool = False) -> None:
+def count_time(ctx: DecisionContext, *, all_of_it: bool = False) -> None:
     """Note the time since it was counted last, if that is long enough. Time before the first decision of a life, or after the end, is none."""
-    began, turn.volatile.counted_at = turn.volatile.counted_at, turn.now
-    if began is None or turn.state.ended:
+    began, ctx.volatile.counted_at = ctx.volatile.counted_at, ctx.now
+    if began is None or ctx.state.ended:
         return
-    seconds = turn.now - began
-    if seconds > 0 and (all_of_it or seconds >= _term_s(turn.state)):
-        turn.emit(f.TimeCounted(seconds=seconds))
+    seconds = ctx.now - began
+    if seconds > 0 and (all_of_it or seconds >= _term_s(ctx.state)):
+        ctx.emit(f.TimeCounted(seconds=seconds))
     else:
-        turn.volatile.counted_at = began
+        ctx.volatile.counted_at = began
 
 
-def next_count(state: State, volatile: Volatile) -> float | None:
+def next_count(state: State, volatile: EphemeralState) -> float | None:
     """When time is to be counted again, so that a run that stands still ends in time; None if it is not."""
     if volatile.counted_at is None or state.ended or state.spec is None:
         return None
@@ -43,32 +43,32 @@ def _term_s(state: State) -> float:
     return min(COUNT_EVERY_S, left_s) if left_s > 0 else COUNT_EVERY_S
 
 
-def notice_limits(turn: Turn) -> None:
+def notice_limits(ctx: DecisionContext) -> None:
     """Stop beginning updates once a limit is reached."""
-    if not turn.state.ended and not turn.state.stopping and (reason := _reached(turn.state)):
-        _stop(turn, reason)
+    if not ctx.state.ended and not ctx.state.stopping and (reason := _reached(ctx.state)):
+        _stop(ctx, reason)
 
 
-def notice_exhaustion(turn: Turn, *, unserved: bool) -> None:
+def notice_exhaustion(ctx: DecisionContext, *, unserved: bool) -> None:
     """Stop when no task is left and nothing is in flight. `unserved`: a trainer asked for a batch and there is none.
 
     READY groups too few for a batch are no reason to go on, but only a trainer knows how many it takes: it must have asked.
     """
-    state, volatile = turn.state, turn.volatile
-    if state.ended or state.stopping or turn.spec.exports or not volatile.exhausted:
+    state, volatile = ctx.state, ctx.volatile
+    if state.ended or state.stopping or ctx.spec.exports or not volatile.exhausted:
         return
     if state.pending or state.replays:
         return
     in_flight = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.LEASED, GroupPhase.IN_DOUBT)
     if not in_flight and (unserved or not state.training_groups(GroupPhase.READY)):
-        _stop(turn, "TASKS_EXHAUSTED")
+        _stop(ctx, "TASKS_EXHAUSTED")
 
 
-def _stop(turn: Turn, reason: str) -> None:
-    turn.emit(f.RunStopping(reason=reason))
-    for waiter in turn.volatile.trainers:
-        turn.reply(waiter.ticket, i.Batch(waiting_for=f"run ends: {reason}"))
-    turn.volatile.trainers.clear()
+def _stop(ctx: DecisionContext, reason: str) -> None:
+    ctx.emit(f.RunStopping(reason=reason))
+    for waiter in ctx.volatile.trainers:
+        ctx.reply(waiter.ticket, i.Batch(waiting_for=f"run ends: {reason}"))
+    ctx.volatile.trainers.clear()
 
 
 def _reached(state: State) -> str:

@@ -7,22 +7,22 @@ from math import isfinite
 from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.records import Purpose, Reward, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupState
-from rollmesh.services.coordinator.core.turn import Turn
 
 
-def report(turn: Turn, request: i.ReportEpisodes) -> None:
-    results = tuple(_record(turn, one) for one in request.reports)
-    turn.reply(request.ticket, i.Reported(results=results))
+def report(ctx: DecisionContext, request: i.ReportEpisodes) -> None:
+    results = tuple(_record(ctx, one) for one in request.reports)
+    ctx.reply(request.ticket, i.Reported(results=results))
 
 
-def _record(turn: Turn, report: i.EpisodeReport) -> str:
+def _record(ctx: DecisionContext, report: i.EpisodeReport) -> str:
     """Record one report. Idempotent by (episode, attempt); a late one counts if no other worker has the episode.
 
     A report that cannot be recorded as it is counts as a failed attempt, so that a broken worker cannot hold an episode.
     """
-    group = turn.state.groups.get(report.group)
+    group = ctx.state.groups.get(report.group)
     episode = group.episodes.get(report.episode) if group else None
     if group is None or episode is None or report.attempt < 1:
         return "UNKNOWN_LEASE"
@@ -32,25 +32,25 @@ def _record(turn: Turn, report: i.EpisodeReport) -> str:
         return ""
     if episode.status is EpisodeStatus.ENDED:
         return "UNKNOWN_LEASE"
-    turn.volatile.episode_deadlines.pop(episode.lease_id, None)
-    invalid = report.invalid or _why_invalid(turn, group, report)
+    ctx.volatile.episode_deadlines.pop(episode.lease_id, None)
+    invalid = report.invalid or _why_invalid(ctx, group, report)
     broken, broken_at = (f"rollout: invalid report: {invalid}", "") if invalid else _broken_reward(report)
     if report.outcome is i.EpisodeOutcome.COMPLETED and not broken:
-        _complete(turn, group, episode, report)
+        _complete(ctx, group, episode, report)
     elif episode.status is EpisodeStatus.LEASED:
         counts = report.outcome is not i.EpisodeOutcome.CANCELLED
         cause, traceback = (broken, broken_at) if broken else (report.cause, report.traceback)
-        rollouts.give_back(turn, group, episode, counts=counts, cause=cause, traceback=traceback)
+        rollouts.give_back(ctx, group, episode, counts=counts, cause=cause, traceback=traceback)
     return f"INVALID_REPORT: {invalid}" if invalid else ""
 
 
-def _why_invalid(turn: Turn, group: GroupState, report: i.EpisodeReport) -> str:
+def _why_invalid(ctx: DecisionContext, group: GroupState, report: i.EpisodeReport) -> str:
     """What the report says of its samples that cannot be so in this run; empty if nothing."""
     for sample in report.samples:
         if sample.trainable and sample.policy != group.policy:
             return f"sample {sample.sample_id}: `policy` must be that of the lease, {group.policy!r}, got {sample.policy!r}"
         for span in sample.steps:
-            if not bound.was_published(span, turn.clock):
+            if not bound.was_published(span, ctx.clock):
                 return f"sample {sample.sample_id}: no weights of step {span.step}, incarnation {span.incarnation} were published"
     return ""
 
@@ -72,17 +72,17 @@ def is_finite(reward: Reward) -> bool:
     return reward.outcome is not RewardOutcome.OK or isfinite(reward.value)
 
 
-def _complete(turn: Turn, group: GroupState, episode: EpisodeState, report: i.EpisodeReport) -> None:
+def _complete(ctx: DecisionContext, group: GroupState, episode: EpisodeState, report: i.EpisodeReport) -> None:
     """In an export, scored is finished: whoever streams samples waits for no group, and no finaliser filters them."""
-    turn.volatile.failed.end_row()
+    ctx.volatile.failed.end_row()
     if report.samples:
-        turn.emit(
+        ctx.emit(
             f.EpisodeScored(group=group.group, episode=episode.episode, payload=report.payload, samples=report.samples)
         )
         if group.purpose is Purpose.EXPORT:
             ids = tuple(sample.sample_id for sample in report.samples)
-            turn.emit(f.SamplesEnded(group=group.group, sample_ids=ids, end=SampleEnd.EXPORTED))
+            ctx.emit(f.SamplesEnded(group=group.group, sample_ids=ids, end=SampleEnd.EXPORTED))
     else:
-        turn.emit(
+        ctx.emit(
             f.EpisodeEnded(group=group.group, episode=episode.episode, end=SampleEnd.FILTERED, reason="NO_SAMPLES")
         )

@@ -15,9 +15,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from rollmesh.services.coordinator.core import batches, rollouts
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, describe
 from rollmesh.services.coordinator.core.fleet import Fleet, Node, NodeKind, NodeState
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase
-from rollmesh.services.coordinator.core.turn import Turn, describe
 
 _SHOWN_MAX = 4
 """Nodes of a kind that a link names."""
@@ -45,11 +45,11 @@ class Wait:
 Links = list[Wait]
 
 
-def chain(turn: Turn, fleet: Fleet, reward_trouble: str = "") -> Links:
+def chain(ctx: DecisionContext, fleet: Fleet, reward_trouble: str = "") -> Links:
     """The chain of a run; empty once it has ended. `reward_trouble` is why groups could not be finalised the last time."""
-    if turn.state.ended:
+    if ctx.state.ended:
         return []
-    return _Chain(turn, fleet, reward_trouble).of_run()
+    return _Chain(ctx, fleet, reward_trouble).of_run()
 
 
 def in_words(links: Links) -> str:
@@ -57,9 +57,9 @@ def in_words(links: Links) -> str:
 
 
 class _Chain:
-    def __init__(self, turn: Turn, fleet: Fleet, reward_trouble: str) -> None:
-        self._turn = turn
-        self._state = turn.state
+    def __init__(self, ctx: DecisionContext, fleet: Fleet, reward_trouble: str) -> None:
+        self._turn = ctx
+        self._state = ctx.state
         self._fleet = fleet
         self._reward_trouble = reward_trouble
 

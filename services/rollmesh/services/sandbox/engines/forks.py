@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engines.fate import MemoryKills
+from rollmesh.services.sandbox.engines.exit_cause import MemoryKills
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, SessionGone
-from rollmesh.services.sandbox.engines.places import Place, Places
+from rollmesh.services.sandbox.engines.slots import Slot, Slots
 from rollmesh.services.sandbox.engines.zygote_process import Ended, ZygoteProcess
 from rollmesh.shared.errors import SandboxFailed
 
@@ -31,7 +31,7 @@ class Live:
     """The zygote's name for it."""
     session: JailSession
     zygote: ZygoteProcess
-    place: Place
+    place: Slot
     limits: Limits
     ended: asyncio.Future[Ended]
     """Done when nothing of the session is left and its place is free."""
@@ -65,7 +65,7 @@ class Forks:
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._keys = itertools.count()
-        self._places: Places | None = None
+        self._places: Slots | None = None
         self._memory_kills: dict[int, MemoryKills] = {}
         """By place, whose sessions come one after another."""
 
@@ -75,16 +75,16 @@ class Forks:
         return self._places is not None
 
     @property
-    def places(self) -> Places:
+    def places(self) -> Slots:
         """Where sessions are."""
         assert self._places is not None, "start() comes first"
         return self._places
 
     @places.setter
-    def places(self, places: Places) -> None:
+    def places(self, places: Slots) -> None:
         self._places = places
 
-    def fork(self, zygote: ZygoteProcess, place: Place, limits: Limits, egress_fds: tuple[int, ...] = ()) -> Live:
+    def fork(self, zygote: ZygoteProcess, place: Slot, limits: Limits, egress_fds: tuple[int, ...] = ()) -> Live:
         """Begin a session in a place, which is given back when it has ended. Raises SandboxFailed; the place is the caller's then."""
         try:
             ours, theirs = socket.socketpair()

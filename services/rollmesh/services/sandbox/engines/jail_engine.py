@@ -18,21 +18,21 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollmesh.sandbox_runtime import cgroups, walls
+from rollmesh.sandbox_runtime import cgroups, mechanisms
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import PYTHON, Program
-from rollmesh.services.sandbox import survey
+from rollmesh.services.sandbox import capability_probe
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.ports import Ports
 from rollmesh.services.sandbox.engine import OnOutput, Outcome, PoolCounts, RunResult, SavePiece, SnapshotTooLarge
-from rollmesh.services.sandbox.engines.fate import killed_from_outside
+from rollmesh.services.sandbox.engines.cleanup import StateDir
+from rollmesh.services.sandbox.engines.exit_cause import killed_from_outside
 from rollmesh.services.sandbox.engines.forks import Forks, Live
 from rollmesh.services.sandbox.engines.jail_session import ProtocolBroken, Reply, SessionGone
-from rollmesh.services.sandbox.engines.leftovers import StateDir
-from rollmesh.services.sandbox.engines.places import Places
 from rollmesh.services.sandbox.engines.pools import Pools
 from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
 from rollmesh.services.sandbox.engines.results import exited, explain, killed, to_result
+from rollmesh.services.sandbox.engines.slots import Slots
 from rollmesh.services.sandbox.engines.uid_ranges import UidRange, claim_uids
 from rollmesh.services.sandbox.engines.zygote_process import Ended
 from rollmesh.services.sandbox.engines.zygotes import Zygotes
@@ -68,7 +68,7 @@ class JailEngine:
         self._ports = Ports(config.egress, state_dir / "egress")
 
     async def start(self) -> None:
-        blueprint = self._zygotes.blueprint = await asyncio.to_thread(survey.plan, self._config)
+        blueprint = self._zygotes.blueprint = await asyncio.to_thread(capability_probe.plan, self._config)
         hierarchy = cgroups.detect_here() if self._config.cgroups else None
         await asyncio.to_thread(self._state.acquire)
         cleared = await asyncio.to_thread(self._state.clear_leftovers, hierarchy)
@@ -77,11 +77,11 @@ class JailEngine:
         self._state.record_groups(self._name)
         await self._ports.start()
         config = self._config
-        if walls.MOUNT_NAMESPACE not in blueprint.walls:
+        if mechanisms.MOUNT_NAMESPACE not in blueprint.walls:
             self._folders = await asyncio.to_thread(PrivateFolders, config.sessions_dir, self._state, self._name)
         if not config.uid_base and os.geteuid() == 0:
             self._uids = await asyncio.to_thread(claim_uids, config.sessions_max * (2 if self._folders else 1))
-        self._forks.places = Places(
+        self._forks.places = Slots(
             config.sessions_max, self._uids.base, hierarchy, self._name, config.retry_after_s, self._folders
         )
         for profile in config.warm:

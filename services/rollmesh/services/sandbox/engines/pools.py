@@ -19,8 +19,8 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import PoolCounts
 from rollmesh.services.sandbox.engines.demand import shares
 from rollmesh.services.sandbox.engines.forks import Forks, Live
-from rollmesh.services.sandbox.engines.places import Place
 from rollmesh.services.sandbox.engines.ready_pool import ReadyPool
+from rollmesh.services.sandbox.engines.slots import Slot
 from rollmesh.services.sandbox.engines.zygotes import Zygotes
 from rollmesh.services.sandbox.starts import Starts
 from rollmesh.shared.clock import Clock
@@ -97,7 +97,7 @@ class Pools:
             self._drop(live)
         return None
 
-    async def place(self) -> Place:
+    async def place(self) -> Slot:
         """A free place; where there is none a ready session gives up its own. Raises Overloaded, SandboxFailed."""
         while True:
             try:
@@ -249,7 +249,7 @@ class Pools:
         return shares(asked, self._config.pools.ready_max)
 
     def _spare_places(self) -> int:
-        """Places beyond those left free for the sessions that may be asked for at once."""
+        """Slots beyond those left free for the sessions that may be asked for at once."""
         return self._forks.places.num_free - self._config.starts_inflight_max
 
 

@@ -11,8 +11,8 @@ import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
+from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.file_trees import remove_tree
-from rollmesh.services.sandbox.engines.leftovers import StateDir
 
 _log = logging.getLogger(__name__)
 

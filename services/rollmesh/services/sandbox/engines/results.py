@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.engine import Outcome, RunResult
-from rollmesh.services.sandbox.engines.fate import used_up
+from rollmesh.services.sandbox.engines.exit_cause import used_up
 from rollmesh.services.sandbox.engines.jail_session import ProtocolBroken, Reply
 from rollmesh.services.sandbox.engines.zygote_process import Ended
 

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 from rollmesh.sandbox_runtime import framing, launcher
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.walls import Blueprint
-from rollmesh.services.sandbox.engines.places import Place
+from rollmesh.sandbox_runtime.mechanisms import IsolationPlan
+from rollmesh.services.sandbox.engines.slots import Slot
 from rollmesh.shared.errors import SandboxFailed
 
 _END_S = 5.0
@@ -60,7 +60,7 @@ class ZygoteProcess:
 
     @classmethod
     async def start(
-        cls, python: str, profile: Mapping[str, Any], blueprint: Blueprint, log: Path, timeout_s: float
+        cls, python: str, profile: Mapping[str, Any], blueprint: IsolationPlan, log: Path, timeout_s: float
     ) -> ZygoteProcess:
         """Execute a launcher and wait until its zygote is contained. Raises SandboxFailed with its reason."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -95,7 +95,7 @@ class ZygoteProcess:
         return self._process.pid
 
     def open(
-        self, session_id: str, place: Place, limits: Limits, fds: Sequence[int], egress_fds: Sequence[int] = ()
+        self, session_id: str, place: Slot, limits: Limits, fds: Sequence[int], egress_fds: Sequence[int] = ()
     ) -> asyncio.Future[Ended]:
         """Ask for a session around `fds` = [its socket, entrances of its cgroups ...] and its egress port, if it has one; the future ends
         with the session."""
@@ -189,7 +189,7 @@ class ZygoteProcess:
 
 
 def _execute(
-    python: str, control_fd: int, profile: Mapping[str, Any], blueprint: Blueprint, errors: BinaryIO
+    python: str, control_fd: int, profile: Mapping[str, Any], blueprint: IsolationPlan, errors: BinaryIO
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         launcher.command(python or os.path.realpath(sys.executable), control_fd, profile, blueprint),

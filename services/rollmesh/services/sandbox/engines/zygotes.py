@@ -9,9 +9,9 @@ from pathlib import Path
 import cloudpickle
 import msgspec
 
-from rollmesh.sandbox_runtime.walls import Blueprint
+from rollmesh.sandbox_runtime.mechanisms import IsolationPlan
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engines.leftovers import StateDir
+from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.zygote_process import ZygoteProcess
 
 _OURS = ("limits", "egress", "library_lock", "repository")
@@ -22,7 +22,7 @@ class Zygotes:
     """By profile. `blueprint` is set before the first is wanted."""
 
     def __init__(self, config: SandboxConfig, state: StateDir) -> None:
-        self.blueprint: Blueprint | None = None
+        self.blueprint: IsolationPlan | None = None
         self._config = config
         self._state = state
         self._running: dict[str, ZygoteProcess] = {}

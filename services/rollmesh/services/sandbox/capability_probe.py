@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.sandbox_runtime import cgroups, landlock, launcher, probe, walls
-from rollmesh.sandbox_runtime.walls import Blueprint, Wall
+from rollmesh.sandbox_runtime import cgroups, landlock, launcher, mechanisms, probe
+from rollmesh.sandbox_runtime.mechanisms import IsolationPlan, Wall
 from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.shared.errors import SandboxFailed
@@ -52,14 +52,14 @@ class User:
 
 
 def survey(config: SandboxConfig, user: User | None = None) -> tuple[Standing, ...]:
-    """Every wall that matters to whoever runs it, in the order of `walls.WALLS`."""
+    """Every wall that matters to whoever runs it, in the order of `mechanisms.WALLS`."""
     found = {**_tried(config.python or os.path.realpath(sys.executable), user), **_groups(config, user)}
     is_root = (user.uid if user else os.geteuid()) == 0
-    moot = walls.USER_NAMESPACE if is_root else walls.OWN_UID
-    driver = walls.DRIVERS.get(config.engine, walls.NO_DRIVER)
+    moot = mechanisms.USER_NAMESPACE if is_root else mechanisms.OWN_UID
+    driver = mechanisms.DRIVERS.get(config.engine, mechanisms.NO_DRIVER)
     of_user = frozenset[str]() if is_root else driver.required_of_user
     standings = []
-    for name, wall in walls.WALLS.items():
+    for name, wall in mechanisms.WALLS.items():
         if name == moot:
             continue
         required, wanted = name in driver.required | of_user, name in driver.required | driver.optional
@@ -73,13 +73,13 @@ def survey(config: SandboxConfig, user: User | None = None) -> tuple[Standing, .
 def drivers(config: SandboxConfig, user: User | None = None) -> dict[str, str]:
     """Why each driver could not run here with an otherwise equal configuration; empty where it could. Nothing counts as given up."""
     reasons = {}
-    for name in walls.DRIVERS:
+    for name in mechanisms.DRIVERS:
         asked = msgspec.structs.replace(config, engine=name, without=())
         reasons[name] = refusal(asked, survey(asked, user), user)
     return reasons
 
 
-def plan(config: SandboxConfig) -> Blueprint:
+def plan(config: SandboxConfig) -> IsolationPlan:
     """What to raise here. Logs what the driver lacks and what the operator gave up. Raises SandboxFailed if a required wall does
     not stand and is not given up."""
     standings = survey(config)
@@ -87,11 +87,11 @@ def plan(config: SandboxConfig) -> Blueprint:
         raise SandboxFailed(reason)
     _warn(config, standings)
     for name in config.without:
-        _log.warning("sandbox.without gives up %s: %s", name, walls.WALLS[name].without)
+        _log.warning("sandbox.without gives up %s: %s", name, mechanisms.WALLS[name].without)
     raised = frozenset(standing.wall.name for standing in standings if standing.raised)
-    shares_uid = not raised & {walls.PID_NAMESPACE, walls.OWN_UID}
-    rules = seccomp_policy.compiled(shares_uid=shares_uid) if walls.SECCOMP in raised else b""
-    return Blueprint(walls=raised, seccomp_filter=rules)
+    shares_uid = not raised & {mechanisms.PID_NAMESPACE, mechanisms.OWN_UID}
+    rules = seccomp_policy.compiled(shares_uid=shares_uid) if mechanisms.SECCOMP in raised else b""
+    return IsolationPlan(walls=raised, seccomp_filter=rules)
 
 
 def refusal(config: SandboxConfig, standings: Iterable[Standing], user: User | None = None) -> str:
@@ -119,9 +119,9 @@ def _lacking(standing: Standing, config: SandboxConfig) -> str:
 def _warn(config: SandboxConfig, standings: Iterable[Standing]) -> None:
     """One line per start for a driver that holds less than the jail."""
     absent = "; ".join(f"{each.wall.name}: {each.wall.without}" for each in standings if not each.raised)
-    if config.engine not in walls.DRIVERS or config.engine == "jail":
+    if config.engine not in mechanisms.DRIVERS or config.engine == "jail":
         return
-    if not walls.DRIVERS[config.engine].promises:
+    if not mechanisms.DRIVERS[config.engine].promises:
         _log.warning(
             "sandbox.engine=%s: NOTHING IS ISOLATED, run only code you trust with this host. %s", config.engine, absent
         )
@@ -157,7 +157,7 @@ def _tried(python: str, user: User | None) -> Mapping[str, str]:
         rules = seccomp_policy.compiled()
     except SandboxFailed as error:
         reason = error.message
-    question = json.dumps(Blueprint(walls=frozenset(), seccomp_filter=rules).as_message())
+    question = json.dumps(IsolationPlan(walls=frozenset(), seccomp_filter=rules).as_message())
     try:
         done = subprocess.run(
             probe.command(python), input=question, env=launcher.ENVIRONMENT, cwd="/", capture_output=True, text=True,
@@ -171,27 +171,27 @@ def _tried(python: str, user: User | None) -> Mapping[str, str]:
         ) from error
     found: dict[str, str] = json.loads(done.stdout)
     if reason:
-        found[walls.SECCOMP] = reason
+        found[mechanisms.SECCOMP] = reason
     return found
 
 
 def _groups(config: SandboxConfig, user: User | None) -> Mapping[str, str]:
     if user is not None:
-        return dict.fromkeys(walls.CGROUPS, "not looked for as another user")
+        return dict.fromkeys(mechanisms.CGROUPS, "not looked for as another user")
     if not config.cgroups:
-        return dict.fromkeys(walls.CGROUPS, "sandbox.cgroups is off")
+        return dict.fromkeys(mechanisms.CGROUPS, "sandbox.cgroups is off")
     hierarchy = cgroups.detect_here()
     here = hierarchy.bounds() if hierarchy else frozenset()
-    return {name: "" if name in here else "no writable control group for it" for name in walls.CGROUPS}
+    return {name: "" if name in here else "no writable control group for it" for name in mechanisms.CGROUPS}
 
 
 def _strength(name: str) -> str:
-    if name == walls.LANDLOCK:
+    if name == mechanisms.LANDLOCK:
         missing = landlock.lacks(landlock.abi())
         return f"version {landlock.abi()}" + (f", without {missing}" if missing else "")
-    if name == walls.SECCOMP:
+    if name == mechanisms.SECCOMP:
         return f"libseccomp {seccomp_policy.library_version()}"
-    if name in walls.CGROUPS:
+    if name in mechanisms.CGROUPS:
         hierarchy = cgroups.detect_here()
         return f"version {hierarchy.version}" if hierarchy else ""
     return ""

@@ -23,9 +23,9 @@ from rollmesh.services.learner.commands import Commands
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import OpenEngine, Position, Restored, StepResult
+from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics import TOKENS, UPDATES, trained_tokens
 from rollmesh.services.learner.metrics_log import MetricsLog
-from rollmesh.services.learner.moments import AtMoment, Moment
 from rollmesh.services.learner.progress import Progress
 from rollmesh.services.learner.publisher import Publisher
 from rollmesh.services.learner.run_client import BatchLease, RunClient
@@ -36,6 +36,7 @@ from rollmesh.shared.clients.renewal import Renewal
 from rollmesh.shared.clients.trainer import Attached, Committed
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, VersionRefused, WrongUpdate
+from rollmesh.shared.fault_points import Hook
 from rollmesh.shared.telemetry import log_context
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.versions import PolicyVersion
@@ -58,32 +59,32 @@ class Parts:
     metrics: MetricsLog
     progress: Progress
     clock: Clock
-    at: AtMoment
+    at: Hook
     open_engine: OpenEngine
     data_snapshot: DataSnapshot | None
 
 
-async def begin_tenure(parts: Parts) -> Tenure:
-    """Restores, attaches and publishes. The tenure goes on with `Tenure.train`.
+async def begin_session(parts: Parts) -> TrainerSession:
+    """Restores, attaches and publishes. The tenure goes on with `TrainerSession.train`.
 
     Raises `Fenced` and the like to be begun again; `DigestMismatch`, `UnknownUpdate`, `VersionConflict` for good.
     """
     with parts.progress.during("attach"):
         restored = await parts.compute.run(lambda: parts.open_engine(parts.config))
         for damage in restored.passed_by:
-            parts.progress.trouble = damage
+            parts.progress.last_error = damage
             _log.error("%s", damage)
         position = restored.position
         attached = await parts.client.attach(last_update=position.update, digest=position.digest)
     if attached.next_update != position.update + 1:
         raise WrongUpdate(f"attached with update {position.update}, but {attached.next_update} is said to be next")
-    tenure = Tenure(parts, restored, attached)
-    await tenure.publish()
-    return tenure
+    session = TrainerSession(parts, restored, attached)
+    await session.publish()
+    return session
 
 
-class Tenure:
-    """The trainer's place, held with one trainer epoch. Made by `begin_tenure`."""
+class TrainerSession:
+    """The trainer's place, held with one trainer epoch. Made by `begin_session`."""
 
     def __init__(self, parts: Parts, restored: Restored, attached: Attached) -> None:
         self._parts = parts
@@ -124,7 +125,7 @@ class Tenure:
             await parts.publisher.publish(self._engine, version)
         parts.progress.published_step = version.step
         self._published.append(f"{version.policy}@{version.step}.{version.incarnation}")
-        await parts.at(Moment.PUBLISHED)
+        await parts.at(LearnerFaultPoint.PUBLISHED)
 
     # Leasing ----------------------------------------------------------------------------------------------------------
 
@@ -170,14 +171,14 @@ class Tenure:
 
     async def _update(self, lease: BatchLease) -> None:
         parts = self._parts
-        await parts.at(Moment.LEASED)
+        await parts.at(LearnerFaultPoint.LEASED)
         with UpdateTrace(lease) as trace:
             done = await self._train_and_commit(lease, trace)
         if done is None:
             return
         result, committed, unreadable = done
         self._record(result, committed)
-        await parts.at(Moment.COMMITTED)
+        await parts.at(LearnerFaultPoint.COMMITTED)
         await self._save_and_publish_when_due()
         self._report(result, unreadable)
 
@@ -194,7 +195,7 @@ class Tenure:
             with trace.part(TRAIN):
                 result = await self._step(lease, fetched)
             renewal.check()
-            await parts.at(Moment.STEPPED)
+            await parts.at(LearnerFaultPoint.STEPPED)
             with parts.progress.during("commit"), trace.part(COMMIT):
                 committed = await parts.client.commit(lease, result, fetched.unreadable)
         return result, committed, fetched.unreadable
@@ -204,7 +205,7 @@ class Tenure:
         parts = self._parts
         with parts.progress.during("fetch"):
             try:
-                fetched = await parts.client.fetch(lease, lambda: parts.at(Moment.MID_FETCH))
+                fetched = await parts.client.fetch(lease, lambda: parts.at(LearnerFaultPoint.MID_FETCH))
             except PayloadLost as err:
                 self._num_lost += 1
                 parts.progress.waiting_for = str(err)
@@ -259,10 +260,10 @@ class Tenure:
         with parts.progress.during("checkpoint"):
             snapshot = await self._data_snapshot()
             await parts.compute.run(lambda: self._engine.save(self._log, position, data_snapshot=snapshot))
-            await parts.at(Moment.MID_CHECKPOINT)
+            await parts.at(LearnerFaultPoint.MID_CHECKPOINT)
             await parts.client.report_checkpoint(update=update, digest=position.digest)
         self._checkpointed = parts.progress.checkpoint_update = update
-        await parts.at(Moment.CHECKPOINTED)
+        await parts.at(LearnerFaultPoint.CHECKPOINTED)
 
     async def _data_snapshot(self) -> bytes:
         take, position = self._parts.data_snapshot, self._head.position

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from rollmesh.services.coordinator.core.decision_context import CancelEpisodes
 from rollmesh.services.coordinator.core.fleet import NodeKind
-from rollmesh.services.coordinator.core.turn import CancelEpisodes
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.lease_names import to_wire
 from rollmesh.shared.errors import NotReady, UnknownBlob

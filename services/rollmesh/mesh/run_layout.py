@@ -32,7 +32,7 @@ _FIXED = ("coordinator", "gateway", "depot")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RunLayout:
     """One run on one host. Make it with `open_place`."""
 
     config: MeshConfig
@@ -89,13 +89,13 @@ class Place:
         )
 
 
-def open_place(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> Place:
+def open_place(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> RunLayout:
     """The run's place, made on first use. Addresses are chosen once and kept, so that a restarted part is found again."""
     run_dir = run_dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     base_dir = base_dir.resolve()
     addresses = _addresses(run_dir / "addresses.json", config)
-    return Place(
+    return RunLayout(
         config=config,
         run_dir=run_dir,
         base_dir=base_dir,

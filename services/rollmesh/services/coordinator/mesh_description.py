@@ -20,7 +20,7 @@ from rollmesh.v1 import coordinator_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeshOffer:
+class MeshDescription:
     """The part that does not change. It is handed out as it is: no secret may be in it."""
 
     config_yaml: str
@@ -34,10 +34,10 @@ class MeshOffer:
     model: ModelFiles | None = None
 
 
-class MeshFacts:
+class MeshDescriber:
     """The offer together with what is known now, and which runs the mesh can serve."""
 
-    def __init__(self, offer: MeshOffer | None, runs: Runs, keeper: FleetKeeper) -> None:
+    def __init__(self, offer: MeshDescription | None, runs: Runs, keeper: FleetKeeper) -> None:
         self._given = offer
         self._runs = runs
         self._keeper = keeper
@@ -84,7 +84,7 @@ class MeshFacts:
         async for piece in model.pieces(request.names):
             yield piece
 
-    def _offer(self) -> MeshOffer:
+    def _offer(self) -> MeshDescription:
         if self._given is None:
             raise Unimplemented("this coordinator was started by itself and knows no configuration of a mesh")
         return self._given

@@ -15,7 +15,7 @@ from rollmesh.shared.errors import Overloaded, SandboxFailed
 
 
 @dataclass(slots=True)
-class Place:
+class Slot:
     """One session's worth of room."""
 
     index: int
@@ -25,7 +25,7 @@ class Place:
     """Of its present session."""
 
 
-class Places:
+class Slots:
     """At most `num_max` of them, made on first use."""
 
     def __init__(
@@ -44,20 +44,20 @@ class Places:
         self._hierarchy = hierarchy
         self._name = name
         self._retry_after_s = retry_after_s
-        self._made: list[Place] = []
-        self._free: list[Place] = []
+        self._made: list[Slot] = []
+        self._free: list[Slot] = []
 
     @property
     def num_used(self) -> int:
-        """Places with a session, or with what is left of one."""
+        """Slots with a session, or with what is left of one."""
         return len(self._made) - len(self._free)
 
     @property
     def num_free(self) -> int:
-        """Places to take."""
+        """Slots to take."""
         return self._num_max - self.num_used
 
-    def take(self) -> Place:
+    def take(self) -> Slot:
         """A free place. Raises Overloaded, SandboxFailed."""
         if self._free:
             return self._furnished(self._free.pop())
@@ -70,14 +70,14 @@ class Places:
         self._made.append(place)
         return self._furnished(place)
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: Slot) -> None:
         """The caller vouches that its session is gone."""
         assert place not in self._free
         self._free.append(place)
         if self._folders is not None:
             self._folders.remove(place.private_dir)
 
-    def _furnished(self, place: Place) -> Place:
+    def _furnished(self, place: Slot) -> Slot:
         if self._folders is None:
             return place
         try:
@@ -93,11 +93,11 @@ class Places:
             if place.group is not None:
                 place.group.remove()
 
-    def _make(self, index: int) -> Place:
+    def _make(self, index: int) -> Slot:
         group = None
         if self._hierarchy is not None:
             try:
                 group = self._hierarchy.make(f"{self._name}-{index}")
             except OSError as error:
                 raise SandboxFailed(f"cannot make a cgroup: {error}") from error
-        return Place(index, self._uid_base + index * (2 if self._folders else 1), group)
+        return Slot(index, self._uid_base + index * (2 if self._folders else 1), group)

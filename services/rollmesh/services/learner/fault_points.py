@@ -1,16 +1,11 @@
-"""The moments of a learner's life at which others may look on.
-
-The learner awaits one callable at each of them. A supervisor uses it to show or to log where a learner stands, a chaos test to
-end it exactly there: whatever the callable raises ends the learner as a crash would, and while it waits, the learner does.
-"""
+"""Fault points of a learner."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from enum import StrEnum
+from rollmesh.shared.fault_points import FaultPoint
 
 
-class Moment(StrEnum):
+class LearnerFaultPoint(FaultPoint):
     """In the order in which they occur for one update."""
 
     LEASED = "leased"
@@ -22,16 +17,8 @@ class Moment(StrEnum):
     COMMITTED = "committed"
     """The ledger contains it, too; no checkpoint does."""
     MID_CHECKPOINT = "mid_checkpoint"
-    """A checkpoint with it is durable; nobody has been told."""
+    """A checkpoint with it is durable; the coordinator has not been notified."""
     CHECKPOINTED = "checkpointed"
     """The checkpoint is reported: its samples are TRAINED."""
     PUBLISHED = "published"
     """A version is announced. Also after every attach."""
-
-
-AtMoment = Callable[[Moment], Awaitable[None]]
-"""Awaited at each moment."""
-
-
-async def pass_by(moment: Moment) -> None:
-    """Nobody looks on."""

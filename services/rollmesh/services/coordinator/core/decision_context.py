@@ -144,7 +144,7 @@ def _kind(cause: str) -> list[str]:
 
 
 @dataclass(slots=True)
-class Volatile:
+class EphemeralState:
     """What needs no ledger: deadlines on the coordinator's monotonic clock, waiting lists, questions on the way.
 
     Rebuilt after recovery: every lease gets one full term of grace, every question is asked again.
@@ -190,11 +190,11 @@ class Volatile:
 
 
 @dataclass(slots=True)
-class Turn:
+class DecisionContext:
     """One decision in the making."""
 
     state: State
-    volatile: Volatile
+    volatile: EphemeralState
     now: float
     facts: list[Fact] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 A driver is a set of walls: `jail` raises all, `landlock` those that need no namespace, `none` what no process should lack. A required wall that does not
 stand keeps the service from starting, unless the operator gives it up by name; an optional one is raised where it stands. What is
-raised travels to the launcher as a `Blueprint` and is made by `contain`, which fails if it can't be.
+raised travels to the launcher as a `IsolationPlan` and is made by `contain`, which fails if it can't be.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ NO_DRIVER = Driver(required=frozenset(), optional=frozenset(), promises=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blueprint:
+class IsolationPlan:
     """What a launcher is to build: the walls by name, and what they need from outside."""
 
     walls: frozenset[str]
@@ -208,6 +208,6 @@ class Blueprint:
         return {"walls": sorted(self.walls), "seccomp_filter": base64.b64encode(self.seccomp_filter).decode()}
 
 
-def blueprint_from_message(message: Mapping[str, Any]) -> Blueprint:
-    """The inverse of `Blueprint.as_message`; trusts its sender, the service."""
-    return Blueprint(walls=frozenset(message["walls"]), seccomp_filter=base64.b64decode(message["seccomp_filter"]))
+def blueprint_from_message(message: Mapping[str, Any]) -> IsolationPlan:
+    """The inverse of `IsolationPlan.as_message`; trusts its sender, the service."""
+    return IsolationPlan(walls=frozenset(message["walls"]), seccomp_filter=base64.b64decode(message["seccomp_filter"]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from rollmesh.mesh.config import SERVING, BusConfig, MeshConfig
-from rollmesh.mesh.place import Place
+from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.mesh.tool_descriptions import rollout_config
-from rollmesh.services.coordinator.offer import MeshOffer
+from rollmesh.services.coordinator.mesh_description import MeshDescription
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.config import to_yaml
@@ -16,15 +16,15 @@ from rollmesh.shared.model_files import ModelFiles
 from rollmesh.shared.rpc.server import ServerConfig
 
 
-def make_offer(place: Place, bus: Bus) -> MeshOffer:
-    """The offer of the mesh at `place`, whose streams are on `bus`."""
-    return MeshOffer(
-        config_yaml=to_yaml(public_config(place.config)),
-        coordinator=place.coordinator,
-        bus_url=bus.url if isinstance(bus, JetStreamBus) else place.config.bus.url,
-        policy=place.config.inference.policy,
-        base_dir=str(place.base_dir),
-        model=_model_files(place),
+def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
+    """The offer of the mesh at `layout`, whose streams are on `bus`."""
+    return MeshDescription(
+        config_yaml=to_yaml(public_config(layout.config)),
+        coordinator=layout.coordinator,
+        bus_url=bus.url if isinstance(bus, JetStreamBus) else layout.config.bus.url,
+        policy=layout.config.inference.policy,
+        base_dir=str(layout.base_dir),
+        model=_model_files(layout),
     )
 
 
@@ -40,9 +40,9 @@ def public_config(config: MeshConfig) -> MeshConfig:
     return MeshConfig(**fields)
 
 
-def _model_files(place: Place) -> ModelFiles | None:
+def _model_files(layout: RunLayout) -> ModelFiles | None:
     """Of the initial model; of the workers' tokenizer where the engines need no model."""
-    if place.config.model:
-        return ModelFiles(place.model_dir())
-    folder = (place.base_dir / place.config.rollout.model_dir).resolve()
-    return ModelFiles(folder) if place.config.rollout.model_dir and folder.is_dir() else None
+    if layout.config.model:
+        return ModelFiles(layout.model_dir())
+    folder = (layout.base_dir / layout.config.rollout.model_dir).resolve()
+    return ModelFiles(folder) if layout.config.rollout.model_dir and folder.is_dir() else None

@@ -1,0 +1,34 @@
+"""Decisions about what goes wrong: a run that stands still, and given-up tasks that are tried again."""
+
+from __future__ import annotations
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
+
+
+def is_stalled(ctx: DecisionContext) -> bool:
+    """Whether the run has made no progress for longer than its spec allows."""
+    spec = ctx.spec
+    return 0 < spec.stall_s <= ctx.now - ctx.volatile.progressed_at and not ctx.state.ended
+
+
+def stalled(ctx: DecisionContext, notice: i.Stalled) -> None:
+    """Record a stall once; another root only after as long a time again, for what nodes say of each other lags behind."""
+    same = notice.root == ctx.state.stall_root
+    if is_stalled(ctx) and not same and ctx.now - ctx.volatile.stall_told_at >= ctx.spec.stall_s:
+        ctx.volatile.stall_told_at = ctx.now
+        stalled_s = ctx.now - ctx.volatile.progressed_at
+        ctx.emit(f.RunStalled(root=notice.root, cause=notice.cause, stalled_s=stalled_s))
+
+
+def replay(ctx: DecisionContext, request: i.ReplayDead) -> None:
+    """Queue the tasks of dead letters for admission. Idempotent: a letter is replayed once; if it fails again, there is a new one."""
+    if ctx.state.ended:
+        refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {ctx.state.ended}; nothing can be tried again in it")
+    taken = []
+    for task in request.tasks:
+        if task.dead_id not in ctx.state.replayed:
+            ctx.emit(f.TaskReplayed(dead_id=task.dead_id, task=task.task, draw=task.draw))
+            taken.append(task.dead_id)
+    ctx.reply(request.ticket, i.Replayed(dead_ids=tuple(taken)))
