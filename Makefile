@@ -10,7 +10,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test newcomer floors check protos verify lint-protos sim soak models leaks chaos tamper attack verdicts bench clean garbage many-runs
+.PHONY: setup demo test newcomer floors check prose protos verify lint-protos sim soak models leaks chaos tamper attack verdicts bench clean garbage many-runs
 
 setup: $(VENV)/.installed
 
@@ -37,6 +37,9 @@ check: setup ## style, types, import contracts, layout
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+prose: ## plain English in code and docs: expressions to replace, lines that are too long
+	$(PYTHON) .ci/prose.py
 
 protos: setup ## regenerate the Python code of protos/
 	PYTHON=$(BIN)/python .ci/protos.sh
