@@ -1,4 +1,4 @@
-"""What a user's agent or scorer raised, in words that help its author: the error with a hint, and the frames of the author's own code."""
+"""Explains an error of a user's extension to its author: the error with a hint, and the frames of the author's code."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import traceback
 from types import TracebackType
 
 TRACEBACK_CHARS_MAX = 4000
-_CALLERS = ("rollmesh.services.", "rollmesh.shared.", "importlib.", "_frozen_importlib")
-"""Modules that call a user's code."""
+_CALLERS = ("rollmesh.", "importlib.", "_frozen_importlib")
+"""Modules that call a user's code: services, trainer, mesh and command line all do. A user's file is never in the package."""
 
 
 def explain(error: BaseException) -> str:
-    """The error in a line, with what was probably meant."""
+    """Return the error in one line, with the probable mistake."""
     text = f"{type(error).__name__}: {error}"
     owner = error.obj if isinstance(error, AttributeError) else None
     if inspect.isfunction(owner) or inspect.ismethod(owner):
@@ -23,7 +23,7 @@ def explain(error: BaseException) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The frames from the user's code on, without the error's message; the last `TRACEBACK_CHARS_MAX` characters."""
+    """Return the frames from the user's code on, without the error's message: the last `TRACEBACK_CHARS_MAX` characters."""
     begin: TracebackType | None = error.__traceback__
     while begin is not None and begin.tb_frame.f_globals.get("__name__", "").startswith(_CALLERS):
         begin = begin.tb_next

@@ -51,3 +51,12 @@ def test_what_a_users_file_or_constructor_raises_is_told_with_its_line(tmp_path:
     (tmp_path / "made.py").write_text("class Made:\n    def __init__(self):\n        open('/no/such/file')\n")
     with pytest.raises(ConfigError, match=r"(?s)thing `made.py:Made`: .*FileNotFoundError.*made.py\", line 3"):
         Registry("thing", {}).make("made.py:Made", {}, tmp_path)
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest_known_one() -> None:
+    registry = Registry("thing", {"grpo": "a:b", "gdpo": "a:c"})
+    expected = r"there is no thing `grop`; known: grpo, gdpo, or your own as file.py:Name; did you mean `grpo`\?"
+    with pytest.raises(ConfigError, match=expected):
+        registry.find("grop")
+    with pytest.raises(ConfigError, match="file.py:Name$"):
+        registry.find("entirely-different")
