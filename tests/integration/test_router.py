@@ -135,6 +135,7 @@ async def test_an_answer_survives_the_loss_of_its_node(tmp_path: Path, abrupt: b
         async with it.router() as router, router.open(PROMPT, params(max_tokens=500), target=Target()) as generation:
             pieces = [await anext(generation)]
             if abrupt:
+                assert node._server is not None
                 await node._server.stop(0.0)
             else:
                 await it.stop("a")

@@ -1,16 +1,14 @@
-"""A gateway as a node: RunService, and what is public of CoordinatorService, in front of a coordinator and a bus.
+"""`GatewayNode`: RunService and the public part of CoordinatorService, in front of a coordinator and a bus.
 
 async with GatewayNode(config, node_id="gateway-0", coordinator="127.0.0.1:7000", access=access, folder=folder,
                        bus_url=url) as gateway:
-    gateway.address                # what trainers are given
+    gateway.address                # the address for trainers
 """
 
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.gateway.coordinator_front import CoordinatorFront
@@ -22,21 +20,23 @@ from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.limits import RECORDED, RECORDED_TEXTS
-from rollmesh.shared.serving import JoinedServer
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 
 IDEMPOTENT = (
     "rollmesh.v1.RunService",
     *(f"rollmesh.v1.CoordinatorService/{verb}" for verb in ("GetBatch", "GetMesh", "GetFleet", "Drain")),
 )
-"""Every verb of RunService may be sent again: that is part of its contract."""
+"""The contract of RunService allows clients to repeat every call."""
 
 
-class GatewayNode:
+class GatewayNode(JoinedNode):
     """One gateway. Give it a bus, or the URL of one."""
+
+    kind = coordinator_pb2.NODE_KIND_GATEWAY
 
     def __init__(
         self,
@@ -52,62 +52,32 @@ class GatewayNode:
     ) -> None:
         """`folder` is where it stores the heads of ledgers."""
         assert (bus is None) != (not bus_url), "a bus or the URL of one"
+        super().__init__(node_id=node_id, access=access, coordinator=coordinator, server=config.server, clock=clock)
         self._config = config
         self._heads = Heads(Path(folder))
-        self._coordinator = coordinator
-        self._access = access
         self._bus = bus
         self._bus_url = bus_url
-        self._joined = JoinedServer(
-            kind=coordinator_pb2.NODE_KIND_GATEWAY,
-            node_id=node_id,
-            access=access,
-            coordinator=coordinator,
-            server=config.server,
-            clock=clock,
+
+    async def build(self, stack: AsyncExitStack) -> None:
+        self._heads.open()
+        bus = self._bus
+        if bus is None:
+            bus = await JetStreamBus.connect(self._bus_url, login=BusLogin.of(self.access))
+            stack.push_async_callback(bus.close)
+        channel = await stack.enter_async_context(
+            open_channel(self.coordinator, access=self.access, idempotent=IDEMPOTENT)
         )
-        self._stack = AsyncExitStack()
-
-    @property
-    def address(self) -> str:
-        """host:port of RunService."""
-        return self._joined.address
-
-    async def wait(self) -> None:
-        """Until the node was drained: it only has to leave."""
-        await self._joined.wait()
-
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            self._heads.open()
-            bus = self._bus
-            if bus is None:
-                bus = await JetStreamBus.connect(self._bus_url, login=BusLogin.of(self._access))
-                stack.push_async_callback(bus.close)
-            channel = await stack.enter_async_context(
-                open_channel(self._coordinator, access=self._access, idempotent=IDEMPOTENT)
-            )
-            coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = coordinator_pb2_grpc.CoordinatorServiceStub(
-                channel
-            )
-            servicer = GatewayServicer(
-                run_pb2_grpc.RunServiceStub(channel),
-                coordinator,
-                Payloads(bus, reads_max=self._config.reads_max),
-                Exports(bus),
-                self._heads,
-                call_s=self._config.call_s,
-            )
-            await stack.enter_async_context(self._joined)
-            self._joined.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, limits=RECORDED_TEXTS)
-            front = CoordinatorFront(coordinator, call_s=self._config.call_s)
-            add_front = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
-            self._joined.add(add_front, front, limits=RECORDED)
-            await self._joined.start()
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
+        coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = coordinator_pb2_grpc.CoordinatorServiceStub(
+            channel
+        )
+        servicer = GatewayServicer(
+            run_pb2_grpc.RunServiceStub(channel),
+            coordinator,
+            Payloads(bus, reads_max=self._config.reads_max),
+            Exports(bus),
+            self._heads,
+            call_s=self._config.call_s,
+        )
+        self.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, limits=RECORDED_TEXTS)
+        front = CoordinatorFront(coordinator, call_s=self._config.call_s)
+        self.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, front, limits=RECORDED)

@@ -1,21 +1,17 @@
-"""A learner put together: client, compute thread, watcher, loop, as one async context.
+"""`LearnerNode`: the client of the run, the compute thread and the loop.
 
     async with LearnerNode(config, RunAddress(address=gateway, access=access, run="r1")) as learner:
-        await learner.wait()            # until the run ends; raises what stopped it
+        await learner.wait()            # until the run ends; raises the error that stopped it
         learner.progress                # at any time
 
-It runs no server. Leaving the context ends it where it stands, as a crash would but in order: a later learner over the same folder
-goes on from the newest checkpoint. `stop` finishes first: present update, checkpoint, version.
+The node has no server. Leaving the context interrupts the learner like a crash, but cleanly: a later learner over the same folder
+resumes from the newest checkpoint. `stop` finishes first: current update, checkpoint, version.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from contextlib import AsyncExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from rollmesh.services.learner.commands import Commands
 from rollmesh.services.learner.compute import ComputeThread
@@ -28,16 +24,17 @@ from rollmesh.services.learner.publisher import Publisher
 from rollmesh.services.learner.run_client import RunClient
 from rollmesh.services.learner.trainer_session import DataSnapshot, Parts
 from rollmesh.shared.clients.trainer import RunAddress
-from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.clock import Clock
 from rollmesh.shared.fault_points import Hook, noop
-from rollmesh.shared.membership import Membership, PassiveHandler
+from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.v1 import coordinator_pb2
 
-_log = logging.getLogger(__name__)
 
+class LearnerNode(JoinedNode):
+    """One learner of one run. With a `coordinator` address it also joins the fleet, so that operators see it; training does not need that."""
 
-class LearnerNode:
-    """One learner of one run. With a `coordinator` address it also shows itself in the fleet, which nothing depends on."""
+    kind = coordinator_pb2.NODE_KIND_LEARNER
+    serves = False
 
     def __init__(
         self,
@@ -52,63 +49,28 @@ class LearnerNode:
         node_id: str = "learner",
         base_dir: str | Path | None = None,
     ) -> None:
-        """`at` is awaited at each `LearnerFaultPoint`; `open_engine` replaces the one that `config.engine` names, in `base_dir` if it is a file."""
+        """`at` is awaited at each `LearnerFaultPoint`; `open_engine` replaces the engine that `config.engine` names, which may be a file
+        relative to `base_dir`."""
+        super().__init__(node_id=node_id, access=where.access, coordinator=coordinator, clock=clock)
         self._config = config
         self._where = where
-        self._clock = clock or SystemClock()
         self._at = at
         self._data_snapshot = data_snapshot
         self._open_engine = open_engine
-        self._coordinator = coordinator
-        self._node_id = node_id
         self._base_dir = base_dir
-        self._stack = AsyncExitStack()
-        self._commands: Commands | None = None
-        self._task: asyncio.Task[None] | None = None
-        self.progress = Progress(self._clock)
+        self._parts: Parts | None = None
+        self.progress = Progress(self.clock)
 
-    async def __aenter__(self) -> Self:
-        open_engine = self._open_engine or find_engine(self._config.engine, self._base_dir)
-        async with AsyncExitStack() as stack:
-            parts = await self._parts(stack, open_engine)
-            self._commands = parts.commands
-            if self._coordinator:
-                await stack.enter_async_context(self._membership())
-            self._task = asyncio.create_task(run_learner(parts), name=f"learner {self._where.run}")
-            self._task.add_done_callback(_log_end)
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if self._task is not None:
-                self._task.cancel()
-                await asyncio.wait([self._task])
-        finally:
-            await self._stack.aclose()
-
-    async def wait(self) -> None:
-        """Returns once the run has ended, or a stop is done. Raises what stopped the learner before that."""
-        assert self._task is not None, "not entered"
-        await asyncio.shield(self._task)
-
-    async def stop(self) -> None:
-        """Finishes the present update, writes a checkpoint, publishes, and returns; the run goes on without a trainer."""
-        assert self._commands is not None, "not entered"
-        self._commands.stop.set()
-        await self.wait()
-
-    async def _parts(self, stack: AsyncExitStack, open_engine: OpenEngine) -> Parts:
+    async def build(self, stack: AsyncExitStack) -> None:
         config, folder = self._config, Path(self._config.directory)
+        open_engine = self._open_engine or find_engine(config.engine, self._base_dir)
         metrics = MetricsLog(folder, tensorboard=config.tensorboard)
         stack.callback(metrics.close)
         compute = ComputeThread(folder)
         stack.push_async_callback(compute.close, config.stop_s)
-        client = await stack.enter_async_context(RunClient(self._where, config.retry, self._clock))
-        commands = await stack.enter_async_context(Commands(client, config.retry, self._clock, self.progress))
-        return Parts(
+        client = await stack.enter_async_context(RunClient(self._where, config.retry, self.clock))
+        commands = await stack.enter_async_context(Commands(client, config.retry, self.clock, self.progress))
+        self._parts = Parts(
             config=config,
             client=client,
             compute=compute,
@@ -116,36 +78,32 @@ class LearnerNode:
             publisher=Publisher(client, compute, config.publish, folder / "publishing"),
             metrics=metrics,
             progress=self.progress,
-            clock=self._clock,
+            clock=self.clock,
             at=self._at,
             open_engine=open_engine,
             data_snapshot=self._data_snapshot,
         )
 
-    def _membership(self) -> Membership:
-        hello = coordinator_pb2.NodeHello(
-            node_id=self._node_id, kind=coordinator_pb2.NODE_KIND_LEARNER, capacity=1, runs=[self._where.run]
-        )
-        assert self._commands is not None
-        handler = _Visible(hello, self.progress, self._commands)
-        return Membership(self._coordinator, access=self._where.access, handler=handler, clock=self._clock)
+    async def run(self) -> None:
+        """Train until the run has ended or a stop is done."""
+        await run_learner(self._entered())
 
+    async def stop(self) -> None:
+        """Finish the current update, write a checkpoint, publish, and return; the run continues without a trainer."""
+        await self.on_drain()
+        await self.wait()
 
-class _Visible(PassiveHandler):
-    """A node that says what it waits for, and stops after the present update when it is drained."""
-
-    def __init__(self, hello: coordinator_pb2.NodeHello, progress: Progress, commands: Commands) -> None:
-        super().__init__(hello)
-        self._progress = progress
-        self._commands = commands
-
-    async def on_drain(self) -> None:
-        self._commands.stop.set()
+    def hello(self) -> coordinator_pb2.NodeHello:
+        hello = super().hello()
+        hello.runs.append(self._where.run)
+        return hello
 
     def report(self) -> coordinator_pb2.NodeReport:
-        return coordinator_pb2.NodeReport(waiting_for=self._progress.waiting_for, doing=self._progress.doing)
+        return coordinator_pb2.NodeReport(waiting_for=self.progress.waiting_for, doing=self.progress.doing)
 
+    async def on_drain(self) -> None:
+        self._entered().commands.stop.set()
 
-def _log_end(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (err := task.exception()) is not None:
-        _log.error("%s stopped: %s: %s", task.get_name(), type(err).__name__, err)
+    def _entered(self) -> Parts:
+        assert self._parts is not None, "not entered"
+        return self._parts

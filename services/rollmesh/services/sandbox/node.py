@@ -22,12 +22,12 @@ from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.servicer import SandboxServicer
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.services.sandbox.snapshots import Snapshots
-from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.clock import Clock
 from rollmesh.shared.ids import IdSource, RandomIds
+from rollmesh.shared.joined_node import JoinedNode
 from rollmesh.shared.objects import load_object
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.shared.serving import JoinedServer
 from rollmesh.v1 import coordinator_pb2, sandbox_pb2_grpc
 
 
@@ -84,12 +84,19 @@ class SandboxCore:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for reaper in self._reapers:
+        await self.close()
+
+    async def close(self) -> None:
+        """Give commands in progress `stop_s`, then end every session. Idempotent."""
+        reapers, self._reapers = self._reapers, []
+        if not reapers:
+            return
+        for reaper in reapers:
             reaper.cancel()
         try:
             await self.servicer.drain(self._config.stop_s)
-            await asyncio.wait(self._reapers)
-            for reaper in self._reapers:
+            await asyncio.wait(reapers)
+            for reaper in reapers:
                 if not reaper.cancelled():
                     reaper.result()
         finally:
@@ -97,8 +104,10 @@ class SandboxCore:
             await self._engine.close()
 
 
-class SandboxNode:
-    """One node that serves and has joined. Without a `coordinator` address it serves alone."""
+class SandboxNode(JoinedNode):
+    """One node. Without a `coordinator` address it serves alone."""
+
+    kind = coordinator_pb2.NODE_KIND_SANDBOX
 
     def __init__(
         self,
@@ -112,47 +121,28 @@ class SandboxNode:
         ids: IdSource | None = None,
         server: ServerConfig | None = None,
     ) -> None:
-        self.core = SandboxCore(
-            config, state_dir=state_dir, clock=clock or SystemClock(), ids=ids or RandomIds(), server=server
-        )
-        self._joined = JoinedServer(
-            kind=coordinator_pb2.NODE_KIND_SANDBOX,
+        super().__init__(
             node_id=node_id,
             access=access,
             coordinator=coordinator,
             capacity=config.sessions_max,
             server=server,
             clock=clock,
-            load=self._load,
-            finish=self.core.sessions.drain,
         )
-        self._stack = AsyncExitStack()
+        self.core = SandboxCore(config, state_dir=state_dir, clock=self.clock, ids=ids or RandomIds(), server=server)
 
-    @property
-    def address(self) -> str:
-        """host:port, once entered."""
-        return self._joined.address
+    async def build(self, stack: AsyncExitStack) -> None:
+        await stack.enter_async_context(self.core)
+        self.add(sandbox_pb2_grpc.add_SandboxServiceServicer_to_server, self.core.servicer)
 
-    async def wait(self) -> None:
-        """Until the node was drained: its sessions have ended, it only has to leave."""
-        await self._joined.wait()
+    async def finish(self) -> None:
+        await self.core.sessions.drain()
 
-    def _load(self) -> coordinator_pb2.NodeReport:
+    async def end_calls(self) -> None:
+        await self.core.close()
+
+    def report(self) -> coordinator_pb2.NodeReport:
         return coordinator_pb2.NodeReport(num_running=self.core.sessions.counts().live)
-
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._joined)
-            await stack.enter_async_context(self.core)
-            self._joined.add(sandbox_pb2_grpc.add_SandboxServiceServicer_to_server, self.core.servicer)
-            await self._joined.start()
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
 
 
 def make_engine(config: SandboxConfig, *, state_dir: Path, ids: IdSource, clock: Clock | None = None) -> SandboxEngine:
