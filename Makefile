@@ -47,6 +47,7 @@ protos: setup ## regenerate the Python code of protos/
 verify: setup ## the committed generated code is what protos/ generates
 	rm -rf .tools/generated && PYTHON=$(BIN)/python .ci/protos.sh .tools/generated
 	for f in .tools/generated/rollmesh/v1/*; do diff -q $$f protos/rollmesh/v1/$$(basename $$f) || exit 1; done
+	diff -q .tools/generated/facts.py services/rollmesh/services/coordinator/core/facts.py
 
 lint-protos: $(BUF) ## style and comments of protos/
 	$(BUF) lint

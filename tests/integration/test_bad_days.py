@@ -157,7 +157,7 @@ async def test_a_flipped_bit_in_the_ledger_is_named_by_stream_and_sequence(tmp_p
     """Even where the damaged bytes would decode to another, wrong decision."""
     whole: list[f.Fact] = [
         f.RunCreated(spec=RunSpec(run="r")),
-        *(f.GroupReserved(group=f"g{n}", draw=n) for n in range(4)),
+        *(f.GroupReserved(group=f"g{n}", purpose=f.Purpose.TRAIN, draw=n) for n in range(4)),
     ]
     records = made([fact] for fact in whole)
     flipped = bytearray(records[damaged - 1].payload)

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 import rollmesh.v1.run_pb2
-from rollmesh.services.coordinator.core.records import StepSpan
+from rollmesh.services.coordinator.core.facts import StepSpan
 from rollmesh.shared.errors import Code, MeshError
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import run_pb2 as pb

@@ -19,7 +19,7 @@ from rollmesh.mesh.parts import part_names
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import Purpose
+from rollmesh.services.coordinator.core.facts import Purpose
 from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import Restored, StepResult

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import Refusal
-from rollmesh.services.coordinator.core.records import BoundPolicy, GroupDecision, RunSpec
+from rollmesh.services.coordinator.core.facts import GroupDecision
+from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec
 from tests.sim.world import World
 
 OUTCOMES = st.sampled_from(

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rollmesh.services.coordinator.audit import Audit
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.records import RunSpec, SampleEnd
+from rollmesh.services.coordinator.core.facts import SampleEnd
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.ledger import StoredRecord
 from tests.sim.world import World
 

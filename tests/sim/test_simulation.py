@@ -10,7 +10,8 @@ import pytest
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import Refusal
-from rollmesh.services.coordinator.core.records import BoundPolicy, GroupDecision, RunSpec
+from rollmesh.services.coordinator.core.facts import GroupDecision
+from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec
 from rollmesh.shared.digest import next_digest
 from tests.sim.world import World
 

@@ -24,21 +24,21 @@ from rollmesh.services.coordinator.core.decision_context import (
     Refusal,
     Reply,
 )
-from rollmesh.services.coordinator.core.facts import Fact
-from rollmesh.services.coordinator.core.records import (
+from rollmesh.services.coordinator.core.facts import (
     DroppedSample,
+    Fact,
     GroupDecision,
     PayloadRef,
     Purpose,
     Reward,
-    RunSpec,
     SampleMeta,
     StepSpan,
     Task,
-    Version,
 )
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import State
 from rollmesh.shared.digest import next_digest
+from rollmesh.shared.versions import PolicyVersion
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
@@ -237,7 +237,7 @@ class World:
 
     def publish(self) -> None:
         t = self.trainer
-        version = Version(policy="main", step=t.update, incarnation=t.incarnation, weights_digest=f"w{t.update}")
+        version = PolicyVersion(policy="main", step=t.update, incarnation=t.incarnation, weights_digest=f"w{t.update}")
         self.ask(i.PublishVersion(ticket=self.ticket(), trainer_epoch=t.epoch, version=version, **NAMES))
         self.node_step = (t.incarnation, t.update)
         if self.node_step not in self.published:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import msgspec
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import DroppedSample, StepSpan
+from rollmesh.services.coordinator.core.facts import DroppedSample, StepSpan
 from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
 from rollmesh.services.coordinator.ledger import CHECKSUM
 from rollmesh.shared.digest import next_digest

@@ -12,18 +12,18 @@ from typing import Any
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, Effect, FinalizeGroup, Reply
-from rollmesh.services.coordinator.core.facts import Fact
-from rollmesh.services.coordinator.core.records import (
+from rollmesh.services.coordinator.core.facts import (
+    Fact,
     GroupDecision,
     Message,
     PayloadRef,
     Reward,
-    RunSpec,
     SampleMeta,
     StepSpan,
     Task,
-    Version,
 )
+from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.shared.versions import PolicyVersion
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 LIST = 64
@@ -134,7 +134,7 @@ class History:
         self._answer()
 
     def _publish(self, step: int) -> None:
-        version = Version(policy="main", step=step, weights_digest=f"{step:064x}")
+        version = PolicyVersion(policy="main", step=step, weights_digest=f"{step:064x}")
         self._ask(self._request(i.PublishVersion, version=version))
 
     def _request(self, kind: Any, **fields: Any) -> Any:

@@ -13,7 +13,7 @@ from rollmesh.cli.check import check
 from rollmesh.cli.config import TrainConfig, load_train_config
 from rollmesh.cli.run_folder import RunFolder, open_folder, run_config
 from rollmesh.mesh.changes import check_changes, describe, diff, recorded, settings_of
-from rollmesh.services.coordinator.core.records import ConfigChange
+from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.shared.errors import ConfigError
 from rollmesh.trainer.checkpoint_files import CheckpointError, newest_whole
 

@@ -14,7 +14,7 @@ from rollmesh.cli.run_folder import RunFolder
 from rollmesh.cli.samples import RewardLine, SampleLine, sample_lines
 from rollmesh.services.coordinator.audit_history import StoryLine, tell
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import Reward, Task
+from rollmesh.services.coordinator.core.facts import Reward, Task
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
 from rollmesh.shared.bus.bus import Bus, UnknownRecord, UnknownStream

@@ -23,7 +23,7 @@ import msgspec
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.coordinator.core.changes import MAY_CHANGE
-from rollmesh.services.coordinator.core.records import ConfigChange
+from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.shared.errors import ChangeRefused
 
 RECORDED = "recorded.json"

@@ -8,18 +8,10 @@ from typing import Any
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, FinalizeGroup, Reply
-from rollmesh.services.coordinator.core.facts import Fact
-from rollmesh.services.coordinator.core.records import (
-    GroupDecision,
-    PayloadRef,
-    Reward,
-    RunSpec,
-    SampleMeta,
-    StepSpan,
-    Task,
-    Version,
-)
+from rollmesh.services.coordinator.core.facts import Fact, GroupDecision, PayloadRef, Reward, SampleMeta, StepSpan, Task
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.ledger import StoredRecord
+from rollmesh.shared.versions import PolicyVersion
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
@@ -75,7 +67,9 @@ class CoreRun:
         return attached
 
     def publish(self, step: int, incarnation: int = 0) -> None:
-        version = Version(policy="main", step=step, incarnation=incarnation, weights_digest=f"w{step}.{incarnation}")
+        version = PolicyVersion(
+            policy="main", step=step, incarnation=incarnation, weights_digest=f"w{step}.{incarnation}"
+        )
         self.ask(i.PublishVersion, **NAMES, trainer_epoch=self.epoch, version=version)
 
     def begin(self) -> None:

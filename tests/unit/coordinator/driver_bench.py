@@ -12,7 +12,7 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import CancelEpisodes
-from rollmesh.services.coordinator.core.records import RunSpec, Version
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects
@@ -24,6 +24,7 @@ from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import MeshError, Unavailable
 from rollmesh.shared.ids import SeededIds
 from rollmesh.shared.ledger_head import EMPTY
+from rollmesh.shared.versions import PolicyVersion
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import data_pb2, reward_pb2, types_pb2
 
@@ -136,7 +137,7 @@ class Bench:
     async def begin(self) -> None:
         await self.ask(i.CreateRun, spec=SPEC)
         attached = await self.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
-        version = Version(policy="main", weights_digest="w")
+        version = PolicyVersion(policy="main", step=0, weights_digest="w")
         await self.ask(i.PublishVersion, **NAMES, trainer_epoch=attached.trainer_epoch, version=version)
 
     async def acquire(self, num: int = 2) -> i.Acquired:

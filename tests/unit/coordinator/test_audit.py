@@ -13,7 +13,8 @@ from rollmesh.services.coordinator.audit import Audit
 from rollmesh.services.coordinator.audit_history import tell
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import BoundPolicy, SampleEnd, StepSpan
+from rollmesh.services.coordinator.core.facts import SampleEnd, StepSpan
+from rollmesh.services.coordinator.core.records import BoundPolicy
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.digest import next_digest
 from rollmesh.shared.errors import ConfigError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any, get_args
@@ -11,7 +12,8 @@ import pytest
 
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import ConfigChange, DroppedSample, PayloadRef, RunSpec, StepSpan
+from rollmesh.services.coordinator.core.facts import ConfigChange, DroppedSample, PayloadRef, StepSpan
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.digest import next_digest
 
@@ -98,7 +100,7 @@ CASES: dict[str, tuple[type, Change, str, str]] = {
     "no publication at all": (f.VersionPublished, lambda x: None, "bound", "main@0.0, which was not published"),
     "weights of a later step": (
         f.VersionPublished,
-        lambda x: replace(x, version=replace(x.version, step=5)),
+        lambda x: replace(x, version=dataclasses.replace(x.version, step=5)),
         "bound",
         "main@5.0 is published, expected main@0.0",
     ),
@@ -293,7 +295,13 @@ def replace_unchecked(spec: RunSpec, **values: Any) -> RunSpec:
 def test_every_fact_may_come_first() -> None:
     for kind in get_args(f.Fact):
         fields: dict[str, Any] = {field.name: "x" for field in msgspec.structs.fields(kind) if field.required}
-        fields |= {name: RunSpec(run="r") for name in fields if name == "spec"}
+        odd = {
+            "spec": RunSpec(run="r"),
+            "purpose": f.Purpose.TRAIN,
+            "end": f.SampleEnd.STALE,
+            "decision": f.GroupDecision.KEEP,
+        }
+        fields |= {name: odd[name] for name in fields if name in odd}
         if kind in (f.VersionPublished, f.VersionQuarantined):
             continue
         report = audit([StoredRecord(position=1, record_id="d1", time_unix_s=0.0, facts=(kind(**fields),))])

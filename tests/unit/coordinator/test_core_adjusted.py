@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Decision
-from rollmesh.services.coordinator.core.records import Reward, SampleRewards
+from rollmesh.services.coordinator.core.facts import Reward, SampleRewards
 
 from .core_run import CoreRun
 

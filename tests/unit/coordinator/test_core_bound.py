@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.services.coordinator.core import bound
-from rollmesh.services.coordinator.core.records import Bound, BoundPolicy, RunSpec, StepSpan
+from rollmesh.services.coordinator.core.facts import StepSpan
+from rollmesh.services.coordinator.core.records import Bound, BoundPolicy, RunSpec
 from rollmesh.services.coordinator.core.state import PolicyClock, RollBack, SampleState
 from rollmesh.shared.versions import intended_update, oldest_admissible, staleness
 

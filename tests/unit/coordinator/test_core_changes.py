@@ -12,7 +12,8 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import Refusal
-from rollmesh.services.coordinator.core.records import BoundPolicy, ConfigChange
+from rollmesh.services.coordinator.core.facts import ConfigChange
+from rollmesh.services.coordinator.core.records import BoundPolicy
 from rollmesh.shared.digest import next_digest
 
 from .core_run import CoreRun

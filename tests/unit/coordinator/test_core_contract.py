@@ -11,19 +11,19 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import DeadLetter, Refusal
-from rollmesh.services.coordinator.core.records import (
+from rollmesh.services.coordinator.core.facts import (
     DroppedSample,
     GroupDecision,
     Purpose,
     Reward,
-    RunSpec,
     SampleEnd,
     SampleMeta,
     StepSpan,
-    Version,
 )
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import GroupPhase
 from rollmesh.shared.digest import next_digest
+from rollmesh.shared.versions import PolicyVersion
 
 from .core_run import NAMES, CoreRun
 
@@ -187,7 +187,7 @@ def test_a_publication_may_be_repeated_after_the_next_commit() -> None:
     published = [fact.version.step for fact in run.facts if isinstance(fact, f.VersionPublished)]
     assert published == [0, 1]
     for step, incarnation, reason in ((0, 0, "VERSION_CONFLICT"), (2, 0, "WRONG_VERSION"), (1, 1, "WRONG_VERSION")):
-        version = Version(policy="main", step=step, incarnation=incarnation, weights_digest="other")
+        version = PolicyVersion(policy="main", step=step, incarnation=incarnation, weights_digest="other")
         assert refusal(run, i.PublishVersion, **trainer(run, version=version)).reason == reason
 
 
@@ -195,7 +195,7 @@ def test_a_version_of_an_earlier_incarnation_is_not_published_again() -> None:
     run, batch = leased()
     run.commit(1, batch.lease_id)
     run.attach(0)
-    version = Version(policy="main", step=0, incarnation=0, weights_digest="w0.0")
+    version = PolicyVersion(policy="main", step=0, incarnation=0, weights_digest="w0.0")
     assert refusal(run, i.PublishVersion, **trainer(run, version=version)).reason == "WRONG_VERSION"
 
 

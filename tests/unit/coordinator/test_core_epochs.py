@@ -9,8 +9,9 @@ import pytest
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DrawTasks
+from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.fleet import choose
-from rollmesh.services.coordinator.core.records import Purpose, RunSpec, SampleEnd
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import GroupPhase
 from rollmesh.services.coordinator.goals import weight_goal
 from rollmesh.shared.digest import next_digest

@@ -10,7 +10,8 @@ from rollmesh.services.coordinator.audit import Audit
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, Refusal
-from rollmesh.services.coordinator.core.records import Purpose, RunSpec, SampleEnd
+from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
+from rollmesh.services.coordinator.core.records import RunSpec
 
 from .core_run import NAMES, CoreRun
 

@@ -10,8 +10,8 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import Refusal
+from rollmesh.services.coordinator.core.facts import PayloadRef, Purpose, Reward, SampleMeta, StepSpan
 from rollmesh.services.coordinator.core.limits import COUNT_EVERY_S
-from rollmesh.services.coordinator.core.records import PayloadRef, Purpose, Reward, SampleMeta, StepSpan
 
 from .core_run import NAMES, CoreRun
 

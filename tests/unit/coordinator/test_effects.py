@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.records import PayloadRef, SampleMeta, StepSpan
+from rollmesh.services.coordinator.core.facts import PayloadRef, SampleMeta, StepSpan
 from rollmesh.services.coordinator.driver import without_purged
 from rollmesh.shared.errors import InfraFailure, InvalidInput, MeshError, Unavailable
 

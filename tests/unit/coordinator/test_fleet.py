@@ -17,16 +17,16 @@ from rollmesh.services.coordinator.core.fleet import (
     WeightVerb,
     run_of,
 )
-from rollmesh.services.coordinator.core.records import Version
+from rollmesh.shared.versions import PolicyVersion
 
 CONFIG = FleetConfig(heartbeat_s=1.0, suspect_after_s=5.0, dead_after_s=15.0, prepare_s_max=120.0)
 
 
-def version(step: int, incarnation: int = 0) -> Version:
-    return Version(policy="main", step=step, incarnation=incarnation, weights_digest=f"w{step}")
+def version(step: int, incarnation: int = 0) -> PolicyVersion:
+    return PolicyVersion(policy="main", step=step, incarnation=incarnation, weights_digest=f"w{step}")
 
 
-def goal(*versions: Version, pins: tuple[tuple[int, int], ...] = (), step_min: int = 0) -> dict[str, WeightGoal]:
+def goal(*versions: PolicyVersion, pins: tuple[tuple[int, int], ...] = (), step_min: int = 0) -> dict[str, WeightGoal]:
     incarnation = versions[-1].incarnation if versions else 0
     return {"r": WeightGoal(versions=versions, pins=pins, step_min=step_min, incarnation=incarnation)}
 
@@ -42,7 +42,7 @@ def commands(events: list[FleetEvent]) -> list[tuple[str, WeightVerb, int]]:
     return [(e.node_id, e.verb, e.version.step) for e in events if isinstance(e, SendWeights)]
 
 
-def answer(fleet: Fleet, node_id: str, phase: WeightPhase, of: Version, now: float = 0.0) -> None:
+def answer(fleet: Fleet, node_id: str, phase: WeightPhase, of: PolicyVersion, now: float = 0.0) -> None:
     fleet.weights_reported(node_id, version=of, phase=phase, cause="because", run="r", now=now)
 
 
@@ -50,7 +50,7 @@ def state_of(fleet: Fleet, node_id: str) -> NodeState:
     return fleet.nodes[node_id].state
 
 
-def serve(fleet: Fleet, node_id: str, of: Version) -> None:
+def serve(fleet: Fleet, node_id: str, of: PolicyVersion) -> None:
     """Bring one node to serve `of`, whatever the plan says."""
     answer(fleet, node_id, WeightPhase.PREPARED, of)
     answer(fleet, node_id, WeightPhase.ACTIVE, of)

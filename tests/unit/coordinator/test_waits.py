@@ -10,8 +10,8 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.fleet import Fleet, NodeKind, WeightGoal
-from rollmesh.services.coordinator.core.records import Version
 from rollmesh.services.coordinator.core.waits import Wait, chain, in_words
+from rollmesh.shared.versions import PolicyVersion
 
 from .core_run import CoreRun
 
@@ -24,7 +24,7 @@ KINDS = {
     "depot": NodeKind.DEPOT,
     "learner": NodeKind.LEARNER,
 }
-INITIAL = Version(policy="main", step=0, weights_digest="w0.0")
+INITIAL = PolicyVersion(policy="main", step=0, weights_digest="w0.0")
 
 
 class Scene:
@@ -185,7 +185,7 @@ def test_an_inference_node_behind_the_step_that_is_needed_says_what_it_was_told(
     scene.run.train(1)
     scene.run.publish(1)
     scene.acquire()
-    newer = Version(policy="main", step=1, weights_digest="w1.0")
+    newer = PolicyVersion(policy="main", step=1, weights_digest="w1.0")
     scene.fleet.plan({"r": WeightGoal(versions=[INITIAL, newer], step_min=1)}, scene.run.now)
     scene.fleet.reported(
         "rollout-0",

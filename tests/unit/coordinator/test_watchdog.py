@@ -11,10 +11,11 @@ import pytest
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core.facts import SampleMeta, StepSpan
 from rollmesh.services.coordinator.core.fleet import Fleet
-from rollmesh.services.coordinator.core.records import SampleMeta, StepSpan, Version
 from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.coordinator.watchdog import Watchdog
+from rollmesh.shared.versions import PolicyVersion
 
 from .driver_bench import NAMES, SPEC, Bench, bench, settle
 
@@ -27,7 +28,7 @@ async def watched() -> AsyncIterator[tuple[Bench, Watchdog]]:
     async with bench() as b:
         await b.ask(i.CreateRun, spec=msgspec.structs.replace(SPEC, stall_s=STALL_S))
         attached = await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
-        version = Version(policy="main", weights_digest="w")
+        version = PolicyVersion(policy="main", step=0, weights_digest="w")
         await b.ask(i.PublishVersion, **NAMES, trainer_epoch=attached.trainer_epoch, version=version)
         yield b, Watchdog(b.driver, Fleet(), b.clock)
 

@@ -24,7 +24,8 @@ from rollmesh.mesh.changes import (
 )
 from rollmesh.mesh.config import RunConfig
 from rollmesh.services.coordinator.core.changes import MAY_CHANGE
-from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
+from rollmesh.services.coordinator.core.facts import ConfigChange
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.rollout.config import RolloutConfig, SamplingConfig
 from rollmesh.shared.errors import ChangeRefused

@@ -31,8 +31,7 @@ from rollmesh.services.coordinator.audit_report import (
 )
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.services.coordinator.core.apply import apply
-from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved
-from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
+from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved, Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import Accounts, State
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownStream

@@ -11,7 +11,8 @@ import msgspec
 from rollmesh.services.coordinator.audit_report import ChangeLine, Complain
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.changes import MAY_CHANGE
-from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
+from rollmesh.services.coordinator.core.facts import ConfigChange
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.ledger import StoredRecord
 
 

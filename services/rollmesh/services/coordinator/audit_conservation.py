@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import GroupDecision, Purpose, SampleEnd
+from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, SampleEnd
 
 
 class Books:

@@ -16,7 +16,8 @@ from rollmesh.services.coordinator.audit_leases import Leases
 from rollmesh.services.coordinator.audit_report import Complain
 from rollmesh.services.coordinator.audit_versions import Versions
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec, SampleMeta
+from rollmesh.services.coordinator.core.facts import SampleMeta
+from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec
 from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
 
 

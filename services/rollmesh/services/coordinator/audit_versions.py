@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollmesh.services.coordinator.audit_report import Complain
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import SampleMeta, StepSpan
+from rollmesh.services.coordinator.core.facts import SampleMeta, StepSpan
 
 
 class Versions:
@@ -50,12 +50,12 @@ class Versions:
     def _publish(self, fact: f.VersionPublished) -> None:
         version = fact.version
         if self._attached_with is None:
-            self._complain("once", f"{version.name} is published before a trainer attached")
+            self._complain("once", f"{version} is published before a trainer attached")
         expected = (self._policy, self._applied, self._incarnation)
         if (version.policy, version.step, version.incarnation) != expected:
-            self._complain("bound", f"{version.name} is published, expected {expected[0]}@{expected[1]}.{expected[2]}")
+            self._complain("bound", f"{version} is published, expected {expected[0]}@{expected[1]}.{expected[2]}")
         if (version.step, version.incarnation) in self._published:
-            self._complain("bound", f"{version.name} is published a second time")
+            self._complain("bound", f"{version} is published a second time")
         self._published[version.step, version.incarnation] = version.weights_digest
 
     def _check_sample(self, sample: SampleMeta) -> None:

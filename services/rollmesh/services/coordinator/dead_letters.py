@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from google.protobuf.message import DecodeError
 
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.records import Purpose, Task
+from rollmesh.services.coordinator.core.facts import Purpose, Task
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import decode
 from rollmesh.services.coordinator.wire import invalid

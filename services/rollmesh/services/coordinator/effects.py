@@ -21,7 +21,8 @@ from rollmesh.services.coordinator.core.decision_context import (
     Effect,
     FinalizeGroup,
 )
-from rollmesh.services.coordinator.core.records import GroupDecision, Purpose, RunSpec
+from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.messages_out import (
     dead_letter,
     finalize_request,

@@ -16,7 +16,6 @@ from rollmesh.services.coordinator.config import FleetLimits
 from rollmesh.services.coordinator.core import fleet as fl
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.fleet import Fleet, FleetEvent, Node, NodeKind, NodeState, WeightGoal
-from rollmesh.services.coordinator.core.records import Version
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import (
@@ -30,6 +29,7 @@ from rollmesh.shared.errors import (
 )
 from rollmesh.shared.process_info import ProcessInfo
 from rollmesh.shared.rpc.addresses import is_address
+from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2 as pb
 
 PLAN_S = 0.05
@@ -136,7 +136,7 @@ class FleetKeeper:
             address=hello.address,
             capacity=hello.capacity,
             runs=tuple(hello.runs),
-            active=decode(Version, hello.active) if hello.HasField("active") else None,
+            active=decode(PolicyVersion, hello.active) if hello.HasField("active") else None,
             now=self._clock.monotonic_s(),
             process=decode(ProcessInfo, hello.process),
         )
@@ -165,7 +165,7 @@ class FleetKeeper:
         for weights in report.weights:
             self._fleet.weights_reported(
                 node.node_id,
-                version=decode(Version, weights.version),
+                version=decode(PolicyVersion, weights.version),
                 phase=_weight_phase(weights),
                 cause=weights.failure.message,
                 final=weights.failure.reason == WeightsRejected.reason,

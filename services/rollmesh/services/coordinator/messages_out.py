@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DeadLetter, DrawTasks, FinalizeGroup
-from rollmesh.services.coordinator.core.records import GroupDecision, RunSpec, SampleEnd, SampleRewards, Task
+from rollmesh.services.coordinator.core.facts import GroupDecision, SampleEnd, SampleRewards, Task
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.reports import is_finite
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, SampleState, State
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member

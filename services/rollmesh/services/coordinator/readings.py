@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
+from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import Accounts, EpisodeStatus, State
 from rollmesh.services.coordinator.metrics import (
     DROPPED,

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Callable
 from rollmesh.services.coordinator import validation, wire
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
+from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.fleet import NodeKind
-from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.dead_letters import DeadLetters
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import decode, encode_into

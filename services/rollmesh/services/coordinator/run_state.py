@@ -6,7 +6,7 @@ from collections import Counter
 
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import FailedAttempts
-from rollmesh.services.coordinator.core.records import Purpose, SampleEnd
+from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import (
     Accounts,
     EpisodeStatus,

@@ -1,6 +1,6 @@
 """The watchdog of one run: no progress for `stall_s` becomes one recorded event that names the cause.
 
-Progress is a fact of `core.facts.PROGRESS`. The chain of who waits for whom is read between two decisions, from the core's waiting lists
+Progress is a fact of `core.apply.PROGRESS`. The chain of who waits for whom is read between two decisions, from the core's waiting lists
 and the fleet's reports; whether the run has stalled is decided by the core itself, so that a run that moved meanwhile is left alone.
 """
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-
-import msgspec
 
 from rollmesh.services.coordinator import validation
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.records import DroppedSample, PayloadRef, RunSpec, SampleMeta, Version
+from rollmesh.services.coordinator.core.facts import DroppedSample, PayloadRef, SampleMeta
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
 from rollmesh.services.coordinator.lease_names import from_wire, to_wire
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.refusal import refuse_unknown
 from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec
+from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2, events_pb2, run_pb2, types_pb2
 
 DEFAULT_NAME = "main"
@@ -183,6 +184,6 @@ def commit_update(ticket: int, request: run_pb2.CommitUpdateRequest) -> i.Commit
     )
 
 
-def version_of(request: run_pb2.PublishVersionRequest) -> Version:
-    version = decode(Version, request.version)
-    return version if version.policy else msgspec.structs.replace(version, policy=DEFAULT_NAME)
+def version_of(request: run_pb2.PublishVersionRequest) -> PolicyVersion:
+    version = decode(PolicyVersion, request.version)
+    return version if version.policy else dataclasses.replace(version, policy=DEFAULT_NAME)

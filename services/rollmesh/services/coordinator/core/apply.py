@@ -9,6 +9,7 @@ from functools import singledispatch
 
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.group_changes import (
     add_episodes,
     close_eval_episode,
@@ -19,7 +20,7 @@ from rollmesh.services.coordinator.core.group_changes import (
     open_eval,
     settle,
 )
-from rollmesh.services.coordinator.core.records import Bound, GroupDecision, Purpose, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.records import Bound
 from rollmesh.services.coordinator.core.state import (
     VERSIONS_KEPT_MAX,
     BatchState,
@@ -42,6 +43,16 @@ RELEASED_KEPT_MAX = 1024
 """Released leases remembered, so that a repeated release is recognized."""
 RELEASED = "RELEASED"
 RUN_ENDED = "RUN_ENDED"
+PROGRESS = (
+    f.RunCreated,
+    f.EpisodeScored,
+    f.GroupFinalized,
+    f.UpdateCommitted,
+    f.CheckpointReported,
+    f.VersionPublished,
+)
+"""Facts that are progress towards trained weights. Leases, retries, failures and reservations are not, because they also occur in
+a run that is stalled. Nor is an attach, because a learner that crashes repeatedly attaches repeatedly."""
 REPLAYED_KEPT_MAX = 4096
 """Dead letters remembered as replayed; an older one could be replayed twice."""
 
@@ -49,7 +60,7 @@ REPLAYED_KEPT_MAX = 4096
 def apply(state: State, fact: f.Fact) -> None:
     """Make `fact` true in `state`."""
     _apply(fact, state)
-    if isinstance(fact, f.PROGRESS):
+    if isinstance(fact, PROGRESS):
         state.stall = state.stall_root = ""
 
 
@@ -324,7 +335,7 @@ def _(fact: f.VersionQuarantined, state: State) -> None:
     clock = state.the_clock
     clock.quarantined.append(fact.version)
     del clock.quarantined[:-REFUSED_KEPT_MAX]
-    clock.refusals[fact.version.name] = fact.cause
+    clock.refusals[str(fact.version)] = fact.cause
     for old in list(clock.refusals)[:-REFUSED_KEPT_MAX]:
         del clock.refusals[old]
 

@@ -7,14 +7,9 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import RELEASED
 from rollmesh.services.coordinator.core.decision_context import BatchWait, DecisionContext, refuse
+from rollmesh.services.coordinator.core.facts import SampleEnd, SampleMeta
 from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch, refuse_expired
-from rollmesh.services.coordinator.core.records import (
-    EXTEND_FACTOR_MAX,
-    SAMPLE_TOKENS_MAX,
-    SAMPLES_PER_EPISODE_MAX,
-    SampleEnd,
-    SampleMeta,
-)
+from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
 
 

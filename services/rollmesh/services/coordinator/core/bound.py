@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollmesh.services.coordinator.core.records import Bound, BoundPolicy, StepSpan
+from rollmesh.services.coordinator.core.facts import StepSpan
+from rollmesh.services.coordinator.core.records import Bound, BoundPolicy
 from rollmesh.services.coordinator.core.state import (
     VERSIONS_KEPT_MAX,
     GroupPhase,

@@ -13,7 +13,8 @@ import msgspec
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
-from rollmesh.services.coordinator.core.records import ConfigChange, RunSpec
+from rollmesh.services.coordinator.core.facts import ConfigChange
+from rollmesh.services.coordinator.core.records import RunSpec
 
 MAY_CHANGE = frozenset(
     {

@@ -8,8 +8,8 @@ from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, describe, refuse
+from rollmesh.services.coordinator.core.facts import DroppedSample
 from rollmesh.services.coordinator.core.guards import check_epoch, check_none_out, check_trains, held_batch
-from rollmesh.services.coordinator.core.records import DroppedSample
 from rollmesh.services.coordinator.core.state import BatchState, names_digest
 from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
 
@@ -132,7 +132,7 @@ def publish(ctx: DecisionContext, request: i.PublishVersion) -> None:
     """Announce uploaded weights of the newest committed step. Idempotent for the same digest, also after the next commit."""
     check_epoch(ctx, request)
     clock, version = ctx.clock, request.version
-    known = next((v for v in clock.versions if v.name == version.name), None)
+    known = next((v for v in clock.versions if str(v) == str(version)), None)
     if known is not None and version.incarnation == clock.incarnation:
         if known.weights_digest != version.weights_digest:
             refuse(

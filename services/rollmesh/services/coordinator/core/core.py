@@ -27,7 +27,7 @@ from rollmesh.services.coordinator.core import (
 )
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.apply import apply
+from rollmesh.services.coordinator.core.apply import PROGRESS, apply
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, Effect, EphemeralState, Refusal, refuse
 from rollmesh.services.coordinator.core.state import GroupPhase, State
 
@@ -110,7 +110,7 @@ class Core:
             refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {self.state.ended}")
         _HANDLERS[type(request)](ctx, request)
         self._pump(ctx)
-        if any(isinstance(fact, f.PROGRESS) for fact in ctx.facts):
+        if any(isinstance(fact, PROGRESS) for fact in ctx.facts):
             self.volatile.progressed_at = now
             self.volatile.failing.clear()
         return Decision(tuple(ctx.facts), tuple(ctx.effects))

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from rollmesh.services.coordinator.core.apply import apply
-from rollmesh.services.coordinator.core.facts import Fact
+from rollmesh.services.coordinator.core.facts import Fact, Purpose, Task
 from rollmesh.services.coordinator.core.inputs import LeaseBatch
-from rollmesh.services.coordinator.core.records import Purpose, RunSpec, Task, Version
+from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import PolicyClock, State
+from rollmesh.shared.versions import PolicyVersion
 
 FAILING_MAX = 32
 
@@ -219,5 +220,5 @@ class DecisionContext:
         return self.state.the_clock
 
 
-def describe(version: Version | None) -> str:
-    return "none" if version is None else version.name
+def describe(version: PolicyVersion | None) -> str:
+    return "none" if version is None else str(version)

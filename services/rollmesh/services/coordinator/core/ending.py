@@ -9,7 +9,7 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import limits, rollouts
 from rollmesh.services.coordinator.core.apply import RUN_ENDED
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
-from rollmesh.services.coordinator.core.records import Purpose
+from rollmesh.services.coordinator.core.facts import Purpose
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase
 
 FAILED = "FAILED"

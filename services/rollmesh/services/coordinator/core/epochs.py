@@ -11,8 +11,8 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import rollouts
 from rollmesh.services.coordinator.core.commits import dispositions, note_checkpoint
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, refuse
+from rollmesh.services.coordinator.core.facts import SampleEnd
 from rollmesh.services.coordinator.core.guards import check_names
-from rollmesh.services.coordinator.core.records import SampleEnd
 from rollmesh.services.coordinator.core.state import BatchState
 from rollmesh.shared.digest import next_digest
 

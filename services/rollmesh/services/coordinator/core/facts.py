@@ -1,30 +1,52 @@
-"""What can become true. Each class mirrors the message of the same name in `rollmesh/v1/events.proto`, field by field."""
+"""The facts of the ledger and the values in them. Generated from events.proto by .ci/facts.py; do not edit."""
 
 from __future__ import annotations
 
-from rollmesh.services.coordinator.core.records import (
-    ConfigChange,
-    DroppedSample,
-    GroupDecision,
-    PayloadRef,
-    Purpose,
-    Record,
-    RunSpec,
-    SampleEnd,
-    SampleMeta,
-    SampleRewards,
-    Task,
-    Version,
-)
+from enum import IntEnum
+
+import msgspec
+
+from rollmesh.services.coordinator.core.records import Record, RunSpec
+from rollmesh.shared.versions import PolicyVersion
 
 
 class RunCreated(Record, frozen=True, kw_only=True, tag=True):
+    """A run began."""
+
     spec: RunSpec
 
 
+class Purpose(IntEnum):
+    """What an episode is for."""
+
+    TRAIN = 1
+    EVAL = 2
+    EXPORT = 3
+
+
+class Message(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Text view of a turn, for people and judges. Never the source of trained tokens."""
+
+    role: str = ""
+    content: str = ""
+
+
+class Task(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """The public part of a task. The answer key is not here: only the reward service resolves `oracle_ref`."""
+
+    task_id: str = ""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[str, ...] = ()
+    oracle_ref: str = ""
+    split: str = ""
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 class GroupReserved(Record, frozen=True, kw_only=True, tag=True):
+    """A group was admitted: its samples are reserved, one per episode."""
+
     group: str
-    purpose: Purpose = Purpose.TRAIN
+    purpose: Purpose
     policy: str = ""
     task: Task = Task()
     draw: int = 0
@@ -36,56 +58,150 @@ class GroupReserved(Record, frozen=True, kw_only=True, tag=True):
 
 
 class EpisodesAdded(Record, frozen=True, kw_only=True, tag=True):
+    """A group grew by refilled or extended episodes."""
+
     group: str
     num_episodes: int = 0
 
 
 class EpisodeLeased(Record, frozen=True, kw_only=True, tag=True):
+    """An episode was leased."""
+
     group: str
     episode: str
     attempt: int = 0
-    lease_id: str = ""
+    lease_id: str
     node_id: str = ""
 
 
 class EpisodeReturned(Record, frozen=True, kw_only=True, tag=True):
+    """An episode came back for another try."""
+
     group: str
     episode: str
     counts: bool = False
     cause: str = ""
 
 
+class SampleEnd(IntEnum):
+    """The one end of every sample. reserved = live + the sum of all ends, at every moment."""
+
+    LIVE = 0
+    TRAINED = 1
+    STALE = 2
+    FILTERED = 3
+    FAILED = 4
+    CANCELLED = 5
+    EXPORTED = 6
+
+
 class EpisodeEnded(Record, frozen=True, kw_only=True, tag=True):
+    """An episode ended without samples; its reserved sample ends with it."""
+
     group: str
     episode: str
-    end: SampleEnd = SampleEnd.FAILED
+    end: SampleEnd
     reason: str = ""
     cause: str = ""
 
 
+class PayloadRef(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a payload is."""
+
+    sequence: int = 0
+    size_bytes: int = 0
+
+
+class StepSpan(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """How many trainable tokens of a sample were sampled by which weights: all that the bound needs to know."""
+
+    step: int = 0
+    incarnation: int = 0
+    num_tokens: int = 0
+
+
+class RewardOutcome(IntEnum):
+    """Whether a reward says something about the model."""
+
+    OK = 1
+    INFRA_FAILURE = 2
+    NOT_APPLICABLE = 3
+
+
+class Reward(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One named number about a sample or one of its segments. Stored unaggregated: weights and gates change without new
+    rollouts."""
+
+    name: str = ""
+    value: float = 0.0
+    segment: int = 0
+    scorer: str = ""
+    evidence: str = ""
+    outcome: RewardOutcome = RewardOutcome.OK
+
+
+class SampleMeta(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """What the coordinator knows of a sample, as the rollout worker reported it. Payloads stay in the sample stream.
+    Every reader of a payload compares `policy`, `leaf`, `steps`, `num_tokens` and `trainable` with it
+    (METADATA_MISMATCH)."""
+
+    sample_id: str = ""
+    policy: str = ""
+    leaf: int = 0
+    steps: tuple[StepSpan, ...] = ()
+    num_tokens: int = 0
+    rewards: tuple[Reward, ...] = ()
+    trainable: bool = True
+    num_sampled_tokens: int = 0
+
+
 class EpisodeScored(Record, frozen=True, kw_only=True, tag=True):
+    """An episode's samples are scored and wait for their group. The first takes the reserved place, further ones
+    reserve their own."""
+
     group: str
     episode: str
     payload: PayloadRef = PayloadRef()
     samples: tuple[SampleMeta, ...] = ()
 
 
+class GroupDecision(IntEnum):
+    """What becomes of a group."""
+
+    KEEP = 1
+    FILTER = 2
+    EXTEND = 3
+
+
+class SampleRewards(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Rewards of one sample."""
+
+    sample_id: str = ""
+    rewards: tuple[Reward, ...] = ()
+
+
 class GroupFinalized(Record, frozen=True, kw_only=True, tag=True):
+    """A group was decided on."""
+
     group: str
-    decision: GroupDecision = GroupDecision.KEEP
+    decision: GroupDecision
     reason: str = ""
     adjusted: tuple[SampleRewards, ...] = ()
     members: tuple[SampleRewards, ...] = ()
 
 
 class SamplesEnded(Record, frozen=True, kw_only=True, tag=True):
+    """Samples ended outside an update."""
+
     sample_ids: tuple[str, ...] = ()
-    end: SampleEnd = SampleEnd.STALE
+    end: SampleEnd
     reason: str = ""
-    group: str = ""
+    group: str
 
 
 class TrainerAttached(Record, frozen=True, kw_only=True, tag=True):
+    """A trainer attached; older epochs are fenced."""
+
     policy: str = ""
     learner: str = ""
     trainer_epoch: int = 0
@@ -95,6 +211,8 @@ class TrainerAttached(Record, frozen=True, kw_only=True, tag=True):
 
 
 class BatchLeased(Record, frozen=True, kw_only=True, tag=True):
+    """A batch was leased."""
+
     lease_id: str
     policy: str = ""
     learner: str = ""
@@ -105,16 +223,29 @@ class BatchLeased(Record, frozen=True, kw_only=True, tag=True):
 
 
 class BatchReturned(Record, frozen=True, kw_only=True, tag=True):
+    """A batch came back unused; its samples are READY."""
+
     lease_id: str
     reason: str = ""
 
 
 class BatchInDoubt(Record, frozen=True, kw_only=True, tag=True):
+    """A batch lease expired or was fenced; only the next attach tells what its samples were used for."""
+
     lease_id: str
     reason: str = ""
 
 
+class DroppedSample(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A sample that a trainer left out."""
+
+    sample_id: str = ""
+    reason: str = ""
+
+
 class UpdateCommitted(Record, frozen=True, kw_only=True, tag=True):
+    """An update was committed: its used samples are APPLIED."""
+
     policy: str = ""
     learner: str = ""
     trainer_epoch: int = 0
@@ -128,12 +259,17 @@ class UpdateCommitted(Record, frozen=True, kw_only=True, tag=True):
 
 
 class CheckpointReported(Record, frozen=True, kw_only=True, tag=True):
+    """A checkpoint with this update is durable: applied samples up to it are TRAINED."""
+
     policy: str = ""
     learner: str = ""
     update: int = 0
 
 
 class RolledBack(Record, frozen=True, kw_only=True, tag=True):
+    """Updates above `to_update` are undone. Their applied samples are READY again; samples they had TRAINED are
+    stale(ROLLED_BACK)."""
+
     policy: str = ""
     learner: str = ""
     to_update: int = 0
@@ -141,42 +277,70 @@ class RolledBack(Record, frozen=True, kw_only=True, tag=True):
 
 
 class VersionPublished(Record, frozen=True, kw_only=True, tag=True):
-    version: Version
+    """Weights were announced."""
+
+    version: PolicyVersion
 
 
 class VersionQuarantined(Record, frozen=True, kw_only=True, tag=True):
-    version: Version
+    """Weights were refused: the first nodes could not load them, or scored the probes wrong."""
+
+    version: PolicyVersion
     cause: str = ""
 
 
 class RunEnded(Record, frozen=True, kw_only=True, tag=True):
+    """A run ended."""
+
     reason: str = ""
 
 
 class RunStalled(Record, frozen=True, kw_only=True, tag=True):
+    """No progress for `stall_s`: no sample was scored, no group decided on, no update committed, no checkpoint
+    reported, no version published. Written once per stall, and again if another party comes to be the root while it
+    lasts. The next progress ends it."""
+
     root: str = ""
     cause: str = ""
     stalled_s: float = 0.0
 
 
 class TaskReplayed(Record, frozen=True, kw_only=True, tag=True):
+    """A task that had been given up waits for admission again; the GroupReserved that carries its `dead_id` follows."""
+
     dead_id: int = 0
     task: Task = Task()
     draw: int = 0
 
 
 class TimeCounted(Record, frozen=True, kw_only=True, tag=True):
+    """The run was led for so long since the last such fact, by the coordinator's monotonic clock. What a coordinator
+    had not counted when it was killed, at most ten seconds, is left out."""
+
     seconds: float = 0.0
 
 
 class RunStopping(Record, frozen=True, kw_only=True, tag=True):
+    """A limit was reached: no further update begins. The run ends when its last weights are in a checkpoint, published
+    and evaluated. A roll-back or a RunChanged undoes it."""
+
     reason: str = ""
 
 
+class ConfigChange(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One changed setting."""
+
+    key: str = ""
+    old: str = ""
+    new: str = ""
+
+
 class RunChanged(Record, frozen=True, kw_only=True, tag=True):
-    spec: RunSpec
+    """A run goes on with other settings."""
+
     change_id: str = ""
     changes: tuple[ConfigChange, ...] = ()
+    spec: RunSpec
     reopened: bool = False
 
 
@@ -206,7 +370,3 @@ Fact = (
     | RunStopping
     | RunChanged
 )
-
-PROGRESS = (RunCreated, EpisodeScored, GroupFinalized, UpdateCommitted, CheckpointReported, VersionPublished)
-"""Facts that bring a run nearer to trained weights. Leases, retries, failures and reservations do not: they also go round in a
-run that gets nowhere. Nor does an attach: a learner that keeps dying attaches again and again."""

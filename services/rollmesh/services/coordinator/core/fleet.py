@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from rollmesh.services.coordinator.core.records import Version
 from rollmesh.shared.process_info import ProcessInfo
+from rollmesh.shared.versions import PolicyVersion
 
 PREPARE_TRIES_MAX = 3
 LEFT = "left in good order"
@@ -91,14 +91,14 @@ class Node:
     """Kind of node that could end that wait."""
     doing: str = ""
     cause: str = ""
-    active: Version | None = None
-    prepared: Version | None = None
-    ordered: tuple[WeightVerb, Version] | None = None
+    active: PolicyVersion | None = None
+    prepared: PolicyVersion | None = None
+    ordered: tuple[WeightVerb, PolicyVersion] | None = None
     """The command it has not answered yet."""
     ordered_until: float = 0.0
     failures: int = 0
     """Failed preparations of `failed` in a row."""
-    failed: Version | None = None
+    failed: PolicyVersion | None = None
     retry_at: float = 0.0
 
 
@@ -106,7 +106,7 @@ class Node:
 class WeightGoal:
     """What the nodes of a run should serve."""
 
-    versions: Sequence[Version]
+    versions: Sequence[PolicyVersion]
     """Announced versions, oldest first, refused ones left out."""
     pins: Sequence[tuple[int, int]] = ()
     """(step, incarnation) of open evaluations, oldest first."""
@@ -123,7 +123,7 @@ class SendWeights:
 
     node_id: str
     verb: WeightVerb
-    version: Version
+    version: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Refused:
     """The canary could not serve this version."""
 
     run: str
-    version: Version
+    version: PolicyVersion
     cause: str
 
 
@@ -154,7 +154,7 @@ class StateChanged:
 FleetEvent = SendWeights | NodeDied | Refused | StateChanged
 
 
-def age(version: Version) -> tuple[int, int]:
+def age(version: PolicyVersion) -> tuple[int, int]:
     """Versions in order: incarnation first."""
     return (version.incarnation, version.step)
 
@@ -165,7 +165,7 @@ class Fleet:
 
     config: FleetConfig = field(default_factory=FleetConfig)
     nodes: dict[str, Node] = field(default_factory=dict)
-    verified: set[Version] = field(default_factory=set)
+    verified: set[PolicyVersion] = field(default_factory=set)
     """Versions that some node serves and whose probes came out right."""
     refused: list[Refused] = field(default_factory=list)
     """Not yet handed out by `plan`."""
@@ -180,7 +180,7 @@ class Fleet:
         address: str,
         capacity: int,
         runs: tuple[str, ...],
-        active: Version | None,
+        active: PolicyVersion | None,
         now: float,
         process: ProcessInfo | None = None,
     ) -> None:
@@ -220,7 +220,7 @@ class Fleet:
         self,
         node_id: str,
         *,
-        version: Version,
+        version: PolicyVersion,
         phase: WeightPhase,
         cause: str,
         run: str,
@@ -248,7 +248,7 @@ class Fleet:
             if not self._healthy():
                 self._refuse_unverified(run, version, cause)
 
-    def _refuse_unverified(self, run: str, version: Version, cause: str) -> None:
+    def _refuse_unverified(self, run: str, version: PolicyVersion, cause: str) -> None:
         if version not in self.verified:
             self.refused.append(Refused(run, version, cause))
 
@@ -335,7 +335,7 @@ class Fleet:
         elif wanted in self.verified or self._is_canary(node):
             yield self._command(node, WeightVerb.ACTIVATE, wanted, now)
 
-    def _command(self, node: Node, verb: WeightVerb, version: Version, now: float) -> SendWeights:
+    def _command(self, node: Node, verb: WeightVerb, version: PolicyVersion, now: float) -> SendWeights:
         node.ordered = (verb, version)
         node.ordered_until = now + self.config.prepare_s_max
         return SendWeights(node.node_id, verb, version)
@@ -366,7 +366,7 @@ def run_of(node: Node, goals: Mapping[str, WeightGoal]) -> str:
     return candidates[0] if len(candidates) == 1 and not node.runs else ""
 
 
-def choose(active: Version | None, goal: WeightGoal) -> Version | None:
+def choose(active: PolicyVersion | None, goal: WeightGoal) -> PolicyVersion | None:
     """The version a node should serve next: the oldest pinned one it has not passed, else the newest."""
     at = age(active) if active in goal.versions and active is not None else (-1, -1)
     pinned = {pin for pin in goal.pins if (pin[1], pin[0]) >= at}

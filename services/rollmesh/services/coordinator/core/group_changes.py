@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.records import Purpose, Reward, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import (
     EpisodeState,
     EpisodeStatus,

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rollmesh.services.coordinator.core.records import (
+from rollmesh.services.coordinator.core.facts import (
     ConfigChange,
     DroppedSample,
     GroupDecision,
     PayloadRef,
     Purpose,
     Reward,
-    RunSpec,
     SampleMeta,
     SampleRewards,
     Task,
-    Version,
 )
+from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.shared.versions import PolicyVersion
 
 NO_PAYLOAD = PayloadRef()
 
@@ -299,14 +299,14 @@ class ReportCheckpoint(TrainerRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishVersion(TrainerRequest):
-    version: Version
+    version: PolicyVersion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRefused:
     """The first nodes could not serve this version."""
 
-    version: Version
+    version: PolicyVersion
     cause: str
 
 

@@ -13,7 +13,7 @@ from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, EphemeralState
-from rollmesh.services.coordinator.core.records import StepSpan
+from rollmesh.services.coordinator.core.facts import StepSpan
 from rollmesh.services.coordinator.core.state import EvalState, GroupPhase, State
 
 COUNT_EVERY_S = 10.0

@@ -1,4 +1,4 @@
-"""Values that facts and state share. Field names equal those of the protobuf messages they mirror."""
+"""The spec of a run, with its ranges, and the base of the generated records in `facts.py`."""
 
 from __future__ import annotations
 
@@ -13,116 +13,13 @@ EXTEND_FACTOR_MAX = 4
 """A group may grow to this many times `group_size`; a finalizer that wants more gets the group as it is."""
 
 
-class Purpose(IntEnum):
-    TRAIN = 1
-    EVAL = 2
-    EXPORT = 3
-
-
-class SampleEnd(IntEnum):
-    """The one end of every sample."""
-
-    LIVE = 0
-    TRAINED = 1
-    STALE = 2
-    FILTERED = 3
-    FAILED = 4
-    CANCELLED = 5
-    EXPORTED = 6
-
-
 class BoundPolicy(IntEnum):
     DROP = 1
     MASK = 2
 
 
-class GroupDecision(IntEnum):
-    KEEP = 1
-    FILTER = 2
-    EXTEND = 3
-
-
-class RewardOutcome(IntEnum):
-    OK = 1
-    INFRA_FAILURE = 2
-    NOT_APPLICABLE = 3
-
-
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of all values: frozen, keyword-only."""
-
-
-class Version(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Mirrors `PolicyVersion`."""
-
-    policy: str = ""
-    step: int = 0
-    incarnation: int = 0
-    weights_digest: str = ""
-
-    @property
-    def name(self) -> str:
-        """For people, e.g. "main@5.0"."""
-        return f"{self.policy}@{self.step}.{self.incarnation}"
-
-
-class Message(Record, frozen=True, kw_only=True, omit_defaults=True):
-    role: str = ""
-    content: str = ""
-
-
-class Task(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """The public part of a task; the core passes it on and reads only its id and labels."""
-
-    task_id: str = ""
-    messages: tuple[Message, ...] = ()
-    tools: tuple[str, ...] = ()
-    oracle_ref: str = ""
-    split: str = ""
-    labels: dict[str, str] = {}
-
-
-class Reward(Record, frozen=True, kw_only=True, omit_defaults=True):
-    name: str = ""
-    value: float = 0.0
-    segment: int = 0
-    scorer: str = ""
-    evidence: str = ""
-    outcome: RewardOutcome = RewardOutcome.OK
-
-
-class SampleRewards(Record, frozen=True, kw_only=True, omit_defaults=True):
-    sample_id: str = ""
-    rewards: tuple[Reward, ...] = ()
-
-
-class StepSpan(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """`num_tokens` trainable POLICY tokens sampled by (step, incarnation)."""
-
-    step: int = 0
-    incarnation: int = 0
-    num_tokens: int = 0
-
-
-class SampleMeta(Record, frozen=True, kw_only=True, omit_defaults=True):
-    sample_id: str = ""
-    policy: str = ""
-    leaf: int = 0
-    steps: tuple[StepSpan, ...] = ()
-    num_tokens: int = 0
-    rewards: tuple[Reward, ...] = ()
-    trainable: bool = True
-    num_sampled_tokens: int = 0
-
-
-class PayloadRef(Record, frozen=True, kw_only=True, omit_defaults=True):
-    sequence: int = 0
-    size_bytes: int = 0
-
-
-class DroppedSample(Record, frozen=True, kw_only=True, omit_defaults=True):
-    sample_id: str = ""
-    reason: str = ""
 
 
 class Bound(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -130,14 +27,6 @@ class Bound(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     max_staleness: int = 0
     beyond: BoundPolicy = BoundPolicy.DROP
-
-
-class ConfigChange(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One changed setting, by dotted key; values as JSON."""
-
-    key: str = ""
-    old: str = ""
-    new: str = ""
 
 
 SPEC_NAME_CHARS_MAX = 64

@@ -8,7 +8,7 @@ from rollmesh.services.coordinator.core import bound, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
-from rollmesh.services.coordinator.core.records import Purpose, Reward, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupState
 
 

@@ -17,14 +17,8 @@ from rollmesh.services.coordinator.core.decision_context import (
     FinalizeGroup,
     WorkerWait,
 )
-from rollmesh.services.coordinator.core.records import (
-    EXTEND_FACTOR_MAX,
-    GroupDecision,
-    Purpose,
-    SampleEnd,
-    SampleRewards,
-    Task,
-)
+from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, SampleEnd, SampleRewards, Task
+from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupPhase, GroupState
 
 DRAW_MAX = 64
@@ -93,8 +87,8 @@ def why_no_work(ctx: DecisionContext) -> str:
     if state.stopping:
         return f"run ends: {state.stopping}"
     if clock.published in clock.quarantined:
-        cause = clock.refusals.get(clock.published.name, "")
-        return f"weights that the nodes accept; {clock.published.name} was refused: {cause}"
+        cause = clock.refusals.get(str(clock.published), "")
+        return f"weights that the nodes accept; {clock.published} was refused: {cause}"
     if bound.num_admissible(state) == 0:
         live = len(state.training_groups(*GroupPhase))
         if ctx.spec.exports:

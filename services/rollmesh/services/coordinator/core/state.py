@@ -19,17 +19,9 @@ from enum import IntEnum
 
 import msgspec
 
-from rollmesh.services.coordinator.core.records import (
-    Bound,
-    PayloadRef,
-    Purpose,
-    Reward,
-    RunSpec,
-    SampleEnd,
-    StepSpan,
-    Task,
-    Version,
-)
+from rollmesh.services.coordinator.core.facts import PayloadRef, Purpose, Reward, SampleEnd, StepSpan, Task
+from rollmesh.services.coordinator.core.records import Bound, RunSpec
+from rollmesh.shared.versions import PolicyVersion
 
 VERSIONS_KEPT_MAX = 64
 """Announced versions kept; a run whose workers sample from older ones has a bound of more steps than that."""
@@ -160,9 +152,9 @@ class PolicyClock(msgspec.Struct, kw_only=True):
     policy: str
     learner: str
     applied: int = 0
-    published: Version | None = None
+    published: PolicyVersion | None = None
     """Newest announced version of this incarnation."""
-    versions: list[Version] = []
+    versions: list[PolicyVersion] = []
     """The newest announced versions of all incarnations, oldest first."""
     incarnation: int = 0
     checkpoint: int = 0
@@ -170,7 +162,7 @@ class PolicyClock(msgspec.Struct, kw_only=True):
     keeps_no_checkpoints: bool = False
     rollbacks: list[RollBack] = []
     updates: dict[int, UpdateRecord] = {}
-    quarantined: list[Version] = []
+    quarantined: list[PolicyVersion] = []
     refusals: dict[str, str] = {}
     """Why the nodes refused versions, by their names; the newest of them."""
     trained_by_staleness: dict[int, int] = {}

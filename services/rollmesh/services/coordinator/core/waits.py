@@ -168,7 +168,7 @@ class _Chain:
         usable = self._fleet.usable(NodeKind.INFERENCE)
         if any(node.active is not None and node.active.step >= needed for node in usable):
             return []
-        newest = self._turn.clock.versions[-1].name if self._turn.clock.versions else ""
+        newest = str(self._turn.clock.versions[-1]) if self._turn.clock.versions else ""
         if newest in self._turn.clock.refusals:
             return [Wait(newest, f"was refused by the nodes: {self._turn.clock.refusals[newest]}")]
         return self._unusable(self._of(NodeKind.INFERENCE)) or [self._missing(NodeKind.INFERENCE)]
