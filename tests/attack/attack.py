@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
-from rollmesh.services.sandbox.engine import Outcome
+from rollmesh.services.sandbox.engine import RunOutcome
 
 if TYPE_CHECKING:
     from .arena import Scene
@@ -39,14 +39,14 @@ class Verdict(Enum):
 
 
 _OUTCOMES = {
-    Verdict.REFUSED: {Outcome.OK},
-    Verdict.HARMLESS: {Outcome.OK, Outcome.ERROR},
-    Verdict.BOUNDED: {Outcome.ERROR, Outcome.TIME, Outcome.MEMORY},
-    Verdict.TIME: {Outcome.TIME},
-    Verdict.MEMORY: {Outcome.MEMORY},
-    Verdict.PROCESSES: {Outcome.PROCESSES},
-    Verdict.OUTPUT: {Outcome.OUTPUT},
-    Verdict.ENDED: {Outcome.EXITED},
+    Verdict.REFUSED: {RunOutcome.OK},
+    Verdict.HARMLESS: {RunOutcome.OK, RunOutcome.ERROR},
+    Verdict.BOUNDED: {RunOutcome.ERROR, RunOutcome.TIME, RunOutcome.MEMORY},
+    Verdict.TIME: {RunOutcome.TIME},
+    Verdict.MEMORY: {RunOutcome.MEMORY},
+    Verdict.PROCESSES: {RunOutcome.PROCESSES},
+    Verdict.OUTPUT: {RunOutcome.OUTPUT},
+    Verdict.ENDED: {RunOutcome.EXITED},
     Verdict.REJECTED: set(),
 }
 
@@ -90,7 +90,7 @@ class Attack:
             raise ValueError(f"{self.name}: an attack that ends by itself must say what came of it")
 
     @property
-    def outcomes(self) -> set[Outcome]:
+    def outcomes(self) -> set[RunOutcome]:
         """What the reply may be."""
         return _OUTCOMES[self.verdict]
 

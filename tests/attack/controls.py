@@ -59,7 +59,7 @@ class Controls:
             return mismatch(self._said(script, folder, time_s), attack.free)
 
     def _said(self, script: Path, folder: str, time_s: float) -> str:
-        fds = self._group.entrances() if self._group is not None else []
+        fds = self._group.entry_fds() if self._group is not None else []
         try:
             return _run(script, folder, fds, time_s)
         finally:

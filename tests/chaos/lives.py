@@ -116,7 +116,7 @@ class Lives:
         """Processes and cgroups of this run that are still there."""
         processes = [_listed([one]) for one in marked(f"{FOLDER_VARIABLE}={self.traps.folder}")]
         hierarchy = cgroups.detect_here()
-        groups = [path for name in self._groups for path in (hierarchy.leftovers(f"{name}-") if hierarchy else ())]
+        groups = [path for name in self._groups for path in (hierarchy.find(f"{name}-") if hierarchy else ())]
         return [*processes, *map(str, groups), *map(str, self.run_dir.glob("sandbox-*/groups-*"))]
 
     async def end(self) -> None:

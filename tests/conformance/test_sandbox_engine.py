@@ -11,7 +11,7 @@ import pytest
 from rollmesh.sandbox_runtime import landlock
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome, SandboxEngine, SnapshotTooLarge
+from rollmesh.services.sandbox.engine import RunOutcome, SandboxEngine, SnapshotTooLarge
 from rollmesh.services.sandbox.node import make_engine
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 from rollmesh.shared.ids import SeededIds
@@ -45,7 +45,7 @@ async def call(engine: SandboxEngine, text: str, session_id: str = "s") -> str:
 async def test_call_returns_the_functions_text(engine: SandboxEngine) -> None:
     await open_session(engine)
     result = await engine.call("s", "call", ["17*3"], 1.0)
-    assert (result.outcome, result.result, result.error_message) == (Outcome.OK, "51", "")
+    assert (result.outcome, result.result, result.error_message) == (RunOutcome.OK, "51", "")
     assert result.session_alive
 
 
@@ -63,14 +63,14 @@ async def test_run_returns_the_last_expression(engine: SandboxEngine) -> None:
 async def test_failing_code_is_the_programs_error_and_keeps_the_session(engine: SandboxEngine) -> None:
     await open_session(engine)
     result = await engine.run("s", Program(code="6*("), 1.0)
-    assert (result.outcome, result.error_type, result.session_alive) == (Outcome.ERROR, "SyntaxError", True)
+    assert (result.outcome, result.error_type, result.session_alive) == (RunOutcome.ERROR, "SyntaxError", True)
     assert await call(engine, "6*7") == "42"
 
 
 async def test_wrong_number_of_arguments_is_the_programs_error(engine: SandboxEngine) -> None:
     await open_session(engine)
     result = await engine.call("s", "call", [], 1.0)
-    assert (result.outcome, result.error_type) == (Outcome.ERROR, "TypeError")
+    assert (result.outcome, result.error_type) == (RunOutcome.ERROR, "TypeError")
 
 
 async def test_unknown_function_is_invalid_input(engine: SandboxEngine) -> None:

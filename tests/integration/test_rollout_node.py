@@ -17,7 +17,7 @@ from rollmesh.services.rollout.config import RolloutConfig, WorkerConfig
 from rollmesh.services.rollout.node import RolloutNode
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
-from rollmesh.services.sandbox.sessions import End
+from rollmesh.services.sandbox.sessions import SessionEnd
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
@@ -252,7 +252,7 @@ async def test_episodes_go_the_whole_way_and_leave_nothing(mesh: Mesh) -> None:
         assert [(r.name, r.value) for r in episode.samples[0].rewards] == [("correct", 1.0)]
         assert [(s.step, s.num_tokens > 0) for s in report.samples[0].steps] == [(3, True)]
     counts = mesh.sandbox.core.sessions.counts()
-    assert (counts.live, counts.ended[End.CLOSED]) == (0, 40)
+    assert (counts.live, counts.ended[SessionEnd.CLOSED]) == (0, 40)
     assert mesh.coordinator.num_report_calls < 40
 
 

@@ -13,11 +13,11 @@ import pytest
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome
+from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.engines.zygote_process import Ended
+from rollmesh.services.sandbox.engines.zygote_process import SessionExit
 from rollmesh.services.sandbox.pools_config import PoolsConfig
-from rollmesh.services.sandbox.sessions import End, Sessions
+from rollmesh.services.sandbox.sessions import SessionEnd, Sessions
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import SandboxFailed
 from rollmesh.shared.ids import RandomIds
@@ -89,7 +89,7 @@ class Node:
         return self.pid
 
     @property
-    def ended(self) -> dict[End, int]:
+    def ended(self) -> dict[SessionEnd, int]:
         return {end: num for end, num in self.sessions.counts().ended.items() if num}
 
 
@@ -119,7 +119,7 @@ async def test_a_running_session_killed_from_outside_is_infra(node: Node) -> Non
     running = await begun(node, "while True: pass")
     os.kill(pid, signal.SIGKILL)
     await refused(running)
-    assert node.ended == {End.LOST: 1}
+    assert node.ended == {SessionEnd.LOST: 1}
 
 
 async def test_an_idle_session_killed_from_outside_is_infra_at_its_next_command(node: Node) -> None:
@@ -127,19 +127,19 @@ async def test_an_idle_session_killed_from_outside_is_infra_at_its_next_command(
     os.kill(await node.open("files"), signal.SIGKILL)
     await refused(node.sessions.run("run", Program(code="1"), 1.0))
     await refused(node.sessions.put_files("files", {"a": b""}))
-    assert node.ended == {End.LOST: 2}
+    assert node.ended == {SessionEnd.LOST: 2}
 
 
 @pytest.mark.parametrize(
     ("code", "outcome"),
     [
-        ("import os; os.kill(1, 9); os.kill(os.getpid(), 9); os._exit(7)", Outcome.EXITED),
-        ("import os; os.close(3); import time; time.sleep(9)", Outcome.EXITED),
-        (FORGED_REFUSAL, Outcome.EXITED),
-        (LOWERED, Outcome.EXITED),
-        (AT_TICKS, Outcome.EXITED),
-        ("import ctypes; ctypes.string_at(0)", Outcome.EXITED),
-        ("import os; os.abort()", Outcome.EXITED),
+        ("import os; os.kill(1, 9); os.kill(os.getpid(), 9); os._exit(7)", RunOutcome.EXITED),
+        ("import os; os.close(3); import time; time.sleep(9)", RunOutcome.EXITED),
+        (FORGED_REFUSAL, RunOutcome.EXITED),
+        (LOWERED, RunOutcome.EXITED),
+        (AT_TICKS, RunOutcome.EXITED),
+        ("import ctypes; ctypes.string_at(0)", RunOutcome.EXITED),
+        ("import os; os.abort()", RunOutcome.EXITED),
     ],
     ids=[
         "signals and exit",
@@ -151,12 +151,12 @@ async def test_an_idle_session_killed_from_outside_is_infra_at_its_next_command(
         "aborts",
     ],
 )
-async def test_what_a_program_does_to_its_session_is_its_own(node: Node, code: str, outcome: Outcome) -> None:
+async def test_what_a_program_does_to_its_session_is_its_own(node: Node, code: str, outcome: RunOutcome) -> None:
     await node.open()
     async with asyncio.timeout(WAIT_S):
         result = await node.sessions.run("s", Program(code=code), 9.0)
     assert (result.outcome, result.session_alive) == (outcome, False), result.error_message
-    assert node.ended == {End.DIED: 1}
+    assert node.ended == {SessionEnd.EXITED: 1}
 
 
 async def test_a_program_over_its_memory_limit_is_told_so_every_time(node: Node) -> None:
@@ -168,8 +168,8 @@ async def test_a_program_over_its_memory_limit_is_told_so_every_time(node: Node)
         await node.open()
         async with asyncio.timeout(WAIT_S):
             result = await node.sessions.run("s", Program(code=BOMB), 9.0)
-        assert (result.outcome, result.session_alive) == (Outcome.MEMORY, False), result.error_message
-    assert node.ended == {End.CLOSED: 1, End.DIED: 4}
+        assert (result.outcome, result.session_alive) == (RunOutcome.MEMORY, False), result.error_message
+    assert node.ended == {SessionEnd.CLOSED: 1, SessionEnd.EXITED: 4}
 
 
 async def test_the_account_of_memory_is_complete_when_the_end_is_known(node: Node) -> None:
@@ -177,7 +177,7 @@ async def test_the_account_of_memory_is_complete_when_the_end_is_known(node: Nod
     live, kills = node.engine._live["s"], [False, True]
     live.memory_kills.any_new = kills.pop  # type: ignore[method-assign]
     reaped = live.zygote._sessions[live.key]
-    live.zygote._finish(live.key, Ended(status=-signal.SIGKILL))
+    live.zygote._finish(live.key, SessionExit(status=-signal.SIGKILL))
     assert reaped.done()
     assert not live.ended.done()
     ended = await node.engine._forks.gone(live)
@@ -190,14 +190,14 @@ async def test_a_forged_reply_does_not_use_up_the_account_of_memory(node: Node) 
     live.memory_kills.any_new = kills.pop  # type: ignore[method-assign]
     forged = "import json, os, struct; b = json.dumps({'outcome': 'ok', 'exit_status': -9}).encode(); "
     forged += "os.write(3, struct.pack('<I', len(b)) + b); __import__('signal').pause()"
-    assert (await node.sessions.run("s", Program(code=forged), 9.0)).outcome is Outcome.MEMORY
+    assert (await node.sessions.run("s", Program(code=forged), 9.0)).outcome is RunOutcome.MEMORY
     os.kill(node.pid, signal.SIGKILL)
     async with asyncio.timeout(WAIT_S):
-        assert (await node.sessions.run("s", Program(code="1"), 1.0)).outcome is Outcome.MEMORY
+        assert (await node.sessions.run("s", Program(code="1"), 1.0)).outcome is RunOutcome.MEMORY
 
 
-def group_of(node: Node) -> cgroups.Group | None:
-    group: cgroups.Group | None = node.engine._live["s"].place.group
+def group_of(node: Node) -> cgroups.Cgroup | None:
+    group: cgroups.Cgroup | None = node.engine._live["s"].slot.group
     return group if group is not None and "memory" in group.directories else None
 
 
@@ -210,10 +210,10 @@ async def test_a_program_over_its_memory_is_told_so_and_nobody_after_it_in_its_p
         await node.sessions.run("s", Program(code=FILL), 9.0)
     assert kills.any_new()
     assert not kills.any_new()
-    layout = node.engine._live["s"].place
+    layout = node.engine._live["s"].slot
     await node.sessions.close("s")
     pid = await node.open()
-    assert node.engine._live["s"].place is layout
+    assert node.engine._live["s"].slot is layout
     running = await begun(node, "while True: pass")
     os.kill(pid, signal.SIGKILL)
     await refused(running)

@@ -20,7 +20,7 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox import capability_probe
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.describe import describe
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.file_trees import remove_tree
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
@@ -99,7 +99,7 @@ async def test_host_files_open_to_everybody_are_closed_to_a_session(
     engine: JailEngine, open_file: Path, mode: str
 ) -> None:
     result = await run(engine, f"open({str(open_file)!r}, {mode!r})")
-    assert (result.outcome, result.error_type) == (Outcome.ERROR, "PermissionError")
+    assert (result.outcome, result.error_type) == (RunOutcome.ERROR, "PermissionError")
     assert content(open_file) == "the host's"
 
 
@@ -122,7 +122,7 @@ async def test_what_the_services_own_user_may_do_a_session_may_not(
 
     before = seen()
     code = attempt.format(path=str(open_file), pid=os.getpid())
-    assert (await run(engine, f"import os\n{code}")).outcome is Outcome.ERROR
+    assert (await run(engine, f"import os\n{code}")).outcome is RunOutcome.ERROR
     assert seen() == before
 
 
@@ -138,13 +138,13 @@ async def test_the_same_file_is_open_where_nothing_is_isolated(tmp_path: Path, o
                                      "open('/tmp/x', 'w')", "open('/usr/x', 'w')", "open('/dev/shm/x', 'w')"])  # fmt: skip
 async def test_what_lies_outside_the_declared_paths_is_closed(engine: JailEngine, attempt: str) -> None:
     result = await run(engine, attempt)
-    assert (result.outcome, result.error_type) == (Outcome.ERROR, "PermissionError")
+    assert (result.outcome, result.error_type) == (RunOutcome.ERROR, "PermissionError")
 
 
 @pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])
 async def test_sockets_cannot_be_made(engine: JailEngine, family: str) -> None:
     result = await run(engine, f"import _socket\n_socket.socket(_socket.{family}, _socket.SOCK_DGRAM)")
-    assert (result.outcome, result.error_type) == (Outcome.ERROR, "PermissionError")
+    assert (result.outcome, result.error_type) == (RunOutcome.ERROR, "PermissionError")
 
 
 async def test_another_sessions_directory_and_processes_are_out_of_reach(engine: JailEngine) -> None:
@@ -162,7 +162,7 @@ async def test_another_sessions_directory_and_processes_are_out_of_reach(engine:
         "os.kill(os.getppid(), 9)",
     ):
         result = await run(engine, f"import os\n{attempt}", "two")
-        assert (result.outcome, result.error_type) == (Outcome.ERROR, "PermissionError"), attempt
+        assert (result.outcome, result.error_type) == (RunOutcome.ERROR, "PermissionError"), attempt
     assert (await run(engine, "6*7", "one")).result == "42"
 
 
@@ -197,7 +197,7 @@ async def test_the_end_of_a_session_leaves_no_process_and_no_file(tmp_path: Path
 
 async def test_a_session_that_ends_itself_takes_its_children_along(engine: JailEngine) -> None:
     result = await run(engine, FAMILY + "\nos._exit(3)")
-    assert (result.outcome, result.session_alive) == (Outcome.EXITED, False)
+    assert (result.outcome, result.session_alive) == (RunOutcome.EXITED, False)
     assert "status 3" in result.error_message
     assert session_processes(engine) == []
 
@@ -236,7 +236,7 @@ async def test_a_program_cannot_pass_its_own_end_off_as_ours(tmp_path: Path, dri
     engine = await started(driver, tmp_path)
     try:
         result = await run(engine, f"try:\n{textwrap.indent(code, '  ')}\nexcept OSError:\n  os.kill(os.getpid(), 9)")
-        assert (result.outcome, result.session_alive) == (Outcome.EXITED, False), result.error_message
+        assert (result.outcome, result.session_alive) == (RunOutcome.EXITED, False), result.error_message
     finally:
         await engine.close()
 
@@ -247,7 +247,7 @@ async def test_all_the_cpu_time_of_a_session_is_told_as_time(tmp_path: Path) -> 
         limits = replace(engine.limits("python"), cpu_total_s=1)
         await engine.open("s", "python", limits)
         result = await run(engine, "while True: pass")
-        assert (result.outcome, result.session_alive) == (Outcome.TIME, False), result.error_message
+        assert (result.outcome, result.session_alive) == (RunOutcome.TIME, False), result.error_message
     finally:
         await engine.close()
 
@@ -288,13 +288,16 @@ def parent_of(pid: int) -> int:
 
 def test_the_description_names_what_is_lacking() -> None:
     said = describe(config_for("landlock"))
-    walls = {wall.name: wall for wall in said.walls}
+    mechanisms = {mechanism.name: mechanism for mechanism in said.mechanisms}
     assert said.driver == "landlock"
-    assert walls["landlock"].stands
-    assert not walls["mount namespace"].stands
-    assert "bounded per file only" in walls["mount namespace"].guarantee
+    assert mechanisms["landlock"].enforced
+    assert not mechanisms["mount namespace"].enforced
+    assert "bounded per file only" in mechanisms["mount namespace"].guarantee
     nothing = describe(config_for("none"))
-    assert (nothing.driver, {wall.name: wall.stands for wall in nothing.walls}["seccomp"]) == ("none", False)
+    assert (nothing.driver, {mechanism.name: mechanism.enforced for mechanism in nothing.mechanisms}["seccomp"]) == (
+        "none",
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -303,7 +306,7 @@ def test_the_description_names_what_is_lacking() -> None:
 def test_every_start_warns_in_one_line(driver: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         capability_probe.plan(config_for(driver))
-    (record,) = (record for record in caplog.records if "gives up" not in record.getMessage())
+    (record,) = (record for record in caplog.records if "disables" not in record.getMessage())
     assert said in record.getMessage()
     assert "network namespace" in record.getMessage()
 
@@ -313,7 +316,7 @@ def test_the_next_start_deletes_what_a_killed_service_left(tmp_path: Path) -> No
     folders = PrivateFolders(str(tmp_path), state, "life")
     layout = Path(folders.make(UID_BASE))
     (layout / "link").symlink_to("/etc")
-    state.clear_leftovers(None)
+    state.clean_up(None)
     assert not layout.parent.exists()
     assert not list(tmp_path.glob("folders-*"))
 

@@ -17,7 +17,7 @@ import pytest
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
-from rollmesh.services.sandbox.engine import Outcome
+from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.shared.ids import SeededIds
 
@@ -84,7 +84,7 @@ async def jail(folder: Path, egress: EgressConfig | None) -> AsyncIterator[JailE
 
 async def run(engine: JailEngine, code: str, session_id: str = "s") -> str:
     result = await engine.run(session_id, Program(code=textwrap.dedent(code)), 8.0)
-    assert result.outcome is Outcome.OK, result
+    assert result.outcome is RunOutcome.OK, result
     return result.result
 
 

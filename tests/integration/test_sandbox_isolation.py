@@ -16,7 +16,7 @@ import pytest
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.ids import SeededIds
@@ -89,7 +89,7 @@ def processes_of(uid_low: int, uid_high: int) -> list[int]:
 @pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK"])
 async def test_sockets_cannot_be_made(engine: JailEngine, family: str) -> None:
     result = await attack(engine, f"import socket\nsocket.socket(socket.{family}, socket.SOCK_DGRAM)")
-    assert (result.outcome, result.error_type) == (Outcome.ERROR, "PermissionError")
+    assert (result.outcome, result.error_type) == (RunOutcome.ERROR, "PermissionError")
 
 
 async def test_abstract_addresses_of_the_host_are_out_of_reach(engine: JailEngine) -> None:
@@ -104,7 +104,7 @@ async def test_abstract_addresses_of_the_host_are_out_of_reach(engine: JailEngin
             a.sendto(b"out", "\0rollmesh-test-isolation")
             """,
         )
-        assert (result.outcome, result.error_type) == (Outcome.ERROR, "PermissionError")
+        assert (result.outcome, result.error_type) == (RunOutcome.ERROR, "PermissionError")
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ async def test_sessions_see_neither_files_nor_processes_of_each_other(engine: Ja
         "import os\nfor pid in range(2, 300):\n  try: os.kill(pid, 9); print(pid)\n  except OSError: pass",
         "two",
     )
-    assert (killed.outcome, killed.stdout) == (Outcome.OK, "")
+    assert (killed.outcome, killed.stdout) == (RunOutcome.OK, "")
 
 
 async def test_session_inherits_nothing(engine: JailEngine) -> None:
@@ -228,7 +228,7 @@ async def test_dangerous_system_calls_are_refused(engine: JailEngine, call: str)
 
 async def test_memory_bomb_is_the_memory_outcome(engine: JailEngine) -> None:
     result = await attack(engine, "kept = []\nwhile True: kept.append(bytearray(1 << 20))")
-    assert result.outcome is Outcome.MEMORY
+    assert result.outcome is RunOutcome.MEMORY
     await survives(engine)
 
 
@@ -249,7 +249,7 @@ async def test_memory_of_many_processes_is_bounded_together(engine: JailEngine) 
         killed
         """,
     )
-    assert result.result == "9" or result.outcome is Outcome.MEMORY
+    assert result.result == "9" or result.outcome is RunOutcome.MEMORY
     await survives(engine)
 
 
@@ -278,13 +278,13 @@ async def test_cores_of_all_processes_are_bounded_together(engine: JailEngine) -
 
 async def test_fork_bomb_is_the_process_outcome_and_ends_the_session(engine: JailEngine) -> None:
     result = await attack(engine, "import os\nwhile True: os.fork()")
-    assert (result.outcome, result.session_alive) == (Outcome.PROCESSES, False)
+    assert (result.outcome, result.session_alive) == (RunOutcome.PROCESSES, False)
     await survives(engine)
 
 
 async def test_thread_bomb_is_the_process_outcome(engine: JailEngine) -> None:
     code = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
-    assert (await attack(engine, code)).outcome is Outcome.PROCESSES
+    assert (await attack(engine, code)).outcome is RunOutcome.PROCESSES
 
 
 async def test_endless_loop_is_interrupted_in_time_and_keeps_the_session(engine: JailEngine) -> None:
@@ -306,7 +306,7 @@ async def run_and_check_time(engine: JailEngine, code: str, *, alive: bool) -> N
     began_s = time.monotonic()
     result = await attack(engine, code, wall_s=0.3)
     took_s = time.monotonic() - began_s
-    assert (result.outcome, result.session_alive) == (Outcome.TIME, alive)
+    assert (result.outcome, result.session_alive) == (RunOutcome.TIME, alive)
     assert 0.3 <= took_s < 0.3 + 0.5 + BUSY_S, "limit, grace, and what a busy machine takes for them"
     if alive:
         assert result.stdout == "before\n"
@@ -315,12 +315,12 @@ async def run_and_check_time(engine: JailEngine, code: str, *, alive: bool) -> N
 
 async def test_printing_beyond_the_limit_is_cut_and_marked(engine: JailEngine) -> None:
     result = await attack(engine, "print('é' * 5000)")
-    assert (result.outcome, result.truncated, len(result.stdout.encode())) == (Outcome.OK, True, 1000)
+    assert (result.outcome, result.truncated, len(result.stdout.encode())) == (RunOutcome.OK, True, 1000)
 
 
 async def test_output_flood_is_the_output_outcome(engine: JailEngine) -> None:
     result = await attack(engine, "while True: print('x' * 1000)")
-    assert (result.outcome, result.truncated, len(result.stdout)) == (Outcome.OUTPUT, True, 1000)
+    assert (result.outcome, result.truncated, len(result.stdout)) == (RunOutcome.OUTPUT, True, 1000)
 
 
 async def test_child_processes_output_is_returned_and_bounded(engine: JailEngine) -> None:
@@ -357,7 +357,7 @@ async def test_a_file_beyond_its_limit_is_refused(engine: JailEngine) -> None:
 
 async def test_descriptors_are_bounded(engine: JailEngine) -> None:
     result = await attack(engine, "kept = []\nwhile True: kept.append(open('/dev/null'))")
-    assert (result.outcome, "Too many open files" in result.error_message) == (Outcome.ERROR, True)
+    assert (result.outcome, "Too many open files" in result.error_message) == (RunOutcome.ERROR, True)
 
 
 # Ends -----------------------------------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ async def test_a_program_that_ends_or_garbles_its_session_is_told_apart(
     engine: JailEngine, code: str, told: str
 ) -> None:
     result = await attack(engine, code)
-    assert (result.outcome, result.session_alive) == (Outcome.EXITED, False)
+    assert (result.outcome, result.session_alive) == (RunOutcome.EXITED, False)
     assert told in result.error_message
     await survives(engine)
 
@@ -411,7 +411,7 @@ async def test_neighbours_work_while_a_session_spins(engine: JailEngine) -> None
     spinning = asyncio.create_task(run(engine, "while True: pass", "spinning", 1.0))
     await survives(engine)
     assert not spinning.done()
-    assert (await spinning).outcome is Outcome.TIME
+    assert (await spinning).outcome is RunOutcome.TIME
 
 
 # The interpreter ------------------------------------------------------------------------------------------------------
@@ -422,7 +422,7 @@ async def test_definitions_survive_and_tracebacks_have_the_users_lines(engine: J
     await run(engine, "def half(x):\n    y = x\n    return y / 0")
     result = await run(engine, "a = 1\nhalf(a)")
     assert (result.outcome, result.error_type, result.error_message) == (
-        Outcome.ERROR, "ZeroDivisionError", "division by zero",
+        RunOutcome.ERROR, "ZeroDivisionError", "division by zero",
     )  # fmt: skip
     assert 'File "<call 2>", line 2, in <module>\n    half(a)' in result.traceback
     assert 'File "<call 1>", line 3, in half\n    return y / 0' in result.traceback
@@ -431,7 +431,7 @@ async def test_definitions_survive_and_tracebacks_have_the_users_lines(engine: J
 
 @pytest.mark.parametrize("code", ["raise SystemExit(0)", "raise KeyboardInterrupt", "def f(): return f()\nf()", "x ="])
 async def test_whatever_is_raised_is_an_error_and_keeps_the_session(engine: JailEngine, code: str) -> None:
-    assert (await attack(engine, code)).outcome is Outcome.ERROR
+    assert (await attack(engine, code)).outcome is RunOutcome.ERROR
     assert (await run(engine, "1+1")).result == "2"
 
 

@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import PROFILES, ProfileConfig, SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.ids import SeededIds
@@ -65,14 +65,14 @@ async def bash(engine: JailEngine, code: str, wall_s: float = WALL_S) -> RunResu
 
 async def test_bash_keeps_folder_variables_and_functions(engine: JailEngine) -> None:
     first = await bash(engine, "mkdir -p a/b && cd a/b; x='one two'; greet() { echo \"hello $1\"; }")
-    assert (first.outcome, first.stdout, first.exit_status) == (Outcome.OK, "", 0), first
+    assert (first.outcome, first.stdout, first.exit_status) == (RunOutcome.OK, "", 0), first
     second = await bash(engine, 'pwd; echo "$x"; greet you')
     assert (second.stdout, second.result) == ("/session/a/b\none two\nhello you\n", "")
 
 
 async def test_bash_returns_the_exit_status_and_keeps_it_for_the_next_command(engine: JailEngine) -> None:
     result = await bash(engine, "echo said; (exit 7)")
-    assert (result.outcome, result.exit_status, result.stdout) == (Outcome.ERROR, 7, "said\n")
+    assert (result.outcome, result.exit_status, result.stdout) == (RunOutcome.ERROR, 7, "said\n")
     assert (result.error_type, result.error_message, result.session_alive) == ("ExitStatus", "7", True)
     assert (await bash(engine, "echo $?")).stdout == "7\n"
 
@@ -93,7 +93,7 @@ async def test_bash_takes_quotes_newlines_and_long_code(engine: JailEngine) -> N
 
 async def test_bash_syntax_error_is_the_programs_error(engine: JailEngine) -> None:
     result = await bash(engine, "if then")
-    assert (result.outcome, result.session_alive) == (Outcome.ERROR, True)
+    assert (result.outcome, result.session_alive) == (RunOutcome.ERROR, True)
     assert "syntax error" in result.stdout
 
 
@@ -103,7 +103,7 @@ async def test_bash_syntax_error_is_the_programs_error(engine: JailEngine) -> No
 async def test_bash_command_out_of_time_is_interrupted_and_the_shell_lives(engine: JailEngine, stubborn: str) -> None:
     await bash(engine, "x=kept")
     result = await bash(engine, stubborn, wall_s=0.3)
-    assert (result.outcome, result.session_alive) == (Outcome.TIME, True), result
+    assert (result.outcome, result.session_alive) == (RunOutcome.TIME, True), result
     assert "never" not in result.stdout
     after = await bash(engine, "echo $x")
     assert (after.stdout, after.stderr) == ("kept\n", "")
@@ -121,13 +121,13 @@ async def test_bash_is_interrupted_whatever_its_service_ignores(tmp_path: Path) 
     finally:
         signal.signal(signal.SIGINT, before)
         await engine.close()
-    assert (result.outcome, result.session_alive, "never" in result.stdout) == (Outcome.TIME, True, False), result
+    assert (result.outcome, result.session_alive, "never" in result.stdout) == (RunOutcome.TIME, True, False), result
 
 
 async def test_bash_that_resists_everything_is_replaced(engine: JailEngine) -> None:
     await bash(engine, "true")
     result = await bash(engine, "trap '' INT; while :; do :; done", wall_s=1.0)
-    assert (result.outcome, result.session_alive) == (Outcome.TIME, True), result
+    assert (result.outcome, result.session_alive) == (RunOutcome.TIME, True), result
     after = await bash(engine, "echo here")
     assert (after.stdout, after.stderr) == (
         "here\n",
@@ -137,7 +137,7 @@ async def test_bash_that_resists_everything_is_replaced(engine: JailEngine) -> N
 
 async def test_bash_exit_ends_the_shell_and_the_next_command_says_so(engine: JailEngine) -> None:
     result = await bash(engine, "x=1; echo bye; exit 3")
-    assert (result.outcome, result.exit_status, result.stdout) == (Outcome.ERROR, 3, "bye\nexit\n")
+    assert (result.outcome, result.exit_status, result.stdout) == (RunOutcome.ERROR, 3, "bye\nexit\n")
     assert result.session_alive
     after = await bash(engine, "echo [$x]")
     assert (after.stdout, after.stderr) == ("[]\n", "[the shell had ended with status 3; this is a fresh one]\n")
@@ -153,10 +153,10 @@ async def test_bash_exit_ends_the_shell_and_the_next_command_says_so(engine: Jai
 )  # fmt: skip
 async def test_bash_without_its_builtins_still_ends_each_command(engine: JailEngine, code: str) -> None:
     first = await bash(engine, f"x=kept; {code}")
-    assert (first.outcome, first.stdout, first.stderr) == (Outcome.OK, "", ""), first
+    assert (first.outcome, first.stdout, first.stderr) == (RunOutcome.OK, "", ""), first
     for _ in range(2):
         result = await bash(engine, "(exit 3)")
-        assert (result.outcome, result.exit_status, result.stdout) == (Outcome.ERROR, 3, ""), result
+        assert (result.outcome, result.exit_status, result.stdout) == (RunOutcome.ERROR, 3, ""), result
         if "set -e" in code:
             return
         assert (await bash(engine, "echo $x")).stdout == "kept\n"
@@ -164,7 +164,7 @@ async def test_bash_without_its_builtins_still_ends_each_command(engine: JailEng
 
 async def test_bash_that_never_tells_its_end_is_replaced(engine: JailEngine) -> None:
     await bash(engine, "true")
-    assert (await bash(engine, "builtin() { :; }", wall_s=0.5)).outcome is Outcome.TIME
+    assert (await bash(engine, "builtin() { :; }", wall_s=0.5)).outcome is RunOutcome.TIME
     after = await bash(engine, "echo here")
     assert (after.stdout, "fresh" in after.stderr) == ("here\n", True)
 
@@ -172,9 +172,9 @@ async def test_bash_that_never_tells_its_end_is_replaced(engine: JailEngine) -> 
 async def test_bash_output_is_cut_and_a_flood_is_stopped(engine: JailEngine) -> None:
     limits = PROFILES["shell"].resolved_limits()
     cut = await bash(engine, f"head -c {limits.output_bytes + 10} /dev/zero | tr '\\0' x")
-    assert (len(cut.stdout), cut.truncated, cut.outcome) == (limits.output_bytes, True, Outcome.OK)
+    assert (len(cut.stdout), cut.truncated, cut.outcome) == (limits.output_bytes, True, RunOutcome.OK)
     flood = await bash(engine, "yes")
-    assert (flood.outcome, flood.session_alive) == (Outcome.OUTPUT, True)
+    assert (flood.outcome, flood.session_alive) == (RunOutcome.OUTPUT, True)
     assert (await bash(engine, "echo fine")).stdout == "fine\n"
 
 
@@ -201,7 +201,7 @@ async def test_stateful_languages_refuse_input(engine: JailEngine) -> None:
 
 async def test_bash_code_with_a_nul_is_the_programs_error(engine: JailEngine) -> None:
     result = await bash(engine, "echo \0")
-    assert (result.outcome, result.session_alive) == (Outcome.ERROR, True)
+    assert (result.outcome, result.session_alive) == (RunOutcome.ERROR, True)
     assert "NUL" in result.error_message
 
 
@@ -247,11 +247,11 @@ def require_tool(language: str) -> None:
 async def test_program_reads_stdin_and_arguments_and_returns_its_status(engine: JailEngine, language: str) -> None:
     require_tool(language)
     result = await run(engine, language, SUMS[language], stdin=b"22 33\n", arguments=("11",))
-    assert (result.outcome, result.stdout, result.stderr, result.exit_status) == (Outcome.OK, "66\n", "done\n", 0), (
+    assert (result.outcome, result.stdout, result.stderr, result.exit_status) == (RunOutcome.OK, "66\n", "done\n", 0), (
         result
     )
     result = await run(engine, language, SUMS[language], arguments=("1",))
-    assert (result.outcome, result.stdout, result.exit_status) == (Outcome.ERROR, "1\n", 5)
+    assert (result.outcome, result.stdout, result.exit_status) == (RunOutcome.ERROR, "1\n", 5)
     assert (result.error_type, result.error_message) == ("ExitStatus", "5")
     assert 0 < result.cpu_s < WALL_S
     assert (await bash(engine, "ls -A")).stdout == "", "nothing of the program is left"
@@ -263,7 +263,7 @@ async def test_compile_error_is_the_programs_error_with_the_compilers_text(
 ) -> None:
     require_tool(language)
     result = await run(engine, language, code)
-    assert (result.outcome, result.error_type, result.session_alive) == (Outcome.ERROR, "CompileError", True)
+    assert (result.outcome, result.error_type, result.session_alive) == (RunOutcome.ERROR, "CompileError", True)
     assert result.error_message.startswith("main.c")
     assert "error:" in result.stderr
 
@@ -271,27 +271,27 @@ async def test_compile_error_is_the_programs_error_with_the_compilers_text(
 async def test_limits_of_a_program_are_told_apart(engine: JailEngine) -> None:
     require_tool("cpp")
     loop = await run(engine, "c", "int main() { for (;;) ; }", wall_s=2.0)
-    assert (loop.outcome, loop.session_alive) == (Outcome.TIME, True)
+    assert (loop.outcome, loop.session_alive) == (RunOutcome.TIME, True)
     crash = await run(engine, "c", "int main() { *(volatile int *)0 = 1; }")
-    assert (crash.outcome, crash.exit_status, crash.error_message) == (Outcome.ERROR, -11, "ended by SIGSEGV")
+    assert (crash.outcome, crash.exit_status, crash.error_message) == (RunOutcome.ERROR, -11, "ended by SIGSEGV")
     flood = await run(engine, "c", '#include <stdio.h>\nint main() { for (;;) puts("xxxxxxxxxxxxxxxxxxxxxxxx"); }')
-    assert (flood.outcome, flood.truncated) == (Outcome.OUTPUT, True)
+    assert (flood.outcome, flood.truncated) == (RunOutcome.OUTPUT, True)
     memory = await run(engine, "cpp", "volatile char *p; int main() { for (;;) p = new char[1 << 24]; }")
-    assert (memory.outcome, memory.session_alive) == (Outcome.MEMORY, True)
+    assert (memory.outcome, memory.session_alive) == (RunOutcome.MEMORY, True)
 
 
 async def test_javascript_out_of_heap_is_the_memory_limit(engine: JailEngine) -> None:
     require_tool("javascript")
     await shrink(engine, memory_bytes=64 << 20)
     result = await run(engine, "javascript", "const a = []; for (;;) a.push(new Array(1000).fill(a.length));")
-    assert (result.outcome, result.session_alive) == (Outcome.MEMORY, True), result
+    assert (result.outcome, result.session_alive) == (RunOutcome.MEMORY, True), result
 
 
 async def test_children_of_a_program_end_with_it(engine: JailEngine) -> None:
     require_tool("c")
     code = '#include <unistd.h>\n#include <stdio.h>\nint main() { if (!fork()) { for (;;) pause(); } puts("parent"); }'
     result = await run(engine, "c", code, wall_s=30.0)
-    assert (result.outcome, result.stdout) == (Outcome.OK, "parent\n"), "the child was waited for"
+    assert (result.outcome, result.stdout) == (RunOutcome.OK, "parent\n"), "the child was waited for"
 
 
 async def test_unknown_language_lists_those_of_the_host(engine: JailEngine) -> None:
@@ -312,7 +312,7 @@ async def test_unknown_language_lists_those_of_the_host(engine: JailEngine) -> N
 async def test_files_asked_for_come_back_with_the_result(engine: JailEngine, language: str, code: str) -> None:
     paths = ("out/a", "missing", "l", "pipe", "out")
     result = await run(engine, language, code, return_paths=paths)
-    assert (result.outcome, result.files, result.truncated) == (Outcome.OK, {"out/a": b"1"}, False), result
+    assert (result.outcome, result.files, result.truncated) == (RunOutcome.OK, {"out/a": b"1"}, False), result
 
 
 async def test_a_file_too_large_comes_back_cut_and_marked(engine: JailEngine) -> None:
@@ -346,7 +346,7 @@ async def sql(engine: JailEngine, language: str, query: str, *arguments: str, wa
 async def test_sqlite_answers_with_a_table(engine: JailEngine) -> None:
     await run(engine, "python", MAKE_DB)
     result = await sql(engine, "sqlite", "select * from item order by price", "shop.db")
-    assert result.outcome is Outcome.OK, result
+    assert result.outcome is RunOutcome.OK, result
     assert json.loads(result.result) == {
         "columns": ["name", "price", "n", "raw"],
         "rows": [["pear", 1.5, 2, None], ["é", 2.0, None, {"hex": "00ff"}]],
@@ -375,7 +375,7 @@ async def test_sqlite_answers_with_a_table(engine: JailEngine) -> None:
 async def test_sqlite_refuses_everything_but_reading(engine: JailEngine, query: str) -> None:
     await run(engine, "python", MAKE_DB)
     result = await sql(engine, "sqlite", query, "shop.db")
-    assert (result.outcome, result.session_alive) == (Outcome.ERROR, True), result
+    assert (result.outcome, result.session_alive) == (RunOutcome.ERROR, True), result
     assert any(text in result.error_message for text in ("only reading is allowed here, not", "no such function"))
     count = await sql(engine, "sqlite", "select count(*), sum(n) from item", "shop.db")
     assert json.loads(count.result)["rows"] == [[2, 2]]
@@ -385,14 +385,14 @@ async def test_sqlite_refuses_everything_but_reading(engine: JailEngine, query: 
 async def test_sqlite_tells_the_error_and_the_limits(engine: JailEngine) -> None:
     await run(engine, "python", MAKE_DB)
     wrong = await sql(engine, "sqlite", "select nonsense from item", "shop.db")
-    assert (wrong.outcome, wrong.error_type) == (Outcome.ERROR, "OperationalError")
+    assert (wrong.outcome, wrong.error_type) == (RunOutcome.ERROR, "OperationalError")
     assert wrong.error_message == "no such column: nonsense"
-    assert (await sql(engine, "sqlite", "select 1", "missing.db")).outcome is Outcome.ERROR
+    assert (await sql(engine, "sqlite", "select 1", "missing.db")).outcome is RunOutcome.ERROR
     endless = "with recursive n(i) as (select 1 union all select i + 1 from n) select {} from n"
     late = await sql(engine, "sqlite", endless.format("count(*)"), wall_s=0.5)
-    assert (late.outcome, late.session_alive) == (Outcome.TIME, True)
+    assert (late.outcome, late.session_alive) == (RunOutcome.TIME, True)
     many = await sql(engine, "sqlite", endless.format("i"))
-    assert (many.outcome, many.truncated) == (Outcome.OK, True)
+    assert (many.outcome, many.truncated) == (RunOutcome.OK, True)
     rows = json.loads(many.result)["rows"]
     assert rows == [[number] for number in range(1, len(rows) + 1)]
     assert 1000 < len(rows) <= 10_000
@@ -412,17 +412,17 @@ async def test_duckdb_reads_its_file_and_nothing_else(tmp_path: Path) -> None:
         await engine.open("s", "sql", profile.resolved_limits())
         make = "import duckdb\nc = duckdb.connect('d.db', config={'threads': 1})\nc.execute(\"create table t as select i, i / 2 h, 'x' s from range(3) r(i)\")\nc.close()"
         made = await run(engine, "python", make)
-        assert made.outcome is Outcome.OK, made
+        assert made.outcome is RunOutcome.OK, made
         result = await sql(engine, "duckdb", "select i, h, s, sum(i) over () total from t order by i", "d.db")
-        assert result.outcome is Outcome.OK, result
+        assert result.outcome is RunOutcome.OK, result
         assert json.loads(result.result)["rows"] == [[0, 0.0, "x", 3], [1, 0.5, "x", 3], [2, 1.0, "x", 3]]
         for query in ("insert into t values (1, 1, 'y')", "attach 'e.db'", "install httpfs", "load httpfs", "copy t to 'out.csv'",
                       "create table u(i int)", "set threads=4", "pragma enable_profiling", "select 1; select 2"):  # fmt: skip
             refused = await sql(engine, "duckdb", query, "d.db")
-            assert (refused.outcome, refused.session_alive) == (Outcome.ERROR, True), (query, refused)
+            assert (refused.outcome, refused.session_alive) == (RunOutcome.ERROR, True), (query, refused)
         await run(engine, "python", "open('x.csv', 'w').write('a\\n1\\n')")
         for query in ("select * from read_csv('x.csv')", "select * from 'x.csv'", "select * from glob('*')"):
-            assert (await sql(engine, "duckdb", query)).outcome is Outcome.ERROR, query
+            assert (await sql(engine, "duckdb", query)).outcome is RunOutcome.ERROR, query
         assert "nonsense" in (await sql(engine, "duckdb", "select nonsense from t", "d.db")).error_message
     finally:
         await engine.close()

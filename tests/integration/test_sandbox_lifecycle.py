@@ -16,7 +16,7 @@ import pytest
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome
+from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.cleanup import StateDir, start_ticks
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.pools_config import PoolsConfig
@@ -97,7 +97,7 @@ def recorded(folder: Path) -> set[str]:
 
 def groups_of(names: set[str]) -> list[Path]:
     hierarchy = cgroups.detect_here()
-    return [group for name in names for group in hierarchy.leftovers(name)] if hierarchy is not None else []
+    return [group for name in names for group in hierarchy.find(name)] if hierarchy is not None else []
 
 
 async def test_ending_a_session_leaves_no_process_and_no_mount(engine: JailEngine, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ async def test_ending_a_session_leaves_no_process_and_no_mount(engine: JailEngin
     await open_session(engine, "first")
     idle = descendants(launcher_pid(tmp_path))
     await open_session(engine, "s")
-    assert (await engine.run("s", Program(code=STRAYS), 5.0)).outcome is Outcome.OK
+    assert (await engine.run("s", Program(code=STRAYS), 5.0)).outcome is RunOutcome.OK
     assert len(descendants(launcher_pid(tmp_path)) - idle) == 3
     assert mounts() == before
     await engine.end("s")
@@ -264,7 +264,7 @@ async def test_session_that_dies_between_runs_tells_its_user(engine: JailEngine)
     live = engine._live["s"]
     await asyncio.wait_for(asyncio.shield(live.ended), WAIT_S)
     result = await engine.run("s", Program(code="1"), 1.0)
-    assert (result.outcome, result.session_alive) == (Outcome.EXITED, False)
+    assert (result.outcome, result.session_alive) == (RunOutcome.EXITED, False)
     assert "status 3" in result.error_message
     with pytest.raises(UnknownSession):
         await engine.run("s", Program(code="1"), 1.0)

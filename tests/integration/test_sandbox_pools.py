@@ -35,9 +35,9 @@ async def test_a_session_that_was_ready_is_like_a_fresh_one(world: World) -> Non
     assert await world.look("pooled") == await world.look("fresh")
     fresh, pooled = (world.engine._live[name] for name in ("fresh", "pooled"))
     assert fresh.limits == pooled.limits
-    assert fresh.place.uid != pooled.place.uid or os.geteuid() != 0
-    if fresh.place.group is not None and pooled.place.group is not None:
-        assert _bounds(pooled.place.group.directories) == _bounds(fresh.place.group.directories)
+    assert fresh.slot.uid != pooled.slot.uid or os.geteuid() != 0
+    if fresh.slot.group is not None and pooled.slot.group is not None:
+        assert _bounds(pooled.slot.group.directories) == _bounds(fresh.slot.group.directories)
     await world.engine.end("pooled")
     await until(lambda: len(processes() & before) == len(before) - 1)
     assert "pooled" not in world.engine._live

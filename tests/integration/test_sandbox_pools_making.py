@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.services.sandbox.engines.jail_session import JailSession, Reply
+from rollmesh.services.sandbox.engines.jail_session import JailSession, SessionReply
 from rollmesh.shared.errors import SandboxFailed
 
 from .pools_world import World, processes, records, until, world_of
@@ -31,7 +31,7 @@ class Slow:
         self._receive = JailSession.receive
         monkeypatch.setattr(JailSession, "receive", lambda session, wall_s: self._answer(session, wall_s))
 
-    async def _answer(self, session: JailSession, wall_s: float) -> Reply:
+    async def _answer(self, session: JailSession, wall_s: float) -> SessionReply:
         self._first -= 1
         if self._first < 0:
             self.making.set()
@@ -102,7 +102,7 @@ async def test_an_open_whose_session_fails_in_the_making_gets_another(world: Wor
     opening = asyncio.create_task(world.open("b"))
     await asyncio.sleep(0)
     (made,) = (live for live in world.engine._pools._held)
-    made.begin_end()
+    made.kill()
     await made.ended
     slow.go.set()
     await opening
@@ -124,7 +124,7 @@ async def test_a_turn_to_start_is_left_to_who_asks_for_one(tmp_path: Path, monke
 async def test_a_fork_without_descriptors_gives_its_place_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     await world.open("a")
     await world.ready(1)
-    used = world.engine._forks.places.num_used
+    used = world.engine._forks.slots.num_used
 
     def refuse() -> None:
         raise OSError(24, "Too many open files")
@@ -135,7 +135,7 @@ async def test_a_fork_without_descriptors_gives_its_place_back(world: World, mon
         await until(lambda: not world.engine._pools._planned)
         with pytest.raises(SandboxFailed, match="Too many open files"):
             await world.open("c")
-        assert world.engine._forks.places.num_used == used
+        assert world.engine._forks.slots.num_used == used
     await world.open("c")
 
 

@@ -14,12 +14,12 @@ import pytest
 
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome
+from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.environments import environment_digest
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.oracle.judge import Judge
 from rollmesh.services.sandbox.oracle.manifest import ManifestError, RepositoryManifest, manifest_of
-from rollmesh.services.sandbox.oracle.verdict import Verdict
+from rollmesh.services.sandbox.oracle.verdict import JudgeVerdict
 from rollmesh.services.sandbox.repository_config import RepositoryConfig
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import SystemClock
@@ -36,7 +36,7 @@ class T(unittest.TestCase):
     def test_wild(self): self.assertEqual(add(1, 1), 7)
 """
 NAMED = RepositoryConfig(path="/elsewhere", commit="0" * 40, name="repo")
-AC, WA, RE = Verdict.AC, Verdict.WA, Verdict.RE
+AC, WA, RE = JudgeVerdict.AC, JudgeVerdict.WA, JudgeVerdict.RE
 ADD, SAME, WILD = (f"test_calc.T.{name}" for name in ("test_add", "test_same", "test_wild"))
 
 
@@ -77,7 +77,7 @@ async def node(state_dir: Path, path: Path, commit: str, **limits: float) -> Asy
 
 async def ran(sessions: Sessions, code: str, session_id: str = "s") -> str:
     result = await sessions.run(session_id, Program(code=code), 0)
-    assert result.outcome is Outcome.OK, result
+    assert result.outcome is RunOutcome.OK, result
     return result.result
 
 
@@ -95,11 +95,11 @@ def manifest(**changes: object) -> RepositoryManifest:
 
 async def verdicts(
     sessions: Sessions, patch: bytes, wanted: RepositoryManifest | None = None, profile: ProfileConfig | None = None
-) -> dict[str, Verdict]:
+) -> dict[str, JudgeVerdict]:
     config = SandboxConfig(profiles={"repo": profile or ProfileConfig(repository=NAMED)})
     judge = Judge(sessions, config, clock=SystemClock(), ids=RandomIds())
     report = await judge.judge(wanted or manifest(), {"solution.patch": patch})
-    assert all(judged.message for judged in report.verdicts if judged.verdict is not Verdict.AC)
+    assert all(judged.message for judged in report.verdicts if judged.verdict is not JudgeVerdict.AC)
     assert sessions.counts().live == 0
     return {judged.name: judged.verdict for judged in report.verdicts}
 
@@ -200,7 +200,7 @@ async def test_test_that_never_ends_is_out_of_time(tmp_path: Path, history: tupl
     endless = "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        while True: pass\n"
     wanted = manifest(files={"test_endless.py": endless}, tests=[{"name": "test_endless.T.test"}], limits={"wall_s": 1})
     async with node(tmp_path / "state", path, commit) as sessions:
-        assert await verdicts(sessions, b"", wanted) == {"test_endless.T.test": Verdict.TLE}
+        assert await verdicts(sessions, b"", wanted) == {"test_endless.T.test": JudgeVerdict.TLE}
 
 
 async def test_profile_without_repository_is_told(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:

@@ -16,9 +16,9 @@ import pytest
 from rollmesh.cli.certs import make_certificates
 from rollmesh.services.sandbox.egress.addresses import resolve_by_dns
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
-from rollmesh.services.sandbox.egress.exchange import Reply, Request
+from rollmesh.services.sandbox.egress.exchange import EgressReply, EgressRequest
 from rollmesh.services.sandbox.egress.ports import make_proxy
-from rollmesh.services.sandbox.egress.proxy import Client, Proxy
+from rollmesh.services.sandbox.egress.proxy import EgressClient, Proxy
 from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, EndpointConfig, RetrievalConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import ConfigError
@@ -26,7 +26,7 @@ from rollmesh.shared.errors import ConfigError
 from .outside import Outside, outside
 
 HOST = "engine.test"
-CLIENT = Client(session="s")
+CLIENT = EgressClient(session="s")
 
 
 @pytest.fixture
@@ -72,12 +72,12 @@ async def proxy(folder: Path, made: EgressConfig) -> AsyncIterator[Proxy]:
         opened.close()
 
 
-async def ask(opened: Proxy, target: str, method: str = "GET") -> Reply:
-    async with opened.answering(CLIENT, Request(method=method, target=target)) as reply:
+async def ask(opened: Proxy, target: str, method: str = "GET") -> EgressReply:
+    async with opened.answering(CLIENT, EgressRequest(method=method, target=target)) as reply:
         return reply
 
 
-async def browse(opened: Proxy, layout: Outside, path: str) -> Reply:
+async def browse(opened: Proxy, layout: Outside, path: str) -> EgressReply:
     return await ask(opened, "/browse?url=" + quote(f"http://{HOST}:{layout.port}{path}", safe=""))
 
 
@@ -183,7 +183,7 @@ async def test_broken_cache_file_stops_the_start(tmp_path: Path, layout: Outside
 async def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, layout: Outside) -> None:
     layout.answers["/much"] = (200, {}, b"x" * 60_000)
     made = config(layout, response_bytes_max=100_000, untaken_bytes_max=100_000)
-    request = Request(method="GET", target=f"http://{HOST}:{layout.port}/much")
+    request = EgressRequest(method="GET", target=f"http://{HOST}:{layout.port}/much")
     async with proxy(tmp_path, made) as opened:
         async with opened.answering(CLIENT, request) as held, opened.answering(CLIENT, request) as refused:
             assert (held.status, refused.status, refused.refused_by) == (200, 503, "busy")

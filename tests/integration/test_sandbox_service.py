@@ -13,7 +13,7 @@ import pytest
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.output_relay import OutputRelay
-from rollmesh.services.sandbox.sessions import End
+from rollmesh.services.sandbox.sessions import SessionEnd
 from rollmesh.services.sandbox.tenants_config import TenantQuota, TenantsConfig
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, UnknownProfile
@@ -142,7 +142,7 @@ async def test_limits_become_outcomes(tmp_path: Path) -> None:
         await client.open("killed")
         killed = await client.run("sum(iter(int, 1))", "killed", 0.2)
         assert (killed.outcome, killed.session_alive) == (pb.EXEC_OUTCOME_TIME_LIMIT, False)
-        assert node.sessions.counts().ended[End.DIED] == 2
+        assert node.sessions.counts().ended[SessionEnd.EXITED] == 2
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ async def test_reaper_ends_what_is_not_used(tmp_path: Path) -> None:
         assert node.sessions.counts().live == 2
         await clock.run_for(2.0)
         assert node.sessions.owners() == {"long": "test"}
-        assert node.sessions.counts().ended[End.REAPED] == 1
+        assert node.sessions.counts().ended[SessionEnd.EXPIRED] == 1
         failure = (await client.ask("short", run=pb.RunCode(code="1"))).failure
         assert failure.reason == "UNKNOWN_SESSION"
 
@@ -261,7 +261,7 @@ async def test_exec_runs_once_and_leaves_nothing(tmp_path: Path) -> None:
         response = await stub.Exec(pb.ExecRequest(profile="python", run=pb.RunCode(code="print(1)\n2")))
         assert (response.result.stdout, response.result.result, response.result.session_alive) == ("1\n", "2", False)
         counts = node.sessions.counts()
-        assert (counts.created, counts.live, counts.ended[End.CLOSED]) == (1, 0, 1)
+        assert (counts.created, counts.live, counts.ended[SessionEnd.CLOSED]) == (1, 0, 1)
         with pytest.raises(UnknownProfile), typed_errors():
             await stub.Exec(pb.ExecRequest(profile="cobol"))
         with pytest.raises(InvalidInput, match="language"), typed_errors():
@@ -283,7 +283,7 @@ async def test_stopping_the_node_ends_running_code(tmp_path: Path) -> None:
 async def test_the_node_describes_its_profiles_languages_and_walls(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, stub, _):
         said = await stub.DescribeSandbox(pb.DescribeSandboxRequest())
-    stands = {wall.name: wall.stands for wall in said.walls}
+    stands = {mechanism.name: mechanism.enforced for mechanism in said.mechanisms}
     assert said.driver == "jail"
     assert stands["seccomp"]
     assert stands["pid namespace"]

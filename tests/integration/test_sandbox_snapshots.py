@@ -16,10 +16,10 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.sandbox_runtime.records import LENGTH, RECORD_BYTES
 from rollmesh.services.sandbox.branches import Branches
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome
+from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.sessions import End, Sessions
-from rollmesh.services.sandbox.snapshots import Snapshot, Snapshots
+from rollmesh.services.sandbox.sessions import SessionEnd, Sessions
+from rollmesh.services.sandbox.snapshots import SessionSnapshot, Snapshots
 from rollmesh.services.sandbox.snapshots_config import SnapshotsConfig
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, UnknownSession, UnknownSnapshot
@@ -55,31 +55,31 @@ class World:
 
     async def run(self, code: str, session_id: str = "s") -> str:
         result = await self.sessions.run(session_id, Program(code=code), 0)
-        assert result.outcome is Outcome.OK, result
+        assert result.outcome is RunOutcome.OK, result
         return result.result
 
     async def error(self, code: str, session_id: str = "s") -> str:
         result = await self.sessions.run(session_id, Program(code=code), 0)
-        assert result.outcome is Outcome.ERROR, result
+        assert result.outcome is RunOutcome.ERROR, result
         return f"{result.error_type}: {result.error_message}\n{result.traceback}"
 
-    async def snapshot(self, session_id: str = "s") -> Snapshot:
+    async def snapshot(self, session_id: str = "s") -> SessionSnapshot:
         return await self.branches.snapshot(session_id, ttl_s=0)
 
-    async def fork(self, snapshot: Snapshot) -> str:
+    async def fork(self, snapshot: SessionSnapshot) -> str:
         self._num_forks += 1
         session_id = f"fork-{self._num_forks}"
         await self.branches.fork(session_id, snapshot.snapshot_id, ttl_s=0, owner="test")
         return session_id
 
-    async def forked(self, code: str) -> tuple[str, Snapshot]:
+    async def forked(self, code: str) -> tuple[str, SessionSnapshot]:
         """A fork of a session that ran `code`."""
         await self.open()
         await self.run(code)
         snapshot = await self.snapshot()
         return await self.fork(snapshot), snapshot
 
-    def forged(self, tree: bytes, state: bytes, profile: str = "python") -> Snapshot:
+    def forged(self, tree: bytes, state: bytes, profile: str = "python") -> SessionSnapshot:
         """A snapshot such as a session that writes its own bytes could have left."""
         data = section(tree) + section(state)
         snapshot = self.snapshots._reserve(profile, self.engine.limits(profile), "", 0)
@@ -178,13 +178,13 @@ async def test_object_that_does_not_load_refuses_the_fork_by_name(world: World) 
     snapshot = await world.snapshot()
     with pytest.raises(InvalidInput, match="'odd' does not load again: ValueError: no"):
         await world.fork(snapshot)
-    assert world.sessions.counts().ended[End.REFUSED] == 1
+    assert world.sessions.counts().ended[SessionEnd.REJECTED] == 1
 
 
 async def test_running_shell_is_told_as_lost(world: World) -> None:
     await world.open()
     shell = await world.sessions.run("s", Program(code="cd /usr; X=1", language="bash"), 0)
-    assert shell.outcome is Outcome.OK, shell
+    assert shell.outcome is RunOutcome.OK, shell
     assert (await world.snapshot()).lost == ("<bash>",)
 
 

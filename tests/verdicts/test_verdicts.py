@@ -19,7 +19,7 @@ from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.oracle.compare import compare_text
 from rollmesh.services.sandbox.oracle.judge import Judge
 from rollmesh.services.sandbox.oracle.manifest import manifest_of
-from rollmesh.services.sandbox.oracle.verdict import JudgedTest, Verdict
+from rollmesh.services.sandbox.oracle.verdict import HiddenTestResult, JudgeVerdict
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.ids import RandomIds
 
@@ -56,7 +56,7 @@ async def misjudged(judge: Judge, cases: tuple[Case, ...]) -> dict[str, str]:
     return {case.name: text for case, text in zip(cases, found, strict=True) if text}
 
 
-def _problem(case: Case, judged: JudgedTest) -> str:
+def _problem(case: Case, judged: HiddenTestResult) -> str:
     wanted = judged.verdict.name in case.verdict.split() and case.message in judged.message
     leaks = bool(case.secret) and case.secret in judged.message
     return "" if wanted and not leaks else f"{judged.verdict.name} {judged.message}"
@@ -102,4 +102,4 @@ def accepted_by_plain_python(case: Case, folder: Path) -> bool:
             stdin=stdin, capture_output=True, timeout=60, cwd=folder, check=False, env={"PATH": os.environ["PATH"]},
         )  # fmt: skip
     output = done.stdout.decode("utf-8", "replace")
-    return done.returncode == 0 and compare_text(test["stdout"], output, "exact", 0.0) is Verdict.AC
+    return done.returncode == 0 and compare_text(test["stdout"], output, "exact", 0.0) is JudgeVerdict.AC

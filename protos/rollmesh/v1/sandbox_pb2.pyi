@@ -1062,7 +1062,7 @@ class DescribeSandboxResponse(_message.Message):
     PROFILES_FIELD_NUMBER: _builtins.int
     LANGUAGES_FIELD_NUMBER: _builtins.int
     DRIVER_FIELD_NUMBER: _builtins.int
-    WALLS_FIELD_NUMBER: _builtins.int
+    MECHANISMS_FIELD_NUMBER: _builtins.int
     driver: _builtins.str
     """The driver: "jail", "landlock" (weaker) or "none" (no isolation)."""
     @_builtins.property
@@ -1074,8 +1074,8 @@ class DescribeSandboxResponse(_message.Message):
         """Languages of RunCode that this host has."""
 
     @_builtins.property
-    def walls(self) -> _containers.RepeatedCompositeFieldContainer[Global___SandboxWall]:
-        """The walls, and whether each stands here."""
+    def mechanisms(self) -> _containers.RepeatedCompositeFieldContainer[Global___SandboxMechanism]:
+        """The isolation mechanisms, in a fixed order, and whether this node enforces each of them."""
 
     def __init__(
         self,
@@ -1083,11 +1083,11 @@ class DescribeSandboxResponse(_message.Message):
         profiles: _abc.Iterable[Global___SandboxProfile] | None = ...,
         languages: _abc.Iterable[_builtins.str] | None = ...,
         driver: _builtins.str = ...,
-        walls: _abc.Iterable[Global___SandboxWall] | None = ...,
+        mechanisms: _abc.Iterable[Global___SandboxMechanism] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["driver", b"driver", "languages", b"languages", "profiles", b"profiles", "walls", b"walls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["driver", b"driver", "languages", b"languages", "mechanisms", b"mechanisms", "profiles", b"profiles"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1126,31 +1126,31 @@ class SandboxProfile(_message.Message):
 Global___SandboxProfile: _TypeAlias = SandboxProfile  # noqa: Y015
 
 @_typing.final
-class SandboxWall(_message.Message):
+class SandboxMechanism(_message.Message):
     """One kernel mechanism."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
-    STANDS_FIELD_NUMBER: _builtins.int
+    ENFORCED_FIELD_NUMBER: _builtins.int
     GUARANTEE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """E.g. "seccomp", "landlock", "pid namespace", "memory cgroup"."""
-    stands: _builtins.bool
-    """Whether it stands."""
+    enforced: _builtins.bool
+    """Whether sessions on this node are isolated by it."""
     guarantee: _builtins.str
-    """What it holds back, or what falls away without it."""
+    """What it guarantees; if it is not enforced, what sessions can do without it."""
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
-        stands: _builtins.bool = ...,
+        enforced: _builtins.bool = ...,
         guarantee: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["guarantee", b"guarantee", "name", b"name", "stands", b"stands"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["enforced", b"enforced", "guarantee", b"guarantee", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SandboxWall: _TypeAlias = SandboxWall  # noqa: Y015
+Global___SandboxMechanism: _TypeAlias = SandboxMechanism  # noqa: Y015

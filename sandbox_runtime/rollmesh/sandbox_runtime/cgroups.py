@@ -32,7 +32,7 @@ _KILL_S = 5.0
 
 
 @dataclass(slots=True)
-class Group:
+class Cgroup:
     """One place's groups: a directory per controller, and the events file that tells of kills by memory."""
 
     directories: Mapping[str, Path]
@@ -40,7 +40,7 @@ class Group:
     _limits: Limits | None = field(default=None, init=False)
     _num_peaks: int = field(default=0, init=False)
 
-    def entrances(self) -> list[int]:
+    def entry_fds(self) -> list[int]:
         """Open files by which a single-threaded process enters, by writing 0; the caller closes them. In version 2 all controllers share one.
 
         Version 1's `tasks` moves the writing thread alone: `cgroup.procs` would hold up every fork and exit on the host meanwhile.
@@ -117,7 +117,7 @@ class Hierarchy:
     version: int
     parents: Mapping[str, Path]
 
-    def bounds(self) -> frozenset[str]:
+    def provided(self) -> frozenset[str]:
         """The walls that groups made here are."""
         names = {_MEMORY: mechanisms.MEMORY_CGROUP, _PIDS: mechanisms.PIDS_CGROUP, _CPU: mechanisms.CPU_CGROUP}
         found = {names[controller] for controller in self.parents}
@@ -126,14 +126,14 @@ class Hierarchy:
             found.add(mechanisms.SWAP)
         return frozenset(found)
 
-    def make(self, name: str) -> Group:
+    def make(self, name: str) -> Cgroup:
         """A new group `PREFIX + name`. Raises OSError."""
         paths = {controller: parent / (PREFIX + name) for controller, parent in self.parents.items()}
         for path in dict.fromkeys(paths.values()):
             path.mkdir(exist_ok=True)
-        return Group(directories=paths, version=self.version)
+        return Cgroup(directories=paths, version=self.version)
 
-    def leftovers(self, name_prefix: str) -> Iterator[Path]:
+    def find(self, name_prefix: str) -> Iterator[Path]:
         """Groups whose names begin with `PREFIX + name_prefix`."""
         for parent in dict.fromkeys(self.parents.values()):
             yield from parent.glob(f"{PREFIX}{name_prefix}*")
@@ -186,8 +186,8 @@ def detect(mounts: str, memberships: str) -> Hierarchy | None:
 
 
 def _detect_v2(mounts: str, path: str | None) -> Hierarchy | None:
-    for place in _mounted(mounts, "cgroup2", None):
-        group = _below(place, path)
+    for mount in _mounted(mounts, "cgroup2", None):
+        group = _below(mount, path)
         enabled = _read(group / "cgroup.subtree_control").split()
         usable = {name: group for name in _CONTROLLERS if name in enabled}
         if usable and os.access(group, os.W_OK):
@@ -198,8 +198,8 @@ def _detect_v2(mounts: str, path: str | None) -> Hierarchy | None:
 def _detect_v1(mounts: str, own: Mapping[str, str]) -> Hierarchy | None:
     parents = {}
     for controller in _CONTROLLERS:
-        for place in _mounted(mounts, "cgroup", controller):
-            group = _below(place, own.get(controller))
+        for mount in _mounted(mounts, "cgroup", controller):
+            group = _below(mount, own.get(controller))
             if os.access(group, os.W_OK):
                 parents[controller] = group
     return Hierarchy(version=1, parents=parents) if parents else None
@@ -207,15 +207,15 @@ def _detect_v1(mounts: str, own: Mapping[str, str]) -> Hierarchy | None:
 
 def _mounted(mounts: str, kind: str, option: str | None) -> Iterator[Path]:
     for line in mounts.splitlines():
-        _, place, found, options, *_ = line.split(" ")
+        _, mount, found, options, *_ = line.split(" ")
         if found == kind and (option is None or option in options.split(",")):
-            yield Path(place)
+            yield Path(mount)
 
 
-def _below(place: Path, path: str | None) -> Path:
+def _below(mount: Path, path: str | None) -> Path:
     """Our own group; the mount itself where a container hides the rest of the tree."""
-    group = place / (path or "/").lstrip("/")
-    return group if group.is_dir() else place
+    group = mount / (path or "/").lstrip("/")
+    return group if group.is_dir() else mount
 
 
 def _read(path: Path) -> str:

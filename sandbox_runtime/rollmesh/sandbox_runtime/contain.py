@@ -67,7 +67,7 @@ class ContainmentError(Exception):
 class ZygoteContext:
     """What a contained zygote holds for making sessions."""
 
-    blueprint: IsolationPlan
+    plan: IsolationPlan
     pid_namespace_fd: int
     proc_fd: int
     """A /proc directory, for id maps and handles of namespaces: the jail's root has none. Never seen by a session's code."""
@@ -76,9 +76,9 @@ class ZygoteContext:
     readable: Sequence[str] = ()
     """Where there is no root of its own: what of the host's may be read and executed."""
 
-    def has(self, wall: str) -> bool:
+    def has(self, mechanism: str) -> bool:
         """Whether a wall is to be raised."""
-        return wall in self.blueprint.walls
+        return mechanism in self.plan.mechanisms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,87 +89,87 @@ class SessionSpec:
     uid: int
     socket_fd: int
     cgroup_fds: Sequence[int] = ()
-    """Open files of its cgroups, see `Group.entrances`."""
+    """Open files of its cgroups, see `Group.entry_fds`."""
     egress_fd: int = -1
     """The session's egress port; -1 for none."""
     private_dir: str = mounts.PRIVATE_DIR
     """Made by the service where there is no root of its own to make it in."""
-    warden: int = 0
+    reaper_pid: int = 0
     """The pid of the session's warden; 0 where a pid namespace makes one needless."""
 
 
-def contain_zygote(blueprint: IsolationPlan, *, read_only: Sequence[str]) -> ZygoteContext:
+def contain_zygote(plan: IsolationPlan, *, read_only: Sequence[str]) -> ZygoteContext:
     """Lock up the zygote itself: it keeps the privileges to make jails and loses sight of everything else."""
     proc_fd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     pid_namespace_fd = os.open("/proc/thread-self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     readable = (*read_only, os.path.realpath(sys.base_prefix), sys.base_prefix)
-    if mechanisms.MOUNT_NAMESPACE in blueprint.walls:
+    if mechanisms.MOUNT_NAMESPACE in plan.mechanisms:
         _step("root", mounts.build_root, readable)
-    if mechanisms.USER_NAMESPACE in blueprint.walls or os.geteuid() == 0:
+    if mechanisms.USER_NAMESPACE in plan.mechanisms or os.geteuid() == 0:
         _step("bounding set", privileges.drop_bounding_set)
     _step("no new privileges", privileges.no_new_privileges)
     landlock.abi()  # sessions inherit the answer
     return ZygoteContext(
-        blueprint=blueprint,
+        plan=plan,
         pid_namespace_fd=pid_namespace_fd,
         proc_fd=proc_fd,
-        namespaces=namespaces.flags_of(blueprint.walls),
+        namespaces=namespaces.flags_of(plan.mechanisms),
         readable=(*mounts.SYSTEM, *readable),
     )
 
 
-def contain_session(ground: ZygoteContext, cell: SessionSpec) -> None:
+def contain_session(context: ZygoteContext, spec: SessionSpec) -> None:
     """Run by a session's first process before any foreign code. Raises ContainmentError; the caller must then exit."""
-    inner = NOBODY if ground.has(mechanisms.USER_NAMESPACE) else cell.uid
+    inner = NOBODY if context.has(mechanisms.USER_NAMESPACE) else spec.uid
     # kill(0) knows no pid namespace: a group shared with the zygote is one to kill it by
     _step("process group", os.setsid)
-    _step("cgroups", _join_cgroups, cell.cgroup_fds)
-    if ground.has(mechanisms.MOUNT_NAMESPACE):
-        _raise_jail(ground, cell.limits, inner)
-    _step("private directory", process_env.settle, cell.private_dir, alone=_is_alone(ground))
-    _step("descriptors", _arrange_descriptors, cell.private_dir, cell.socket_fd, cell.egress_fd)
-    rules = _step("landlock", landlock.prepare, _paths(ground, cell)) if ground.has(mechanisms.LANDLOCK) else -1
-    own_count = ground.has(mechanisms.USER_NAMESPACE) or ground.has(mechanisms.OWN_UID)
-    _step("rlimits", rlimits.apply, cell.limits, processes=own_count)
-    if ground.has(mechanisms.USER_NAMESPACE):
+    _step("cgroups", _join_cgroups, spec.cgroup_fds)
+    if context.has(mechanisms.MOUNT_NAMESPACE):
+        _enter_namespaces(context, spec.limits, inner)
+    _step("private directory", process_env.enter, spec.private_dir, kill_confined=_kill_is_confined(context))
+    _step("descriptors", _arrange_descriptors, spec.private_dir, spec.socket_fd, spec.egress_fd)
+    rules = _step("landlock", landlock.prepare, _paths(context, spec)) if context.has(mechanisms.LANDLOCK) else -1
+    own_count = context.has(mechanisms.USER_NAMESPACE) or context.has(mechanisms.OWN_UID)
+    _step("rlimits", rlimits.apply, spec.limits, processes=own_count)
+    if context.has(mechanisms.USER_NAMESPACE):
         _step("bounding set", privileges.drop_bounding_set)
-    elif ground.has(mechanisms.OWN_UID):
+    elif context.has(mechanisms.OWN_UID):
         _step("uid", privileges.become, inner, inner)
-    if cell.warden:
-        _step("warden", _die_with, cell.warden)
+    if spec.reaper_pid:
+        _step("warden", _exit_with_parent, spec.reaper_pid)
     _step("capabilities", privileges.drop_capabilities)
     _step("no new privileges", privileges.no_new_privileges)
-    if ground.has(mechanisms.LANDLOCK):
+    if context.has(mechanisms.LANDLOCK):
         _step("landlock", landlock.enforce, rules)
-    if ground.has(mechanisms.SECCOMP):
-        _step("seccomp", seccomp.install, ground.blueprint.seccomp_filter)
+    if context.has(mechanisms.SECCOMP):
+        _step("seccomp", seccomp.install, context.plan.seccomp_filter)
 
 
-def _raise_jail(ground: ZygoteContext, limits: Limits, inner: int) -> None:
-    _step("namespaces", namespaces.isolate_session, ground.namespaces, proc=ground.proc_fd, inner=inner)
+def _enter_namespaces(context: ZygoteContext, limits: Limits, inner: int) -> None:
+    _step("namespaces", namespaces.isolate_session, context.namespaces, proc=context.proc_fd, inner=inner)
     room = {"bytes_max": limits.disk_bytes, "inodes_max": limits.inodes_max}
     _step("private directory", mounts.mount_private_dir, **room, uid=inner, gid=inner)
     mounts.mount_terminals()
 
 
-def powers_of(blueprint: IsolationPlan, uid: int) -> reaper.Powers:
+def kill_method_for(plan: IsolationPlan, uid: int) -> reaper.KillMethod:
     """How the session that runs as `uid` is killed where it has no pid namespace. Its killer has the next uid."""
-    uids = reaper.Uids(session=uid, killer=uid + 1) if mechanisms.OWN_UID in blueprint.walls else None
-    scoped = mechanisms.LANDLOCK in blueprint.walls and landlock.abi() >= landlock.SCOPES_SINCE
-    return reaper.Powers(uids=uids, scoped=scoped)
+    uids = reaper.Uids(session=uid, killer=uid + 1) if mechanisms.OWN_UID in plan.mechanisms else None
+    scoped = mechanisms.LANDLOCK in plan.mechanisms and landlock.abi() >= landlock.SCOPES_SINCE
+    return reaper.KillMethod(uids=uids, scoped=scoped)
 
 
-def _is_alone(ground: ZygoteContext) -> bool:
-    return ground.has(mechanisms.PID_NAMESPACE) or powers_of(ground.blueprint, 1).confining
+def _kill_is_confined(context: ZygoteContext) -> bool:
+    return context.has(mechanisms.PID_NAMESPACE) or kill_method_for(context.plan, 1).confined
 
 
-def _paths(ground: ZygoteContext, cell: SessionSpec) -> landlock.Paths:
-    if ground.has(mechanisms.MOUNT_NAMESPACE):
+def _paths(context: ZygoteContext, spec: SessionSpec) -> landlock.Paths:
+    if context.has(mechanisms.MOUNT_NAMESPACE):
         return _IN_JAIL
-    return landlock.Paths(read_only=ground.readable, devices=mounts.DEVICES, own=[cell.private_dir])
+    return landlock.Paths(read_only=context.readable, devices=mounts.DEVICES, own=[spec.private_dir])
 
 
-def _die_with(parent: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     privileges.die_with_parent()
     if os.getppid() != parent:
         raise OSError("it ended")
@@ -182,8 +182,8 @@ def _step(name: str, action: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
         raise ContainmentError(f"{name}: {error}") from error
 
 
-def _join_cgroups(entrances: Sequence[int]) -> None:
-    for fd in entrances:
+def _join_cgroups(entry_fds: Sequence[int]) -> None:
+    for fd in entry_fds:
         os.write(fd, b"0")
 
 

@@ -24,7 +24,7 @@ class EgressError(OSError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class EgressResponse:
     """An HTTP answer."""
 
     status: int
@@ -35,14 +35,14 @@ class Answer:
 
 def ask(
     target: str, *, method: str = "GET", body: bytes | None = None, headers: Mapping[str, str] | None = None
-) -> Answer:
+) -> EgressResponse:
     """Send one request: an absolute URL for the outside, a path for the proxy's own services. Raises EgressError if it is refused."""
-    link = _Link("proxy")
+    link = _ProxyConnection("proxy")
     try:
         with suppress(BrokenPipeError):  # refused before it was sent: the answer is there
             link.request(method, target, body, dict(headers or {}))
         got = link.getresponse()
-        answer = Answer(got.status, {name.lower(): value for name, value in got.getheaders()}, got.read())
+        answer = EgressResponse(got.status, {name.lower(): value for name, value in got.getheaders()}, got.read())
     except http.client.HTTPException as error:
         raise EgressError(f"the proxy broke off: {error!r}") from error
     finally:
@@ -75,6 +75,6 @@ def _port() -> socket.socket:
     raise EgressError("this session has no egress: its profile names no policy")
 
 
-class _Link(http.client.HTTPConnection):
+class _ProxyConnection(http.client.HTTPConnection):
     def connect(self) -> None:
         self.sock = connect()

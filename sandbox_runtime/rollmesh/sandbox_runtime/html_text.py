@@ -14,14 +14,14 @@ _BLANK = re.compile(r"[ \t\r\f\v]+")
 
 def to_text(html: str) -> tuple[str, str]:
     """Title and text of a page, without markup."""
-    reader = _Reader()
+    reader = _TextExtractor()
     reader.feed(html)
     reader.close()
     lines = (_BLANK.sub(" ", line).strip() for line in "".join(reader.pieces).splitlines())
     return " ".join(reader.title.split()), "\n".join(line for line in lines if line)
 
 
-class _Reader(HTMLParser):
+class _TextExtractor(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
         self.title = ""

@@ -136,7 +136,7 @@ class Interpreter:
         """With live output the timer ticks: whether it is time to interrupt, which waits while a frame is being sent."""
         if not self._late and (kind == "CPU" or time.monotonic() >= self._deadline_s):
             self._late = kind
-        if live.inside:
+        if live.sending:
             live.missed = bool(self._late)
             return False
         if not self._late:

@@ -48,6 +48,6 @@ class LatePackage:
         exec(self._codes[module.__name__], module.__dict__)  # noqa: S102 - the operator's own package
 
 
-def offer(name: str, directory: str) -> None:
+def register(name: str, directory: str) -> None:
     """From now on `import name` finds the package that lies in `directory`, if nothing else is found by that name."""
     sys.meta_path.append(LatePackage(name, directory))

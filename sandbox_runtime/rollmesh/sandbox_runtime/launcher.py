@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.sandbox_runtime import mechanisms, mounts, namespaces, privileges, reaper
-from rollmesh.sandbox_runtime.mechanisms import IsolationPlan, blueprint_from_message
-from rollmesh.sandbox_runtime.zygote import Profile, run_zygote
+from rollmesh.sandbox_runtime.mechanisms import IsolationPlan, plan_from_message
+from rollmesh.sandbox_runtime.zygote import ZygoteProfile, run_zygote
 
 _BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from rollmesh.sandbox_runtime.launcher import main; main()"
 ENVIRONMENT = {
@@ -35,15 +35,15 @@ AT_START = {"LD_BIND_NOW": "1"}
 """Besides, for the launcher alone: shared libraries are linked at once, not by every session again on first use."""
 
 
-def command(python: str, control_fd: int, profile: Mapping[str, Any], blueprint: IsolationPlan) -> list[str]:
-    """What to execute, with `control_fd` passed on and `ENVIRONMENT` as environment. `profile`: the fields of `Profile`."""
+def command(python: str, control_fd: int, profile: Mapping[str, Any], plan: IsolationPlan) -> list[str]:
+    """What to execute, with `control_fd` passed on and `ENVIRONMENT` as environment. `profile`: the fields of `ZygoteProfile`."""
     root = str(Path(__file__).resolve().parents[2])
     setup = json.dumps(
         {
             "control_fd": control_fd,
             "parent": os.getpid(),
             "profile": dict(profile),
-            "blueprint": blueprint.as_message(),
+            "plan": plan.as_message(),
         }
     )
     return [python, "-I", "-S", "-X", "utf8", "-c", _BOOTSTRAP, root, setup]
@@ -60,14 +60,14 @@ def main() -> None:
     for name in AT_START:
         os.environ.pop(name, None)
     control = socket.socket(fileno=setup["control_fd"])
-    blueprint = blueprint_from_message(setup["blueprint"])
-    if flags := namespaces.flags_of(blueprint.walls):
+    plan = plan_from_message(setup["plan"])
+    if flags := namespaces.flags_of(plan.mechanisms):
         namespaces.isolate_children(flags, outer_uid=os.geteuid(), outer_gid=os.getegid())
-    if mechanisms.PID_NAMESPACE not in blueprint.walls:
+    if mechanisms.PID_NAMESPACE not in plan.mechanisms:
         reaper.adopt_orphans()
     pid = os.fork()
     if pid == 0:
-        run_zygote(control, Profile(**setup["profile"]), blueprint)
+        run_zygote(control, ZygoteProfile(**setup["profile"]), plan)
         os._exit(0)
     control.close()
     os._exit(abs(os.waitstatus_to_exitcode(_wait_for_all(pid))))

@@ -1,6 +1,6 @@
 """What a Python command prints, sent on while it runs: its own writes by line, its children's as a timer finds them.
 
-Only what is kept anyway is sent, so the limits on output bound it. A frame must never be torn: while the main thread is `inside`, the
+Only what is kept anyway is sent, so the limits on output bound it. A frame must never be torn: while the main thread is `sending`, the
 interpreter does not raise a time limit there but marks it as `missed`, for the write to raise when it is done; and a fork of the program that
 prints sends nothing.
 """
@@ -35,7 +35,7 @@ class LiveOutput:
         self._num_chars = {1: 0, 2: 0}
         self._offsets = {1: 0, 2: 0}
         self._decoders = {fd: codecs.getincrementaldecoder("utf-8")("replace") for fd in (1, 2)}
-        self.inside = False
+        self.sending = False
         """Whether the main thread is sending, or about to."""
         self.missed = False
         """Whether its time was up while it was inside."""
@@ -43,7 +43,7 @@ class LiveOutput:
     def add(self, fd: int, text: str) -> None:
         """A write of the program's own, as far as it is kept."""
         main = get_ident() == self._main
-        self.inside = self.inside or main
+        self.sending = self.sending or main
         try:
             with self._lock:
                 self._lines[fd].append(text)
@@ -52,13 +52,13 @@ class LiveOutput:
                     self._send(fd)
         finally:
             if main:
-                self.inside = False
+                self.sending = False
         if main and self.missed:
             self._interrupt()
 
     def tick(self) -> None:
         """From the timer: send all there is, unless somebody is sending."""
-        self.inside = True
+        self.sending = True
         try:
             if self._lock.acquire(blocking=False):
                 try:
@@ -67,7 +67,7 @@ class LiveOutput:
                 finally:
                     self._lock.release()
         finally:
-            self.inside = False
+            self.sending = False
 
     def end(self) -> None:
         """Send the rest; nothing is sent from here on, whatever thread may still print."""

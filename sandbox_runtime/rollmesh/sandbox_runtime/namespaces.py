@@ -73,19 +73,19 @@ class Networks:
 
     def __init__(self, proc: int) -> None:
         self._proc = proc
-        self._by_place: dict[int, int] = {}
-        self._present = -1
+        self._by_slot: dict[int, int] = {}
+        self._current = -1
 
-    def enter(self, place: int) -> None:
+    def enter(self, slot: int) -> None:
         """This process, and so what it forks next, is in the place's namespace. Raises OSError."""
-        if place == self._present:
+        if slot == self._current:
             return
-        if (fd := self._by_place.get(place)) is not None:
+        if (fd := self._by_slot.get(slot)) is not None:
             syscalls.setns(fd, CLONE_NEWNET)
         else:
             syscalls.unshare(CLONE_NEWNET)
-            self._by_place[place] = os.open("thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
-        self._present = place
+            self._by_slot[slot] = os.open("thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._proc)
+        self._current = slot
 
 
 def _return_to(own_pid_namespace: int) -> None:

@@ -1,7 +1,8 @@
-"""The program that tries each wall on this host, each in a process of its own, the way a session would raise it.
+"""Program that probes each isolation mechanism of this host in a separate process, the way a session uses it.
 
-Executed fresh by the service as the user that the service is (`python -I -S`), with a `IsolationPlan` on standard input; answers
-on standard output with a JSON object: for each wall that rests on the kernel alone, why it does not stand, or an empty text.
+The service executes it fresh as its own user (`python -I -S`) with an `IsolationPlan` on standard input. It writes a
+JSON object to standard output: for each mechanism that depends on the kernel alone, why it is missing, or an empty
+text.
 """
 
 from __future__ import annotations
@@ -17,60 +18,61 @@ from rollmesh.sandbox_runtime.limits import Limits
 
 _BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); from rollmesh.sandbox_runtime.probe import main; main()"
 _NOBODY = 65534
-_STANDS = "stands"
+_AVAILABLE = "available"
 
 
 def command(python: str) -> list[str]:
-    """What to execute."""
+    """Return the command line."""
     return [python, "-I", "-S", "-X", "utf8", "-c", _BOOTSTRAP, str(Path(__file__).resolve().parents[2])]
 
 
 def main() -> None:
-    """Entry of the executed program."""
-    blueprint = mechanisms.blueprint_from_message(json.load(sys.stdin))
-    tries: dict[str, Callable[[], None]] = {
+    """Run all probes and print the results. Entry point of the executed program."""
+    plan = mechanisms.plan_from_message(json.load(sys.stdin))
+    probes: dict[str, Callable[[], None]] = {
         mechanisms.USER_NAMESPACE: lambda: _unshare(0),
         mechanisms.PID_NAMESPACE: _pid_namespace,
         mechanisms.MOUNT_NAMESPACE: _mount_namespace,
         mechanisms.OWN_UID: _own_uid,
         mechanisms.CAPABILITIES: _capabilities,
         mechanisms.NO_NEW_PRIVILEGES: privileges.no_new_privileges,
-        mechanisms.SECCOMP: lambda: _seccomp(blueprint.seccomp_filter),
+        mechanisms.SECCOMP: lambda: _seccomp(plan.seccomp_filter),
         mechanisms.LANDLOCK: _landlock,
         mechanisms.RLIMITS: lambda: rlimits.apply(Limits()),
     }
     for name, flag in namespaces.FLAGS.items():
-        tries.setdefault(name, lambda flag=flag: _unshare(flag))  # type: ignore[misc]
-    print(json.dumps({name: _attempt(action) for name, action in tries.items()}))
+        probes.setdefault(name, lambda flag=flag: _unshare(flag))  # type: ignore[misc]
+    print(json.dumps({name: _probe(action) for name, action in probes.items()}))
 
 
-def _attempt(action: Callable[[], None]) -> str:
-    """Run it in a child, which it may change beyond recovery; why it failed, or an empty text. A child that says nothing failed."""
+def _probe(action: Callable[[], None]) -> str:
+    """Run an action in a child, which it may change irreversibly. Return why it failed, or an empty text. A child
+    without output has failed."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reading)
         try:
-            os.write(writing, (_tried(action) or _STANDS).encode())
+            os.write(writing, (_error_of(action) or _AVAILABLE).encode())
         finally:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode()
+        output = pipe.read().decode()
     _, status = os.waitpid(pid, 0)
-    return "" if said == _STANDS else said or f"the probe broke off with status {status}"
+    return "" if output == _AVAILABLE else output or f"the probe failed with status {status}"
 
 
-def _tried(action: Callable[[], None]) -> str:
+def _error_of(action: Callable[[], None]) -> str:
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - whatever went wrong, the wall does not stand; here is where that is recorded
+    except Exception as error:  # noqa: BLE001 - any error means that the mechanism is missing; it is recorded here
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def _unshare(flag: int) -> None:
-    """As a launcher does it: an ordinary user makes a user namespace along with the other."""
+    """Unshare as a launcher does. An ordinary user creates a user namespace at the same time."""
     user = os.geteuid() != 0
     outer_uid, outer_gid = os.geteuid(), os.getegid()
     syscalls.unshare(flag | (namespaces.CLONE_NEWUSER if user else 0))
@@ -91,7 +93,7 @@ def _mount_namespace() -> None:
     _unshare(namespaces.CLONE_NEWNS)
     mounts.build_root((os.path.realpath(sys.base_prefix), sys.base_prefix))
     mounts.mount_private_dir(bytes_max=1 << 20, inodes_max=16, uid=0, gid=0)
-    _expect(not os.path.exists("/etc/shadow"), "the host's files are in sight")
+    _expect(not os.path.exists("/etc/shadow"), "the files of the host are visible")
     try:
         os.close(os.open("/usr/rollmesh-probe", os.O_CREAT | os.O_WRONLY))
     except OSError:

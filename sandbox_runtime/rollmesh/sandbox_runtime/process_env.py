@@ -14,12 +14,12 @@ from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
 
 
 @dataclass(slots=True)
-class _Surroundings:
+class _ProcessEnv:
     private_dir: str = PRIVATE_DIR
-    alone: bool = False
+    kill_confined: bool = False
 
 
-_here = _Surroundings()
+_here = _ProcessEnv()
 
 
 def private_dir() -> str:
@@ -27,9 +27,9 @@ def private_dir() -> str:
     return _here.private_dir
 
 
-def is_alone() -> bool:
+def kill_is_confined() -> bool:
     """Whether `kill(-1)` reaches the session's own processes only."""
-    return _here.alone
+    return _here.kill_confined
 
 
 def reset() -> None:
@@ -37,10 +37,10 @@ def reset() -> None:
     os.environ["HOME"] = os.environ["TMPDIR"] = _here.private_dir
 
 
-def settle(path: str, *, alone: bool) -> None:
+def enter(path: str, *, kill_confined: bool) -> None:
     """Enter the private directory and make it home. Raises OSError."""
     os.chdir(path)
-    _here.alone = alone
+    _here.kill_confined = kill_confined
     if path != _here.private_dir:  # else the zygote's environment names it already
         _here.private_dir = path
         reset()

@@ -49,14 +49,14 @@ class Uids:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Powers:
+class KillMethod:
     """By what a warden kills: uids, else a domain, else one by one."""
 
     uids: Uids | None
     scoped: bool
 
     @property
-    def confining(self) -> bool:
+    def confined(self) -> bool:
         """Whether signals of the session stay inside it: neither its warden nor anybody else's process can be killed by it."""
         return self.uids is not None or self.scoped
 
@@ -66,11 +66,11 @@ def adopt_orphans() -> None:
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, "subreaper")
 
 
-def watch_over(begin: Callable[[int], NoReturn], powers: Powers) -> NoReturn:
+def reap_session(begin: Callable[[int], NoReturn], method: KillMethod) -> NoReturn:
     """Be the warden of the process that `begin`, given the warden's pid, is called in. Never returns in either."""
     status = FAILED
     try:
-        status = _watch_over(begin, powers)
+        status = _start_and_reap(begin, method)
     except OSError as error:
         sys.stderr.write(f"warden: {error}\n")
         sys.stderr.flush()
@@ -83,7 +83,7 @@ def session_status(status: int) -> int:
     return _SIGNALLED - status if _SIGNALLED < status < FAILED else status
 
 
-def sweep(uids: Uids) -> None:
+def kill_session(uids: Uids) -> None:
     """As root: SIGKILL for all processes of the session. Raises OSError if that could not be sent."""
     pid = os.fork()
     if pid == 0:
@@ -98,14 +98,14 @@ def sweep(uids: Uids) -> None:
         raise OSError(f"the processes of uid {uids.session} could not be killed: status {status}")
 
 
-def clear_strays(proc_fd: int, known: Collection[int]) -> None:
+def kill_orphans(proc_fd: int, known: Collection[int]) -> None:
     """By the subreaper above wardens: kill and reap the children that are not `known`, the orphans of a warden that was killed. Raises
     OSError if they fork faster than they die."""
     for _ in range(_ROUNDS_MAX):
-        strays = [pid for pid in _children(proc_fd) if pid not in known]
-        if not strays:
+        orphans = [pid for pid in _children(proc_fd) if pid not in known]
+        if not orphans:
             return
-        for pid in strays:
+        for pid in orphans:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     raise OSError("processes of a session whose warden was killed fork faster than they can be killed")
@@ -128,11 +128,11 @@ def _kill_as(uids: Uids) -> None:
         os.kill(-1, signal.SIGKILL)
 
 
-def _watch_over(begin: Callable[[int], NoReturn], powers: Powers) -> int:
-    zygote, warden = os.getppid(), os.getpid()
+def _start_and_reap(begin: Callable[[int], NoReturn], method: KillMethod) -> int:
+    zygote, reaper = os.getppid(), os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
     adopt_orphans()
-    if powers.uids is None and powers.scoped:
+    if method.uids is None and method.scoped:
         _enter_domain(zygote)
     gate, opener = os.pipe()
     first = os.fork()
@@ -141,12 +141,12 @@ def _watch_over(begin: Callable[[int], NoReturn], powers: Powers) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if os.read(gate, 1):
             os.close(gate)
-            begin(warden)
+            begin(reaper)
         os._exit(0)
-    _tie_to(zygote)
+    _signal_when_parent_exits(zygote)
     os.write(opener, b"1")  # not before: what goes wrong until here closes the gate, and the session ends unbegun
     syscalls.call("close_range", 3, 0xFFFFFFFF, 0)
-    return _clear(first, powers, _wait_for_end(first, zygote))
+    return _kill_and_reap(first, method, _wait_for_end(first, zygote))
 
 
 def _enter_domain(zygote: int) -> None:
@@ -159,7 +159,7 @@ def _enter_domain(zygote: int) -> None:
     raise OSError("the Landlock domain does not hold signals back: kill(-1) would reach beyond the session")
 
 
-def _tie_to(zygote: int) -> None:
+def _signal_when_parent_exits(zygote: int) -> None:
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGCONT, "pdeathsig")
     if os.getppid() != zygote:
         raise OSError("the zygote ended")
@@ -176,25 +176,25 @@ def _wait_for_end(first: int, zygote: int) -> int | None:
     return None
 
 
-def _clear(first: int, powers: Powers, ended: int | None) -> int:
+def _kill_and_reap(first: int, method: KillMethod, ended: int | None) -> int:
     """Kill and reap until nothing is left; the exit status to end with."""
     if ended is None:
         os.kill(first, signal.SIGKILL)  # by its pid: it may not have dropped to its uid yet
-    _kill(powers)
+    _kill(method)
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, 0)
             ended = status if pid == first else ended
-            if powers.uids is None:
-                _kill(powers)
+            if method.uids is None:
+                _kill(method)
     code = FAILED if ended is None else os.waitstatus_to_exitcode(ended)
     return _SIGNALLED - code if code < 0 else min(code, _SIGNALLED - 1)
 
 
-def _kill(powers: Powers) -> None:
-    if powers.uids is not None:
-        sweep(powers.uids)
-    elif powers.scoped:
+def _kill(method: KillMethod) -> None:
+    if method.uids is not None:
+        kill_session(method.uids)
+    elif method.scoped:
         _kill_domain()
     else:
         _kill_children()

@@ -13,26 +13,26 @@ from typing import Any, NoReturn
 
 from rollmesh.sandbox_runtime import contain, files, framing, program, random_state, snapshot
 from rollmesh.sandbox_runtime.interpreter import Interpreter
-from rollmesh.sandbox_runtime.languages.port import Refused
+from rollmesh.sandbox_runtime.languages.port import ProgramRejected
 from rollmesh.sandbox_runtime.languages.registry import Languages
 from rollmesh.sandbox_runtime.limits import Limits
 
 
-def serve_session(ground: contain.ZygoteContext, cell: contain.SessionSpec, namespace: Mapping[str, Any]) -> NoReturn:
+def serve_session(context: contain.ZygoteContext, spec: contain.SessionSpec, namespace: Mapping[str, Any]) -> NoReturn:
     """Contain this process and serve; never returns into the zygote's code, whatever happens."""
     try:
-        _contain_and_serve(ground, cell, namespace)
+        _contain_and_serve(context, spec, namespace)
     finally:
         os._exit(0)
 
 
-def _contain_and_serve(ground: contain.ZygoteContext, cell: contain.SessionSpec, namespace: Mapping[str, Any]) -> None:
+def _contain_and_serve(context: contain.ZygoteContext, spec: contain.SessionSpec, namespace: Mapping[str, Any]) -> None:
     try:
-        contain.contain_session(ground, cell)
+        contain.contain_session(context, spec)
     except contain.ContainmentError as error:
-        _report_refusal(cell.socket_fd, str(error))
+        _report_refusal(spec.socket_fd, str(error))
         return
-    answer_all(socket.socket(fileno=contain.SOCKET_FD), namespace, cell.limits)
+    answer_all(socket.socket(fileno=contain.SOCKET_FD), namespace, spec.limits)
 
 
 def answer_all(connection: socket.socket, namespace: Mapping[str, Any], limits: Limits) -> None:
@@ -83,7 +83,7 @@ def _run(languages: Languages, request: framing.Message, wall_s: float) -> frami
     wanted = program.from_message(request)
     try:
         reply = languages.run(wanted, wall_s, _emit if request["stream"] else None)
-    except Refused as error:
+    except ProgramRejected as error:
         return framing.refusal(str(error))
     if wanted.return_paths:
         reply["files"], cut = files.collect(wanted.return_paths, request["files_bytes_max"])

@@ -47,7 +47,7 @@ def save(namespace: dict[str, Any], base: Mapping[str, Any], out: Any) -> list[s
         del wanted[name]
     pickler = make(out)
     pickler.dump(
-        _surroundings() | {"num_values": len(wanted), "removed": [name for name in base if name not in namespace]}
+        _process_state() | {"num_values": len(wanted), "removed": [name for name in base if name not in namespace]}
     )
     for name, value in wanted.items():
         pickler.dump(name)
@@ -63,7 +63,7 @@ def load(namespace: dict[str, Any], base: Mapping[str, Any], source: io.Buffered
     what = "the state"
     try:
         saved = unpickler.load()
-        _surround(saved)
+        _restore_process_state(saved)
         for name in saved["removed"]:
             namespace.pop(name, None)
         for _ in range(saved["num_values"]):
@@ -90,7 +90,7 @@ def _lost(wanted: Mapping[str, Any], make: Callable[[Any], Any]) -> list[str]:
 
 
 def _can_pickle(make: Callable[[Any], Any], values: Iterable[Any]) -> bool:
-    pickler = make(_Nowhere())
+    pickler = make(_DiscardingWriter())
     try:
         for value in values:
             pickler.dump(value)
@@ -99,14 +99,14 @@ def _can_pickle(make: Callable[[Any], Any], values: Iterable[Any]) -> bool:
     return True
 
 
-class _Nowhere(io.RawIOBase):
+class _DiscardingWriter(io.RawIOBase):
     """Takes everything and keeps nothing."""
 
     def write(self, data: Any) -> int:
         return memoryview(data).nbytes
 
 
-def _surroundings() -> dict[str, Any]:
+def _process_state() -> dict[str, Any]:
     return {
         "directory": os.getcwd(),
         "path": [entry for entry in sys.path if isinstance(entry, str)],
@@ -127,7 +127,7 @@ def _moved(path: str, saved: Mapping[str, Any]) -> str:
     return here + path[len(before) :] if path == before or path.startswith(before + "/") else path
 
 
-def _surround(saved: Mapping[str, Any]) -> None:
+def _restore_process_state(saved: Mapping[str, Any]) -> None:
     """Before any value is loaded: modules of the session are imported by name, by way of sys.path."""
     sys.path[:] = [_moved(entry, saved) for entry in saved["path"]]
     os.environ.clear()

@@ -28,7 +28,7 @@ _WALL_S = 60.0
 _SIGNALS = (signal.SIGALRM, signal.SIGPROF)
 
 
-def rehearse(namespace: Mapping[str, Any]) -> None:
+def warm_up(namespace: Mapping[str, Any]) -> None:
     """Answer a few requests as a session would, often; the zygote's own streams and signals are as before afterwards."""
     with _streams_and_signals_kept():
         for _ in range(_TIMES):

@@ -60,20 +60,20 @@ _UNLIMITED_S = 1 << 53
 class Zygote:
     """Sessions by id, and their pidfds."""
 
-    def __init__(self, control: socket.socket, ground: contain.ZygoteContext, namespace: Mapping[str, Any]) -> None:
+    def __init__(self, control: socket.socket, context: contain.ZygoteContext, namespace: Mapping[str, Any]) -> None:
         self._control = control
-        self._ground = ground
+        self._context = context
         self._namespace = namespace
-        self._networks = namespaces.Networks(ground.proc_fd)
+        self._networks = namespaces.Networks(context.proc_fd)
         self._poll = select.poll()
         self._limits, self._limits_message = Limits(), Limits().as_dict()
         self._pids: dict[str, int] = {}
         self._killed: set[str] = set()
         """Of those, whom the service had killed."""
         self._by_pidfd: dict[int, str] = {}
-        self._powers: dict[str, reaper.Powers | None] = {}
-        self._wardened = not ground.has(mechanisms.PID_NAMESPACE)
-        if self._wardened:
+        self._kill_methods: dict[str, reaper.KillMethod | None] = {}
+        self._uses_reapers = not context.has(mechanisms.PID_NAMESPACE)
+        if self._uses_reapers:
             reaper.adopt_orphans()
 
     def serve(self) -> None:
@@ -94,12 +94,12 @@ class Zygote:
             self._open(packet, fds)
         elif (pid := self._pids.get(packet["id"])) is not None:
             self._killed.add(packet["id"])
-            os.kill(pid, signal.SIGTERM if self._wardened else signal.SIGKILL)
+            os.kill(pid, signal.SIGTERM if self._uses_reapers else signal.SIGKILL)
         return True
 
     def _open(self, packet: framing.Message, fds: Sequence[int]) -> None:
         procs, ports = fds[1 : len(fds) - packet["egress"]], fds[len(fds) - packet["egress"] :]
-        cell = contain.SessionSpec(
+        spec = contain.SessionSpec(
             limits=self._limits_of(packet["limits"]),
             uid=packet["uid"],
             socket_fd=fds[0],
@@ -108,14 +108,14 @@ class Zygote:
             private_dir=packet["private_dir"],
         )
         try:
-            powers = contain.powers_of(self._ground.blueprint, cell.uid) if self._wardened else None
-            pid = self._fork(cell, packet["place"], powers)
+            method = contain.kill_method_for(self._context.plan, spec.uid) if self._uses_reapers else None
+            pid = self._fork(spec, packet["slot"], method)
         except OSError as error:
             _close_all(fds)
             self._send({"event": "failed", "id": packet["id"], "reason": f"network or fork: {error}"})
             return
         _close_all(fds)
-        self._powers[packet["id"]] = powers
+        self._kill_methods[packet["id"]] = method
         self._watch(packet["id"], pid)
 
     def _limits_of(self, message: framing.Message) -> Limits:
@@ -124,19 +124,19 @@ class Zygote:
             self._limits, self._limits_message = Limits(**message), message
         return self._limits
 
-    def _fork(self, cell: contain.SessionSpec, place: int, powers: reaper.Powers | None) -> int:
-        """The session's first process, or with `powers` its warden. Raises OSError."""
-        if self._ground.has(mechanisms.NETWORK_NAMESPACE):
-            self._networks.enter(place)
-        pid = os.fork() if powers else namespaces.fork_as_init(self._ground.pid_namespace_fd)
+    def _fork(self, spec: contain.SessionSpec, slot: int, method: reaper.KillMethod | None) -> int:
+        """The session's first process, or with `method` its warden. Raises OSError."""
+        if self._context.has(mechanisms.NETWORK_NAMESPACE):
+            self._networks.enter(slot)
+        pid = os.fork() if method else namespaces.fork_as_init(self._context.pid_namespace_fd)
         if pid:
             return pid
         self._control.detach()  # its number is reused in the session; a late finaliser must not close that
-        if powers is not None:
-            reaper.watch_over(
-                lambda parent: serve_session(self._ground, replace(cell, warden=parent), self._namespace), powers
+        if method is not None:
+            reaper.reap_session(
+                lambda parent: serve_session(self._context, replace(spec, reaper_pid=parent), self._namespace), method
             )
-        serve_session(self._ground, cell, self._namespace)
+        serve_session(self._context, spec, self._namespace)
 
     def _watch(self, session_id: str, pid: int) -> None:
         pidfd = os.pidfd_open(pid)
@@ -147,7 +147,7 @@ class Zygote:
     def _reap(self, pidfd: int) -> None:
         session_id = self._by_pidfd.pop(pidfd)
         pid = self._pids.pop(session_id)
-        cpu_limit_s = 0 if self._may_be_inside(session_id) else self._cpu_limit_s(pidfd)
+        cpu_limit_s = 0 if self._kill_is_ambiguous(session_id) else self._cpu_limit_s(pidfd)
         self._killed.discard(session_id)
         _, status, usage = os.wait4(pid, 0)
         code = self._status(session_id, os.waitstatus_to_exitcode(status))
@@ -164,10 +164,10 @@ class Zygote:
             }
         )
 
-    def _may_be_inside(self, session_id: str) -> bool:
+    def _kill_is_ambiguous(self, session_id: str) -> bool:
         """Whether a kill of what we watch would tell nothing: we asked for it, or the program can do it."""
-        powers = self._powers[session_id]
-        return session_id in self._killed or (powers is not None and not powers.confining)
+        method = self._kill_methods[session_id]
+        return session_id in self._killed or (method is not None and not method.confined)
 
     def _cpu_limit_s(self, pidfd: int) -> int:
         """At which the kernel would have killed a process that has ended and is not yet waited for: the program may have lowered it.
@@ -185,19 +185,19 @@ class Zygote:
             return 0
 
     def _read_proc(self, path: str) -> str:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._ground.proc_fd)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._context.proc_fd)
         with open(fd, encoding="ascii") as file:
             return file.read()
 
     def _status(self, session_id: str, code: int) -> int:
         """The session's, from that of its first process or its warden; after this nothing of it is left."""
-        powers = self._powers.pop(session_id)
-        if powers is None:
+        method = self._kill_methods.pop(session_id)
+        if method is None:
             return code
         if code < 0 or code == reaper.FAILED:
-            if powers.uids is not None:
-                reaper.sweep(powers.uids)
-            reaper.clear_strays(self._ground.proc_fd, self._pids.values())
+            if method.uids is not None:
+                reaper.kill_session(method.uids)
+            reaper.kill_orphans(self._context.proc_fd, self._pids.values())
         return reaper.session_status(code)
 
     def _send(self, packet: framing.Message) -> None:
@@ -213,7 +213,7 @@ def _close_all(fds: Sequence[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profile:
+class ZygoteProfile:
     """What a zygote has ready. All of it is the operator's code: it runs before containment."""
 
     preload: Sequence[str] = ()
@@ -228,12 +228,12 @@ class Profile:
     """Directory of the cloudpickle package, for snapshots; without it sessions can't be saved."""
 
 
-def run_zygote(control: socket.socket, profile: Profile, blueprint: IsolationPlan) -> None:
+def run_zygote(control: socket.socket, profile: ZygoteProfile, plan: IsolationPlan) -> None:
     """Warm up, contain, serve. A failure before serving is sent as `fatal` and ends the process."""
     privileges.die_with_parent()
     try:
-        namespace = _warm_up(profile, late=mechanisms.MOUNT_NAMESPACE in blueprint.walls)
-        ground = contain.contain_zygote(blueprint, read_only=profile.library_paths)
+        namespace = _load_profile(profile, late=mechanisms.MOUNT_NAMESPACE in plan.mechanisms)
+        context = contain.contain_zygote(plan, read_only=profile.library_paths)
     except Exception as error:  # the one place where a failed start is recorded
         reason = f"{type(error).__name__}: {error}"
         framing.send_packet(control, {"event": "fatal", "reason": reason[:1000]})
@@ -242,10 +242,10 @@ def run_zygote(control: socket.socket, profile: Profile, blueprint: IsolationPla
     gc.collect()
     gc.freeze()
     framing.send_packet(control, {"event": "ready"})
-    Zygote(control, ground, namespace).serve()
+    Zygote(control, context, namespace).serve()
 
 
-def _warm_up(profile: Profile, *, late: bool) -> dict[str, Any]:
+def _load_profile(profile: ZygoteProfile, *, late: bool) -> dict[str, Any]:
     """Import and execute what the profile declares; the namespace sessions begin with.
 
     `late`: whether sessions can import later what few of them need. Without a root of their own they may not even be let into the
@@ -253,7 +253,7 @@ def _warm_up(profile: Profile, *, late: bool) -> dict[str, Any]:
     """
     sys.path.extend(profile.library_paths)
     if profile.pickler:
-        late_import.offer("cloudpickle", profile.pickler)
+        late_import.register("cloudpickle", profile.pickler)
     early = () if late else (*_LATE, *(["cloudpickle"] if profile.pickler else []))
     for name in (*_ALWAYS, *early, *profile.preload):
         importlib.import_module(name)
@@ -264,13 +264,13 @@ def _warm_up(profile: Profile, *, late: bool) -> dict[str, Any]:
         exec(compile(profile.prelude, "<prelude>", "exec"), namespace)  # noqa: S102 - the operator's own code
     if (num_threads := len(os.listdir("/proc/self/task"))) != 1:
         raise RuntimeError(f"the preloaded modules started {num_threads - 1} threads; a fork would lose them")
-    _make_usual()
+    _add_standard_builtins()
     process_env.reset()
-    warmup.rehearse(namespace)
+    warmup.warm_up(namespace)
     return namespace
 
 
-def _make_usual() -> None:
+def _add_standard_builtins() -> None:
     """Give sessions what `python FILE` would: the builtins that `-S` omits, and 1000 stack frames. `exit` does not close stdin."""
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.setrecursionlimit(sys.getrecursionlimit() + _OWN_FRAMES)

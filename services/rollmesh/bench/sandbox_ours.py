@@ -17,7 +17,7 @@ from pathlib import Path
 from rollmesh.bench.sandbox_arm import CODE, PRINTED
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.clients.sandbox_link import WorkLink
@@ -140,7 +140,7 @@ async def close_session(link: WorkLink, session_id: str) -> None:
 
 
 def _require(result: RunResult) -> None:
-    if result.outcome is not Outcome.OK or result.stdout.strip() != PRINTED:
+    if result.outcome is not RunOutcome.OK or result.stdout.strip() != PRINTED:
         raise RuntimeError(f"the session answered {result}")
 
 

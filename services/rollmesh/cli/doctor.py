@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.services.sandbox import seccomp_policy
-from rollmesh.services.sandbox.capability_probe import User, drivers, survey
+from rollmesh.services.sandbox.capability_probe import ProbeUser, driver_errors, probe_host
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.shared.bus.embedded_server import EmbeddedServerConfig
 from rollmesh.shared.disk import free_bytes
@@ -46,7 +46,7 @@ class Asked:
     """What to look at."""
 
     sandbox: SandboxConfig
-    user: User | None = None
+    user: ProbeUser | None = None
 
 
 def find(asked: Asked) -> list[Finding]:
@@ -59,7 +59,7 @@ def is_fit(findings: Iterable[Finding]) -> bool:
     return all(finding.holds for finding in findings if finding.required)
 
 
-def user_named(name: str) -> User:
+def user_named(name: str) -> ProbeUser:
     """A user of this host, to look with the eyes of; needs root. Raises InvalidInput."""
     if os.geteuid() != 0:
         raise InvalidInput("--user needs root; without root the checks are run as yourself anyway")
@@ -67,31 +67,31 @@ def user_named(name: str) -> User:
         entry = pwd.getpwnam(name)
     except KeyError:
         raise InvalidInput(f"--user: no user {name!r} on this host") from None
-    return User(uid=entry.pw_uid, gid=entry.pw_gid)
+    return ProbeUser(uid=entry.pw_uid, gid=entry.pw_gid)
 
 
-def _walls(asked: Asked) -> Iterable[Finding]:
+def _mechanisms(asked: Asked) -> Iterable[Finding]:
     try:
-        standings = survey(asked.sandbox, asked.user)
+        statuses = probe_host(asked.sandbox, asked.user)
     except SandboxFailed as error:
         yield Finding(
-            name="walls", holds=False, detail=error.message, required=True,
+            name="isolation", holds=False, detail=error.message, required=True,
             guarantee="whether code can be contained here is unknown",
             remedy="let the user execute the interpreter, or name another one in sandbox.python",
         )  # fmt: skip
         return
-    for standing in standings:
-        wall = standing.wall
+    for status in statuses:
+        mechanism = status.mechanism
         yield Finding(
-            name=wall.name, holds=standing.stands, detail=standing.detail,
-            guarantee=wall.guarantee if standing.stands else wall.without,
-            remedy="" if standing.stands else wall.remedy,
-            required=standing.required and wall.name not in asked.sandbox.without,
+            name=mechanism.name, holds=status.available, detail=status.detail,
+            guarantee=mechanism.guarantee if status.available else mechanism.without,
+            remedy="" if status.available else mechanism.remedy,
+            required=status.required and mechanism.name not in asked.sandbox.without,
         )  # fmt: skip
 
 
 _HOLDS = {
-    "jail": "the default: all walls",
+    "jail": "the default: all mechanisms",
     "landlock": "no namespaces: files by Landlock, sockets by seccomp, processes by uid; docs/sandbox.md says what it lacks",
     "none": "no isolation, for code that is trusted with the host",
 }
@@ -99,14 +99,14 @@ _HOLDS = {
 
 def _drivers(asked: Asked) -> Iterable[Finding]:
     try:
-        reasons = drivers(asked.sandbox, asked.user)
+        reasons = driver_errors(asked.sandbox, asked.user)
     except SandboxFailed:
-        return  # told by `_walls`
+        return  # `_mechanisms` reports this
     for name, reason in reasons.items():
         yield Finding(
             name=f"driver {name}", holds=not reason, detail=reason or "can run here",
             guarantee=_HOLDS[name] if not reason else f"no sandbox.engine={name} on this host",
-            remedy=reason and "see the wall it names, or choose another driver in sandbox.engine",
+            remedy=reason and "see the mechanism that it names, or choose another driver in sandbox.engine",
         )  # fmt: skip
 
 
@@ -237,6 +237,6 @@ def _first_line(*command: str) -> str:
 
 
 CHECKS: Sequence[Callable[[Asked], Iterable[Finding]]] = (
-    _walls, _drivers, _libseccomp, _nats, _torch, _cuda, _extras, _disk, _openssl, _languages,
+    _mechanisms, _drivers, _libseccomp, _nats, _torch, _cuda, _extras, _disk, _openssl, _languages,
 )  # fmt: skip
 """In the order in which they are shown."""

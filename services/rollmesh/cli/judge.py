@@ -12,13 +12,13 @@ from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.oracle.judge import Judge
 from rollmesh.services.sandbox.oracle.manifest import Manifest
 from rollmesh.services.sandbox.oracle.store import read_manifest
-from rollmesh.services.sandbox.oracle.verdict import Report
+from rollmesh.services.sandbox.oracle.verdict import JudgeReport
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.shared.ids import RandomIds
 
 
-async def judge_files(manifest_path: Path, paths: Sequence[Path], config_path: Path | None = None) -> Report:
+async def judge_files(manifest_path: Path, paths: Sequence[Path], config_path: Path | None = None) -> JudgeReport:
     """The report. The profiles are those of a run's configuration, if one is named. Raises MeshError for files that cannot be read and
     for a host that cannot make jails."""
     manifest = read_manifest(manifest_path)
@@ -43,7 +43,7 @@ def _candidate(manifest: Manifest, paths: Sequence[Path]) -> dict[str, bytes]:
     return {manifest.entry: next(iter(files.values()))} if len(files) == 1 else files
 
 
-def table(report: Report) -> str:
+def table(report: JudgeReport) -> str:
     """A line per test, and the sum."""
     width = max((len(verdict.name) for verdict in report.verdicts), default=0)
     lines = [
@@ -54,7 +54,7 @@ def table(report: Report) -> str:
     return "\n".join(lines)
 
 
-def as_plain(report: Report) -> dict[str, object]:
+def as_plain(report: JudgeReport) -> dict[str, object]:
     """For a machine."""
     return {
         "verdicts": [

@@ -14,7 +14,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.sandbox_runtime.tools import calc
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import OnOutput, Outcome, PoolCounts, RunResult, SavePiece, SnapshotTooLarge
+from rollmesh.services.sandbox.engine import OnOutput, PoolCounts, RunOutcome, RunResult, SavePiece, SnapshotTooLarge
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 
 PROFILE = "calc"
@@ -22,7 +22,7 @@ PROFILE = "calc"
 _decoder = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
-class FakeEngine:
+class FakeSandboxEngine:
     """Implements `SandboxEngine` without any containment: never for code that a model wrote."""
 
     def __init__(self, config: SandboxConfig) -> None:
@@ -80,8 +80,8 @@ class FakeEngine:
         value = calc.call(program.code)
         if value == calc.REFUSED:
             message = "the fake engine evaluates one arithmetic operation and nothing else"
-            return RunResult(outcome=Outcome.ERROR, error_type="SyntaxError", error_message=message)
-        return RunResult(outcome=Outcome.OK, result=value)
+            return RunResult(outcome=RunOutcome.ERROR, error_type="SyntaxError", error_message=message)
+        return RunResult(outcome=RunOutcome.OK, result=value)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         self._find(session_id)
@@ -89,8 +89,8 @@ class FakeEngine:
             raise InvalidInput(f"no function {function!r} in this session", session=session_id)
         if len(arguments) != 1:
             message = f"call() takes 1 positional argument but {len(arguments)} were given"
-            return RunResult(outcome=Outcome.ERROR, error_type="TypeError", error_message=message)
-        return RunResult(outcome=Outcome.OK, result=calc.call(arguments[0]))
+            return RunResult(outcome=RunOutcome.ERROR, error_type="TypeError", error_message=message)
+        return RunResult(outcome=RunOutcome.OK, result=calc.call(arguments[0]))
 
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
         self._find(session_id).update(files)

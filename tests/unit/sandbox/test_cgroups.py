@@ -59,5 +59,5 @@ def test_leftovers_are_known_by_name(tmp_path: Path) -> None:
     assert hierarchy is not None
     hierarchy.make("old-0")
     hierarchy.make("new-0")
-    assert cgroups.remove_all(hierarchy.leftovers("old-")) == 2
-    assert [path.name for path in hierarchy.leftovers("")] == ["rollmesh-sandbox-new-0"] * 2
+    assert cgroups.remove_all(hierarchy.find("old-")) == 2
+    assert [path.name for path in hierarchy.find("")] == ["rollmesh-sandbox-new-0"] * 2

@@ -11,7 +11,7 @@ from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.egress import addresses, policy
 from rollmesh.services.sandbox.egress.budget import Rates
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
-from rollmesh.services.sandbox.egress.exchange import Refused, Request
+from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressRequest
 from rollmesh.services.sandbox.egress.upstream import Upstream
 from rollmesh.shared.clock import ManualClock
 
@@ -22,7 +22,7 @@ BELOW = EgressRule(host=".docs.test", schemes=("http", "https"), methods=("GET",
 def verdict(method: str, url: str) -> str:
     try:
         policy.allow((WIKI, BELOW), method, policy.parse(url))
-    except Refused as error:
+    except EgressRefused as error:
         return error.rule
     return "allowed"
 
@@ -109,13 +109,13 @@ async def test_one_private_address_among_public_ones_refuses_the_name() -> None:
     async def mixed(host: str, port: int) -> Sequence[str]:
         return ["8.8.8.8", "10.0.0.1"]
 
-    with pytest.raises(Refused, match="not public"):
+    with pytest.raises(EgressRefused, match="not public"):
         await addresses.resolve("a.test", 443, fixed={}, resolver=mixed, allow_private=False)
 
 
 async def test_host_that_can_be_no_name_is_refused_by_the_systems_resolver() -> None:
     host = f"{'a' * 64}.docs.test"
-    with pytest.raises(Refused, match="is no name") as caught:
+    with pytest.raises(EgressRefused, match="is no name") as caught:
         await addresses.resolve(host, 443, fixed={}, resolver=addresses.resolve_by_dns, allow_private=False)
     assert caught.value.rule == "upstream"
 
@@ -129,8 +129,8 @@ async def test_name_is_asked_once_and_its_checked_address_is_the_one_connected_t
 
     rule = EgressRule(host="a.test", schemes=("http",), ports=(1,), allow_private=True)
     upstream = Upstream(EgressConfig(rules=(rule,)), rebinding)
-    with pytest.raises(Refused, match=r"a\.test:1 could not be connected to") as caught:
-        await upstream.ask(Request(method="GET", target="http://a.test:1/"))
+    with pytest.raises(EgressRefused, match=r"a\.test:1 could not be connected to") as caught:
+        await upstream.ask(EgressRequest(method="GET", target="http://a.test:1/"))
     assert (caught.value.rule, asked) == ("upstream", ["a.test"])
 
 
@@ -139,17 +139,17 @@ def test_tenants_have_a_bucket_each_which_fills_with_time() -> None:
     rates = Rates(2.0, 3, clock)
     for _ in range(3):
         rates.spend("a")
-    with pytest.raises(Refused, match=r"ask again in 0\.50 s"):
+    with pytest.raises(EgressRefused, match=r"ask again in 0\.50 s"):
         rates.spend("a")
     rates.spend("b")
     clock.advance(0.5)
     rates.spend("a")
-    with pytest.raises(Refused):
+    with pytest.raises(EgressRefused):
         rates.spend("a")
     clock.advance(60.0)
     for _ in range(3):
         rates.spend("a")
-    with pytest.raises(Refused):
+    with pytest.raises(EgressRefused):
         rates.spend("a")
 
 

@@ -15,7 +15,7 @@ from rollmesh.sandbox_runtime import framing
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.snapshot import LOST_MAX, NAME_CHARS_MAX
 from rollmesh.services.sandbox.engines import jail_session
-from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, Reply
+from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, SessionReply
 
 WAIT_S = 20.0
 FILES_BYTES_MAX = 1 << 20
@@ -30,7 +30,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield ours, theirs
 
 
-async def answered(ends: tuple[socket.socket, socket.socket], message: dict[str, Any], body: bytes) -> Reply:
+async def answered(ends: tuple[socket.socket, socket.socket], message: dict[str, Any], body: bytes) -> SessionReply:
     """The reply to a request, where the session writes `body`, whatever the request is."""
     ours, theirs = ends
     session = JailSession(ours, Limits(), FILES_BYTES_MAX)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.metrics import COMMAND_SECONDS, COMMANDS, KILLS, note_result
 from rollmesh.shared.telemetry import metrics
 from rollmesh.shared.telemetry.metrics import Metric
@@ -36,15 +36,15 @@ def noted() -> Iterator[Noted]:
 @pytest.mark.parametrize(
     ("outcome", "alive", "killed"),
     [
-        (Outcome.OK, True, False),
-        (Outcome.TIME, True, False),
-        (Outcome.TIME, False, True),
-        (Outcome.MEMORY, False, True),
-        (Outcome.EXITED, False, False),
+        (RunOutcome.OK, True, False),
+        (RunOutcome.TIME, True, False),
+        (RunOutcome.TIME, False, True),
+        (RunOutcome.MEMORY, False, True),
+        (RunOutcome.EXITED, False, False),
     ],
 )
 def test_a_command_is_counted_and_a_kill_by_the_limit_that_was_met(
-    noted: Noted, outcome: Outcome, alive: bool, killed: bool
+    noted: Noted, outcome: RunOutcome, alive: bool, killed: bool
 ) -> None:
     note_result(RunResult(outcome=outcome, wall_s=0.25, session_alive=alive))
     label = (outcome.name.lower(),)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.oracle.compare import TextCompare, compare_text, same_value, strict_json
-from rollmesh.services.sandbox.oracle.verdict import JudgedTest, Report, Verdict, failure_of, one_line
+from rollmesh.services.sandbox.oracle.verdict import HiddenTestResult, JudgeReport, JudgeVerdict, failure_of, one_line
 from rollmesh.v1 import sandbox_pb2
 
 JSON = st.recursive(
@@ -112,9 +112,9 @@ def test_texts_compare_as_the_manifest_says(how: TextCompare, expected: str, giv
 
 
 def test_numbers_without_tolerance_are_compared_exactly() -> None:
-    assert compare_text("1000000000000000007.0", "1000000000000000009.0", "numbers", 0.0) is Verdict.WA
-    assert compare_text("0.1", "0.1000000000000000055", "numbers", 0.0) is Verdict.WA
-    assert compare_text("0.10", "1e-1", "numbers", 0.0) is Verdict.AC
+    assert compare_text("1000000000000000007.0", "1000000000000000009.0", "numbers", 0.0) is JudgeVerdict.WA
+    assert compare_text("0.1", "0.1000000000000000055", "numbers", 0.0) is JudgeVerdict.WA
+    assert compare_text("0.10", "1e-1", "numbers", 0.0) is JudgeVerdict.AC
 
 
 @pytest.mark.parametrize(
@@ -133,26 +133,26 @@ def test_no_message_carries_what_a_terminal_or_protobuf_chokes_on() -> None:
 
 
 def test_every_outcome_but_ok_is_a_failure() -> None:
-    for outcome in Outcome:
+    for outcome in RunOutcome:
         failed = failure_of(RunResult(outcome=outcome))
-        assert (failed is None) == (outcome is Outcome.OK)
-        assert failed is None or failed.verdict is not Verdict.AC
+        assert (failed is None) == (outcome is RunOutcome.OK)
+        assert failed is None or failed.verdict is not JudgeVerdict.AC
 
 
 def test_verdicts_have_the_numbers_of_the_contract() -> None:
     names = {"AC": "ACCEPTED", "WA": "WRONG_ANSWER", "RE": "RUNTIME_ERROR", "TLE": "TIME_LIMIT", "MLE": "MEMORY_LIMIT",
              "OLE": "OUTPUT_LIMIT", "PE": "PRESENTATION_ERROR"}  # fmt: skip
-    assert {v.name: v.value for v in Verdict} == {
+    assert {v.name: v.value for v in JudgeVerdict} == {
         ours: sandbox_pb2.TestOutcome.Value(f"TEST_OUTCOME_{theirs}") for ours, theirs in names.items()
     }
 
 
 def test_share_is_by_weight_and_one_only_if_all_were_accepted() -> None:
-    def report(*verdicts: tuple[Verdict, float], num_tests: int) -> Report:
-        judged = [JudgedTest(name=str(n), verdict=v, weight=w) for n, (v, w) in enumerate(verdicts)]
-        return Report(verdicts=judged, num_tests=num_tests, weight=4.0)
+    def report(*verdicts: tuple[JudgeVerdict, float], num_tests: int) -> JudgeReport:
+        judged = [HiddenTestResult(name=str(n), verdict=v, weight=w) for n, (v, w) in enumerate(verdicts)]
+        return JudgeReport(verdicts=judged, num_tests=num_tests, weight=4.0)
 
-    assert report((Verdict.AC, 3.0), (Verdict.WA, 1.0), num_tests=2).accepted_share == 0.75
-    assert report((Verdict.AC, 3.0), num_tests=2).accepted_share == 0.75
-    assert report((Verdict.AC, 3.0), (Verdict.AC, 1.0), num_tests=2).accepted_share == 1.0
-    assert report((Verdict.PE, 4.0), num_tests=1).accepted_share == 0.0
+    assert report((JudgeVerdict.AC, 3.0), (JudgeVerdict.WA, 1.0), num_tests=2).accepted_share == 0.75
+    assert report((JudgeVerdict.AC, 3.0), num_tests=2).accepted_share == 0.75
+    assert report((JudgeVerdict.AC, 3.0), (JudgeVerdict.AC, 1.0), num_tests=2).accepted_share == 1.0
+    assert report((JudgeVerdict.PE, 4.0), num_tests=1).accepted_share == 0.0

@@ -21,7 +21,7 @@ from rollmesh.services.sandbox.oracle.manifest import (
     parse_manifest,
     require_room,
 )
-from rollmesh.services.sandbox.oracle.store import OracleStore
+from rollmesh.services.sandbox.oracle.store import ManifestStore
 from rollmesh.shared.errors import ConfigError, UnknownOracle
 from rollmesh.shared.jsonl import RecordError
 
@@ -73,19 +73,19 @@ def test_store_finds_files_and_lines_by_reference(tmp_path: Path) -> None:
         f"{json.dumps({'ref': 'a', **STDIO})}\n\n{json.dumps({'ref': 'b', **FUNCTION})}\n"
     )
     (tmp_path / "notes.md").write_text("not a manifest")
-    store = OracleStore(tmp_path)
+    store = ManifestStore(tmp_path)
     assert len(store) == 3
     assert isinstance(store.manifest("calc/sum"), FunctionManifest)
     assert isinstance(store.manifest("easy:a"), StdioManifest)
     assert isinstance(store.manifest("easy:b"), FunctionManifest)
-    assert isinstance(OracleStore(tmp_path / "easy.jsonl").manifest("b"), FunctionManifest)
+    assert isinstance(ManifestStore(tmp_path / "easy.jsonl").manifest("b"), FunctionManifest)
 
 
 @pytest.mark.parametrize("ref", ["", "easy", "../secret", "/etc/passwd", "calc/../calc/sum"])
 def test_store_knows_only_its_references(tmp_path: Path, ref: str) -> None:
     (tmp_path / "calc.json").write_text(json.dumps(FUNCTION))
     with pytest.raises(UnknownOracle):
-        OracleStore(tmp_path).manifest(ref)
+        ManifestStore(tmp_path).manifest(ref)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_store_error_names_file_line_and_field(tmp_path: Path, line: str, error:
     path = tmp_path / "tests.jsonl"
     path.write_text(f"{json.dumps({'ref': 'a', **STDIO})}\n{line}\n")
     with pytest.raises(RecordError) as caught:
-        OracleStore(path)
+        ManifestStore(path)
     assert str(caught.value).startswith(f"{path}{error}")
 
 
 def test_store_refuses_a_file_that_changed(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps(FUNCTION))
-    store = OracleStore(tmp_path)
+    store = ManifestStore(tmp_path)
     path.write_text(json.dumps({**FUNCTION, "function": "other"}))
     with pytest.raises(UnknownOracle, match="has changed"):
         store.manifest("a")
@@ -135,12 +135,12 @@ def test_manifest_with_more_expected_output_than_is_kept_is_refused_when_it_is_l
         require_room(manifest, 1000)
 
     with pytest.raises(RecordError, match=r'long.json:1: field "tests\[0\].stdout"'):
-        OracleStore(tmp_path, check)
+        ManifestStore(tmp_path, check)
 
 
 def test_missing_store_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read oracles"):
-        OracleStore(tmp_path / "none.jsonl")
+        ManifestStore(tmp_path / "none.jsonl")
 
 
 def test_store_within_what_jails_are_shown_is_refused(tmp_path: Path) -> None:

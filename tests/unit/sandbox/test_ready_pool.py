@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.services.sandbox.engines.forks import Live
+from rollmesh.services.sandbox.engines.forks import LiveSession
 from rollmesh.services.sandbox.engines.ready_pool import ReadyPool
 
 
@@ -36,7 +36,7 @@ class Opens:
 
     async def make(self, num: int = 1) -> None:
         for _ in range(num):
-            self.pool.made(cast(Live, Session()))
+            self.pool.made(cast(LiveSession, Session()))
         await settle()
 
 
@@ -59,12 +59,12 @@ async def test_whoever_waits_longest_gets_the_first_that_is_ready() -> None:
 async def test_nobody_who_comes_between_takes_what_is_owed() -> None:
     opens = Opens(num_making=1)
     await opens.come("a")
-    opens.pool.made(cast(Live, Session()))
-    assert not opens.pool.has_unowed
+    opens.pool.made(cast(LiveSession, Session()))
+    assert not opens.pool.has_unreserved
     assert opens.pool.num_free == 0
     await settle()
     assert opens.back == ["a"]
-    assert opens.pool.has_unowed
+    assert opens.pool.has_unreserved
 
 
 async def test_one_that_fails_disappoints_who_came_last() -> None:
@@ -92,13 +92,13 @@ async def test_an_open_that_is_cancelled_leaves_its_session_to_others(told: bool
     opens = Opens(num_making=2)
     await opens.come("a", "b")
     if told:
-        opens.pool.made(cast(Live, Session()))
+        opens.pool.made(cast(LiveSession, Session()))
     opens.tasks["a"].cancel()
     if not told:
-        opens.pool.made(cast(Live, Session()))
+        opens.pool.made(cast(LiveSession, Session()))
     await settle()
     assert opens.back == ([] if told else ["b"])
-    assert opens.pool.has_unowed, "b takes it, or whoever comes"
+    assert opens.pool.has_unreserved, "b takes it, or whoever comes"
     await opens.make()
     assert opens.back == ["b"]
     assert opens.pool.num_free == 2

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import Outcome, RunResult
-from rollmesh.services.sandbox.sessions import End, Holder, Sessions
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
+from rollmesh.services.sandbox.sessions import Holder, SessionEnd, Sessions
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, Overloaded, SandboxFailed, UnknownSession
-from rollmesh.testing.fake_sandbox import FakeEngine
+from rollmesh.testing.fake_sandbox import FakeSandboxEngine
 
 CONFIG = SandboxConfig(engine="fake", sessions_max=3, ttl_s=10.0, ttl_s_max=100.0, orphan_s=3.0)
 
 
-class ScriptedEngine(FakeEngine):
+class ScriptedEngine(FakeSandboxEngine):
     """The fake engine, where some texts stand for what a real one meets."""
 
     def __init__(self, config: SandboxConfig) -> None:
@@ -45,7 +45,7 @@ class ScriptedEngine(FakeEngine):
         match arguments:
             case ["die"]:
                 await self.end(session_id)
-                return RunResult(outcome=Outcome.EXITED, session_alive=False)
+                return RunResult(outcome=RunOutcome.EXITED, session_alive=False)
             case ["lose"]:
                 await self.end(session_id)
                 raise SandboxFailed("zygote gone")
@@ -81,7 +81,7 @@ async def test_use_renews_the_lease() -> None:
     assert await sessions.sweep() == 1
     with pytest.raises(UnknownSession):
         await sessions.run("s", Program(code="1"), 0)
-    assert sessions.counts().ended[End.REAPED] == 1
+    assert sessions.counts().ended[SessionEnd.EXPIRED] == 1
 
 
 async def test_a_session_whose_holder_is_gone_ends_soon_unless_another_uses_it() -> None:
@@ -91,8 +91,8 @@ async def test_a_session_whose_holder_is_gone_ends_soon_unless_another_uses_it()
         await sessions.open(session_id, profile="calc", limits={}, ttl_s=0, owner="test", holder=gone)
     busy = asyncio.create_task(sessions.call("busy", "call", ["wait"], 0))
     await asyncio.sleep(0)
-    sessions.let_go(gone)
-    sessions.hold("taken over", back)
+    sessions.release_holder(gone)
+    sessions.set_holder("taken over", back)
     await sessions.call("taken over", "call", ["1+1"], 0)
     clock.advance(3.0)
     assert await sessions.sweep() == 1
@@ -143,14 +143,14 @@ async def test_commands_queued_on_an_open_that_fails_are_refused() -> None:
     assert_counts_add_up(sessions)
 
 
-@pytest.mark.parametrize(("text", "end"), [("die", End.DIED), ("lose", End.LOST)])
-async def test_programs_end_and_lost_jail_are_told_apart(text: str, end: End) -> None:
+@pytest.mark.parametrize(("text", "end"), [("die", SessionEnd.EXITED), ("lose", SessionEnd.LOST)])
+async def test_programs_end_and_lost_jail_are_told_apart(text: str, end: SessionEnd) -> None:
     sessions, _, _ = make()
     await open_session(sessions)
     try:
         await sessions.call("s", "call", [text], 0)
     except SandboxFailed:
-        assert end is End.LOST
+        assert end is SessionEnd.LOST
     assert {key: number for key, number in sessions.counts().ended.items() if number} == {end: 1}
 
 

@@ -37,7 +37,7 @@ class Crowd:
         await settle()
 
     async def _open(self, name: str) -> None:
-        async with self._starts.turn(name[0]):
+        async with self._starts.permit(name[0]):
             self.order.append(name)
             await self.gates[name].wait()
 
@@ -74,7 +74,7 @@ async def test_beyond_the_queue_is_refused_with_a_time_to_come_back() -> None:
     crowd = Crowd(starts)
     await crowd.come("a1", "a2", "a3")
     with pytest.raises(Overloaded, match="2 starts of sessions wait") as refused:
-        async with starts.turn("b"):
+        async with starts.permit("b"):
             pass
     assert (refused.value.retry_after_s, refused.value.metadata["tenant"]) == (0.5, "b")
     await crowd.go("a1")

@@ -14,7 +14,7 @@ from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.services.sandbox.tenants_config import TenantQuota, TenantsConfig
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Overloaded, SandboxFailed, UnknownSession
-from rollmesh.testing.fake_sandbox import FakeEngine
+from rollmesh.testing.fake_sandbox import FakeSandboxEngine
 
 CONFIG = SandboxConfig(
     engine="fake",
@@ -26,7 +26,7 @@ CONFIG = SandboxConfig(
 )
 
 
-class GatedEngine(FakeEngine):
+class GatedEngine(FakeSandboxEngine):
     """Opens of `slow` sessions and calls wait for the gate; `bad` ones fail."""
 
     def __init__(self, config: SandboxConfig) -> None:

@@ -22,7 +22,7 @@ import sys
 from types import ModuleType
 from typing import NoReturn
 
-from rollmesh.sandbox_runtime.process_env import is_alone, private_dir
+from rollmesh.sandbox_runtime.process_env import kill_is_confined, private_dir
 from rollmesh.sandbox_runtime.stdin_file import stdin_file
 
 _DESCRIPTORS_MAX = 1024
@@ -43,7 +43,7 @@ def run_program(path: str, stdin: str, cpu_s: str) -> str:
 
 def _end_all(child: int) -> None:
     """Kill and reap whatever the program left: in a session of its own every process but this one, elsewhere its process group."""
-    everybody = os.getpid() == 1 or is_alone()
+    everybody = os.getpid() == 1 or kill_is_confined()
     for kill, whom in ((os.kill, child), (os.kill, -1) if everybody else (os.killpg, child)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(whom, signal.SIGKILL)

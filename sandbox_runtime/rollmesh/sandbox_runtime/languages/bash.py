@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 
 from rollmesh.sandbox_runtime.languages import port
-from rollmesh.sandbox_runtime.languages.port import Refused, Reply
+from rollmesh.sandbox_runtime.languages.port import ProgramRejected, Reply
 from rollmesh.sandbox_runtime.languages.terminal import Mark, Shell
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.mounts import PTMX
@@ -50,7 +50,7 @@ class Bash:
         if "\0" in program.code:
             return port.failed("ValueError", "bash code must not contain a NUL character")
         if not os.path.exists(PTMX):
-            raise Refused("this session has no terminal for bash: the host let none be mounted in the jail")
+            raise ProgramRejected("this session has no terminal for bash: the host let none be mounted in the jail")
         began_s = time.monotonic()
         capture = Capture(1, keep=self._limits.output_bytes, flood=self._limits.flood_bytes, emit=emit)
         notice, self._notice = self._notice, ""
@@ -61,7 +61,7 @@ class Bash:
     def _type(self, code: str, capture: Capture, deadline_s: float) -> Reply:
         shell = self._shell or self._start()
         before_s = self._cpu_s
-        shell.calm()
+        shell.reset_mode()
         mark: Mark | None = None
         for line in _lines(code):
             mark, stopped = _enter(shell, line, capture, deadline_s)
@@ -158,7 +158,7 @@ def _wait(shell: Shell, capture: Capture, deadline_s: float, *, flood: bool = Tr
             if mark is not None or not alive:
                 return mark, alive
         elif shell.pidfd in ready:
-            return _last_words(shell, capture)
+            return _read_remaining(shell, capture)
     return None, True
 
 
@@ -171,7 +171,7 @@ def _read(shell: Shell, capture: Capture) -> tuple[Mark | None, bool]:
         return None, False
 
 
-def _last_words(shell: Shell, capture: Capture) -> tuple[None, bool]:
+def _read_remaining(shell: Shell, capture: Capture) -> tuple[None, bool]:
     """The kernel passes on asynchronously what was written to a terminal: wait a moment for the shell's last output."""
     poll = select.poll()
     poll.register(shell.master, select.POLLIN)

@@ -27,7 +27,7 @@ _TAIL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ChildExit:
     """How a child ended. `stopped`: the limit for which it was killed (port.TIME, port.OUTPUT), or empty."""
 
     status: int
@@ -57,7 +57,7 @@ def run_child(
     wall_s: float,
     stdin: bytes = b"",
     prepare: Callable[[], None] | None = None,
-) -> Ended:
+) -> ChildExit:
     """Execute and wait, at most `wall_s`. `prepare` runs in the child before the program. Raises OSError if it can't start."""
     import subprocess  # not by the zygote: it brings `threading`, whose work after a fork every session would pay for
 
@@ -74,7 +74,7 @@ def run_child(
         return _wait(process, streams, wall_s)
 
 
-def _wait(process: subprocess.Popen[bytes], streams: Streams, wall_s: float) -> Ended:
+def _wait(process: subprocess.Popen[bytes], streams: Streams, wall_s: float) -> ChildExit:
     pipes = _Pipes(process, streams)
     try:
         stopped = pipes.serve(time.monotonic() + wall_s)
@@ -84,7 +84,7 @@ def _wait(process: subprocess.Popen[bytes], streams: Streams, wall_s: float) -> 
         process.returncode = os.waitstatus_to_exitcode(status)
         pipes.drain()
         pipes.close()
-    return Ended(status=process.returncode, stopped=stopped, cpu_s=usage.ru_utime + usage.ru_stime)
+    return ChildExit(status=process.returncode, stopped=stopped, cpu_s=usage.ru_utime + usage.ru_stime)
 
 
 def cpu_bound(cpu_s: float, address_space: bool = False) -> Callable[[], None]:

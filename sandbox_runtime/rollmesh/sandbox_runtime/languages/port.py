@@ -13,7 +13,7 @@ Reply = dict[str, Any]
 """outcome, stdout, stderr, result, truncated, wall_s, cpu_s, exit_status, error_type, error_message, traceback; absent means empty."""
 
 
-class Refused(Exception):
+class ProgramRejected(Exception):
     """This program can't be run here: the asker's mistake, nothing ran."""
 
 
@@ -28,7 +28,9 @@ class Language(Protocol):
 def refuse_input(program: Program) -> None:
     """For the languages that keep state between commands. Raises Refused."""
     if program.stdin or program.arguments:
-        raise Refused(f"{program.language} keeps its state between commands: it takes no stdin and no arguments")
+        raise ProgramRejected(
+            f"{program.language} keeps its state between commands: it takes no stdin and no arguments"
+        )
 
 
 def failed(error_type: str, message: str, outcome: str = ERROR) -> Reply:

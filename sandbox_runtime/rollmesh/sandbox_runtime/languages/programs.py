@@ -61,7 +61,7 @@ class Compiled:
                 reply["cpu_s"] += built.cpu_s
         return reply | {"wall_s": time.monotonic() - began_s}
 
-    def _compile(self, folder: str, wall_s: float) -> tuple[children.Ended, Reply]:
+    def _compile(self, folder: str, wall_s: float) -> tuple[children.ChildExit, Reply]:
         compiler, streams = self._compiler, _streams(self._limits, None)
         argv = [*compiler.argv, "-o", _BINARY, compiler.source, *compiler.libraries]
         ended = children.run_child(
@@ -124,7 +124,7 @@ def _streams(limits: Limits, emit: Emit | None) -> children.Streams:
     )
 
 
-def _reply(ended: children.Ended, streams: children.Streams) -> Reply:
+def _reply(ended: children.ChildExit, streams: children.Streams) -> Reply:
     stdout, cut_stdout = streams.stdout.take()
     stderr, cut_stderr = streams.stderr.take()
     reply: Reply = {"stdout": stdout, "stderr": stderr, "truncated": cut_stdout or cut_stderr}
@@ -132,7 +132,7 @@ def _reply(ended: children.Ended, streams: children.Streams) -> Reply:
     return reply | _how(ended, stderr)
 
 
-def _how(ended: children.Ended, stderr: str) -> Reply:
+def _how(ended: children.ChildExit, stderr: str) -> Reply:
     """The outcome behind a status: a limit of ours, a limit of the kernel's, or the program's own end."""
     if ended.stopped == port.TIME:
         return port.failed("TimeLimitError", "wall time limit reached", port.TIME)

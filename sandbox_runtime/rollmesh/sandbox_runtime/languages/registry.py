@@ -8,7 +8,7 @@ import shutil
 from rollmesh.sandbox_runtime.interpreter import Interpreter
 from rollmesh.sandbox_runtime.languages import port, sql
 from rollmesh.sandbox_runtime.languages.bash import Bash
-from rollmesh.sandbox_runtime.languages.port import Refused, Reply
+from rollmesh.sandbox_runtime.languages.port import ProgramRejected, Reply
 from rollmesh.sandbox_runtime.languages.programs import COMPILERS, Compiled, JavaScript
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.output import Emit
@@ -51,7 +51,7 @@ class Languages:
             port.refuse_input(program)
             return self._interpreter.run(program.code, wall_s, emit)
         if program.language not in present():
-            raise Refused(_not_here(program.language))
+            raise ProgramRejected(_not_here(program.language))
         if program.language == "bash":
             return self._bash.run(program, wall_s, emit)
         if program.language in sql.MODULES:

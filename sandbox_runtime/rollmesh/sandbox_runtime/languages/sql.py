@@ -14,7 +14,7 @@ from typing import Any
 from rollmesh.sandbox_runtime import files
 from rollmesh.sandbox_runtime.languages import port
 from rollmesh.sandbox_runtime.languages.forked import run_forked
-from rollmesh.sandbox_runtime.languages.port import Refused, Reply
+from rollmesh.sandbox_runtime.languages.port import ProgramRejected, Reply
 from rollmesh.sandbox_runtime.languages.table import table_reply
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.process_env import private_dir
@@ -62,13 +62,13 @@ class Sql:
 
 def _database(program: Program) -> str:
     if program.stdin or len(program.arguments) > 1:
-        raise Refused(f"{program.language} takes one argument, the path of a database file, and no stdin")
+        raise ProgramRejected(f"{program.language} takes one argument, the path of a database file, and no stdin")
     if not program.arguments:
         return _IN_MEMORY
     try:
         files.require_plain(program.arguments[0])
     except ValueError as error:
-        raise Refused(str(error)) from None
+        raise ProgramRejected(str(error)) from None
     return os.path.join(private_dir(), program.arguments[0])
 
 

@@ -57,7 +57,7 @@ class Shell:
         try:
             self._name = f"/dev/pts/{_pts_number(self.master)}"
             fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
-            self.calm()
+            self.reset_mode()
             self._process = subprocess.Popen(
                 ["/bin/bash", "--norc", "--noprofile", "--noediting", "-i"],
                 stdin=slave,
@@ -75,7 +75,7 @@ class Shell:
             os.close(slave)
         os.set_blocking(self.master, False)
         self.pidfd = os.pidfd_open(self._process.pid)
-        self._reader = _Reader(self._word)
+        self._reader = _MarkReader(self._word)
 
     def setup_line(self) -> bytes:
         """What makes the shell tell that it waits."""
@@ -86,7 +86,7 @@ class Shell:
             "readonly PROMPT_COMMAND\n"
         ).encode()
 
-    def calm(self) -> None:
+    def reset_mode(self) -> None:
         """No echo, no change of line ends; programs may have left the terminal otherwise."""
         mode = termios.tcgetattr(self.master)
         mode[tty.IFLAG] = termios.ICRNL
@@ -132,7 +132,7 @@ class Shell:
         return status
 
 
-class _Reader:
+class _MarkReader:
     """Takes marks and control sequences out of a stream of bytes, whatever pieces it comes in."""
 
     def __init__(self, word: str) -> None:

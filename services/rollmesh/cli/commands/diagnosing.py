@@ -18,11 +18,14 @@ if TYPE_CHECKING:
 @app.command()
 def doctor(
     user: Annotated[
-        str, typer.Option("--user", metavar="NAME", help="Try the walls as this user of the host; needs root.")
+        str,
+        typer.Option(
+            "--user", metavar="NAME", help="Probe the isolation mechanisms as this user of the host; needs root."
+        ),
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Try every wall of the sandbox and look for what a mesh needs; say what is missing, what falls away and what to do.
+    """Probe every isolation mechanism of the sandbox and every program that a mesh needs; report what is missing, its consequence and its remedy.
 
     Exit code 1 if something required is missing: a sandbox service would refuse to start.
     """

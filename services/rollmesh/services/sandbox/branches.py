@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from rollmesh.services.sandbox.engine import SandboxEngine
 from rollmesh.services.sandbox.sessions import Holder, Sessions
-from rollmesh.services.sandbox.snapshots import Snapshot, Snapshots
+from rollmesh.services.sandbox.snapshots import SessionSnapshot, Snapshots
 from rollmesh.shared.errors import InvalidInput
 
 
@@ -22,7 +22,7 @@ class Branches:
         self._sessions = sessions
         self._snapshots = snapshots
 
-    async def snapshot(self, session_id: str, *, ttl_s: float) -> Snapshot:
+    async def snapshot(self, session_id: str, *, ttl_s: float) -> SessionSnapshot:
         """Save a session, which goes on. Raises UnknownSession, Overloaded, InvalidInput, SandboxFailed."""
         async with self._sessions.using(session_id) as lease:
             return await self._snapshots.take(

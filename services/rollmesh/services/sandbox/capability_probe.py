@@ -1,7 +1,8 @@
-"""Which walls stand on this host, which of them a configuration raises, and the refusal to start without a required one.
+"""Find the isolation mechanisms that this host offers and those that a configuration enforces, and reject a start
+without a required one.
 
-Kernel walls are tried by a program of their own (`sandbox_runtime.probe`), once per process and interpreter; control groups are
-looked for here. Blocking: call from a thread.
+A separate program (`sandbox_runtime.probe`) probes the kernel, once per process and interpreter. Control groups are
+detected here. Blocking: call from a thread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.sandbox_runtime import cgroups, landlock, launcher, mechanisms, probe
-from rollmesh.sandbox_runtime.mechanisms import IsolationPlan, Wall
+from rollmesh.sandbox_runtime.mechanisms import IsolationPlan, Mechanism
 from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.shared.errors import SandboxFailed
@@ -31,110 +32,124 @@ _PROBE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
-    """One wall here and now."""
+class MechanismStatus:
+    """Status of one isolation mechanism on this host."""
 
-    wall: Wall
-    stands: bool
+    mechanism: Mechanism
+    available: bool
     detail: str = ""
-    """Why not; or of what strength it is."""
+    """Why it is missing; if it is available, its version."""
     required: bool = False
-    raised: bool = False
-    """Whether sessions get it: it stands, its driver wants it, and nobody gave it up."""
+    enforced: bool = False
+    """Whether sessions get it: it is available, the driver uses it, and `without` does not name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class User:
-    """Somebody other than ourselves to try the walls as; needs root."""
+class ProbeUser:
+    """A user other than the current one to run the probe as. Needs root."""
 
     uid: int
     gid: int
 
 
-def survey(config: SandboxConfig, user: User | None = None) -> tuple[Standing, ...]:
-    """Every wall that matters to whoever runs it, in the order of `mechanisms.WALLS`."""
-    found = {**_tried(config.python or os.path.realpath(sys.executable), user), **_groups(config, user)}
+def probe_host(config: SandboxConfig, user: ProbeUser | None = None) -> tuple[MechanismStatus, ...]:
+    """Return the status of every mechanism that applies to the user, in the order of `mechanisms.MECHANISMS`."""
+    found = {**_probe_kernel(config.python or os.path.realpath(sys.executable), user), **_probe_cgroups(config, user)}
     is_root = (user.uid if user else os.geteuid()) == 0
-    moot = mechanisms.USER_NAMESPACE if is_root else mechanisms.OWN_UID
+    irrelevant = mechanisms.USER_NAMESPACE if is_root else mechanisms.OWN_UID
     driver = mechanisms.DRIVERS.get(config.engine, mechanisms.NO_DRIVER)
-    of_user = frozenset[str]() if is_root else driver.required_of_user
-    standings = []
-    for name, wall in mechanisms.WALLS.items():
-        if name == moot:
+    of_user = frozenset[str]() if is_root else driver.required_for_user
+    statuses = []
+    for name, mechanism in mechanisms.MECHANISMS.items():
+        if name == irrelevant:
             continue
         required, wanted = name in driver.required | of_user, name in driver.required | driver.optional
-        stands = not found[name]
-        raised = stands and wanted and name not in config.without
+        available = not found[name]
+        enforced = available and wanted and name not in config.without
         detail = found[name] or _strength(name)
-        standings.append(Standing(wall=wall, stands=stands, detail=detail, required=required, raised=raised))
-    return tuple(standings)
+        statuses.append(
+            MechanismStatus(
+                mechanism=mechanism, available=available, detail=detail, required=required, enforced=enforced
+            )
+        )
+    return tuple(statuses)
 
 
-def drivers(config: SandboxConfig, user: User | None = None) -> dict[str, str]:
-    """Why each driver could not run here with an otherwise equal configuration; empty where it could. Nothing counts as given up."""
+def driver_errors(config: SandboxConfig, user: ProbeUser | None = None) -> dict[str, str]:
+    """Return for each driver why it cannot run here with an otherwise equal configuration, or an empty text. `without`
+    is ignored."""
     reasons = {}
     for name in mechanisms.DRIVERS:
         asked = msgspec.structs.replace(config, engine=name, without=())
-        reasons[name] = refusal(asked, survey(asked, user), user)
+        reasons[name] = missing_requirement(asked, probe_host(asked, user), user)
     return reasons
 
 
 def plan(config: SandboxConfig) -> IsolationPlan:
-    """What to raise here. Logs what the driver lacks and what the operator gave up. Raises SandboxFailed if a required wall does
-    not stand and is not given up."""
-    standings = survey(config)
-    if reason := refusal(config, standings):
+    """Return the mechanisms to enforce. Logs what the driver lacks and what the operator disabled. Raises SandboxFailed
+    if a required mechanism is missing and not disabled."""
+    statuses = probe_host(config)
+    if reason := missing_requirement(config, statuses):
         raise SandboxFailed(reason)
-    _warn(config, standings)
+    _warn(config, statuses)
     for name in config.without:
-        _log.warning("sandbox.without gives up %s: %s", name, mechanisms.WALLS[name].without)
-    raised = frozenset(standing.wall.name for standing in standings if standing.raised)
-    shares_uid = not raised & {mechanisms.PID_NAMESPACE, mechanisms.OWN_UID}
-    rules = seccomp_policy.compiled(shares_uid=shares_uid) if mechanisms.SECCOMP in raised else b""
-    return IsolationPlan(walls=raised, seccomp_filter=rules)
+        _log.warning("sandbox.without disables %s: %s", name, mechanisms.MECHANISMS[name].without)
+    enforced = frozenset(status.mechanism.name for status in statuses if status.enforced)
+    shares_uid = not enforced & {mechanisms.PID_NAMESPACE, mechanisms.OWN_UID}
+    rules = seccomp_policy.compiled(shares_uid=shares_uid) if mechanisms.SECCOMP in enforced else b""
+    return IsolationPlan(mechanisms=enforced, seccomp_filter=rules)
 
 
-def refusal(config: SandboxConfig, standings: Iterable[Standing], user: User | None = None) -> str:
-    """Why the service can't run here as configured; empty if it can."""
+def missing_requirement(
+    config: SandboxConfig, statuses: Iterable[MechanismStatus], user: ProbeUser | None = None
+) -> str:
+    """Return why the service cannot run here as configured; empty if it can."""
     is_root = (user.uid if user else os.geteuid()) == 0
     if config.engine == "landlock" and not is_root and 0 < landlock.abi() < landlock.SCOPES_SINCE:
         return (
-            f"sandbox.engine=landlock as an ordinary user needs Landlock {landlock.SCOPES_SINCE} (Linux 6.12), this kernel has"
+            f"sandbox.engine=landlock without root needs Landlock {landlock.SCOPES_SINCE} (Linux 6.12), and this kernel has"
             f" {landlock.abi()}: sessions could signal one another and the service. Remedy: run the service as root, or use the jail"
         )
-    return next(filter(None, (_lacking(standing, config) for standing in standings)), "")
+    return next(filter(None, (_missing(status, config) for status in statuses)), "")
 
 
-def _lacking(standing: Standing, config: SandboxConfig) -> str:
-    wall = standing.wall
-    if not standing.required or standing.raised or wall.name in config.without:
+def _missing(status: MechanismStatus, config: SandboxConfig) -> str:
+    mechanism = status.mechanism
+    if not status.required or status.enforced or mechanism.name in config.without:
         return ""
-    way_out = "" if wall.core else f"; or give it up by name: sandbox.without=[{wall.name}]"
+    hint = "" if mechanism.core else f"; or disable it: sandbox.without=[{mechanism.name}]"
     return (
-        f"the wall {wall.name!r} of sandbox.engine={config.engine} does not stand on this host ({standing.detail})."
-        f" Without it {wall.without}. Remedy: {wall.remedy}{way_out}"
+        f"sandbox.engine={config.engine} needs the mechanism {mechanism.name!r}, which this host lacks ({status.detail})."
+        f" Without it {mechanism.without}. Remedy: {mechanism.remedy}{hint}"
     )
 
 
-def _warn(config: SandboxConfig, standings: Iterable[Standing]) -> None:
-    """One line per start for a driver that holds less than the jail."""
-    absent = "; ".join(f"{each.wall.name}: {each.wall.without}" for each in standings if not each.raised)
+def _warn(config: SandboxConfig, statuses: Iterable[MechanismStatus]) -> None:
+    """Log one line per start for a driver that guarantees less than the jail."""
+    absent = "; ".join(f"{each.mechanism.name}: {each.mechanism.without}" for each in statuses if not each.enforced)
     if config.engine not in mechanisms.DRIVERS or config.engine == "jail":
         return
-    if not mechanisms.DRIVERS[config.engine].promises:
+    if not mechanisms.DRIVERS[config.engine].isolates:
         _log.warning(
-            "sandbox.engine=%s: NOTHING IS ISOLATED, run only code you trust with this host. %s", config.engine, absent
+            "sandbox.engine=%s: NOTHING IS ISOLATED; run only code that you trust with this host. %s",
+            config.engine,
+            absent,
         )
     else:
-        _log.warning("sandbox.engine=%s holds less than the jail. %s%s", config.engine, absent, _unreadable(config))
+        _log.warning(
+            "sandbox.engine=%s guarantees less than the jail. %s%s", config.engine, absent, _unreadable(config)
+        )
 
 
 def _unreadable(config: SandboxConfig) -> str:
-    """A session of its own uid reads the interpreter where it lies."""
+    """Return a warning about directories that a session's uid cannot read, because it reads the interpreter in its
+    original directory."""
     closed = [path for path in (os.path.realpath(sys.base_prefix), *_libraries(config)) if not _is_open(path)]
     if os.geteuid() != 0 or not closed:
         return ""
-    return f"; modules that no profile preloads can't be imported: other users may not read {', '.join(closed)}"
+    return (
+        f"; modules that no profile preloads cannot be imported, because other users may not read {', '.join(closed)}"
+    )
 
 
 def _libraries(config: SandboxConfig) -> list[str]:
@@ -142,7 +157,7 @@ def _libraries(config: SandboxConfig) -> list[str]:
 
 
 def _is_open(path: str) -> bool:
-    """Whether everybody may enter each directory on the way."""
+    """Return whether all users may enter each directory of the path."""
     try:
         return all(os.stat(step).st_mode & stat.S_IXOTH for step in (path, *map(str, Path(path).parents)))
     except OSError:
@@ -150,24 +165,24 @@ def _is_open(path: str) -> bool:
 
 
 @functools.cache
-def _tried(python: str, user: User | None) -> Mapping[str, str]:
-    """Why each kernel wall does not stand; empty where it does."""
+def _probe_kernel(python: str, user: ProbeUser | None) -> Mapping[str, str]:
+    """Return for each kernel mechanism why it is missing; empty if it is available."""
     reason, rules = "", b""
     try:
         rules = seccomp_policy.compiled()
     except SandboxFailed as error:
         reason = error.message
-    question = json.dumps(IsolationPlan(walls=frozenset(), seccomp_filter=rules).as_message())
+    request = json.dumps(IsolationPlan(mechanisms=frozenset(), seccomp_filter=rules).as_message())
     try:
         done = subprocess.run(
-            probe.command(python), input=question, env=launcher.ENVIRONMENT, cwd="/", capture_output=True, text=True,
+            probe.command(python), input=request, env=launcher.ENVIRONMENT, cwd="/", capture_output=True, text=True,
             timeout=_PROBE_S, check=True, user=user.uid if user else None, group=user.gid if user else None,
             extra_groups=[] if user else None,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", "") or ""
+        stderr = getattr(error, "stderr", "") or ""
         raise SandboxFailed(
-            f"cannot try the walls of this host with {python}: {error} {said[-500:]}".strip()
+            f"cannot probe the isolation mechanisms of this host with {python}: {error} {stderr[-500:]}".strip()
         ) from error
     found: dict[str, str] = json.loads(done.stdout)
     if reason:
@@ -175,14 +190,14 @@ def _tried(python: str, user: User | None) -> Mapping[str, str]:
     return found
 
 
-def _groups(config: SandboxConfig, user: User | None) -> Mapping[str, str]:
+def _probe_cgroups(config: SandboxConfig, user: ProbeUser | None) -> Mapping[str, str]:
     if user is not None:
-        return dict.fromkeys(mechanisms.CGROUPS, "not looked for as another user")
+        return dict.fromkeys(mechanisms.CGROUPS, "not detected for another user")
     if not config.cgroups:
         return dict.fromkeys(mechanisms.CGROUPS, "sandbox.cgroups is off")
     hierarchy = cgroups.detect_here()
-    here = hierarchy.bounds() if hierarchy else frozenset()
-    return {name: "" if name in here else "no writable control group for it" for name in mechanisms.CGROUPS}
+    here = hierarchy.provided() if hierarchy else frozenset()
+    return {name: "" if name in here else "this control group is not writable" for name in mechanisms.CGROUPS}
 
 
 def _strength(name: str) -> str:

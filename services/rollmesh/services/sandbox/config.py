@@ -7,7 +7,7 @@ from dataclasses import fields
 import msgspec
 
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.mechanisms import DRIVERS, LANDLOCK, WALLS
+from rollmesh.sandbox_runtime.mechanisms import DRIVERS, LANDLOCK, MECHANISMS
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.services.sandbox.repository_config import RepositoryConfig
@@ -190,7 +190,7 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 raise ValueError(f"profile {name!r} names egress, which the engine `fake` does not have")
             if profile.egress and profile.egress not in self.egress:
                 raise ValueError(f"profile {name!r} names egress {profile.egress!r}, which is not in egress")
-        _check_given_up(self.without)
+        _check_without(self.without)
         for field, names in (("warm", self.warm), ("pools.by_profile", self.pools.by_profile)):
             for name in names:
                 if name not in self.profiles:
@@ -210,10 +210,12 @@ def _check_engine(config: SandboxConfig) -> None:
             raise ValueError(f"profile {name!r} names a repository, which needs the engine `jail`")
 
 
-def _check_given_up(names: tuple[str, ...]) -> None:
-    free = [wall.name for wall in WALLS.values() if not wall.core]
+def _check_without(names: tuple[str, ...]) -> None:
+    free = [mechanism.name for mechanism in MECHANISMS.values() if not mechanism.core]
     for name in names:
-        if name in WALLS and WALLS[name].core:
-            raise ValueError(f"without: {name!r} can't be given up, other walls rest on it")
-        if name not in WALLS:
-            raise ValueError(f"without: unknown wall {name!r}; those that can be given up: {', '.join(free)}")
+        if name in MECHANISMS and MECHANISMS[name].core:
+            raise ValueError(f"without: {name!r} cannot be disabled, because other mechanisms depend on it")
+        if name not in MECHANISMS:
+            raise ValueError(
+                f"without: unknown mechanism {name!r}; the mechanisms that can be disabled are {', '.join(free)}"
+            )

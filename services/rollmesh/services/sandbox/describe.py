@@ -1,24 +1,25 @@
-"""What a node offers, for DescribeSandbox: profiles, languages, driver, and the walls as they stand here. Blocking: call from a thread."""
+"""Describe a node for DescribeSandbox: profiles, languages, driver and enforced mechanisms. Blocking: call from a
+thread."""
 
 from __future__ import annotations
 
 from rollmesh.sandbox_runtime import launcher, mechanisms
 from rollmesh.sandbox_runtime.languages.registry import present
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.services.sandbox.capability_probe import Standing, survey
+from rollmesh.services.sandbox.capability_probe import MechanismStatus, probe_host
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.environments import environment_digest
 from rollmesh.v1 import sandbox_pb2
 
 
 def describe(config: SandboxConfig) -> sandbox_pb2.DescribeSandboxResponse:
-    """The whole answer. Raises SandboxFailed if the walls can't be tried."""
+    """Return the whole description. Raises SandboxFailed if the mechanisms cannot be probed."""
     isolated = config.engine in mechanisms.DRIVERS
     return sandbox_pb2.DescribeSandboxResponse(
         profiles=[_profile(name, profile, config.python) for name, profile in sorted(config.profiles.items())],
         languages=present(launcher.ENVIRONMENT["PATH"]),
         driver=config.engine if isolated else "none",
-        walls=[_wall(standing) for standing in survey(config)],
+        mechanisms=[_mechanism(status) for status in probe_host(config)],
     )
 
 
@@ -35,8 +36,10 @@ def _limits(limits: Limits) -> sandbox_pb2.SandboxLimits:
     )  # fmt: skip
 
 
-def _wall(standing: Standing) -> sandbox_pb2.SandboxWall:
-    wall = standing.wall
-    return sandbox_pb2.SandboxWall(
-        name=wall.name, stands=standing.raised, guarantee=wall.guarantee if standing.raised else wall.without
+def _mechanism(status: MechanismStatus) -> sandbox_pb2.SandboxMechanism:
+    mechanism = status.mechanism
+    return sandbox_pb2.SandboxMechanism(
+        name=mechanism.name,
+        enforced=status.enforced,
+        guarantee=mechanism.guarantee if status.enforced else mechanism.without,
     )

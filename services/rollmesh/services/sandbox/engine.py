@@ -26,7 +26,7 @@ class SnapshotTooLarge(Exception):
     """The session does not fit into the bytes allowed. `Snapshots` knows whose fault that is."""
 
 
-class Outcome(Enum):
+class RunOutcome(Enum):
     """How a piece of code ended. All of these are the program's own doing."""
 
     OK = "ok"
@@ -46,7 +46,7 @@ class Outcome(Enum):
 class RunResult:
     """What one piece of code did. Texts are cut at the session's `output_bytes` and `truncated` then says so."""
 
-    outcome: Outcome
+    outcome: RunOutcome
     stdout: str = ""
     stderr: str = ""
     result: str = ""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from rollmesh.services.sandbox.egress import metrics as egress
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.shared.telemetry.metrics import count, counter, gauge, histogram, observe
 
 CREATED = counter("rollmesh_sandbox_sessions_created_total", "Sessions asked for and admitted.")
 LIVE = gauge("rollmesh_sandbox_sessions_live", "Sessions open or being opened.")
 ENDED = counter(
     "rollmesh_sandbox_sessions_ended_total",
-    "Sessions by their end: closed, died (of their program), reaped (lease ran out), lost (with the jail), refused.",
+    "Sessions by end: closed, exited (by their program), expired (lease), lost (with the jail), rejected.",
     "end",
 )
 START_SECONDS = histogram("rollmesh_sandbox_session_start_seconds", "Time to open a session.")
@@ -29,7 +29,7 @@ KILLS = counter(
     "Sessions ended for a limit that a command met, by the limit: time, memory, processes, output.",
     "reason",
 )
-_LIMITS = (Outcome.TIME, Outcome.MEMORY, Outcome.PROCESSES, Outcome.OUTPUT)
+_LIMITS = (RunOutcome.TIME, RunOutcome.MEMORY, RunOutcome.PROCESSES, RunOutcome.OUTPUT)
 METRICS = (
     CREATED,
     LIVE,

@@ -148,6 +148,6 @@ class SandboxNode(JoinedNode):
 def make_engine(config: SandboxConfig, *, state_dir: Path, ids: IdSource, clock: Clock | None = None) -> SandboxEngine:
     """The engine that `config.engine` names."""
     if config.engine == "fake":
-        engine: SandboxEngine = load_object("rollmesh.testing.fake_sandbox:FakeEngine")(config)
+        engine: SandboxEngine = load_object("rollmesh.testing.fake_sandbox:FakeSandboxEngine")(config)
         return engine
     return JailEngine(config, state_dir=state_dir, ids=ids, clock=clock)

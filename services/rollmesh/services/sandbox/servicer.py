@@ -19,7 +19,7 @@ from rollmesh.sandbox_runtime.program import PYTHON, Program
 from rollmesh.services.sandbox.branches import Branches
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.describe import describe
-from rollmesh.services.sandbox.engine import OnOutput, Outcome, RunResult
+from rollmesh.services.sandbox.engine import OnOutput, RunOutcome, RunResult
 from rollmesh.services.sandbox.metrics import START_SECONDS, note_result
 from rollmesh.services.sandbox.oracle.hidden_tests import HiddenTests
 from rollmesh.services.sandbox.output_relay import Answer, OutputRelay
@@ -36,13 +36,13 @@ from rollmesh.v1 import sandbox_pb2, sandbox_pb2_grpc, types_pb2
 _log = logging.getLogger(__name__)
 
 _OUTCOMES = {
-    Outcome.OK: sandbox_pb2.EXEC_OUTCOME_OK,
-    Outcome.ERROR: sandbox_pb2.EXEC_OUTCOME_ERROR,
-    Outcome.TIME: sandbox_pb2.EXEC_OUTCOME_TIME_LIMIT,
-    Outcome.MEMORY: sandbox_pb2.EXEC_OUTCOME_MEMORY_LIMIT,
-    Outcome.PROCESSES: sandbox_pb2.EXEC_OUTCOME_PROCESS_LIMIT,
-    Outcome.OUTPUT: sandbox_pb2.EXEC_OUTCOME_OUTPUT_LIMIT,
-    Outcome.EXITED: sandbox_pb2.EXEC_OUTCOME_EXITED,
+    RunOutcome.OK: sandbox_pb2.EXEC_OUTCOME_OK,
+    RunOutcome.ERROR: sandbox_pb2.EXEC_OUTCOME_ERROR,
+    RunOutcome.TIME: sandbox_pb2.EXEC_OUTCOME_TIME_LIMIT,
+    RunOutcome.MEMORY: sandbox_pb2.EXEC_OUTCOME_MEMORY_LIMIT,
+    RunOutcome.PROCESSES: sandbox_pb2.EXEC_OUTCOME_PROCESS_LIMIT,
+    RunOutcome.OUTPUT: sandbox_pb2.EXEC_OUTCOME_OUTPUT_LIMIT,
+    RunOutcome.EXITED: sandbox_pb2.EXEC_OUTCOME_EXITED,
 }
 
 _LIMITS = {
@@ -85,10 +85,10 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         request_iterator: AsyncIterator[sandbox_pb2.WorkRequest],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[sandbox_pb2.WorkResponse]:
-        answers: asyncio.Queue[Answer] = asyncio.Queue()  # bounded by `places`
-        places = asyncio.Semaphore(self._config.commands_inflight_max)
+        answers: asyncio.Queue[Answer] = asyncio.Queue()  # bounded by `permits`
+        permits = asyncio.Semaphore(self._config.commands_inflight_max)
         holder = Holder()
-        reader = asyncio.create_task(self._read(request_iterator, answers, places, holder))
+        reader = asyncio.create_task(self._read(request_iterator, answers, permits, holder))
         try:
             while (answer := await answers.get()) is not None:
                 if isinstance(answer, OutputRelay):
@@ -96,10 +96,10 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
                         yield piece
                     continue
                 yield answer
-                places.release()
+                permits.release()
             await reader
         finally:
-            self._sessions.let_go(holder)
+            self._sessions.release_holder(holder)
             reader.cancel()
 
     async def Exec(
@@ -134,14 +134,14 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         self,
         requests: AsyncIterator[sandbox_pb2.WorkRequest],
         answers: asyncio.Queue[Answer],
-        places: asyncio.Semaphore,
+        permits: asyncio.Semaphore,
         holder: Holder,
     ) -> None:
         """Start a task per command; after the client's last one wait for all answers, then end the stream."""
         started: set[asyncio.Task[None]] = set()
         try:
             async for request in requests:
-                await places.acquire()
+                await permits.acquire()
                 task = asyncio.create_task(self._answer(request, answers, holder))
                 for tasks in (started, self._tasks):
                     tasks.add(task)
@@ -163,14 +163,14 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         verb = request.WhichOneof("command") or ""
         with log_context(session=request.session_id), tracing.span_below(request.traceparent, verb, "sandbox"):
             relay = OutputRelay(request, answers, self._message_bytes_max // 2)
-            answers.put_nowait(await self._answered(request, holder, relay.pass_on))
+            answers.put_nowait(await self._answer_command(request, holder, relay.pass_on))
 
-    async def _answered(
+    async def _answer_command(
         self, request: sandbox_pb2.WorkRequest, holder: Holder, on_output: OnOutput
     ) -> sandbox_pb2.WorkResponse:
         answer = sandbox_pb2.WorkResponse(request_id=request.request_id, session_id=request.session_id)
         try:
-            await self._carry_out(request, answer, holder, on_output)
+            await self._execute(request, answer, holder, on_output)
             self._require_sendable(answer)
         except MeshError as error:
             answer.failure.CopyFrom(_failure(error))
@@ -187,7 +187,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
                 "request less at once, or raise `message_bytes_max` on both sides"
             )
 
-    async def _carry_out(
+    async def _execute(
         self,
         request: sandbox_pb2.WorkRequest,
         answer: sandbox_pb2.WorkResponse,
@@ -195,7 +195,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         on_output: OnOutput,
     ) -> None:
         session_id = request.session_id
-        self._sessions.hold(session_id, holder)
+        self._sessions.set_holder(session_id, holder)
         match request.WhichOneof("command"):
             case "open":
                 await self._open(session_id, request.open, answer, holder)
@@ -290,7 +290,7 @@ def _program(run: sandbox_pb2.RunCode) -> Program:
 
 def _exec_result(result: RunResult, *, session_alive: bool) -> sandbox_pb2.ExecResult:
     error = ""
-    if result.outcome is not Outcome.OK:
+    if result.outcome is not RunOutcome.OK:
         error = f"{result.error_type}: {result.error_message}".strip().removesuffix(":").replace("\n", " ")
     return sandbox_pb2.ExecResult(
         outcome=_OUTCOMES[result.outcome],

@@ -31,14 +31,14 @@ _PATHS_MAX = 4096
 """Files of one command: their names are checked on the event loop, which all sessions share."""
 
 
-class End(Enum):
+class SessionEnd(Enum):
     """How a session ended."""
 
     CLOSED = "closed"
-    DIED = "died"
-    REAPED = "reaped"
+    EXITED = "exited"
+    EXPIRED = "expired"
     LOST = "lost"
-    REFUSED = "refused"
+    REJECTED = "rejected"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Counts:
 
     created: int
     live: int
-    ended: Mapping[End, int]
+    ended: Mapping[SessionEnd, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,7 @@ class Holder:
 
 
 @dataclass(slots=True, kw_only=True)
-class Lease:
+class SessionLease:
     """One live session."""
 
     profile: str
@@ -79,15 +79,15 @@ class Sessions:
         self._engine = engine
         self._config = config
         self._clock = clock
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, SessionLease] = {}
         self._tenants = Tenants(config.tenants, config.retry_after_s)
         self._draining = False
         self._created = 0
-        self._ends: Counter[End] = Counter()
+        self._ends: Counter[SessionEnd] = Counter()
 
     def counts(self) -> Counts:
         """Since start."""
-        return Counts(created=self._created, live=len(self._leases), ended={end: self._ends[end] for end in End})
+        return Counts(created=self._created, live=len(self._leases), ended={end: self._ends[end] for end in SessionEnd})
 
     def owners(self) -> dict[str, str]:
         """Who holds each live session."""
@@ -123,7 +123,7 @@ class Sessions:
                 async with self.using(session_id):
                     await self._engine.open(session_id, profile, lease.limits, snapshot, tenant=tenant)
         except BaseException:
-            self._finish(session_id, lease, End.REFUSED)
+            self._finish(session_id, lease, SessionEnd.REJECTED)
             raise
 
     async def run(
@@ -132,14 +132,14 @@ class Sessions:
         """Execute source text; `wall_s` 0 means the session's limit. Raises as the engine does, InvalidInput for a path that leads out."""
         _require_inside(program.return_paths)
         async with self._commanding(session_id) as lease:
-            result = await self._engine.run(session_id, program, _wall(lease.limits, wall_s), on_output)
-            return self._noted(session_id, lease, result)
+            result = await self._engine.run(session_id, program, _checked_wall_s(lease.limits, wall_s), on_output)
+            return self._recorded(session_id, lease, result)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
         """Call a function of the session. Raises as the engine does."""
         async with self._commanding(session_id) as lease:
-            result = await self._engine.call(session_id, function, arguments, _wall(lease.limits, wall_s))
-            return self._noted(session_id, lease, result)
+            result = await self._engine.call(session_id, function, arguments, _checked_wall_s(lease.limits, wall_s))
+            return self._recorded(session_id, lease, result)
 
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
         """Write files. Raises as the engine does, InvalidInput for a path that leads out."""
@@ -159,7 +159,7 @@ class Sessions:
             return
         with suppress(UnknownSession):
             async with self.using(session_id) as lease:
-                self._finish(session_id, lease, End.CLOSED)
+                self._finish(session_id, lease, SessionEnd.CLOSED)
                 await self._engine.end(session_id)
 
     def renew(self, session_id: str) -> None:
@@ -169,12 +169,12 @@ class Sessions:
             raise _unknown(session_id)
         lease.expires_s = self._expiry_s(lease)
 
-    def hold(self, session_id: str, holder: Holder) -> None:
+    def set_holder(self, session_id: str, holder: Holder) -> None:
         """Who uses the session now, if there is one."""
         if (lease := self._leases.get(session_id)) is not None:
             lease.holder = holder
 
-    def let_go(self, holder: Holder) -> None:
+    def release_holder(self, holder: Holder) -> None:
         """The holder is gone; what it held and nobody else uses ends soon."""
         holder.alive = False
         for lease in self._leases.values():
@@ -186,7 +186,7 @@ class Sessions:
         now_s = self._clock.monotonic_s()
         expired = [(key, lease) for key, lease in self._leases.items() if not lease.in_use and lease.expires_s <= now_s]
         for session_id, lease in expired:
-            self._finish(session_id, lease, End.REAPED)
+            self._finish(session_id, lease, SessionEnd.EXPIRED)
         await asyncio.gather(*(self._engine.end(session_id) for session_id, _ in expired))
         return len(expired)
 
@@ -205,7 +205,7 @@ class Sessions:
         owner: str,
         tenant: str,
         holder: Holder,
-    ) -> Lease:
+    ) -> SessionLease:
         if not session_id:
             raise InvalidInput("session_id must not be empty: use the episode's id and attempt")
         if session_id in self._leases:
@@ -222,7 +222,7 @@ class Sessions:
             )
         self._tenants.begin_session(tenant)
         ttl_s = ttl_s or self._config.ttl_s
-        lease = Lease(
+        lease = SessionLease(
             profile=profile,
             tenant=tenant,
             owner=owner,
@@ -236,7 +236,7 @@ class Sessions:
         return lease
 
     @asynccontextmanager
-    async def _commanding(self, session_id: str) -> AsyncIterator[Lease]:
+    async def _commanding(self, session_id: str) -> AsyncIterator[SessionLease]:
         """`using`, counted against the quota of the session's tenant."""
         lease = self._leases.get(session_id)
         with self._tenants.commanding(lease.tenant) if lease is not None else nullcontext():
@@ -244,7 +244,7 @@ class Sessions:
                 yield used
 
     @asynccontextmanager
-    async def using(self, session_id: str) -> AsyncIterator[Lease]:
+    async def using(self, session_id: str) -> AsyncIterator[SessionLease]:
         """Hold a session for one command; whatever shows that it is no more is noted here."""
         lease = self._leases.get(session_id)
         if lease is None:
@@ -254,7 +254,7 @@ class Sessions:
             async with lease.lock:
                 if self._leases.get(session_id) is not lease:
                     raise _unknown(session_id)
-                with self._noting_failures(session_id, lease):
+                with self._recording_failures(session_id, lease):
                     yield lease
         finally:
             lease.in_use -= 1
@@ -266,33 +266,35 @@ class Sessions:
         try:
             yield
         except BaseException:
-            self._finish(session_id, self._leases[session_id], End.LOST)
+            self._finish(session_id, self._leases[session_id], SessionEnd.LOST)
             raise
 
-    def _expiry_s(self, lease: Lease) -> float:
+    def _expiry_s(self, lease: SessionLease) -> float:
         ttl_s = lease.ttl_s if lease.holder.alive else min(lease.ttl_s, self._config.orphan_s)
         return self._clock.monotonic_s() + ttl_s
 
     @contextmanager
-    def _noting_failures(self, session_id: str, lease: Lease) -> Iterator[None]:
+    def _recording_failures(self, session_id: str, lease: SessionLease) -> Iterator[None]:
         try:
             yield
         except SandboxFailed:
-            self._finish(session_id, lease, End.LOST)
+            self._finish(session_id, lease, SessionEnd.LOST)
             raise
         except UnknownSession:
-            self._finish(session_id, lease, End.DIED)
+            self._finish(session_id, lease, SessionEnd.EXITED)
             raise
         except asyncio.CancelledError:
-            self._finish(session_id, lease, End.CLOSED)  # the engine ends what was cancelled: its state is unknown
+            self._finish(
+                session_id, lease, SessionEnd.CLOSED
+            )  # the engine ends what was cancelled: its state is unknown
             raise
 
-    def _noted(self, session_id: str, lease: Lease, result: RunResult) -> RunResult:
+    def _recorded(self, session_id: str, lease: SessionLease, result: RunResult) -> RunResult:
         if not result.session_alive:
-            self._finish(session_id, lease, End.DIED)
+            self._finish(session_id, lease, SessionEnd.EXITED)
         return result
 
-    def _finish(self, session_id: str, lease: Lease, end: End) -> None:
+    def _finish(self, session_id: str, lease: SessionLease, end: SessionEnd) -> None:
         """The one place where a lease ends; the first end counts."""
         if self._leases.get(session_id) is lease:
             del self._leases[session_id]
@@ -304,7 +306,7 @@ def _unknown(session_id: str) -> UnknownSession:
     return UnknownSession(f"no session {session_id!r} here: it was closed, expired or lost; open a new one")
 
 
-def _wall(limits: Limits, wall_s: float) -> float:
+def _checked_wall_s(limits: Limits, wall_s: float) -> float:
     if not 0 <= wall_s <= limits.call_s:
         raise InvalidInput(f"wall_s must be between 0 and the session's limit {limits.call_s}, got {wall_s}")
     return wall_s or limits.call_s

@@ -30,7 +30,7 @@ _RETRY_AFTER_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Snapshot:
+class SessionSnapshot:
     """One saved session."""
 
     snapshot_id: str
@@ -77,7 +77,7 @@ class Snapshots:
         self._config = config
         self._clock = clock
         self._ids = ids
-        self._kept: dict[str, Snapshot] = {}
+        self._kept: dict[str, SessionSnapshot] = {}
 
     @property
     def num_kept(self) -> int:
@@ -100,7 +100,7 @@ class Snapshots:
 
     async def take(
         self, engine: SandboxEngine, session_id: str, *, profile: str, limits: Limits, tenant: str, ttl_s: float
-    ) -> Snapshot:
+    ) -> SessionSnapshot:
         """Save a session. Raises Overloaded beyond a quota, InvalidInput, and as the engine does."""
         snapshot = self._reserve(profile, limits, tenant, ttl_s)
         try:
@@ -113,7 +113,7 @@ class Snapshots:
         return snapshot
 
     @contextmanager
-    def using(self, snapshot_id: str) -> Iterator[Snapshot]:
+    def using(self, snapshot_id: str) -> Iterator[SessionSnapshot]:
         """A complete snapshot, not dropped for its age meanwhile, and young again. Raises UnknownSnapshot."""
         snapshot = self._kept.get(snapshot_id)
         if snapshot is None or not snapshot.sha256:
@@ -148,7 +148,7 @@ class Snapshots:
             await self._clock.sleep(every_s)
             await self.sweep()
 
-    def _reserve(self, profile: str, limits: Limits, tenant: str, ttl_s: float) -> Snapshot:
+    def _reserve(self, profile: str, limits: Limits, tenant: str, ttl_s: float) -> SessionSnapshot:
         config = self._config
         if not 0 <= ttl_s <= config.ttl_s_max:
             raise InvalidInput(f"ttl_s must be between 0 and {config.ttl_s_max}, got {ttl_s}")
@@ -160,7 +160,7 @@ class Snapshots:
         if room <= 0:
             raise self._overloaded("bytes")
         snapshot_id = self._ids.new("snapshot")
-        snapshot = Snapshot(
+        snapshot = SessionSnapshot(
             snapshot_id=snapshot_id,
             path=self._directory / snapshot_id,
             profile=profile,
@@ -173,7 +173,7 @@ class Snapshots:
         self._kept[snapshot_id] = snapshot
         return snapshot
 
-    async def _write(self, engine: SandboxEngine, session_id: str, snapshot: Snapshot) -> None:
+    async def _write(self, engine: SandboxEngine, session_id: str, snapshot: SessionSnapshot) -> None:
         file = await asyncio.to_thread(snapshot.path.open, "xb")
         digest, num_bytes = hashlib.sha256(), 0
 
@@ -192,7 +192,7 @@ class Snapshots:
         snapshot.expires_s = self._clock.monotonic_s() + snapshot.ttl_s
         snapshot.sha256 = digest.hexdigest()
 
-    def _too_large(self, snapshot: Snapshot) -> Overloaded | InvalidInput:
+    def _too_large(self, snapshot: SessionSnapshot) -> Overloaded | InvalidInput:
         most = self._config.snapshot_bytes_max
         if snapshot.num_bytes < most:
             return self._overloaded("bytes")

@@ -39,7 +39,7 @@ class Starts:
         return self._num_inflight < self._inflight_max and not self._queues
 
     @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
+    async def permit(self, tenant: str) -> AsyncIterator[None]:
         """Wait for a turn and hold it. Raises Overloaded if too many wait already."""
         began_s = self._clock.monotonic_s()
         await self._take(tenant)
@@ -47,10 +47,10 @@ class Starts:
         try:
             yield
         finally:
-            self.give_back()
+            self.release()
 
-    def take_spare(self) -> None:
-        """Hold a turn that nobody waits for, until `give_back`; only while `idle`."""
+    def take_idle_permit(self) -> None:
+        """Hold a turn that nobody waits for, until `release`; only while `idle`."""
         assert self.idle
         self._num_inflight += 1
 
@@ -65,33 +65,33 @@ class Starts:
                 retry_after_s=self._retry_after_s,
                 tenant=tenant,
             )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(tenant, deque()).append(turn)
+        permit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queues.setdefault(tenant, deque()).append(permit)
         try:
-            await turn
+            await permit
         except asyncio.CancelledError:
-            self._leave(tenant, turn)
+            self._abandon(tenant, permit)
             raise
 
-    def _leave(self, tenant: str, turn: asyncio.Future[None]) -> None:
+    def _abandon(self, tenant: str, permit: asyncio.Future[None]) -> None:
         """Cancelled while it waited, or in the moment in which the turn came: then it is the next one's."""
-        if turn.done() and not turn.cancelled():
-            self.give_back()
+        if permit.done() and not permit.cancelled():
+            self.release()
             return
         queue = self._queues.get(tenant, deque())
         with suppress(ValueError):  # a turn that was given back meanwhile passed it by
-            queue.remove(turn)
+            queue.remove(permit)
         if not queue:
             self._queues.pop(tenant, None)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """The end of a turn; the next is for who waits longest, tenant by tenant."""
         self._num_inflight -= 1
         while self._queues and self._num_inflight < self._inflight_max:
             tenant, queue = self._queues.popitem(last=False)
-            turn = queue.popleft()
+            permit = queue.popleft()
             if queue:
                 self._queues[tenant] = queue  # behind the others
-            if not turn.done():
-                turn.set_result(None)
+            if not permit.done():
+                permit.set_result(None)
                 self._num_inflight += 1

@@ -9,7 +9,7 @@ import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from rollmesh.services.sandbox.egress.exchange import Refused
+from rollmesh.services.sandbox.egress.exchange import EgressRefused
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 """Addresses of a host, as text. Raises OSError."""
@@ -30,14 +30,14 @@ async def resolve(
     try:
         found = fixed[host] if host in fixed else await resolver(host, port)
     except OSError as error:
-        raise Refused("upstream", f"the name {host} could not be resolved: {error.strerror or error}") from error
+        raise EgressRefused("upstream", f"the name {host} could not be resolved: {error.strerror or error}") from error
     except UnicodeError as error:  # a label that no name can have
-        raise Refused("upstream", f"{host} is no name: {error}") from error
+        raise EgressRefused("upstream", f"{host} is no name: {error}") from error
     if not found:
-        raise Refused("upstream", f"the name {host} has no address")
+        raise EgressRefused("upstream", f"the name {host} has no address")
     for text in found:
         if not may_connect(text, allow_private=allow_private):
-            raise Refused("address", f"the name {host} leads to an address that is not public")
+            raise EgressRefused("address", f"the name {host} leads to an address that is not public")
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from rollmesh.services.sandbox.egress.exchange import Refused
+from rollmesh.services.sandbox.egress.exchange import EgressRefused
 from rollmesh.shared.clock import Clock
 
 _TENANTS_MAX = 4096
@@ -31,4 +31,6 @@ class Rates:
             self._buckets.popitem(last=False)
         if tokens < 1:
             wait_s = (1 - tokens) / self._rate_per_s
-            raise Refused("rate", f"more than {self._rate_per_s:g} requests per second; ask again in {wait_s:.2f} s")
+            raise EgressRefused(
+                "rate", f"more than {self._rate_per_s:g} requests per second; ask again in {wait_s:.2f} s"
+            )

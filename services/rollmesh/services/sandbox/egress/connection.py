@@ -14,7 +14,7 @@ import socket
 import h11
 
 from rollmesh.services.sandbox.egress.config import EgressConfig
-from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request, wire
+from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply, EgressRequest, wire
 
 _PIECE_BYTES = 1 << 16
 
@@ -29,18 +29,18 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._is_head = False
 
-    async def read(self) -> Request | None:
+    async def read(self) -> EgressRequest | None:
         """The request; None if the session closed without one. Raises Refused, OSError."""
         try:
             async with asyncio.timeout(self._config.request_s):
                 return await self._read()
         except TimeoutError:
-            raise Refused("slow", f"the request was not complete after {self._config.request_s:g} s") from None
+            raise EgressRefused("slow", f"the request was not complete after {self._config.request_s:g} s") from None
         except h11.RemoteProtocolError as error:
             rule = "header_bytes" if error.error_status_hint == 431 else "malformed"
-            raise Refused(rule, f"not HTTP/1.1 as it should be: {error}") from error
+            raise EgressRefused(rule, f"not HTTP/1.1 as it should be: {error}") from error
 
-    async def write(self, reply: Reply) -> None:
+    async def write(self, reply: EgressReply) -> None:
         """Send the reply. Raises OSError, TimeoutError."""
         body = b"" if self._is_head or reply.status in (204, 304) else reply.body
         data = _encoded(reply.status, {**reply.headers, "content-length": str(len(body)), "connection": "close"}, body)
@@ -51,7 +51,7 @@ class Connection:
         """Give up the socket; nobody may be waiting on it."""
         self._socket.close()
 
-    async def _read(self) -> Request | None:
+    async def _read(self) -> EgressRequest | None:
         head: h11.Request | None = None
         body = bytearray()
         while True:
@@ -73,22 +73,24 @@ class Connection:
     def _check_head(self, head: h11.Request) -> None:
         self._is_head = head.method == b"HEAD"
         if head.method == b"CONNECT":
-            raise Refused("connect", "there are no tunnels: ask for https URLs as such, the proxy speaks TLS itself")
+            raise EgressRefused(
+                "connect", "there are no tunnels: ask for https URLs as such, the proxy speaks TLS itself"
+            )
         if self._link.they_are_waiting_for_100_continue:
-            raise Refused("malformed", "Expect is not served: send the body at once")
+            raise EgressRefused("malformed", "Expect is not served: send the body at once")
         for name, value in head.headers:
             if name == b"content-length":
                 self._check_size(int(value))
 
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._config.request_bytes_max:
-            raise Refused("request_bytes", f"the body exceeds {self._config.request_bytes_max} bytes")
+            raise EgressRefused("request_bytes", f"the body exceeds {self._config.request_bytes_max} bytes")
 
-    def _whole(self, head: h11.Request, body: bytes) -> Request:
+    def _whole(self, head: h11.Request, body: bytes) -> EgressRequest:
         if self._link.trailing_data[0]:
-            raise Refused("malformed", "one request per connection: there are bytes behind it")
+            raise EgressRefused("malformed", "one request per connection: there are bytes behind it")
         headers = {name.decode("ascii"): value.decode("latin-1") for name, value in head.headers}
-        return Request(method=head.method.decode(), target=head.target.decode(), headers=headers, body=body)
+        return EgressRequest(method=head.method.decode(), target=head.target.decode(), headers=headers, body=body)
 
 
 def _encoded(status: int, headers: dict[str, str], body: bytes) -> bytes:

@@ -33,7 +33,7 @@ STATUS = {
 """HTTP status by refusing rule. From 500 on it is not the session's doing."""
 
 
-class Refused(Exception):
+class EgressRefused(Exception):
     """The proxy does not do it. `rule` is a key of `STATUS`; the text goes to the session."""
 
     def __init__(self, rule: str, why: str) -> None:
@@ -43,7 +43,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class EgressRequest:
     """As the session sent it, whole."""
 
     method: str
@@ -55,7 +55,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class EgressReply:
     """As the session gets it, whole."""
 
     status: int
@@ -71,8 +71,8 @@ def wire(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
 
 
-def refusal(error: Refused, policy: str) -> Reply:
+def refusal(error: EgressRefused, policy: str) -> EgressReply:
     """The reply that tells a session why not."""
     text = f"egress refused by rule `{error.rule}` of policy `{policy}`: {error}\n"
     headers = {"content-type": "text/plain; charset=utf-8", "x-refused-by": error.rule}
-    return Reply(status=error.status, headers=headers, body=text.encode(), refused_by=error.rule)
+    return EgressReply(status=error.status, headers=headers, body=text.encode(), refused_by=error.rule)

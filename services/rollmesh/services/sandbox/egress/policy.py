@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote
 
 from rollmesh.services.sandbox.egress.config import PORTS, EgressRule
-from rollmesh.services.sandbox.egress.exchange import Refused
+from rollmesh.services.sandbox.egress.exchange import EgressRefused
 
 _URL = re.compile(
     r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<path>/[^?]*)?(?P<query>\?.*)?", re.IGNORECASE
@@ -49,25 +49,27 @@ def parse(text: str) -> Url:
     shown = text[:_SHOWN_CHARS]
     parts = _URL.fullmatch(text)
     if parts is None or not _SAFE.fullmatch(text) or "\\" in text or "#" in text:
-        raise Refused("malformed", f"not a plain absolute URL: {shown!r}")
+        raise EgressRefused("malformed", f"not a plain absolute URL: {shown!r}")
     scheme = parts["scheme"].lower()
     if scheme not in PORTS:
-        raise Refused("scheme", f"scheme {scheme!r} is not spoken here; known: {', '.join(PORTS)}")
+        raise EgressRefused("scheme", f"scheme {scheme!r} is not spoken here; known: {', '.join(PORTS)}")
     if parts["authority"].startswith("["):
-        raise Refused("ip_literal", f"hosts are given by name, not by address: {shown!r}")
+        raise EgressRefused("ip_literal", f"hosts are given by name, not by address: {shown!r}")
     authority = _AUTHORITY.fullmatch(parts["authority"])
     if authority is None:
-        raise Refused("malformed", f"not a plain host, with a port at most: {parts['authority'][:_SHOWN_CHARS]!r}")
+        raise EgressRefused(
+            "malformed", f"not a plain host, with a port at most: {parts['authority'][:_SHOWN_CHARS]!r}"
+        )
     host = authority["host"].lower()
     if _NUMBER.fullmatch(host.rpartition(".")[2]):
-        raise Refused("ip_literal", f"hosts are given by name, not by address: {host!r}")
+        raise EgressRefused("ip_literal", f"hosts are given by name, not by address: {host!r}")
     port = int(authority["port"] or PORTS[scheme])
     return Url(scheme, host, port, (parts["path"] or "/") + (parts["query"] or ""))
 
 
 def allow(rules: Sequence[EgressRule], method: str, url: Url) -> EgressRule:
     """The first rule that allows it. Raises Refused, naming what of the nearest rule did not fit."""
-    nearest = Refused("host", f"{url.host} is not on the allow-list")
+    nearest = EgressRefused("host", f"{url.host} is not on the allow-list")
     depth = 0
     for rule in rules:
         if not _host_fits(rule.host, url.host):
@@ -84,16 +86,16 @@ def _host_fits(pattern: str, host: str) -> bool:
     return host.endswith(pattern) and host != pattern if pattern.startswith(".") else host == pattern
 
 
-def _misfit(rule: EgressRule, method: str, url: Url) -> tuple[int, Refused] | None:
+def _misfit(rule: EgressRule, method: str, url: Url) -> tuple[int, EgressRefused] | None:
     """Why a rule for this host does not allow it, and how near it came."""
     if url.scheme not in rule.schemes:
-        return 1, Refused("scheme", f"{url.host} is allowed by {', '.join(rule.schemes)} only")
+        return 1, EgressRefused("scheme", f"{url.host} is allowed by {', '.join(rule.schemes)} only")
     if url.port not in (rule.ports or (PORTS[url.scheme],)):
-        return 2, Refused("port", f"port {url.port} of {url.host} is not allowed")
+        return 2, EgressRefused("port", f"port {url.port} of {url.host} is not allowed")
     if method not in rule.methods:
-        return 3, Refused("method", f"{method} is not allowed at {url.host}; allowed: {', '.join(rule.methods)}")
+        return 3, EgressRefused("method", f"{method} is not allowed at {url.host}; allowed: {', '.join(rule.methods)}")
     if not _path_fits(rule.path_prefix, url.path.partition("?")[0]):
-        return 4, Refused("path", f"only {rule.path_prefix} and below is allowed at {url.host}")
+        return 4, EgressRefused("path", f"only {rule.path_prefix} and below is allowed at {url.host}")
     return None
 
 

@@ -14,8 +14,8 @@ import socket
 from contextlib import suppress
 
 from rollmesh.services.sandbox.egress.connection import Connection
-from rollmesh.services.sandbox.egress.exchange import Refused
-from rollmesh.services.sandbox.egress.proxy import Client, Proxy
+from rollmesh.services.sandbox.egress.exchange import EgressRefused
+from rollmesh.services.sandbox.egress.proxy import EgressClient, Proxy
 from rollmesh.shared.telemetry.logs import apart
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ GRANTED, DENIED = b"+", b"-"
 class Port:
     """`theirs` is for the session; the caller closes it once it is passed on. End with `close`."""
 
-    def __init__(self, proxy: Proxy, client: Client) -> None:
+    def __init__(self, proxy: Proxy, client: EgressClient) -> None:
         self._proxy = proxy
         self._client = client
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -81,14 +81,14 @@ class Port:
             _log.error("a request of session %s broke", self._client.session, exc_info=error)
 
     def _deny(self, rule: str, why: str) -> None:
-        reply = self._proxy.refuse(self._client, Refused(rule, why))
+        reply = self._proxy.refuse(self._client, EgressRefused(rule, why))
         self._ours.send(DENIED + reply.body)
 
     async def _handle(self, connection: Connection) -> None:
         with suppress(OSError, TimeoutError):  # the session went away or does not read: its own loss
             try:
                 request = await connection.read()
-            except Refused as error:
+            except EgressRefused as error:
                 await connection.write(self._proxy.refuse(self._client, error))
                 return
             if request is not None:

@@ -18,7 +18,7 @@ from urllib.parse import quote
 from rollmesh.services.sandbox.egress.addresses import Resolver, resolve_by_dns
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.egress.port import Port
-from rollmesh.services.sandbox.egress.proxy import Client, Proxy
+from rollmesh.services.sandbox.egress.proxy import EgressClient, Proxy
 from rollmesh.services.sandbox.egress.retrieval.backend import Backend
 from rollmesh.services.sandbox.egress.retrieval.cache import Cache
 from rollmesh.services.sandbox.egress.retrieval.corpus import Corpus
@@ -67,7 +67,7 @@ class Ports:
         if not policy:
             yield ()
             return
-        port = self._ports[session_id] = Port(self._proxies[policy], Client(session=session_id, tenant=tenant))
+        port = self._ports[session_id] = Port(self._proxies[policy], EgressClient(session=session_id, tenant=tenant))
         try:
             with port.theirs:
                 yield (port.theirs.fileno(),)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rollmesh.services.sandbox.egress.budget import Rates
 from rollmesh.services.sandbox.egress.config import EgressConfig
-from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request, refusal
+from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply, EgressRequest, refusal
 from rollmesh.services.sandbox.egress.metrics import BYTES, REQUESTS
 from rollmesh.services.sandbox.egress.retrieval.cache import Cache
 from rollmesh.services.sandbox.egress.retrieval.service import Retrieval
@@ -29,7 +29,7 @@ _SHOWN_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Client:
+class EgressClient:
     """Who asks."""
 
     session: str
@@ -58,7 +58,7 @@ class Proxy:
         self._digest = upstream.digest + (retrieval.digest if retrieval is not None else "")
         self._rates = Rates(config.rate_per_s, config.burst, clock)
         self._untaken_bytes = 0
-        self._places = asyncio.Semaphore(config.inflight_max)
+        self._permits = asyncio.Semaphore(config.inflight_max)
 
     def close(self) -> None:
         """Nothing is asked any more."""
@@ -68,14 +68,14 @@ class Proxy:
             self._cache.close()
 
     @asynccontextmanager
-    async def answering(self, client: Client, request: Request) -> AsyncIterator[Reply]:
+    async def answering(self, client: EgressClient, request: EgressRequest) -> AsyncIterator[EgressReply]:
         """The reply, which may be a refusal, after at most the policy's `timeout_s`; held in memory until the block ends."""
         began_s = self._clock.monotonic_s()
         try:
             reply = await self._answer(client, request)
             if self._untaken_bytes + len(reply.body) > self.config.untaken_bytes_max:
-                raise Refused("busy", "too many answers have not been taken by their sessions; ask again later")
-        except Refused as error:
+                raise EgressRefused("busy", "too many answers have not been taken by their sessions; ask again later")
+        except EgressRefused as error:
             reply = refusal(error, self.name)
         self._record(client, request, reply, self._clock.monotonic_s() - began_s)
         self._untaken_bytes += len(reply.body)
@@ -84,39 +84,39 @@ class Proxy:
         finally:
             self._untaken_bytes -= len(reply.body)
 
-    def refuse(self, client: Client, error: Refused) -> Reply:
+    def refuse(self, client: EgressClient, error: EgressRefused) -> EgressReply:
         """The reply to what never became a request."""
         reply = refusal(error, self.name)
-        self._record(client, Request(method="", target=""), reply, 0.0)
+        self._record(client, EgressRequest(method="", target=""), reply, 0.0)
         return reply
 
-    async def _answer(self, client: Client, request: Request) -> Reply:
+    async def _answer(self, client: EgressClient, request: EgressRequest) -> EgressReply:
         self._rates.spend(client.tenant)
         try:
-            async with asyncio.timeout(self.config.timeout_s), self._places:
+            async with asyncio.timeout(self.config.timeout_s), self._permits:
                 if self._cache is None:
                     return await self._fresh(request)
                 return await self._cache.answer(self._digest, request, lambda: self._recordable(request))
         except TimeoutError:
-            raise Refused("timeout", f"no answer within {self.config.timeout_s:g} s") from None
+            raise EgressRefused("timeout", f"no answer within {self.config.timeout_s:g} s") from None
 
-    async def _fresh(self, request: Request) -> Reply:
+    async def _fresh(self, request: EgressRequest) -> EgressReply:
         if not request.target.startswith("/"):
             return await self._upstream.ask(request)
         if self._retrieval is None:
-            raise Refused("not_found", "this policy serves no search; ask for absolute URLs")
+            raise EgressRefused("not_found", "this policy serves no search; ask for absolute URLs")
         return await self._retrieval.answer(request)
 
-    async def _recordable(self, request: Request) -> Reply:
+    async def _recordable(self, request: EgressRequest) -> EgressReply:
         """That there is nothing is an answer too: it must be the same when it is asked again."""
         try:
             return await self._fresh(request)
-        except Refused as error:
+        except EgressRefused as error:
             if error.rule != "not_found":
                 raise
             return refusal(error, self.name)
 
-    def _record(self, client: Client, request: Request, reply: Reply, wall_s: float) -> None:
+    def _record(self, client: EgressClient, request: EgressRequest, reply: EgressReply, wall_s: float) -> None:
         outcome = reply.refused_by or ("cached" if reply.cached else "answered")
         count(REQUESTS, self.name, outcome)
         count(BYTES, self.name, amount=len(reply.body))

@@ -19,7 +19,7 @@ import msgspec
 
 from rollmesh.services.sandbox.egress import addresses, policy
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
-from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request, wire
+from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply, EgressRequest, wire
 
 _PIECE_BYTES = 1 << 16
 _CONNECT_S = 5.0
@@ -45,7 +45,7 @@ class Upstream:
         """What is allowed, and from where: answers of another policy are no answers of this one."""
         return hashlib.sha256(msgspec.json.encode((self._config.rules, self._config.response_bytes_max))).hexdigest()
 
-    async def ask(self, request: Request) -> Reply:
+    async def ask(self, request: EgressRequest) -> EgressReply:
         """The answer to one request, redirects as they are. Raises Refused; bounded by the caller's deadline."""
         url = policy.parse(request.target)
         rule = policy.allow(self._config.rules, request.method, url)
@@ -60,19 +60,19 @@ class Upstream:
         try:
             return await self._exchange(reader, writer, _upstream_request(request, url, rule), request.body)
         except (OSError, h11.ProtocolError, EOFError) as error:
-            raise Refused("upstream", f"{url.authority} broke off: {error}") from error
+            raise EgressRefused("upstream", f"{url.authority} broke off: {error}") from error
         finally:
             writer.transport.abort()
 
-    async def follow(self, target: str, headers: Mapping[str, str]) -> Reply:
+    async def follow(self, target: str, headers: Mapping[str, str]) -> EgressReply:
         """What a GET finds behind redirects; each step is checked like a first request. Raises Refused."""
         for _ in range(self._config.redirects_max + 1):
-            reply = await self.ask(Request(method="GET", target=target, headers=headers))
+            reply = await self.ask(EgressRequest(method="GET", target=target, headers=headers))
             location = reply.headers.get("location")
             if reply.status not in _REDIRECTS or location is None:
                 return reply
             target = _absolute(target, location)
-        raise Refused("redirects", f"more than {self._config.redirects_max} redirects")
+        raise EgressRefused("redirects", f"more than {self._config.redirects_max} redirects")
 
     async def _connect(self, url: policy.Url, found: Sequence[str]) -> _Streams:
         reason = ""
@@ -87,7 +87,7 @@ class Upstream:
                     )
             except (OSError, TimeoutError) as error:
                 reason = str(error) or "no answer in time"
-        raise Refused("upstream", f"{url.authority} could not be connected to: {reason}")
+        raise EgressRefused("upstream", f"{url.authority} could not be connected to: {reason}")
 
     def _trusted(self) -> ssl.SSLContext:
         if self._tls is None:
@@ -96,14 +96,16 @@ class Upstream:
 
     async def _exchange(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: h11.Request, body: bytes
-    ) -> Reply:
+    ) -> EgressReply:
         link = h11.Connection(h11.CLIENT, max_incomplete_event_size=self._config.header_bytes_max)
         parts = [link.send(head), link.send(h11.Data(data=body)) if body else b"", link.send(h11.EndOfMessage())]
         writer.write(b"".join(part or b"" for part in parts))
         await writer.drain()
         status, headers, packed = await self._receive(link, reader)
         kept = {name: value for name, value in headers.items() if name in _PASSED_BACK}
-        return Reply(status=status, headers=kept, body=self._unpacked(headers.get("content-encoding", ""), packed))
+        return EgressReply(
+            status=status, headers=kept, body=self._unpacked(headers.get("content-encoding", ""), packed)
+        )
 
     async def _receive(self, link: h11.Connection, reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
         status, headers, body = 0, {}, bytearray()
@@ -129,23 +131,23 @@ class Upstream:
         if encoding in ("", "identity") or not packed:
             return packed
         if encoding not in _ENCODINGS:
-            raise Refused("encoding", f"the answer is encoded as {encoding[:50]!r}, which nobody asked for")
+            raise EgressRefused("encoding", f"the answer is encoded as {encoding[:50]!r}, which nobody asked for")
         unpacker = zlib.decompressobj(_ENCODINGS[encoding])
         try:
             body = unpacker.decompress(packed, self._config.response_bytes_max + 1)
         except zlib.error as error:
-            raise Refused("encoding", f"the answer is not {encoding}: {error}") from error
+            raise EgressRefused("encoding", f"the answer is not {encoding}: {error}") from error
         if len(body) > self._config.response_bytes_max:
             raise self._too_large()
         if not unpacker.eof:
-            raise Refused("encoding", f"the answer's {encoding} ends too early")
+            raise EgressRefused("encoding", f"the answer's {encoding} ends too early")
         return body
 
-    def _too_large(self) -> Refused:
-        return Refused("response_bytes", f"the answer exceeds {self._config.response_bytes_max} bytes")
+    def _too_large(self) -> EgressRefused:
+        return EgressRefused("response_bytes", f"the answer exceeds {self._config.response_bytes_max} bytes")
 
 
-def _upstream_request(request: Request, url: policy.Url, rule: EgressRule) -> h11.Request:
+def _upstream_request(request: EgressRequest, url: policy.Url, rule: EgressRule) -> h11.Request:
     headers = {"host": url.authority, "connection": "close", "accept-encoding": "identity", "user-agent": "rollmesh"}
     headers |= {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
     if request.body or request.method in ("POST", "PUT", "PATCH"):
@@ -159,11 +161,11 @@ def _secrets(header_files: Mapping[str, str]) -> dict[str, str]:
     try:
         secrets = {name.lower(): Path(path).read_text(encoding="ascii").strip() for name, path in header_files.items()}
     except (OSError, UnicodeDecodeError) as error:
-        raise Refused("upstream", "a key of this host cannot be read on the service's side") from error
+        raise EgressRefused("upstream", "a key of this host cannot be read on the service's side") from error
     if not all(
         value.isprintable() for value in secrets.values()
     ):  # never quoted: the parser's own complaint would show it
-        raise Refused("upstream", "a key of this host is no header's value")
+        raise EgressRefused("upstream", "a key of this host is no header's value")
     return secrets
 
 
@@ -176,4 +178,4 @@ def _absolute(base: str, location: str) -> str:
     try:
         return urldefrag(urljoin(base, location)).url
     except ValueError as error:
-        raise Refused("malformed", f"the redirect leads to no URL: {error}") from error
+        raise EgressRefused("malformed", f"the redirect leads to no URL: {error}") from error

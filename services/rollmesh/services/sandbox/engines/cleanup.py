@@ -59,7 +59,7 @@ class StateDir:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
-    def clear_leftovers(self, hierarchy: Hierarchy | None) -> Cleared:
+    def clean_up(self, hierarchy: Hierarchy | None) -> Cleared:
         """End recorded launchers that still live and delete recorded cgroups."""
         num_processes = num_groups = 0
         for record in sorted(self.path.glob("launcher-*.json")):
@@ -140,7 +140,7 @@ def _end_folders(record: Path) -> None:
 
 
 def _end_groups(hierarchy: Hierarchy, name: str) -> int:
-    groups = list(hierarchy.leftovers(f"{name}-"))
+    groups = list(hierarchy.find(f"{name}-"))
     for group in groups:
         with contextlib.suppress(OSError):  # what can't be ended stays, and is tried again at the next start
             cgroups.kill_all(group)

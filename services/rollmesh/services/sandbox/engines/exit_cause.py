@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import signal
 
-from rollmesh.sandbox_runtime.cgroups import Group
+from rollmesh.sandbox_runtime.cgroups import Cgroup
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.services.sandbox.engines.zygote_process import Ended
+from rollmesh.services.sandbox.engines.zygote_process import SessionExit
 
 _CLOCKS_APART = 0.2
 """Share by which the kernel's two clocks of a process may differ: limits count ticks, reports what really ran, less on busy cores."""
@@ -24,7 +24,7 @@ class MemoryKills:
     """Kills for memory in the group of a place, and whether its own limit was the reason. Asked at the end of each of its sessions, so that the
     next begins where that ended."""
 
-    def __init__(self, group: Group | None) -> None:
+    def __init__(self, group: Cgroup | None) -> None:
         self._group = group
         self._kills = self._hits = 0
 
@@ -38,7 +38,7 @@ class MemoryKills:
         return (self._group.num_oom_kills(), self._group.num_limit_hits()) if self._group is not None else (0, 0)
 
 
-def killed_from_outside(ended: Ended, limits: Limits) -> bool:
+def killed_externally(ended: SessionExit, limits: Limits) -> bool:
     """Return whether a session that ended before we asked for it was killed by another process on the host or by its kernel.
 
     A kill at a CPU limit below the session's own counts as the program's doing, whatever CPU time is reported: only the program can

@@ -18,22 +18,22 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engines.exit_cause import MemoryKills
 from rollmesh.services.sandbox.engines.jail_session import JailSession, ProtocolBroken, SessionGone
-from rollmesh.services.sandbox.engines.slots import Slot, Slots
-from rollmesh.services.sandbox.engines.zygote_process import Ended, ZygoteProcess
+from rollmesh.services.sandbox.engines.slots import SessionSlot, SessionSlots
+from rollmesh.services.sandbox.engines.zygote_process import SessionExit, ZygoteProcess
 from rollmesh.shared.errors import SandboxFailed
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class LiveSession:
     """A session from its fork until nothing of it is left."""
 
     key: str
     """The zygote's name for it."""
     session: JailSession
     zygote: ZygoteProcess
-    place: Slot
+    slot: SessionSlot
     limits: Limits
-    ended: asyncio.Future[Ended]
+    ended: asyncio.Future[SessionExit]
     """Done when nothing of the session is left and its place is free."""
     memory_kills: MemoryKills
     out_of_memory: bool = False
@@ -41,7 +41,7 @@ class Live:
     closing: bool = False
     """Whether we have begun to end it."""
 
-    def begin_end(self) -> None:
+    def kill(self) -> None:
         """Have it killed; `ended` tells when nothing of it is left."""
         self.closing = True
         self.zygote.kill(self.key)
@@ -60,44 +60,46 @@ class Live:
 
 
 class Forks:
-    """Makes sessions. `places` is set before the first."""
+    """Makes sessions. `slots` is set before the first."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._keys = itertools.count()
-        self._places: Slots | None = None
+        self._slots: SessionSlots | None = None
         self._memory_kills: dict[int, MemoryKills] = {}
         """By place, whose sessions come one after another."""
 
     @property
     def started(self) -> bool:
         """Whether there are places."""
-        return self._places is not None
+        return self._slots is not None
 
     @property
-    def places(self) -> Slots:
+    def slots(self) -> SessionSlots:
         """Where sessions are."""
-        assert self._places is not None, "start() comes first"
-        return self._places
+        assert self._slots is not None, "start() comes first"
+        return self._slots
 
-    @places.setter
-    def places(self, places: Slots) -> None:
-        self._places = places
+    @slots.setter
+    def slots(self, slots: SessionSlots) -> None:
+        self._slots = slots
 
-    def fork(self, zygote: ZygoteProcess, place: Slot, limits: Limits, egress_fds: tuple[int, ...] = ()) -> Live:
+    def fork(
+        self, zygote: ZygoteProcess, slot: SessionSlot, limits: Limits, egress_fds: tuple[int, ...] = ()
+    ) -> LiveSession:
         """Begin a session in a place, which is given back when it has ended. Raises SandboxFailed; the place is the caller's then."""
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
             raise SandboxFailed(f"cannot make a session's socket: {error}") from error
         ours.setblocking(False)
-        entrances: list[int] = []
+        entry_fds: list[int] = []
         key = str(next(self._keys))
         try:
-            if place.group is not None:
-                place.group.limit(limits)
-                entrances = place.group.entrances()
-            reaped = zygote.open(key, place, limits, (theirs.fileno(), *entrances), egress_fds)
+            if slot.group is not None:
+                slot.group.limit(limits)
+                entry_fds = slot.group.entry_fds()
+            reaped = zygote.open(key, slot, limits, (theirs.fileno(), *entry_fds), egress_fds)
         except OSError as error:
             ours.close()
             raise SandboxFailed(f"cannot set the session's cgroup: {error}") from error
@@ -106,23 +108,23 @@ class Forks:
             raise
         finally:
             theirs.close()
-            for fd in entrances:
+            for fd in entry_fds:
                 os.close(fd)
         session = JailSession(ours, limits, self._config.files_bytes_max)
-        kills = self._memory_kills.setdefault(place.index, MemoryKills(place.group))
-        live = Live(key, session, zygote, place, limits, asyncio.get_running_loop().create_future(), kills)
+        kills = self._memory_kills.setdefault(slot.index, MemoryKills(slot.group))
+        live = LiveSession(key, session, zygote, slot, limits, asyncio.get_running_loop().create_future(), kills)
         reaped.add_done_callback(lambda done: self._release(live, done.result()))
         return live
 
-    def _release(self, live: Live, ended: Ended) -> None:
+    def _release(self, live: LiveSession, ended: SessionExit) -> None:
         """Nothing of the session is left: the one place where a place is given back. Only then is `live.ended` done, so that whoever
         reads it finds the whole account."""
         live.killed_for_memory()
         live.session.close()
-        self.places.give_back(live.place)
+        self.slots.release(live.slot)
         live.ended.set_result(replace(ended, out_of_memory=live.out_of_memory))
 
-    async def ready(self, live: Live, session_id: str = "") -> None:
+    async def ready(self, live: LiveSession, session_id: str = "") -> None:
         """Wait until it is contained. Raises SandboxFailed when it has ended instead; ends it if cancelled.
 
         Before it is ready a session runs no foreign code: whatever goes wrong is ours.
@@ -138,15 +140,15 @@ class Forks:
         except (SessionGone, ProtocolBroken) as error:
             reason = str(error)
         except BaseException:
-            live.begin_end()
+            live.kill()
             raise
-        live.begin_end()
+        live.kill()
         ended = await self.gone(live)
         raise SandboxFailed(f"the jail could not be made: {ended.refused or reason}", session=session_id)
 
-    async def gone(self, live: Live) -> Ended:
+    async def gone(self, live: LiveSession) -> SessionExit:
         """Wait for the kernel to have reaped everything; a zygote that does not report it is ended itself."""
-        waiting: Awaitable[Ended] = asyncio.shield(live.ended)
+        waiting: Awaitable[SessionExit] = asyncio.shield(live.ended)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.start_timeout_s):
                 return await waiting

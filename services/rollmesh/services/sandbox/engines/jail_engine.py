@@ -24,17 +24,17 @@ from rollmesh.sandbox_runtime.program import PYTHON, Program
 from rollmesh.services.sandbox import capability_probe
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.ports import Ports
-from rollmesh.services.sandbox.engine import OnOutput, Outcome, PoolCounts, RunResult, SavePiece, SnapshotTooLarge
+from rollmesh.services.sandbox.engine import OnOutput, PoolCounts, RunOutcome, RunResult, SavePiece, SnapshotTooLarge
 from rollmesh.services.sandbox.engines.cleanup import StateDir
-from rollmesh.services.sandbox.engines.exit_cause import killed_from_outside
-from rollmesh.services.sandbox.engines.forks import Forks, Live
-from rollmesh.services.sandbox.engines.jail_session import ProtocolBroken, Reply, SessionGone
+from rollmesh.services.sandbox.engines.exit_cause import killed_externally
+from rollmesh.services.sandbox.engines.forks import Forks, LiveSession
+from rollmesh.services.sandbox.engines.jail_session import ProtocolBroken, SessionGone, SessionReply
 from rollmesh.services.sandbox.engines.pools import Pools
 from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
 from rollmesh.services.sandbox.engines.results import exited, explain, killed, to_result
-from rollmesh.services.sandbox.engines.slots import Slots
+from rollmesh.services.sandbox.engines.slots import SessionSlots
 from rollmesh.services.sandbox.engines.uid_ranges import UidRange, claim_uids
-from rollmesh.services.sandbox.engines.zygote_process import Ended
+from rollmesh.services.sandbox.engines.zygote_process import SessionExit
 from rollmesh.services.sandbox.engines.zygotes import Zygotes
 from rollmesh.services.sandbox.repository_images import RepositoryImages
 from rollmesh.services.sandbox.starts import Starts
@@ -64,24 +64,24 @@ class JailEngine:
             clock=clock or SystemClock(),
         )
         self._pools = Pools(config, self._forks, self._zygotes, self._starts, clock or SystemClock())
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, LiveSession] = {}
         self._ports = Ports(config.egress, state_dir / "egress")
 
     async def start(self) -> None:
-        blueprint = self._zygotes.blueprint = await asyncio.to_thread(capability_probe.plan, self._config)
+        plan = self._zygotes.plan = await asyncio.to_thread(capability_probe.plan, self._config)
         hierarchy = cgroups.detect_here() if self._config.cgroups else None
         await asyncio.to_thread(self._state.acquire)
-        cleared = await asyncio.to_thread(self._state.clear_leftovers, hierarchy)
+        cleared = await asyncio.to_thread(self._state.clean_up, hierarchy)
         if cleared.num_processes or cleared.num_groups:
             _log.warning("ended what an earlier life left: %s", cleared)
         self._state.record_groups(self._name)
         await self._ports.start()
         config = self._config
-        if mechanisms.MOUNT_NAMESPACE not in blueprint.walls:
+        if mechanisms.MOUNT_NAMESPACE not in plan.mechanisms:
             self._folders = await asyncio.to_thread(PrivateFolders, config.sessions_dir, self._state, self._name)
         if not config.uid_base and os.geteuid() == 0:
             self._uids = await asyncio.to_thread(claim_uids, config.sessions_max * (2 if self._folders else 1))
-        self._forks.places = Slots(
+        self._forks.slots = SessionSlots(
             config.sessions_max, self._uids.base, hierarchy, self._name, config.retry_after_s, self._folders
         )
         for profile in config.warm:
@@ -93,7 +93,7 @@ class JailEngine:
         await asyncio.gather(*(self.end(session_id) for session_id in list(self._live)))
         await self._zygotes.close()
         if self._forks.started:
-            self._forks.places.remove_groups()
+            self._forks.slots.remove_groups()
             self._state.forget_groups(self._name)
         if self._folders is not None:
             await asyncio.to_thread(self._folders.close)
@@ -133,7 +133,7 @@ class JailEngine:
         if live is not None:
             self._adopt(session_id, live)
         else:
-            async with self._starts.turn(tenant):
+            async with self._starts.permit(tenant):
                 live = await self._make(session_id, profile, limits, tenant)
         self._pools.refill()
         if snapshot is not None:
@@ -181,22 +181,22 @@ class JailEngine:
         await self._forks.gone(live)
         self._pools.refill()
 
-    def _begin_end(self, session_id: str, live: Live) -> None:
+    def _begin_end(self, session_id: str, live: LiveSession) -> None:
         if live.ended.done() and self._live.get(session_id) is live:
             del self._live[session_id]  # it ended unasked; its user has learned of it now
-        live.begin_end()
+        live.kill()
 
     # Making sessions ----------------------------------------------------------------------------------------------
 
-    async def _make(self, session_id: str, profile: str, limits: Limits, tenant: str) -> Live:
-        places = self._forks.places
-        place = await self._pools.place()
+    async def _make(self, session_id: str, profile: str, limits: Limits, tenant: str) -> LiveSession:
+        slots = self._forks.slots
+        slot = await self._pools.acquire_slot()
         try:
             zygote = await self._zygotes.get(profile)
             with self._ports.opening(session_id, self._config.profiles[profile].egress, tenant) as egress_fds:
-                live = self._forks.fork(zygote, place, limits, egress_fds)
+                live = self._forks.fork(zygote, slot, limits, egress_fds)
         except BaseException:
-            places.give_back(place)
+            slots.release(slot)
             raise
         self._adopt(session_id, live)
         try:
@@ -206,26 +206,31 @@ class JailEngine:
             raise
         return live
 
-    def _adopt(self, session_id: str, live: Live) -> None:
+    def _adopt(self, session_id: str, live: LiveSession) -> None:
         """From now on it is known by this name, until it ends; one that ends unasked stays listed, so that its user learns why."""
         self._live[session_id] = live
         live.ended.add_done_callback(lambda _: self._forget(session_id, live))
 
-    def _forget(self, session_id: str, live: Live) -> None:
+    def _forget(self, session_id: str, live: LiveSession) -> None:
         self._ports.close(session_id)
         if live.closing and self._live.get(session_id) is live:  # its user may have learned of the end before
             del self._live[session_id]
 
     # Using sessions -----------------------------------------------------------------------------------------------
 
-    def _find(self, session_id: str) -> Live:
+    def _find(self, session_id: str) -> LiveSession:
         live = self._live.get(session_id)
         if live is None or live.closing:
             raise UnknownSession(f"no session {session_id!r} here: it was closed, expired or lost; open a new one")
         return live
 
     async def _execute(
-        self, session_id: str, live: Live, message: dict[str, Any], wall_s: float, on_output: OnOutput | None = None
+        self,
+        session_id: str,
+        live: LiveSession,
+        message: dict[str, Any],
+        wall_s: float,
+        on_output: OnOutput | None = None,
     ) -> RunResult:
         message["wall_s"] = wall_s
         try:
@@ -234,7 +239,7 @@ class JailEngine:
                 raise ProtocolBroken("a refusal of a program that every session runs")
         except TimeoutError:
             await self._ended_by_itself(session_id, live)
-            return killed(Outcome.TIME, wall_s + self._config.grace_s)
+            return killed(RunOutcome.TIME, wall_s + self._config.grace_s)
         except SessionGone:
             ended = await self._ended_by_itself(session_id, live, gone=True)
             return explain(ended, live.limits)
@@ -248,7 +253,7 @@ class JailEngine:
             await self.end(session_id)
         return result
 
-    async def _transfer(self, session_id: str, message: dict[str, Any]) -> Reply:
+    async def _transfer(self, session_id: str, message: dict[str, Any]) -> SessionReply:
         live = self._find(session_id)
         request = live.session.request(message, live.limits.call_s + self._config.grace_s)
         reply = await self._handled(session_id, live, request)
@@ -256,7 +261,7 @@ class JailEngine:
             raise InvalidInput(reply.refused, session=session_id)
         return reply
 
-    async def _restore(self, session_id: str, live: Live, snapshot: AsyncIterator[bytes]) -> None:
+    async def _restore(self, session_id: str, live: LiveSession, snapshot: AsyncIterator[bytes]) -> None:
         """Not under `_starts`: foreign code runs while values load, for as long as a call may take."""
         restoring = live.session.restore(snapshot, live.limits.call_s + self._config.grace_s)
         try:
@@ -271,7 +276,9 @@ class JailEngine:
             await self.end(session_id)
             raise InvalidInput(f"the snapshot does not load: {refused}", session=session_id)
 
-    async def _handled(self, session_id: str, live: Live, exchange: Coroutine[Any, Any, Reply]) -> Reply:
+    async def _handled(
+        self, session_id: str, live: LiveSession, exchange: Coroutine[Any, Any, SessionReply]
+    ) -> SessionReply:
         """The reply to what is no program; a session that fails us then, or is left in the middle, is ended."""
         try:
             return await exchange
@@ -283,15 +290,15 @@ class JailEngine:
             raise
 
     async def _exchange(
-        self, session_id: str, live: Live, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None
-    ) -> Reply:
+        self, session_id: str, live: LiveSession, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None
+    ) -> SessionReply:
         try:
             return await live.session.request(message, timeout_s, on_output)
         except asyncio.CancelledError:
             self._begin_end(session_id, live)
             raise
 
-    async def _ended_by_itself(self, session_id: str, live: Live, *, gone: bool = False) -> Ended:
+    async def _ended_by_itself(self, session_id: str, live: LiveSession, *, gone: bool = False) -> SessionExit:
         """Make sure that a session which failed us is gone. Raises UnknownSession if somebody else was ending it anyway, and
         SandboxFailed if it was no doing of its program. `gone`: its socket has ended, so it is dying, unless it only closed it."""
         closing = live.closing
@@ -306,7 +313,7 @@ class JailEngine:
             raise UnknownSession(f"session {session_id!r} was closed while it was used")
         if ended.lost:
             raise SandboxFailed("the session was lost with its zygote", session=session_id)
-        if unasked and killed_from_outside(ended, live.limits):
+        if unasked and killed_externally(ended, live.limits):
             raise SandboxFailed("the session was killed from outside; is the host out of memory?", session=session_id)
         return ended
 

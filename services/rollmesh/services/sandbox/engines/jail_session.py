@@ -36,7 +36,7 @@ _Text = Annotated[str, msgspec.Meta(max_length=framing.REFUSAL_BYTES_MAX)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
-class Reply(msgspec.Struct, frozen=True, kw_only=True):
+class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a session may say; absent fields have no meaning for the request at hand."""
 
     ready: bool = False
@@ -76,7 +76,7 @@ class ProtocolBroken(Exception):
     """The session wrote something that is no reply."""
 
 
-_decoder = msgspec.json.Decoder(Reply)
+_decoder = msgspec.json.Decoder(SessionReply)
 _encoder = msgspec.json.Encoder()
 
 
@@ -96,7 +96,7 @@ class _Bounds:
     files_bytes: int = 0
 
 
-def _decoded(data: bytearray, end: int, paths: frozenset[str] = frozenset()) -> Reply:
+def _decoded(data: bytearray, end: int, paths: frozenset[str] = frozenset()) -> SessionReply:
     """The frame that ends there. Every string, of which a decoder makes an object, shows at least one quote that is not escaped."""
     quotes = data.count(b'"', 0, end) - data.count(b'\\"', 0, end)
     if quotes > _QUOTES_MAX + 4 * len(paths):
@@ -120,28 +120,30 @@ class JailSession:
         # There are six texts of at most output_bytes characters each.
         self._frame_bytes_max = 6 * _ESCAPED_MAX * limits.output_bytes + _OVERHEAD_BYTES
 
-    async def receive(self, timeout_s: float) -> Reply:
+    async def receive(self, timeout_s: float) -> SessionReply:
         """The next reply. Raises TimeoutError, SessionGone, ProtocolBroken."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
                 return await self._read(self._bounds({}, timeout_s))
 
-    async def request(self, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None = None) -> Reply:
+    async def request(
+        self, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None = None
+    ) -> SessionReply:
         """Send a request, return its reply; pieces of output ahead of it go to `on_output`, together at most four times what the
         session keeps of a text: two descriptors, each with Python's own writes and its children's.
 
         Raises TimeoutError, SessionGone, ProtocolBroken.
         """
-        bounds = self._bounds(message, timeout_s)
+        provided = self._bounds(message, timeout_s)
         with self._in_use():
             async with asyncio.timeout(timeout_s):
                 await self._send(_frame(message))
                 data = bytearray()
                 if on_output is not None:
-                    data = await self._pass_on(on_output, bounds)
-                return await self._read(bounds, data)
+                    data = await self._pass_on(on_output, provided)
+                return await self._read(provided, data)
 
-    async def save(self, bytes_max: int, save: SavePiece, timeout_s: float) -> Reply:
+    async def save(self, bytes_max: int, save: SavePiece, timeout_s: float) -> SessionReply:
         """Request a snapshot, hand its records to `save`, return the reply. Raises as `request`, and what `save` raises."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
@@ -149,7 +151,7 @@ class JailSession:
                 data = await self._records(bytes_max, save)
                 return await self._read(self._bounds({}, timeout_s), data)
 
-    async def restore(self, snapshot: AsyncIterator[bytes], timeout_s: float) -> Reply:
+    async def restore(self, snapshot: AsyncIterator[bytes], timeout_s: float) -> SessionReply:
         """Send a snapshot into a fresh session. Raises as `request`, and what `snapshot` raises."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
@@ -212,12 +214,12 @@ class JailSession:
             num_ended += size < records.RECORD_BYTES
         return data
 
-    async def _pass_on(self, on_output: OnOutput, bounds: _Bounds) -> bytearray:
+    async def _pass_on(self, on_output: OnOutput, provided: _Bounds) -> bytearray:
         """Take pieces of output until a frame is none; that frame's bytes."""
         data, room = bytearray(), 4 * self._output_bytes
         while True:
-            end, data = await self._whole_frame(bounds, data)
-            piece = _decoded(data, end, bounds.paths)
+            end, data = await self._whole_frame(provided, data)
+            piece = _decoded(data, end, provided.paths)
             if not piece.descriptor:
                 return data
             room -= len(piece.text)
@@ -226,22 +228,22 @@ class JailSession:
             on_output(piece.descriptor, piece.text)
             del data[:end]
 
-    async def _whole_frame(self, bounds: _Bounds, data: bytearray) -> tuple[int, bytearray]:
+    async def _whole_frame(self, provided: _Bounds, data: bytearray) -> tuple[int, bytearray]:
         """`data` read on until it holds a frame, and where that ends."""
         data = await self._piece(framing.LENGTH.size, data)
         (size,) = framing.LENGTH.unpack_from(data)
-        if size > bounds.frame_bytes:
-            raise ProtocolBroken(f"a frame of {size} bytes; at most {bounds.frame_bytes} are allowed")
+        if size > provided.frame_bytes:
+            raise ProtocolBroken(f"a frame of {size} bytes; at most {provided.frame_bytes} are allowed")
         return framing.LENGTH.size + size, await self._piece(framing.LENGTH.size + size, data)
 
-    async def _read(self, bounds: _Bounds, data: bytearray | None = None) -> Reply:
-        end, data = await self._whole_frame(bounds, data or bytearray())
+    async def _read(self, provided: _Bounds, data: bytearray | None = None) -> SessionReply:
+        end, data = await self._whole_frame(provided, data or bytearray())
         if len(data) != end:
             raise ProtocolBroken("an unasked frame")
-        reply = _decoded(data, end, bounds.paths)
+        reply = _decoded(data, end, provided.paths)
         if reply.descriptor:
             raise ProtocolBroken("unasked output")
-        self._require_bounded(reply, bounds)
+        self._require_bounded(reply, provided)
         return reply
 
     def _bounds(self, message: dict[str, Any], timeout_s: float) -> _Bounds:
@@ -257,19 +259,19 @@ class JailSession:
             files_bytes=message.get("bytes_max") or message.get("files_bytes_max") or 0,
         )
 
-    def _require_bounded(self, reply: Reply, bounds: _Bounds) -> None:
+    def _require_bounded(self, reply: SessionReply, provided: _Bounds) -> None:
         """Code in the jail can write replies itself: names and sizes that were not asked for end here. Raises ProtocolBroken."""
-        if not bounds.paths.issuperset(reply.files):
+        if not provided.paths.issuperset(reply.files):
             raise ProtocolBroken("files that were not asked for")
-        if sum(len(text) * 3 // 4 - 2 for text in reply.files.values()) > bounds.files_bytes:
-            raise ProtocolBroken(f"files of more than {bounds.files_bytes} bytes")
+        if sum(len(text) * 3 // 4 - 2 for text in reply.files.values()) > provided.files_bytes:
+            raise ProtocolBroken(f"files of more than {provided.files_bytes} bytes")
         texts = (reply.stdout, reply.stderr, reply.result, reply.error_type, reply.error_message, reply.traceback)
         if max(map(len, texts)) > self._text_max:
             raise ProtocolBroken(f"a text of more than {self._text_max} characters")
         if len(reply.lost) > LOST_MAX + 1:
             raise ProtocolBroken(f"{len(reply.lost)} lost names; at most {LOST_MAX + 1} are allowed")
-        if reply.wall_s > bounds.wall_s:
-            raise ProtocolBroken(f"a command of {reply.wall_s} s that was answered within {bounds.wall_s} s")
+        if reply.wall_s > provided.wall_s:
+            raise ProtocolBroken(f"a command of {reply.wall_s} s that was answered within {provided.wall_s} s")
 
     async def _piece(self, num_bytes: int, data: bytearray) -> bytearray:
         """Read on until `data` has that many bytes. Nothing follows a reply, so more than asked for is never lost silently."""

@@ -18,9 +18,9 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engine import PoolCounts
 from rollmesh.services.sandbox.engines.demand import shares
-from rollmesh.services.sandbox.engines.forks import Forks, Live
+from rollmesh.services.sandbox.engines.forks import Forks, LiveSession
 from rollmesh.services.sandbox.engines.ready_pool import ReadyPool
-from rollmesh.services.sandbox.engines.slots import Slot
+from rollmesh.services.sandbox.engines.slots import SessionSlot
 from rollmesh.services.sandbox.engines.zygotes import Zygotes
 from rollmesh.services.sandbox.starts import Starts
 from rollmesh.shared.clock import Clock
@@ -40,9 +40,9 @@ class Pools:
         self._clock = clock
         self._pools = _pools(config)
         self._opened_s = dict.fromkeys(config.profiles, clock.monotonic_s())
-        self._held: set[Live] = set()
+        self._held: set[LiveSession] = set()
         """Ours, from their fork until they are taken or nothing of them is left."""
-        self._tending: asyncio.Task[None] | None = None
+        self._maintenance: asyncio.Task[None] | None = None
         self._making: dict[asyncio.Task[None], None] = {}
         """The oldest first."""
         self._making_max = min(config.pools.making_max, max(1, config.starts_inflight_max - 1))
@@ -51,12 +51,12 @@ class Pools:
 
     def start(self) -> None:
         """Begin to tend."""
-        self._tending = asyncio.create_task(self._tend(), name="sandbox pools")
-        self._tending.add_done_callback(_note_failure)
+        self._maintenance = asyncio.create_task(self._maintain(), name="sandbox pools")
+        self._maintenance.add_done_callback(_log_failure)
 
     async def close(self) -> None:
         """Nothing is ready or being made when this returns, and nothing will be."""
-        tending, self._tending = self._tending, None
+        tending, self._maintenance = self._maintenance, None
         tasks = [*self._making, *([tending] if tending is not None else [])]
         for task in tasks:
             task.cancel()
@@ -71,7 +71,7 @@ class Pools:
         ready = {profile: len(pool.ready) for profile, pool in self._pools.items()}
         return PoolCounts(ready=ready, made=self._made, taken=self._taken, missed=self._missed, dropped=self._dropped)
 
-    async def take(self, profile: str, limits: Limits) -> Live | None:
+    async def take(self, profile: str, limits: Limits) -> LiveSession | None:
         """A ready session, the caller's own from now on, if there is one that will do; or one that is just being made, which is there
         sooner than another that would have to share the cores with it."""
         now_s = self._clock.monotonic_s()
@@ -80,14 +80,14 @@ class Pools:
         if pool is None or limits != pool.limits:
             return None
         pool.demand.opened(now_s)
-        live = self._pop(pool) if pool.has_unowed else None
+        live = self._pop(pool) if pool.has_unreserved else None
         if live is None and pool.num_free > 0 and await pool.next_made():
             live = self._pop(pool)
         if live is None:
             self._missed += 1
         return live
 
-    def _pop(self, pool: ReadyPool) -> Live | None:
+    def _pop(self, pool: ReadyPool) -> LiveSession | None:
         while pool.ready:
             live = pool.ready.pop()
             if live.quiet:
@@ -97,18 +97,18 @@ class Pools:
             self._drop(live)
         return None
 
-    async def place(self) -> Slot:
+    async def acquire_slot(self) -> SessionSlot:
         """A free place; where there is none a ready session gives up its own. Raises Overloaded, SandboxFailed."""
         while True:
             try:
-                return self._forks.places.take()
+                return self._forks.slots.acquire()
             except Overloaded:
-                if not await self._has_given_way():
+                if not await self._evict_and_wait():
                     raise
 
     def refill(self) -> None:
         """Somebody took a session or gave back a place: see whether sessions should be made, as soon as what is under way has gone on."""
-        if self._tending is not None and not self._planned:
+        if self._maintenance is not None and not self._planned:
             self._planned = True
             asyncio.get_running_loop().call_soon(self._refill)
 
@@ -116,7 +116,7 @@ class Pools:
 
     def _refill(self) -> None:
         self._planned = False
-        while self._tending is not None and (profile := self._next()) is not None:
+        while self._maintenance is not None and (profile := self._next()) is not None:
             try:
                 self._make(self._pools[profile])
             except SandboxFailed as error:  # an open that meets the same tells its user
@@ -127,7 +127,7 @@ class Pools:
         """The profile that lacks most, if one more can be made now: it has a zygote, a turn is free, and places are left over."""
         if len(self._making) >= self._making_max or len(self._held) >= self._config.pools.ready_max:
             return None
-        if not self._starts.idle or self._spare_places() <= 0:
+        if not self._starts.idle or self._spare_slots() <= 0:
             return None
         lacking = {
             profile: lack
@@ -142,21 +142,21 @@ class Pools:
         """Fork one and see to it that it becomes ready. Raises SandboxFailed."""
         zygote = self._zygotes.running(pool.profile)
         assert zygote is not None
-        place = self._forks.places.take()
+        slot = self._forks.slots.acquire()
         try:
-            live = self._forks.fork(zygote, place, pool.limits)
+            live = self._forks.fork(zygote, slot, pool.limits)
         except BaseException:
-            self._forks.places.give_back(place)
+            self._forks.slots.release(slot)
             raise
         self._held.add(live)
-        live.ended.add_done_callback(lambda _: self._lost(pool, live))
-        self._starts.take_spare()
+        live.ended.add_done_callback(lambda _: self._forget(pool, live))
+        self._starts.take_idle_permit()
         task = asyncio.create_task(self._await_ready(pool, live), name=f"sandbox pool of {pool.profile}")
-        task.add_done_callback(lambda task: self._settle(task, pool, live))
+        task.add_done_callback(lambda task: self._record_result(task, pool, live))
         self._making[task] = None
         pool.num_making += 1
 
-    async def _await_ready(self, pool: ReadyPool, live: Live) -> None:
+    async def _await_ready(self, pool: ReadyPool, live: LiveSession) -> None:
         """Raises SandboxFailed."""
         began_s = self._clock.monotonic_s()
         await self._forks.ready(live)
@@ -164,30 +164,30 @@ class Pools:
         pool.made(live)
         pool.demand.made(self._clock.monotonic_s() - began_s)
 
-    def _settle(self, task: asyncio.Task[None], pool: ReadyPool, live: Live) -> None:
+    def _record_result(self, task: asyncio.Task[None], pool: ReadyPool, live: LiveSession) -> None:
         """It is ready, or was cancelled, before its first step perhaps, or failed."""
         del self._making[task]
-        self._starts.give_back()
+        self._starts.release()
         if task.cancelled() or task.exception() is not None:
             pool.not_made()
         if task.cancelled():
-            live.begin_end()
+            live.kill()
         elif isinstance(error := task.exception(), SandboxFailed):
             _cannot_keep(pool.profile, error)
         elif error is not None:
-            _note_failure(task)
+            _log_failure(task)
         else:
             self.refill()
 
     # Ending -------------------------------------------------------------------------------------------------------
 
-    async def _tend(self) -> None:
+    async def _maintain(self) -> None:
         while True:
             await self._clock.sleep(self._config.reap_every_s)
             for profile, num in self._wanted().items():
                 self._shrink(self._pools[profile], num)
-            for _ in range(-self._spare_places()):
-                self._give_way()
+            for _ in range(-self._spare_slots()):
+                self._evict_one()
             await self._end_idle_zygotes()
             self.refill()
 
@@ -206,9 +206,9 @@ class Pools:
         unused_s = self._clock.monotonic_s() - self._opened_s[profile]
         return 0 < idle_s <= unused_s and profile not in self._config.warm
 
-    async def _has_given_way(self) -> bool:
+    async def _evict_and_wait(self) -> bool:
         """Wait until a session of ours is gone; whether one is."""
-        if not self._give_way():
+        if not self._evict_one():
             going_on = [task for task in self._making if not task.done() and not task.cancelling()]
             for task in going_on[-1:]:
                 task.cancel()
@@ -218,7 +218,7 @@ class Pools:
         done, _ = await asyncio.wait(endings, timeout=self._config.start_timeout_s, return_when=asyncio.FIRST_COMPLETED)
         return bool(done)
 
-    def _give_way(self) -> bool:
+    def _evict_one(self) -> bool:
         """End one ready session; False if there is none."""
         largest = max(self._pools.values(), key=lambda pool: len(pool.ready), default=None)
         if largest is None or not largest.ready:
@@ -230,11 +230,11 @@ class Pools:
         while len(pool.ready) > num:
             self._drop(pool.ready.popleft())
 
-    def _drop(self, live: Live) -> None:
+    def _drop(self, live: LiveSession) -> None:
         self._dropped += 1
-        live.begin_end()
+        live.kill()
 
-    def _lost(self, pool: ReadyPool, live: Live) -> None:
+    def _forget(self, pool: ReadyPool, live: LiveSession) -> None:
         """It has ended, if not as somebody's: asked to, or with its zygote."""
         self._held.discard(live)
         if live in pool.ready:
@@ -248,16 +248,16 @@ class Pools:
         asked = {profile: min(pool.most, pool.demand.wanted(now_s)) for profile, pool in self._pools.items()}
         return shares(asked, self._config.pools.ready_max)
 
-    def _spare_places(self) -> int:
+    def _spare_slots(self) -> int:
         """Slots beyond those left free for the sessions that may be asked for at once."""
-        return self._forks.places.num_free - self._config.starts_inflight_max
+        return self._forks.slots.num_free - self._config.starts_inflight_max
 
 
 def _cannot_keep(profile: str, error: SandboxFailed) -> None:
     _log.warning("profile %r: no session can be kept ready: %s", profile, error)
 
 
-def _note_failure(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     """Opens do without ready sessions then."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("%s failed", task.get_name(), exc_info=error)

@@ -12,7 +12,7 @@ from collections import deque
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.engines.demand import Demand
-from rollmesh.services.sandbox.engines.forks import Live
+from rollmesh.services.sandbox.engines.forks import LiveSession
 
 
 class ReadyPool:
@@ -23,38 +23,38 @@ class ReadyPool:
         self.limits = limits
         self.most = most
         self.demand = Demand(halflife_s)
-        self.ready: deque[Live] = deque()
+        self.ready: deque[LiveSession] = deque()
         """The oldest first."""
         self.num_making = 0
         self._waiting: deque[asyncio.Future[bool]] = deque()
         """Opens, no more than there are sessions in the making; told whether they have got one."""
-        self._num_owed = 0
+        self._num_reserved = 0
         """Of the ready ones, those of opens that were told so and have not come yet."""
 
     @property
-    def has_unowed(self) -> bool:
+    def has_unreserved(self) -> bool:
         """Whether a ready one is for whoever comes."""
-        return len(self.ready) > self._num_owed
+        return len(self.ready) > self._num_reserved
 
     @property
     def num_free(self) -> int:
         """Ready or in the making for whoever comes."""
-        return len(self.ready) - self._num_owed + self.num_making - len(self._waiting)
+        return len(self.ready) - self._num_reserved + self.num_making - len(self._waiting)
 
-    def made(self, live: Live) -> None:
+    def made(self, live: LiveSession) -> None:
         """One in the making is ready."""
         self.num_making -= 1
         self.ready.append(live)
         while self._waiting:
-            if _tell(self._waiting.popleft(), True):
-                self._num_owed += 1
+            if _notify(self._waiting.popleft(), True):
+                self._num_reserved += 1
                 return
 
     def not_made(self) -> None:
         """One in the making will not be ready: who came last has waited in vain, if there are not enough others."""
         self.num_making -= 1
         while len(self._waiting) > self.num_making:
-            _tell(self._waiting.pop(), False)
+            _notify(self._waiting.pop(), False)
 
     async def next_made(self) -> bool:
         """Wait until one is ready for the caller, or will not be, and say which; bounded by what a session is given to become ready."""
@@ -64,12 +64,12 @@ class ReadyPool:
             return await turn
         finally:
             if not turn.cancelled():
-                self._num_owed -= turn.result()
+                self._num_reserved -= turn.result()
             with contextlib.suppress(ValueError):
                 self._waiting.remove(turn)
 
 
-def _tell(turn: asyncio.Future[bool], got: bool) -> bool:
+def _notify(turn: asyncio.Future[bool], got: bool) -> bool:
     """Whether somebody still waits."""
     if turn.done():
         return False

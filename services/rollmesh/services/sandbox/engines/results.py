@@ -6,20 +6,20 @@ import signal
 from collections.abc import Callable
 
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.exit_cause import used_up
-from rollmesh.services.sandbox.engines.jail_session import ProtocolBroken, Reply
-from rollmesh.services.sandbox.engines.zygote_process import Ended
+from rollmesh.services.sandbox.engines.jail_session import ProtocolBroken, SessionReply
+from rollmesh.services.sandbox.engines.zygote_process import SessionExit
 
 
-def to_result(reply: Reply, killed_for_memory: Callable[[], bool]) -> RunResult:
+def to_result(reply: SessionReply, killed_for_memory: Callable[[], bool]) -> RunResult:
     """What the session says; a SIGKILL that the kernel sent for memory is none of its own."""
     try:
-        outcome, files = Outcome(reply.outcome), reply.decoded_files()
+        outcome, files = RunOutcome(reply.outcome), reply.decoded_files()
     except (ValueError, ProtocolBroken):
         return exited("the session's protocol was broken: unknown outcome or bad files")
     if reply.exit_status == -signal.SIGKILL and killed_for_memory():
-        outcome = Outcome.MEMORY
+        outcome = RunOutcome.MEMORY
     return RunResult(
         outcome=outcome,
         stdout=reply.stdout,
@@ -34,21 +34,21 @@ def to_result(reply: Reply, killed_for_memory: Callable[[], bool]) -> RunResult:
         exit_status=reply.exit_status,
         files=files,
         # Out of processes means that strays are left which would compete with every later call.
-        session_alive=outcome is not Outcome.PROCESSES,
+        session_alive=outcome is not RunOutcome.PROCESSES,
     )
 
 
-def explain(ended: Ended, limits: Limits) -> RunResult:
+def explain(ended: SessionExit, limits: Limits) -> RunResult:
     """Why a session ended by itself: the kernel's memory or CPU limit, or its own doing."""
     if ended.status < 0 and ended.out_of_memory:
-        return killed(Outcome.MEMORY)
+        return killed(RunOutcome.MEMORY)
     if ended.status < 0 and used_up(ended.cpu_s, limits.cpu_total_s):
-        return killed(Outcome.TIME)
+        return killed(RunOutcome.TIME)
     how = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
     return exited(f"the program ended its session ({how})")
 
 
-def killed(outcome: Outcome, wall_s: float = 0.0) -> RunResult:
+def killed(outcome: RunOutcome, wall_s: float = 0.0) -> RunResult:
     """Ended from outside, for a limit."""
     message = f"the session was killed: out of {outcome.value}"
     return RunResult(
@@ -58,4 +58,4 @@ def killed(outcome: Outcome, wall_s: float = 0.0) -> RunResult:
 
 def exited(message: str) -> RunResult:
     """Ended by its own doing."""
-    return RunResult(outcome=Outcome.EXITED, error_type="SessionEnded", error_message=message, session_alive=False)
+    return RunResult(outcome=RunOutcome.EXITED, error_type="SessionEnded", error_message=message, session_alive=False)

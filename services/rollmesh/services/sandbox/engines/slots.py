@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollmesh.sandbox_runtime.cgroups import Group, Hierarchy
+from rollmesh.sandbox_runtime.cgroups import Cgroup, Hierarchy
 from rollmesh.sandbox_runtime.mounts import PRIVATE_DIR
 from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
 from rollmesh.shared.errors import Overloaded, SandboxFailed
 
 
 @dataclass(slots=True)
-class Slot:
+class SessionSlot:
     """One session's worth of room."""
 
     index: int
     uid: int
-    group: Group | None
+    group: Cgroup | None
     private_dir: str = PRIVATE_DIR
     """Of its present session."""
 
 
-class Slots:
+class SessionSlots:
     """At most `num_max` of them, made on first use."""
 
     def __init__(
@@ -44,8 +44,8 @@ class Slots:
         self._hierarchy = hierarchy
         self._name = name
         self._retry_after_s = retry_after_s
-        self._made: list[Slot] = []
-        self._free: list[Slot] = []
+        self._made: list[SessionSlot] = []
+        self._free: list[SessionSlot] = []
 
     @property
     def num_used(self) -> int:
@@ -57,47 +57,47 @@ class Slots:
         """Slots to take."""
         return self._num_max - self.num_used
 
-    def take(self) -> Slot:
+    def acquire(self) -> SessionSlot:
         """A free place. Raises Overloaded, SandboxFailed."""
         if self._free:
-            return self._furnished(self._free.pop())
+            return self._with_folder(self._free.pop())
         if len(self._made) == self._num_max:
             raise Overloaded(
                 f"all {self._num_max} places of this sandbox node are taken; wait, go to another node, or raise sessions_max",
                 retry_after_s=self._retry_after_s,
             )
-        place = self._make(len(self._made))
-        self._made.append(place)
-        return self._furnished(place)
+        slot = self._make(len(self._made))
+        self._made.append(slot)
+        return self._with_folder(slot)
 
-    def give_back(self, place: Slot) -> None:
+    def release(self, slot: SessionSlot) -> None:
         """The caller vouches that its session is gone."""
-        assert place not in self._free
-        self._free.append(place)
+        assert slot not in self._free
+        self._free.append(slot)
         if self._folders is not None:
-            self._folders.remove(place.private_dir)
+            self._folders.remove(slot.private_dir)
 
-    def _furnished(self, place: Slot) -> Slot:
+    def _with_folder(self, slot: SessionSlot) -> SessionSlot:
         if self._folders is None:
-            return place
+            return slot
         try:
-            place.private_dir = self._folders.make(place.uid)
+            slot.private_dir = self._folders.make(slot.uid)
         except OSError as error:
-            self._free.append(place)
+            self._free.append(slot)
             raise SandboxFailed(f"cannot make a session's directory: {error}") from error
-        return place
+        return slot
 
     def remove_groups(self) -> None:
         """Delete all cgroups, when every session is gone."""
-        for place in self._made:
-            if place.group is not None:
-                place.group.remove()
+        for slot in self._made:
+            if slot.group is not None:
+                slot.group.remove()
 
-    def _make(self, index: int) -> Slot:
+    def _make(self, index: int) -> SessionSlot:
         group = None
         if self._hierarchy is not None:
             try:
                 group = self._hierarchy.make(f"{self._name}-{index}")
             except OSError as error:
                 raise SandboxFailed(f"cannot make a cgroup: {error}") from error
-        return Slot(index, self._uid_base + index * (2 if self._folders else 1), group)
+        return SessionSlot(index, self._uid_base + index * (2 if self._folders else 1), group)

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from rollmesh.sandbox_runtime import framing, launcher
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.mechanisms import IsolationPlan
-from rollmesh.services.sandbox.engines.slots import Slot
+from rollmesh.services.sandbox.engines.slots import SessionSlot
 from rollmesh.shared.errors import SandboxFailed
 
 _END_S = 5.0
@@ -28,7 +28,7 @@ _END_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class SessionExit:
     """How a session's pid 1 ended. `lost`: with its zygote, so through no doing of its own."""
 
     status: int = 0
@@ -52,21 +52,21 @@ class ZygoteProcess:
         self._process = process
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._gone: asyncio.Future[None] = self._loop.create_future()
-        self._sessions: dict[str, asyncio.Future[Ended]] = {}
+        self._sessions: dict[str, asyncio.Future[SessionExit]] = {}
         self._fatal = ""
         self._pidfd = os.pidfd_open(process.pid)
-        self._loop.add_reader(control, self._on_packet)
+        self._loop.add_reader(control, self._read_packet)
         self._loop.add_reader(self._pidfd, self._on_exit)
 
     @classmethod
     async def start(
-        cls, python: str, profile: Mapping[str, Any], blueprint: IsolationPlan, log: Path, timeout_s: float
+        cls, python: str, profile: Mapping[str, Any], plan: IsolationPlan, log: Path, timeout_s: float
     ) -> ZygoteProcess:
         """Execute a launcher and wait until its zygote is contained. Raises SandboxFailed with its reason."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs, log.open("wb") as errors:
-            process = _execute(python, theirs.fileno(), profile, blueprint, errors)
+            process = _execute(python, theirs.fileno(), profile, plan, errors)
         zygote = cls(ours, process)
         try:
             async with asyncio.timeout(timeout_s):
@@ -95,19 +95,19 @@ class ZygoteProcess:
         return self._process.pid
 
     def open(
-        self, session_id: str, place: Slot, limits: Limits, fds: Sequence[int], egress_fds: Sequence[int] = ()
-    ) -> asyncio.Future[Ended]:
+        self, session_id: str, slot: SessionSlot, limits: Limits, fds: Sequence[int], egress_fds: Sequence[int] = ()
+    ) -> asyncio.Future[SessionExit]:
         """Ask for a session around `fds` = [its socket, entrances of its cgroups ...] and its egress port, if it has one; the future ends
         with the session."""
         packet = {
-            "op": "open", "id": session_id, "place": place.index, "uid": place.uid, "limits": limits.as_dict(),
-            "egress": len(egress_fds), "private_dir": place.private_dir,
+            "op": "open", "id": session_id, "slot": slot.index, "uid": slot.uid, "limits": limits.as_dict(),
+            "egress": len(egress_fds), "private_dir": slot.private_dir,
         }  # fmt: skip
         try:
             framing.send_packet(self._control, packet, (*fds, *egress_fds))
         except OSError as error:
             raise SandboxFailed(f"the zygote does not take requests: {error}") from error
-        ended: asyncio.Future[Ended] = self._loop.create_future()
+        ended: asyncio.Future[SessionExit] = self._loop.create_future()
         self._sessions[session_id] = ended
         return ended
 
@@ -122,7 +122,7 @@ class ZygoteProcess:
 
     async def close(self) -> None:
         """End it with all its sessions."""
-        self._control_closed()
+        self._close_control()
         try:
             async with asyncio.timeout(_END_S):
                 await asyncio.shield(self._gone)
@@ -135,38 +135,38 @@ class ZygoteProcess:
         if not self._gone.done():
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def _on_packet(self) -> bool:
+    def _read_packet(self) -> bool:
         """Take one packet; whether there may be another."""
         try:
             packet, _ = framing.receive_packet(self._control)
         except BlockingIOError:
             return False
         if packet is None:
-            self._control_closed()
+            self._close_control()
             return False
-        self._take(packet)
+        self._handle_packet(packet)
         return True
 
-    def _take(self, packet: framing.Message) -> None:
+    def _handle_packet(self, packet: framing.Message) -> None:
         match packet["event"]:
             case "ready":
                 self._ready.set_result(None)
             case "fatal":
                 self._fatal = packet["reason"]
             case "failed":
-                self._finish(packet["id"], Ended(refused=packet["reason"]))
+                self._finish(packet["id"], SessionExit(refused=packet["reason"]))
             case "ended":
                 self._finish(
                     packet["id"],
-                    Ended(status=packet["status"], cpu_s=packet["cpu_s"], cpu_limit_s=packet["cpu_limit_s"]),
+                    SessionExit(status=packet["status"], cpu_s=packet["cpu_s"], cpu_limit_s=packet["cpu_limit_s"]),
                 )
 
-    def _finish(self, session_id: str, ended: Ended) -> None:
+    def _finish(self, session_id: str, ended: SessionExit) -> None:
         future = self._sessions.pop(session_id, None)
         if future is not None and not future.done():
             future.set_result(ended)
 
-    def _control_closed(self) -> None:
+    def _close_control(self) -> None:
         if self._control.fileno() >= 0:
             self._loop.remove_reader(self._control)
             self._control.close()
@@ -176,23 +176,23 @@ class ZygoteProcess:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         status = self._process.wait()
-        while self._control.fileno() >= 0 and self._on_packet():
+        while self._control.fileno() >= 0 and self._read_packet():
             pass  # last words, which say why
-        self._control_closed()
+        self._close_control()
         self._gone.set_result(None)
         if not self._ready.done():
             self._ready.set_exception(
                 SandboxFailed(f"the zygote ended at its start: {self._fatal or f'status {status}'}")
             )
         for session_id in list(self._sessions):
-            self._finish(session_id, Ended(lost=True))
+            self._finish(session_id, SessionExit(lost=True))
 
 
 def _execute(
-    python: str, control_fd: int, profile: Mapping[str, Any], blueprint: IsolationPlan, errors: BinaryIO
+    python: str, control_fd: int, profile: Mapping[str, Any], plan: IsolationPlan, errors: BinaryIO
 ) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        launcher.command(python or os.path.realpath(sys.executable), control_fd, profile, blueprint),
+        launcher.command(python or os.path.realpath(sys.executable), control_fd, profile, plan),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=errors,

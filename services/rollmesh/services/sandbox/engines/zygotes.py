@@ -14,15 +14,15 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.zygote_process import ZygoteProcess
 
-_OURS = ("limits", "egress", "library_lock", "repository")
+_SERVICE_FIELDS = ("limits", "egress", "library_lock", "repository")
 """Fields of a profile that are no business of its zygote."""
 
 
 class Zygotes:
-    """By profile. `blueprint` is set before the first is wanted."""
+    """By profile. `plan` is set before the first is wanted."""
 
     def __init__(self, config: SandboxConfig, state: StateDir) -> None:
-        self.blueprint: IsolationPlan | None = None
+        self.plan: IsolationPlan | None = None
         self._config = config
         self._state = state
         self._running: dict[str, ZygoteProcess] = {}
@@ -57,15 +57,13 @@ class Zygotes:
         await asyncio.gather(*(self._ended(zygote) for zygote in list(self._ending)))
 
     async def _start(self, profile: str) -> ZygoteProcess:
-        assert self.blueprint is not None, "start() comes first"
+        assert self.plan is not None, "start() comes first"
         described = msgspec.to_builtins(self._config.profiles[profile])
-        for name in _OURS:
+        for name in _SERVICE_FIELDS:
             del described[name]
         described["pickler"] = str(Path(cloudpickle.__file__).parent)
         log = self._state.path / f"zygote-{profile}.log"
-        zygote = await ZygoteProcess.start(
-            self._config.python, described, self.blueprint, log, self._config.start_timeout_s
-        )
+        zygote = await ZygoteProcess.start(self._config.python, described, self.plan, log, self._config.start_timeout_s)
         self._running[profile] = zygote
         self._state.record_launcher(zygote.pid)
         return zygote

@@ -13,13 +13,13 @@ from typing import Self
 
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.engine import RunResult
-from rollmesh.services.sandbox.oracle.cell import Cell
-from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict, require_ok
+from rollmesh.services.sandbox.oracle.judging_session import JudgingSession
+from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict, require_ok
 from rollmesh.shared.errors import InvalidInput
 
-OpenCell = Callable[[], AbstractAsyncContextManager[Cell]]
-Prepare = Callable[[Cell], Awaitable[None]]
-"""What a fresh session with the candidate's files needs before its first question; raises `Failed`."""
+OpenSession = Callable[[], AbstractAsyncContextManager[JudgingSession]]
+Prepare = Callable[[JudgingSession], Awaitable[None]]
+"""What a fresh session with the candidate's files needs before its first question; raises `CandidateFailed`."""
 
 _PRELUDE = """
 from rollmesh.sandbox_runtime.judging.candidate import ask, load
@@ -30,19 +30,25 @@ from rollmesh.sandbox_runtime.judging.sql import query
 
 
 class Candidate:
-    """Asked through `ask` and `run`, which raise `Failed` for whatever is the candidate's doing."""
+    """Asked through `ask` and `run`, which raise `CandidateFailed` for whatever is the candidate's doing."""
 
     def __init__(
-        self, open_cell: OpenCell, files: Mapping[str, bytes], *, entry: str, prepare: Prepare | None, isolate: bool
+        self,
+        open_session: OpenSession,
+        files: Mapping[str, bytes],
+        *,
+        entry: str,
+        prepare: Prepare | None,
+        isolate: bool,
     ) -> None:
-        self._open_cell = open_cell
+        self._open_session = open_session
         self._files = files
         self._entry = entry
         self._prepare_more = prepare
         self._isolate = isolate
-        self._cell: Cell | None = None
+        self._session: JudgingSession | None = None
         self._stack = AsyncExitStack()
-        self._unusable: Failed | None = None
+        self._unusable: CandidateFailed | None = None
         self._spent_s = 0.0
 
     async def __aenter__(self) -> Self:
@@ -56,74 +62,74 @@ class Candidate:
     @property
     def spent_s(self) -> float:
         """Seconds that the candidate took in this test so far."""
-        return self._spent_s + (self._cell.spent_s if self._cell is not None else 0.0)
+        return self._spent_s + (self._session.spent_s if self._session is not None else 0.0)
 
     def source(self) -> str:
-        """Text of the entry. `Failed` if there is none."""
+        """Text of the entry. `CandidateFailed` if there is none."""
         try:
             return self._files[self._entry].decode()
         except KeyError:
-            raise Failed(Verdict.RE, f"there is no file {self._entry}") from None
+            raise CandidateFailed(JudgeVerdict.RE, f"there is no file {self._entry}") from None
         except UnicodeDecodeError:
-            raise Failed(Verdict.RE, f"{self._entry} is not UTF-8") from None
+            raise CandidateFailed(JudgeVerdict.RE, f"{self._entry} is not UTF-8") from None
 
     async def ask(self, function: str, *arguments: str) -> RunResult:
         """Call a function of the jail's side. The result is what the candidate says, whatever it is."""
-        cell = await self._usable()
+        session = await self._usable()
         try:
-            return require_ok(await cell.call(function, *arguments))
+            return require_ok(await session.call(function, *arguments))
         except InvalidInput as error:  # it threw our side out of its session
-            raise Failed(Verdict.RE, str(error)) from None
+            raise CandidateFailed(JudgeVerdict.RE, str(error)) from None
 
     async def run(self, program: Program) -> RunResult:
         """Run a program of its own. InvalidInput if this host lacks its language."""
-        cell = await self._usable()
-        return require_ok(await cell.run(program))
+        session = await self._usable()
+        return require_ok(await session.run(program))
 
     async def end_test(self) -> float:
         """After each test: ends the session if the next may not have it. The seconds the candidate took."""
         spent_s, self._spent_s = self.spent_s, 0.0
-        if self._cell is not None:
-            self._cell.spent_s = 0.0
-            if self._isolate or not self._cell.alive:
+        if self._session is not None:
+            self._session.spent_s = 0.0
+            if self._isolate or not self._session.alive:
                 await self._close()
         return spent_s
 
-    async def _usable(self) -> Cell:
+    async def _usable(self) -> JudgingSession:
         if self._unusable is not None:
             raise self._unusable
-        if self._cell is not None and not self._cell.alive:
-            self._spent_s += self._cell.spent_s
+        if self._session is not None and not self._session.alive:
+            self._spent_s += self._session.spent_s
             await self._close()
-        if self._cell is None:
-            self._cell = await self._stack.enter_async_context(self._open_cell())
+        if self._session is None:
+            self._session = await self._stack.enter_async_context(self._open_session())
             try:
-                await self._prepare(self._cell)
-            except Failed as failed:
+                await self._prepare(self._session)
+            except CandidateFailed as failed:
                 self._unusable = failed
                 raise
-        return self._cell
+        return self._session
 
-    async def _prepare(self, cell: Cell) -> None:
+    async def _prepare(self, session: JudgingSession) -> None:
         self.source()
         try:
-            await cell.put(self._files)
+            await session.put(self._files)
         except InvalidInput as error:
-            raise Failed(Verdict.RE, f"its files could not be written: {error}") from None
-        require_ok(await cell.run(Program(code=_PRELUDE)))
-        cell.spent_s = 0.0
+            raise CandidateFailed(JudgeVerdict.RE, f"its files could not be written: {error}") from None
+        require_ok(await session.run(Program(code=_PRELUDE)))
+        session.spent_s = 0.0
         if self._prepare_more is not None:
-            await self._prepare_more(cell)
+            await self._prepare_more(session)
 
     async def _close(self) -> None:
-        self._cell = None
+        self._session = None
         await self._stack.aclose()
 
 
 def loading(entry: str) -> Prepare:
     """Import a file of the candidate's as a module."""
 
-    async def load(cell: Cell) -> None:
-        require_ok(await cell.call("load", entry))
+    async def load(session: JudgingSession) -> None:
+        require_ok(await session.call("load", entry))
 
     return load

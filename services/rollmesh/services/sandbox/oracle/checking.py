@@ -12,24 +12,24 @@ from types import TracebackType
 from typing import Any, Self
 
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.engine import Outcome, RunResult
-from rollmesh.services.sandbox.oracle.candidate import OpenCell
-from rollmesh.services.sandbox.oracle.cell import Cell
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
+from rollmesh.services.sandbox.oracle.candidate import OpenSession
 from rollmesh.services.sandbox.oracle.compare import strict_json
+from rollmesh.services.sandbox.oracle.judging_session import JudgingSession
 from rollmesh.services.sandbox.oracle.manifest import Checker
-from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict
+from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict
 from rollmesh.shared.errors import BrokenOracle
 
 _WRAP = "from rollmesh.sandbox_runtime.judging.checking import wrap as _wrap\n_checked = _wrap(check)"
 
 
-class CheckerCell:
+class CheckerSession:
     """A checker, loaded once and asked for each answer; replaced when an answer killed it."""
 
-    def __init__(self, open_cell: OpenCell, checker: Checker) -> None:
-        self._open_cell = open_cell
+    def __init__(self, open_session: OpenSession, checker: Checker) -> None:
+        self._open_session = open_session
         self._checker = checker
-        self._cell: Cell | None = None
+        self._session: JudgingSession | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -41,29 +41,29 @@ class CheckerCell:
         await self._stack.aclose()
 
     async def check(self, given: Any, expected: Any, answer: Any) -> None:
-        """`Failed` with WA unless the checker accepts. BrokenOracle if it does not load."""
-        cell = await self._loaded()
+        """`CandidateFailed` with WA unless the checker accepts. BrokenOracle if it does not load."""
+        session = await self._loaded()
         text = json.dumps([given, expected, answer])
-        accept, message = _read(await cell.call("_checked", text, wall_s=self._checker.wall_s))
+        accept, message = _read(await session.call("_checked", text, wall_s=self._checker.wall_s))
         if not accept:
-            raise Failed(Verdict.WA, message)
+            raise CandidateFailed(JudgeVerdict.WA, message)
 
-    async def _loaded(self) -> Cell:
-        if self._cell is not None and self._cell.alive:
-            return self._cell
+    async def _loaded(self) -> JudgingSession:
+        if self._session is not None and self._session.alive:
+            return self._session
         await self._stack.aclose()
-        self._cell = await self._stack.enter_async_context(self._open_cell())
+        self._session = await self._stack.enter_async_context(self._open_session())
         for code in (self._checker.source, _WRAP):
-            result = await self._cell.run(Program(code=code))
-            if result.outcome is not Outcome.OK:
+            result = await self._session.run(Program(code=code))
+            if result.outcome is not RunOutcome.OK:
                 raise BrokenOracle(
                     f"the checker does not load: {result.error_type}: {result.error_message}; mend the manifest"
                 )
-        return self._cell
+        return self._session
 
 
 def _read(result: RunResult) -> tuple[bool, str]:
-    if result.outcome is not Outcome.OK:
+    if result.outcome is not RunOutcome.OK:
         # Not the message: it may quote the expected answer.
         return False, f"the checker could not judge the answer ({result.error_type})"
     try:

@@ -11,7 +11,7 @@ import re
 from decimal import Decimal
 from typing import Any, Literal, NoReturn
 
-from rollmesh.services.sandbox.oracle.verdict import Verdict
+from rollmesh.services.sandbox.oracle.verdict import JudgeVerdict
 
 TextCompare = Literal["exact", "tokens", "numbers", "checker"]
 ValueCompare = Literal["equal", "numbers", "checker"]
@@ -61,16 +61,16 @@ def same_number(expected: float, given: float, tolerance: float) -> bool:
         return False
 
 
-def compare_text(expected: str, given: str, how: TextCompare, tolerance: float) -> Verdict:
+def compare_text(expected: str, given: str, how: TextCompare, tolerance: float) -> JudgeVerdict:
     """AC, PE or WA of a program's output."""
     ours, theirs = _WORD.findall(expected), _WORD.findall(given)
     if how == "numbers":
-        return Verdict.AC if _same_words(ours, theirs, tolerance) else Verdict.WA
+        return JudgeVerdict.AC if _same_words(ours, theirs, tolerance) else JudgeVerdict.WA
     if how == "tokens":
-        return Verdict.AC if ours == theirs else Verdict.WA
+        return JudgeVerdict.AC if ours == theirs else JudgeVerdict.WA
     if _lines(expected) == _lines(given):
-        return Verdict.AC
-    return Verdict.PE if ours == theirs else Verdict.WA
+        return JudgeVerdict.AC
+    return JudgeVerdict.PE if ours == theirs else JudgeVerdict.WA
 
 
 def _lines(text: str) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.oracle.judge import Judge
 from rollmesh.services.sandbox.oracle.manifest import LimitsPerTest, Manifest, ManifestError, parse_manifest
-from rollmesh.services.sandbox.oracle.store import MANIFEST_BYTES_MAX, OracleStore
-from rollmesh.services.sandbox.oracle.verdict import Report
+from rollmesh.services.sandbox.oracle.store import MANIFEST_BYTES_MAX, ManifestStore
+from rollmesh.services.sandbox.oracle.verdict import JudgeReport
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, FieldViolation, InvalidInput, UnknownOracle
@@ -28,10 +28,10 @@ class HiddenTests:
     def __init__(self, sessions: Sessions, config: SandboxConfig, *, clock: Clock, ids: IdSource) -> None:
         """ConfigError or RecordError for a store that cannot be used."""
         self._judge = Judge(sessions, config, clock=clock, ids=ids)
-        self._store: OracleStore | None = None
+        self._store: ManifestStore | None = None
         if config.oracles:
             require_hidden(config)
-            self._store = OracleStore(config.oracles, check=self._judge.check)
+            self._store = ManifestStore(config.oracles, check=self._judge.check)
 
     async def answer(self, request: sandbox_pb2.RunTestsRequest) -> sandbox_pb2.RunTestsResponse:
         """The verdicts. Raises MeshError, never for what the candidate did."""
@@ -63,8 +63,8 @@ def require_hidden(config: SandboxConfig) -> None:
     oracles = Path(config.oracles).resolve()
     libraries = [path for profile in config.profiles.values() for path in profile.library_paths]
     for shown in (*_SHOWN, sys.base_prefix, *libraries):
-        place = Path(os.path.realpath(shown))
-        if oracles.is_relative_to(place) or place.is_relative_to(oracles):
+        path = Path(os.path.realpath(shown))
+        if oracles.is_relative_to(path) or path.is_relative_to(oracles):
             raise ConfigError(
                 f"oracles: {config.oracles} and {shown}, which jails are shown, lie one in the other; keep hidden tests apart",
                 path=config.oracles,
@@ -80,7 +80,7 @@ def _limits(asked: sandbox_pb2.SandboxLimits) -> LimitsPerTest:
         raise _invalid(field, what) from None
 
 
-def _encode(report: Report) -> sandbox_pb2.RunTestsResponse:
+def _encode(report: JudgeReport) -> sandbox_pb2.RunTestsResponse:
     response = sandbox_pb2.RunTestsResponse(
         num_tests=report.num_tests, num_accepted=report.num_accepted, accepted_share=report.accepted_share
     )

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
-from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenCell, Prepare, loading
-from rollmesh.services.sandbox.oracle.cell import open_cell
-from rollmesh.services.sandbox.oracle.checking import CheckerCell
+from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenSession, Prepare, loading
+from rollmesh.services.sandbox.oracle.checking import CheckerSession
+from rollmesh.services.sandbox.oracle.judging_session import open_session
 from rollmesh.services.sandbox.oracle.manifest import (
     Checker,
     FunctionManifest,
@@ -37,14 +37,14 @@ from rollmesh.services.sandbox.oracle.queries import try_sql
 from rollmesh.services.sandbox.oracle.repositories import patching, try_repository
 from rollmesh.services.sandbox.oracle.trials import try_function, try_stdio
 from rollmesh.services.sandbox.oracle.unit import try_unit
-from rollmesh.services.sandbox.oracle.verdict import Failed, JudgedTest, Report, Verdict
+from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, HiddenTestResult, JudgeReport, JudgeVerdict
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import FieldViolation, InvalidInput, Overloaded, UnknownProfile
 from rollmesh.shared.ids import IdSource
 
 Trial = Callable[[int], Awaitable[None]]
-"""Puts the test of an index; raises `Failed`."""
+"""Puts the test of an index; raises `CandidateFailed`."""
 
 _LIMITS = {name: "call_s" if name == "wall_s" else name for name in LimitsPerTest.__struct_fields__}
 """Field of LimitsPerTest -> field of the sessions' Limits."""
@@ -67,12 +67,12 @@ class Judge:
         self._config = config
         self._clock = clock
         self._ids = ids
-        self._places = asyncio.Semaphore(config.judgements_inflight_max)
+        self._permits = asyncio.Semaphore(config.judgements_inflight_max)
         self._num_asked = 0
 
     async def judge(
         self, manifest: Manifest, files: Mapping[str, bytes], *, limits: LimitsPerTest | None = None, owner: str = ""
-    ) -> Report:
+    ) -> JudgeReport:
         """Verdicts. Raises InvalidInput for limits above the manifest's or too low for it, and as opening and using sessions does."""
         request = _Request(manifest, files, _narrow(manifest.limits, limits or LimitsPerTest()), owner or "RunTests")
         try:
@@ -86,7 +86,7 @@ class Judge:
             )
         self._num_asked += 1
         try:
-            async with self._places, self._trial(request) as (trial, candidate):
+            async with self._permits, self._trial(request) as (trial, candidate):
                 return await self._run(manifest, trial, candidate)
         finally:
             self._num_asked -= 1
@@ -96,20 +96,20 @@ class Judge:
         if manifest.profile in self._config.profiles:
             require_room(manifest, manifest.limits.output_bytes or self._limits(manifest.profile).output_bytes)
 
-    async def _run(self, manifest: Manifest, trial: Trial, candidate: Candidate) -> Report:
-        verdicts: list[JudgedTest] = []
+    async def _run(self, manifest: Manifest, trial: Trial, candidate: Candidate) -> JudgeReport:
+        verdicts: list[HiddenTestResult] = []
         num_late = 0
         for index in range(len(manifest.tests)):
             if num_late >= manifest.time_limits_max:
-                verdicts.append(_verdict(manifest, index, Failed(Verdict.TLE, _OUT_OF_TIME)))
+                verdicts.append(_verdict(manifest, index, CandidateFailed(JudgeVerdict.TLE, _OUT_OF_TIME)))
                 continue
             failed = await _outcome(trial, index)
             verdicts.append(_verdict(manifest, index, failed, await candidate.end_test()))
-            num_late += verdicts[-1].verdict is Verdict.TLE
+            num_late += verdicts[-1].verdict is JudgeVerdict.TLE
             if failed is not None and manifest.stop_at_first_failure:
                 break
         weight = sum(test.weight for test in manifest.tests)
-        return Report(verdicts=verdicts, num_tests=len(manifest.tests), weight=weight)
+        return JudgeReport(verdicts=verdicts, num_tests=len(manifest.tests), weight=weight)
 
     @asynccontextmanager
     async def _trial(self, request: _Request) -> AsyncIterator[tuple[Trial, Candidate]]:
@@ -122,8 +122,8 @@ class Judge:
             isolate=manifest.isolate,
         )
         checker = manifest.checker if isinstance(manifest, FunctionManifest | StdioManifest) else None
-        async with candidate, self._checker(checker, request.owner) as cell:
-            yield self._put_to(candidate, request, cell), candidate
+        async with candidate, self._checker(checker, request.owner) as session:
+            yield self._put_to(candidate, request, session), candidate
 
     def _preparation(self, manifest: Manifest) -> Prepare | None:
         match manifest:
@@ -133,7 +133,7 @@ class Judge:
                 return patching(manifest, self._directory(manifest.profile))
         return None
 
-    def _put_to(self, candidate: Candidate, request: _Request, checker: CheckerCell | None) -> Trial:
+    def _put_to(self, candidate: Candidate, request: _Request, checker: CheckerSession | None) -> Trial:
         match request.manifest:
             case FunctionManifest() as function:
                 return lambda index: try_function(function, function.tests[index], candidate, checker)
@@ -170,32 +170,32 @@ class Judge:
         return self._config.profiles[name]
 
     @asynccontextmanager
-    async def _checker(self, checker: Checker | None, owner: str) -> AsyncIterator[CheckerCell | None]:
+    async def _checker(self, checker: Checker | None, owner: str) -> AsyncIterator[CheckerSession | None]:
         if checker is None:
             yield None
             return
-        async with CheckerCell(self._opener(checker.profile, {}, owner), checker) as cell:
-            yield cell
+        async with CheckerSession(self._opener(checker.profile, {}, owner), checker) as session:
+            yield session
 
-    def _opener(self, profile: str, limits: Mapping[str, float], owner: str) -> OpenCell:
-        return lambda: open_cell(
+    def _opener(self, profile: str, limits: Mapping[str, float], owner: str) -> OpenSession:
+        return lambda: open_session(
             self._sessions, self._clock, self._ids.new("judge"), profile=profile, limits=limits, owner=owner
         )
 
 
-async def _outcome(trial: Trial, index: int) -> Failed | None:
+async def _outcome(trial: Trial, index: int) -> CandidateFailed | None:
     try:
         await trial(index)
-    except Failed as failed:
+    except CandidateFailed as failed:
         return failed
     return None
 
 
-def _verdict(manifest: Manifest, index: int, failed: Failed | None, wall_s: float = 0.0) -> JudgedTest:
+def _verdict(manifest: Manifest, index: int, failed: CandidateFailed | None, wall_s: float = 0.0) -> HiddenTestResult:
     test = manifest.tests[index]
-    return JudgedTest(
+    return HiddenTestResult(
         name=name_of(test, index),
-        verdict=failed.verdict if failed else Verdict.AC,
+        verdict=failed.verdict if failed else JudgeVerdict.AC,
         message=failed.message if failed else "",
         wall_s=wall_s,
         weight=test.weight,

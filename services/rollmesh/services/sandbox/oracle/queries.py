@@ -6,45 +6,45 @@ from typing import Any
 
 from rollmesh.sandbox_runtime import result_sets
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.engine import Outcome
-from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenCell
+from rollmesh.services.sandbox.engine import RunOutcome
+from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenSession
 from rollmesh.services.sandbox.oracle.compare import strict_json
 from rollmesh.services.sandbox.oracle.manifest import SqlManifest, SqlTest
 from rollmesh.services.sandbox.oracle.trials import read_answer
-from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict
+from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict
 from rollmesh.shared.errors import BrokenOracle
 
 _PRELUDE = "from rollmesh.sandbox_runtime.judging.sql import query"
 Rows = list[list[Any]]
 
 
-async def try_sql(manifest: SqlManifest, test: SqlTest, candidate: Candidate, open_oracle: OpenCell) -> None:
+async def try_sql(manifest: SqlManifest, test: SqlTest, candidate: Candidate, open_oracle: OpenSession) -> None:
     """Run the query on the test's database, compare what rows it says it got."""
     given = _rows(read_answer(await candidate.ask("query", test.setup, candidate.source())))
     expected = test.rows if test.rows is not None else await _gold_rows(manifest, test, open_oracle)
     if not result_sets.same(expected, given, ordered=manifest.ordered, tolerance=manifest.tolerance):
-        raise Failed(Verdict.WA, "the rows differ from the expected ones")
+        raise CandidateFailed(JudgeVerdict.WA, "the rows differ from the expected ones")
 
 
-async def _gold_rows(manifest: SqlManifest, test: SqlTest, open_oracle: OpenCell) -> Rows:
+async def _gold_rows(manifest: SqlManifest, test: SqlTest, open_oracle: OpenSession) -> Rows:
     async with open_oracle() as cell:
         result = await cell.run(Program(code=_PRELUDE))
-        if result.outcome is Outcome.OK:
+        if result.outcome is RunOutcome.OK:
             result = await cell.call("query", test.setup, manifest.gold)
     try:
-        if result.outcome is Outcome.OK:
+        if result.outcome is RunOutcome.OK:
             return _rows(strict_json(result.result))
         cause = f"{result.error_type}: {result.error_message}"
-    except (Failed, ValueError):
+    except (CandidateFailed, ValueError):
         cause = "its rows are too long"
     raise BrokenOracle(f"the reference query does not run: {cause}; mend the manifest")
 
 
 def _rows(said: Any) -> Rows:
-    """Rows of flat cells. `Failed` for any other shape: only our own code speaks in that session, unless a query broke out of it."""
+    """Rows of flat cells. `CandidateFailed` for any other shape: only our own code speaks in that session, unless a query broke out of it."""
     rows = said.get("rows") if isinstance(said, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, list) and all(map(_is_cell, row)) for row in rows):
-        raise Failed(Verdict.RE, "the session's protocol was broken")
+        raise CandidateFailed(JudgeVerdict.RE, "the session's protocol was broken")
     return rows
 
 

@@ -21,9 +21,9 @@ from typing import Any
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.oracle.candidate import Candidate, Prepare
-from rollmesh.services.sandbox.oracle.cell import Cell
+from rollmesh.services.sandbox.oracle.judging_session import JudgingSession
 from rollmesh.services.sandbox.oracle.manifest import TEST, RepositoryManifest, RepositoryTest
-from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict, require_ok
+from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict, require_ok
 from rollmesh.shared.errors import InvalidInput
 
 _APPLY = """
@@ -58,14 +58,16 @@ def patching(manifest: RepositoryManifest, directory: str) -> Prepare:
     """Apply the candidate's patch, all of it or nothing, by git where the host has it; then write the hidden files."""
     hidden = {f"{directory}/{path}": text.encode() for path, text in manifest.files.items()}
 
-    async def patch(cell: Cell) -> None:
-        status, text = _said(require_ok(await cell.run(_program(_APPLY, directory, manifest.entry))))
+    async def patch(session: JudgingSession) -> None:
+        status, text = _said(require_ok(await session.run(_program(_APPLY, directory, manifest.entry))))
         if status != 0:
-            raise Failed(Verdict.RE, f"the patch does not apply: {text}")
+            raise CandidateFailed(JudgeVerdict.RE, f"the patch does not apply: {text}")
         try:
-            await cell.put(hidden)
+            await session.put(hidden)
         except InvalidInput as error:  # a link or a directory in their place, or no room
-            raise Failed(Verdict.RE, f"the patched tree does not take the hidden test files: {error}") from None
+            raise CandidateFailed(
+                JudgeVerdict.RE, f"the patched tree does not take the hidden test files: {error}"
+            ) from None
 
     return patch
 
@@ -78,7 +80,7 @@ async def try_repository(
     status, text = _said(await candidate.run(_program(_TEST, directory, command)))
     if status != 0:
         how = f"signal {-status}" if status < 0 else f"status {status}"
-        raise Failed(Verdict.WA, text or f"the test ended with {how}")
+        raise CandidateFailed(JudgeVerdict.WA, text or f"the test ended with {how}")
 
 
 def _program(helper: str, *arguments: str | Sequence[str]) -> Program:
@@ -86,9 +88,9 @@ def _program(helper: str, *arguments: str | Sequence[str]) -> Program:
 
 
 def _said(result: RunResult) -> tuple[int, str]:
-    """Exit status and text of a helper. `Failed` for anything else."""
+    """Exit status and text of a helper. `CandidateFailed` for anything else."""
     try:
         answer: Any = json.loads(result.stdout.splitlines()[-1])
         return int(answer["status"]), str(answer["text"])
     except (ValueError, LookupError, TypeError):
-        raise Failed(Verdict.RE, "the session's protocol was broken") from None
+        raise CandidateFailed(JudgeVerdict.RE, "the session's protocol was broken") from None

@@ -29,7 +29,7 @@ _Stamp = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     """Where a manifest stands."""
 
     path: Path
@@ -40,43 +40,45 @@ class _Place:
     """From 1; 0 for a file that is one manifest."""
 
 
-class OracleStore:
+class ManifestStore:
     """Manifests by reference. Raises ConfigError or RecordError for a place or a manifest that cannot be used. `check` raises
     ManifestError for a manifest that this node cannot judge by."""
 
     def __init__(self, source: str | Path, check: Callable[[Manifest], None] = lambda _: None) -> None:
         self._source = Path(source)
-        self._places: dict[str, _Place] = {}
+        self._locations: dict[str, _Location] = {}
         try:
-            for ref, place, manifest in _scan(self._source):
-                with _naming(place):
+            for ref, location, manifest in _scan(self._source):
+                with _locating(location):
                     check(manifest)
-                if ref in self._places:
-                    raise _wrong(place, f"oracle_ref {ref!r} stands at {_where(self._places[ref])} already", _REF_FIELD)
-                self._places[ref] = place
+                if ref in self._locations:
+                    raise _wrong(
+                        location, f"oracle_ref {ref!r} stands at {_describe(self._locations[ref])} already", _REF_FIELD
+                    )
+                self._locations[ref] = location
         except OSError as error:
             raise ConfigError(
                 f"cannot read oracles at {source}: {error.strerror}; give a directory or a JSONL file"
             ) from error
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     def manifest(self, oracle_ref: str) -> Manifest:
         """The manifest of a reference. UnknownOracle."""
-        place = self._places.get(oracle_ref)
-        if place is None:
+        location = self._locations.get(oracle_ref)
+        if location is None:
             raise UnknownOracle(
                 f"no hidden tests `{oracle_ref[:200]}` here ({len(self)} are known); see `oracles` of the sandbox node",
                 oracle_ref=oracle_ref[:200],
             )
         try:
-            if _stamp(place.path) == place.stamp:
-                return _read(place)[1]
+            if _stamp(location.path) == location.stamp:
+                return _read(location)[1]
         except OSError:
             pass
         raise UnknownOracle(
-            f"hidden tests `{oracle_ref}`: {place.path} has changed since the node started; restart it",
+            f"hidden tests `{oracle_ref}`: {location.path} has changed since the node started; restart it",
             oracle_ref=oracle_ref,
         )
 
@@ -84,12 +86,12 @@ class OracleStore:
 def read_manifest(path: Path) -> Manifest:
     """The manifest in a file of its own. ConfigError, RecordError."""
     try:
-        return _read(_Place(path, _stamp(path), 0, path.stat().st_size, 0))[1]
+        return _read(_Location(path, _stamp(path), 0, path.stat().st_size, 0))[1]
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give the path of a manifest", path=path) from error
 
 
-def _scan(source: Path) -> Iterator[tuple[str, _Place, Manifest]]:
+def _scan(source: Path) -> Iterator[tuple[str, _Location, Manifest]]:
     if not source.is_dir():
         yield from _lines(source, "")
         return
@@ -98,60 +100,60 @@ def _scan(source: Path) -> Iterator[tuple[str, _Place, Manifest]]:
         if path.suffix == ".jsonl":
             yield from _lines(path, f"{ref}:")
         elif path.suffix == ".json":
-            place = _Place(path, _stamp(path), 0, path.stat().st_size, 0)
-            yield ref, place, _read(place)[1]
+            location = _Location(path, _stamp(path), 0, path.stat().st_size, 0)
+            yield ref, location, _read(location)[1]
 
 
-def _lines(path: Path, prefix: str) -> Iterator[tuple[str, _Place, Manifest]]:
+def _lines(path: Path, prefix: str) -> Iterator[tuple[str, _Location, Manifest]]:
     stamp, offset, line = _stamp(path), 0, 0
     with path.open("rb") as file:
         while raw := file.readline(MANIFEST_BYTES_MAX + 1):
             line += 1
             if raw.strip():
-                place = _Place(path, stamp, offset, len(raw), line)
-                ref, manifest = _decode(raw, place)
-                yield prefix + ref, place, manifest
+                location = _Location(path, stamp, offset, len(raw), line)
+                ref, manifest = _decode(raw, location)
+                yield prefix + ref, location, manifest
             offset += len(raw)
 
 
-def _read(place: _Place) -> tuple[str, Manifest]:
-    with place.path.open("rb") as file:
-        file.seek(place.offset)
-        return _decode(file.read(min(place.size, MANIFEST_BYTES_MAX + 1)), place)
+def _read(location: _Location) -> tuple[str, Manifest]:
+    with location.path.open("rb") as file:
+        file.seek(location.offset)
+        return _decode(file.read(min(location.size, MANIFEST_BYTES_MAX + 1)), location)
 
 
-def _decode(raw: bytes, place: _Place) -> tuple[str, Manifest]:
+def _decode(raw: bytes, location: _Location) -> tuple[str, Manifest]:
     """The reference (of a line) and the manifest. RecordError naming file, line and field."""
     if len(raw) > MANIFEST_BYTES_MAX:
-        raise _wrong(place, f"is longer than {MANIFEST_BYTES_MAX} bytes")
+        raise _wrong(location, f"is longer than {MANIFEST_BYTES_MAX} bytes")
     try:
         value: Any = strict_json(raw)
     except ValueError as error:
-        raise _wrong(place, f"is not JSON: {error}") from None
+        raise _wrong(location, f"is not JSON: {error}") from None
     ref = ""
-    if place.line:
+    if location.line:
         ref = value.pop(_REF_FIELD, "") if isinstance(value, dict) else ""
         if not isinstance(ref, str) or not ref:
-            raise _wrong(place, "must be a string that names the manifest", _REF_FIELD)
-    with _naming(place):
+            raise _wrong(location, "must be a string that names the manifest", _REF_FIELD)
+    with _locating(location):
         return ref, manifest_of(value)
 
 
 @contextmanager
-def _naming(place: _Place) -> Iterator[None]:
+def _locating(location: _Location) -> Iterator[None]:
     """A ManifestError as a RecordError that names file and line."""
     try:
         yield
     except ManifestError as error:
-        raise _wrong(place, error.cause, error.field) from None
+        raise _wrong(location, error.cause, error.field) from None
 
 
-def _wrong(place: _Place, cause: str, field: str = "") -> RecordError:
-    return RecordError.at(place.path, place.line or 1, cause, field=field)
+def _wrong(location: _Location, cause: str, field: str = "") -> RecordError:
+    return RecordError.at(location.path, location.line or 1, cause, field=field)
 
 
-def _where(place: _Place) -> str:
-    return f"{place.path}:{place.line or 1}"
+def _describe(location: _Location) -> str:
+    return f"{location.path}:{location.line or 1}"
 
 
 def _stamp(path: Path) -> _Stamp:

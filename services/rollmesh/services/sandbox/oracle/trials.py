@@ -1,4 +1,4 @@
-"""One test of each kind put to a candidate: returns for accepted, raises `Failed` otherwise."""
+"""One test of each kind put to a candidate: returns for accepted, raises `CandidateFailed` otherwise."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from rollmesh.sandbox_runtime.program import PYTHON, Program
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.oracle.candidate import Candidate
-from rollmesh.services.sandbox.oracle.checking import CheckerCell
+from rollmesh.services.sandbox.oracle.checking import CheckerSession
 from rollmesh.services.sandbox.oracle.compare import compare_text, same_value, strict_json
 from rollmesh.services.sandbox.oracle.manifest import FunctionManifest, FunctionTest, StdioManifest, StdioTest
-from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict
+from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict
 
-_SIGNALS = {-signal.SIGXCPU: Verdict.TLE, -signal.SIGKILL: Verdict.MLE}
+_SIGNALS = {-signal.SIGXCPU: JudgeVerdict.TLE, -signal.SIGKILL: JudgeVerdict.MLE}
 """SIGKILL: within the session only the kernel kills so, for memory, or the program itself."""
 
 
 async def try_function(
-    manifest: FunctionManifest, test: FunctionTest, candidate: Candidate, checker: CheckerCell | None
+    manifest: FunctionManifest, test: FunctionTest, candidate: Candidate, checker: CheckerSession | None
 ) -> None:
     """Call the function, compare what it says it returned."""
     result = await candidate.ask("ask", manifest.function, json.dumps(test.arguments))
@@ -27,11 +27,11 @@ async def try_function(
     if checker is not None:
         await checker.check(test.arguments, test.expected, answer)
     elif not same_value(test.expected, answer, manifest.tolerance if manifest.compare == "numbers" else 0.0):
-        raise Failed(Verdict.WA, "the result differs from the expected one")
+        raise CandidateFailed(JudgeVerdict.WA, "the result differs from the expected one")
 
 
 async def try_stdio(
-    manifest: StdioManifest, test: StdioTest, candidate: Candidate, checker: CheckerCell | None, cpu_s: float
+    manifest: StdioManifest, test: StdioTest, candidate: Candidate, checker: CheckerSession | None, cpu_s: float
 ) -> None:
     """Run the program, compare what it printed."""
     output = await _printed(manifest, test, candidate, cpu_s)
@@ -39,20 +39,20 @@ async def try_stdio(
         await checker.check(test.stdin, test.stdout, output)
         return
     verdict = compare_text(test.stdout, output, manifest.compare, manifest.tolerance)
-    if verdict is Verdict.PE:
-        raise Failed(verdict, "the output differs from the expected one in white space only")
-    if verdict is not Verdict.AC:
-        raise Failed(verdict, "the output differs from the expected one")
+    if verdict is JudgeVerdict.PE:
+        raise CandidateFailed(verdict, "the output differs from the expected one in white space only")
+    if verdict is not JudgeVerdict.AC:
+        raise CandidateFailed(verdict, "the output differs from the expected one")
 
 
 def read_answer(result: RunResult) -> Any:
-    """The JSON value that the candidate's session replied. `Failed` for anything else."""
+    """The JSON value that the candidate's session replied. `CandidateFailed` for anything else."""
     try:
         return strict_json(result.result)
     except ValueError as error:
         if result.truncated:
-            raise Failed(Verdict.OLE, "the result is longer than the limit") from None
-        raise Failed(Verdict.WA, f"the result is no JSON value: {error}") from None
+            raise CandidateFailed(JudgeVerdict.OLE, "the result is longer than the limit") from None
+        raise CandidateFailed(JudgeVerdict.WA, f"the result is no JSON value: {error}") from None
 
 
 async def _printed(manifest: StdioManifest, test: StdioTest, candidate: Candidate, cpu_s: float) -> str:
@@ -63,7 +63,7 @@ async def _printed(manifest: StdioManifest, test: StdioTest, candidate: Candidat
         program = Program(language=manifest.language, code=candidate.source(), stdin=test.stdin.encode())
         result = await candidate.run(program)
     if result.truncated:
-        raise Failed(Verdict.OLE, "more was printed than the limit")
+        raise CandidateFailed(JudgeVerdict.OLE, "more was printed than the limit")
     return result.stdout
 
 
@@ -71,15 +71,15 @@ def _require_success(result: RunResult) -> None:
     answer = read_answer(result)
     status = answer.get("status") if isinstance(answer, dict) else None
     if type(status) is not int:
-        raise Failed(Verdict.RE, "the session's protocol was broken")
+        raise CandidateFailed(JudgeVerdict.RE, "the session's protocol was broken")
     if status == 0:
         return
     if result.truncated:
-        raise Failed(Verdict.OLE, "more was printed than the limit")
+        raise CandidateFailed(JudgeVerdict.OLE, "more was printed than the limit")
     how = f"signal {-status}" if status < 0 else f"status {status}"
     said = _last_line(result.stderr)
-    verdict = Verdict.MLE if said.startswith("MemoryError") else _SIGNALS.get(status, Verdict.RE)
-    raise Failed(verdict, f"the program ended with {how}: {said or 'nothing on stderr'}")
+    verdict = JudgeVerdict.MLE if said.startswith("MemoryError") else _SIGNALS.get(status, JudgeVerdict.RE)
+    raise CandidateFailed(verdict, f"the program ended with {how}: {said or 'nothing on stderr'}")
 
 
 def _last_line(text: str) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.engine import Outcome, RunResult
-from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenCell
-from rollmesh.services.sandbox.oracle.cell import Cell
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
+from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenSession
 from rollmesh.services.sandbox.oracle.compare import strict_json
+from rollmesh.services.sandbox.oracle.judging_session import JudgingSession
 from rollmesh.services.sandbox.oracle.manifest import UnitManifest, UnitTest
 from rollmesh.services.sandbox.oracle.trials import read_answer
-from rollmesh.services.sandbox.oracle.verdict import Failed, Verdict
+from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict
 from rollmesh.shared.errors import BrokenOracle
 
 _PRELUDE = "from rollmesh.sandbox_runtime.judging.unit import resume, start"
@@ -23,22 +23,22 @@ _VERBS = ("look_up", "invoke", "contents")
 
 
 async def try_unit(
-    manifest: UnitManifest, test: UnitTest, candidate: Candidate, open_oracle: OpenCell, wall_s: float
+    manifest: UnitManifest, test: UnitTest, candidate: Candidate, open_oracle: OpenSession, wall_s: float
 ) -> None:
     """Run one test to its end. `wall_s` bounds the time of the candidate as a whole."""
-    async with open_oracle() as cell:
-        _loaded(await cell.run(Program(code=_PRELUDE)))
+    async with open_oracle() as session:
+        _loaded(await session.run(Program(code=_PRELUDE)))
         objects = "yes" if manifest.objects else "no"
-        said = await _said(cell, "start", manifest.source, test.name, manifest.module, objects)
+        said = await _said(session, "start", manifest.source, test.name, manifest.module, objects)
         for _ in range(manifest.questions_max):
             if "ask" not in said:
                 _conclude(said)
                 return
             reply = await _answer(candidate, *said["ask"])
             if candidate.spent_s > wall_s:
-                raise Failed(Verdict.TLE, f"the candidate took more than {wall_s} s in all")
-            said = await _said(cell, "resume", reply)
-        raise Failed(Verdict.RE, f"the test used the candidate more than {manifest.questions_max} times")
+                raise CandidateFailed(JudgeVerdict.TLE, f"the candidate took more than {wall_s} s in all")
+            said = await _said(session, "resume", reply)
+        raise CandidateFailed(JudgeVerdict.RE, f"the test used the candidate more than {manifest.questions_max} times")
 
 
 async def _answer(candidate: Candidate, verb: str, question: str) -> str:
@@ -48,15 +48,15 @@ async def _answer(candidate: Candidate, verb: str, question: str) -> str:
     return result.result
 
 
-async def _said(cell: Cell, function: str, *arguments: str) -> dict[str, Any]:
+async def _said(session: JudgingSession, function: str, *arguments: str) -> dict[str, Any]:
     """What the tests' session says. It holds no code of the candidate, but what the candidate answered may be too much for it."""
-    result = await cell.call(function, *arguments)
-    if result.outcome is not Outcome.OK:
-        raise Failed(Verdict.WA, f"the hidden test could not go on ({result.error_type})")
+    result = await session.call(function, *arguments)
+    if result.outcome is not RunOutcome.OK:
+        raise CandidateFailed(JudgeVerdict.WA, f"the hidden test could not go on ({result.error_type})")
     try:
         said: dict[str, Any] = strict_json(result.result)
     except ValueError:
-        raise Failed(Verdict.WA, "the hidden test asked for more than a question may hold") from None
+        raise CandidateFailed(JudgeVerdict.WA, "the hidden test asked for more than a question may hold") from None
     return said
 
 
@@ -64,10 +64,10 @@ def _conclude(said: dict[str, Any]) -> None:
     if "broken" in said:
         raise BrokenOracle(f"the hidden tests do not load: {said['broken']}; mend the manifest")
     verdict, message = said["end"]
-    if Verdict[verdict] is not Verdict.AC:
-        raise Failed(Verdict[verdict], message)
+    if JudgeVerdict[verdict] is not JudgeVerdict.AC:
+        raise CandidateFailed(JudgeVerdict[verdict], message)
 
 
 def _loaded(result: RunResult) -> None:
-    if result.outcome is not Outcome.OK:
+    if result.outcome is not RunOutcome.OK:
         raise BrokenOracle(f"the tests' session is not usable: {result.error_type}: {result.error_message}")

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from rollmesh.services.sandbox.engine import Outcome, RunResult
+from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 
 MESSAGE_CHARS_MAX = 300
 
 
-class Verdict(Enum):
+class JudgeVerdict(Enum):
     """What one test showed. Values are the numbers of `rollmesh.v1.TestOutcome`."""
 
     AC = 1
@@ -35,18 +35,18 @@ class Verdict(Enum):
 
 
 _BY_OUTCOME = {
-    Outcome.TIME: Verdict.TLE,
-    Outcome.MEMORY: Verdict.MLE,
-    Outcome.OUTPUT: Verdict.OLE,
+    RunOutcome.TIME: JudgeVerdict.TLE,
+    RunOutcome.MEMORY: JudgeVerdict.MLE,
+    RunOutcome.OUTPUT: JudgeVerdict.OLE,
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgedTest:
+class HiddenTestResult:
     """One test's verdict."""
 
     name: str
-    verdict: Verdict
+    verdict: JudgeVerdict
     message: str = ""
     """One line; never the expected answer."""
     wall_s: float = 0.0
@@ -55,10 +55,10 @@ class JudgedTest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class JudgeReport:
     """The verdicts of the tests that were run, in the manifest's order."""
 
-    verdicts: Sequence[JudgedTest]
+    verdicts: Sequence[HiddenTestResult]
     num_tests: int
     weight: float
     """Of all tests of the manifest."""
@@ -66,35 +66,35 @@ class Report:
     @property
     def num_accepted(self) -> int:
         """Tests accepted."""
-        return sum(verdict.verdict is Verdict.AC for verdict in self.verdicts)
+        return sum(verdict.verdict is JudgeVerdict.AC for verdict in self.verdicts)
 
     @property
     def accepted_share(self) -> float:
         """Accepted weight of all weight, 0 to 1; exactly 1 if and only if every test was accepted."""
         if self.num_accepted == self.num_tests:
             return 1.0
-        return sum(verdict.weight for verdict in self.verdicts if verdict.verdict is Verdict.AC) / self.weight
+        return sum(verdict.weight for verdict in self.verdicts if verdict.verdict is JudgeVerdict.AC) / self.weight
 
 
-class Failed(Exception):
+class CandidateFailed(Exception):
     """The candidate failed a test; caught where the verdict is written down."""
 
-    def __init__(self, verdict: Verdict, message: str) -> None:
+    def __init__(self, verdict: JudgeVerdict, message: str) -> None:
         super().__init__(message)
         self.verdict = verdict
         self.message = one_line(message)
 
 
-def failure_of(result: RunResult) -> Failed | None:
+def failure_of(result: RunResult) -> CandidateFailed | None:
     """What a result that is not OK means; None for one that is."""
-    if result.outcome is Outcome.OK:
+    if result.outcome is RunOutcome.OK:
         return None
     message = f"{result.error_type}: {result.error_message}".strip().removesuffix(":")
-    return Failed(_BY_OUTCOME.get(result.outcome, Verdict.RE), message)
+    return CandidateFailed(_BY_OUTCOME.get(result.outcome, JudgeVerdict.RE), message)
 
 
 def require_ok(result: RunResult) -> RunResult:
-    """The result, if it is one. `Failed` for whatever the candidate did instead."""
+    """The result, if it is one. `CandidateFailed` for whatever the candidate did instead."""
     if (failed := failure_of(result)) is not None:
         raise failed
     return result

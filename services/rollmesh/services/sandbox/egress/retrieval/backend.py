@@ -29,7 +29,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Backend(Protocol):
-    """An engine of retrieval. Methods raise `Refused` and end within the caller's deadline."""
+    """An engine of retrieval. Methods raise `EgressRefused` and end within the caller's deadline."""
 
     @property
     def digest(self) -> str:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request
+from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply, EgressRequest
 from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig
 from rollmesh.shared.errors import ConfigError
 
@@ -68,18 +68,22 @@ class Cache:
         self._thread.submit(self._store.close)
         self._thread.shutdown(wait=False)
 
-    async def answer(self, digest: str, request: Request, ask: Callable[[], Awaitable[Reply]]) -> Reply:
+    async def answer(
+        self, digest: str, request: EgressRequest, ask: Callable[[], Awaitable[EgressReply]]
+    ) -> EgressReply:
         """The record of a question, made by `ask` if there is none. `digest` names what answers depend on beside it."""
         replayed_only = self._config.mode == "only"
         if request.method != "GET" or request.body:
             if replayed_only:
-                raise Refused("not_recorded", "only recorded answers are replayed, and those are GET without a body")
+                raise EgressRefused(
+                    "not_recorded", "only recorded answers are replayed, and those are GET without a body"
+                )
             return await ask()
         key = _key(digest, request)
         if (kept := await self._do(lambda: self._find(key))) is not None:
             return kept
         if replayed_only:
-            raise Refused("not_recorded", "only recorded answers are replayed, and this was never asked")
+            raise EgressRefused("not_recorded", "only recorded answers are replayed, and this was never asked")
         reply = await ask()
         if reply.status not in _RECORDED:
             return reply
@@ -90,11 +94,11 @@ class Cache:
             return await asyncio.get_running_loop().run_in_executor(self._thread, action)
         except sqlite3.Error as error:
             if self._config.mode == "only":
-                raise Refused("upstream", "the records cannot be read on the service's side") from error
+                raise EgressRefused("upstream", "the records cannot be read on the service's side") from error
             _log.warning("the egress cache failed; answers are not kept: %s", error)
             return None
 
-    def _find(self, key: str) -> Reply | None:
+    def _find(self, key: str) -> EgressReply | None:
         row = self._store.execute("SELECT status, headers, body FROM records WHERE key = ?", (key,)).fetchone()
         if row is None:
             return None
@@ -104,9 +108,9 @@ class Cache:
                 self._store.execute("UPDATE records SET used = (SELECT uses FROM totals) WHERE key = ?", (key,))
         headers = json.loads(row[1])
         refused_by = headers.get("x-refused-by", "")
-        return Reply(status=row[0], headers=headers, body=row[2], cached=not refused_by, refused_by=refused_by)
+        return EgressReply(status=row[0], headers=headers, body=row[2], cached=not refused_by, refused_by=refused_by)
 
-    def _keep(self, key: str, url: str, reply: Reply) -> Reply | None:
+    def _keep(self, key: str, url: str, reply: EgressReply) -> EgressReply | None:
         """The record as it stands afterwards: of two who asked at once both get the first one's."""
         size = len(reply.body) + _RECORD_BYTES
         if size > self._config.bytes_max:
@@ -133,6 +137,6 @@ class Cache:
             total -= size
 
 
-def _key(digest: str, request: Request) -> str:
+def _key(digest: str, request: EgressRequest) -> str:
     accepted = [request.headers.get(name, "") for name in ("accept", "accept-language")]
     return hashlib.sha256(json.dumps([digest, request.target, *accepted]).encode()).hexdigest()

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rollmesh.services.sandbox.egress.exchange import Refused
+from rollmesh.services.sandbox.egress.exchange import EgressRefused
 from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
 from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.shared.errors import ConfigError
@@ -107,7 +107,7 @@ class Corpus:
         query = f"SELECT id, url, title, text FROM documents WHERE {column} = ? ORDER BY number LIMIT 1"
         row = await self._ask(lambda: self._store.execute(query, (value,)).fetchone())
         if row is None:
-            raise Refused("not_found", f"the corpus has no document with {column} {value[:200]!r}")
+            raise EgressRefused("not_found", f"the corpus has no document with {column} {value[:200]!r}")
         return Document(id=row[0], url=row[1], title=row[2], text=row[3])
 
     async def _ask(self, query: Callable[[], _T]) -> _T:
@@ -119,8 +119,8 @@ class Corpus:
             return await asyncio.get_running_loop().run_in_executor(self._thread, bounded)
         except sqlite3.OperationalError as error:
             if error.sqlite_errorname != "SQLITE_INTERRUPT":
-                raise Refused("upstream", "the corpus cannot be read on the service's side") from error
-            raise Refused("timeout", f"the corpus did not answer within {_QUERY_S:g} s") from error
+                raise EgressRefused("upstream", "the corpus cannot be read on the service's side") from error
+            raise EgressRefused("timeout", f"the corpus did not answer within {_QUERY_S:g} s") from error
 
 
 def _digest(corpus: Path) -> str:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from rollmesh.services.sandbox.egress.exchange import Refused, Reply
+from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply
 from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
 from rollmesh.services.sandbox.egress.retrieval_config import EndpointConfig, RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
@@ -38,26 +38,26 @@ class Endpoint:
         target = _filled(self._endpoint.url, query=query, count=str(self._config.results_max))
         reply = await self._upstream.follow(target, {"accept": "application/json"})
         if reply.status != 200:
-            raise Refused("upstream", f"the search endpoint answered {reply.status}")
+            raise EgressRefused("upstream", f"the search endpoint answered {reply.status}")
         results = _results(reply.body, self._endpoint.results)
         return [hit for result in results if (hit := self._hit(result))][: self._config.results_max]
 
     async def page(self, url: str) -> Document:
         reply = await self._upstream.follow(url, _ACCEPT_PAGE)
         if reply.status in (404, 410):
-            raise Refused("not_found", f"there is no page at {url}: status {reply.status}")
+            raise EgressRefused("not_found", f"there is no page at {url}: status {reply.status}")
         if reply.status != 200:
-            raise Refused("upstream", f"{url} answered {reply.status}")
+            raise EgressRefused("upstream", f"{url} answered {reply.status}")
         content_type = reply.headers.get("content-type", "text/plain").lower()
         if not content_type.startswith(_TEXTS):
-            raise Refused("content", f"{url} is no text but {content_type[:100]}")
+            raise EgressRefused("content", f"{url} is no text but {content_type[:100]}")
         return Document(
             id=url, url=url, content_type=content_type.partition(";")[0].strip(), text=_text(reply, content_type)
         )
 
     async def document(self, doc_id: str) -> Document:
         if self._endpoint.id_field and not self._endpoint.document:
-            raise Refused("not_found", "this search has no documents by id: browse a result's URL")
+            raise EgressRefused("not_found", "this search has no documents by id: browse a result's URL")
         if not self._endpoint.id_field:
             return await self.page(doc_id)
         return await self.page(_filled(self._endpoint.document, id=doc_id))
@@ -87,11 +87,11 @@ def _results(body: bytes, path: str) -> Sequence[object]:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise Refused("upstream", f"the search endpoint answered no JSON: {error}") from error
+        raise EgressRefused("upstream", f"the search endpoint answered no JSON: {error}") from error
     for key in path.split(".") if path else ():
         found = found.get(key) if isinstance(found, dict) else None
     if not isinstance(found, list):
-        raise Refused("upstream", f"the search endpoint's answer has no list at {path!r}")
+        raise EgressRefused("upstream", f"the search endpoint's answer has no list at {path!r}")
     return found
 
 
@@ -100,7 +100,7 @@ def _field(result: Mapping[object, object], name: str) -> str:
     return str(value)[:_FIELD_CHARS_MAX] if isinstance(value, str | int | float) else ""
 
 
-def _text(reply: Reply, content_type: str) -> str:
+def _text(reply: EgressReply, content_type: str) -> str:
     named = _CHARSET.search(content_type)
     try:
         return reply.body.decode(named[1] if named else "utf-8", errors="replace")

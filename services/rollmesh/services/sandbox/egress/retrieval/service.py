@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from rollmesh.services.sandbox.egress.exchange import Refused, Reply, Request
+from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply, EgressRequest
 from rollmesh.services.sandbox.egress.retrieval.backend import Backend
 from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 
@@ -34,7 +34,7 @@ class Retrieval:
     def close(self) -> None:
         self._backend.close()
 
-    async def answer(self, request: Request) -> Reply:
+    async def answer(self, request: EgressRequest) -> EgressReply:
         """Raises Refused."""
         path, value = self._question(request)
         match path:
@@ -46,21 +46,21 @@ class Retrieval:
                 answer = {"page": await self._backend.document(value), "page_chars_max": self._shape.page_chars_max}
         body = _encoder.encode(answer)
         if len(body) > self._bytes_max:
-            raise Refused("response_bytes", f"the answer exceeds {self._bytes_max} bytes")
-        return Reply(status=200, headers={"content-type": "application/json"}, body=body)
+            raise EgressRefused("response_bytes", f"the answer exceeds {self._bytes_max} bytes")
+        return EgressReply(status=200, headers={"content-type": "application/json"}, body=body)
 
-    def _question(self, request: Request) -> tuple[str, str]:
+    def _question(self, request: EgressRequest) -> tuple[str, str]:
         path, _, query = request.target.partition("?")
         if path not in _PARAMETERS:
-            raise Refused("not_found", f"there is no {path[:100]!r} here; there are {', '.join(_PARAMETERS)}")
+            raise EgressRefused("not_found", f"there is no {path[:100]!r} here; there are {', '.join(_PARAMETERS)}")
         if request.method != "GET":
-            raise Refused("method", f"{path} is asked by GET")
+            raise EgressRefused("method", f"{path} is asked by GET")
         try:
             values = parse_qs(query, strict_parsing=True, max_num_fields=1, errors="strict").get(_PARAMETERS[path], [])
         except ValueError:
             values = []
         if len(values) != 1 or not values[0].strip():
-            raise Refused("malformed", f"{path} takes one parameter, `{_PARAMETERS[path]}`")
+            raise EgressRefused("malformed", f"{path} takes one parameter, `{_PARAMETERS[path]}`")
         if len(values[0]) > self._shape.query_chars_max:
-            raise Refused("request_bytes", f"the question exceeds {self._shape.query_chars_max} characters")
+            raise EgressRefused("request_bytes", f"the question exceeds {self._shape.query_chars_max} characters")
         return path, values[0]

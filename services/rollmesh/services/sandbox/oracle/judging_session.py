@@ -19,7 +19,7 @@ _LOST = "a session of the judgement was closed under it; judge again"
 
 
 @dataclass(slots=True, eq=False)
-class Cell:
+class JudgingSession:
     """An open session. `spent_s` adds up what its questions took, by the service's clock."""
 
     sessions: Sessions
@@ -60,12 +60,12 @@ class Cell:
 
 
 @asynccontextmanager
-async def open_cell(
+async def open_session(
     sessions: Sessions, clock: Clock, session_id: str, *, profile: str, limits: Mapping[str, float], owner: str
-) -> AsyncIterator[Cell]:
+) -> AsyncIterator[JudgingSession]:
     """A fresh session until the block ends. Raises what opening raises."""
     await sessions.open(session_id, profile=profile, limits=limits, ttl_s=0, owner=owner)
     try:
-        yield Cell(sessions, clock, session_id)
+        yield JudgingSession(sessions, clock, session_id)
     finally:
         await sessions.close(session_id)
