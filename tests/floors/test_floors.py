@@ -22,7 +22,7 @@ model: model
 counts: {sandbox: 0}
 data: {source: {kind: jsonl, path: tasks.jsonl}}
 rollout: {agent: "agent.py:Agent"}
-reward: {scorers: [{scorer: "scorer.py:Scorer", name: correct}]}
+reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}]}
 inference:
   engine: rollmesh.testing.fake_engine:FakeEngine
   engine_config: rollmesh.testing.fake_engine:FakeEngineConfig

@@ -18,7 +18,7 @@ from rollmesh.services.data.config import DataConfig
 from rollmesh.services.data.node import DataNode
 from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.gateway.node import GatewayNode
-from rollmesh.services.reward.config import FinalizerConfig, RewardConfig
+from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.node import RewardNode
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
@@ -29,6 +29,7 @@ from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.membership import Membership, MembershipConfig, PassiveHandler
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
 from rollmesh.shared.rpc.server import ServerConfig
@@ -346,7 +347,7 @@ async def _join_all(parts: MeshParts) -> None:
     common: dict[str, Any] = {"access": ACCESS, "coordinator": parts.address}
     depot = DepotConfig(directory=str(parts.folder / "depot"), membership=JOIN, server=ServerConfig(stop_s=0.0))
     stop = ServerConfig(stop_s=0.0)
-    reward = RewardConfig(finalizer=FinalizerConfig(name="keep_all"))
+    reward = RewardConfig(finalizer=Extension("keep_all"))
     worker = coordinator_pb2.NodeHello(node_id=WORKER, kind=ROLLOUT, capacity=8)
     for node in (
         DataNode(DataConfig(), node_id="data-0", bus=parts.bus, server=stop, **common),

@@ -45,7 +45,7 @@ def small_config(model: Path) -> MeshConfig:
         learner=msgspec.structs.replace(config.learner, recipe_options={}),
         run=msgspec.structs.replace(config.run, batch_groups=GROUPS, group_size=SIZE, seed=3),
         reward=msgspec.structs.replace(
-            config.reward, scorers=(ScorerConfig(scorer=f"{__file__}:Parity", name="correct"),)
+            config.reward, scorers=(ScorerConfig(name=f"{__file__}:Parity", reward="correct"),)
         ),
     )
 

@@ -44,7 +44,7 @@ counts: {sandbox: 0}
 processes: {enabled: false}
 data: {source: {kind: jsonl, path: tasks.jsonl, labels: {parity: parity}, validation_share: 0.1, test_share: 0.3}}
 rollout: {agent: "agent.py:Agent"}
-reward: {scorers: [{scorer: "scorer.py:Scorer", name: correct}]}
+reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}]}
 inference:
   engine: rollmesh.testing.fake_engine:FakeEngine
   engine_config: rollmesh.testing.fake_engine:FakeEngineConfig

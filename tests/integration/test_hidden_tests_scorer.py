@@ -68,7 +68,7 @@ def tasks_file(folder: Path) -> str:
 @asynccontextmanager
 async def reward_node(tmp_path: Path, *addresses: str, **options: Any) -> AsyncIterator[RewardNode]:
     settings = {
-        "scorers": [{"scorer": "tests", "options": options}],
+        "scorers": [{"name": "tests", "options": options}],
         "answer_files": {"tasks": {"path": "tasks.jsonl", "answer": "", "tests": "tests"}},
         "sandboxes": list(addresses),
         "sandbox": {"open_s_max": 0.2},
@@ -115,7 +115,7 @@ async def test_mesh_failures_are_infra_failures_of_the_sample(tmp_path: Path) ->
     async with reward_node(tmp_path) as reward:
         (failed,) = await rewards(reward, "tests:square", said)
         assert (failed.outcome, "no sandbox node" in failed.evidence) == (Outcome.INFRA_FAILURE, True)
-        alone = build_engine(config_from_dict(RewardConfig, {"scorers": [{"scorer": "tests"}]}))
+        alone = build_engine(config_from_dict(RewardConfig, {"scorers": [{"name": "tests"}]}))
         ((failed,),) = await alone.score([item(reward, "tests:square", said)])
         assert (failed.outcome, "needs sandbox nodes" in failed.evidence) == (Outcome.INFRA_FAILURE, True)
     async with sandbox(tmp_path / "node") as node, reward_node(tmp_path, node.address) as reward:

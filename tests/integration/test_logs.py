@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from rollmesh.mesh import Mesh
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.telemetry import LoggingConfig, set_up_logging
 
 from ..chaos.world import save_model_folder
@@ -50,7 +51,9 @@ def lines() -> Iterator[io.StringIO]:
 async def test_lines_carry_their_ids_and_no_secret(tmp_path: Path, lines: io.StringIO) -> None:
     (tmp_path / "agent.py").write_text(BROKEN)
     made = config(save_model_folder(tmp_path / "model"), traces="file", log_format="json")
-    made = msgspec.structs.replace(made, rollout=msgspec.structs.replace(made.rollout, agent="agent.py:Agent"))
+    made = msgspec.structs.replace(
+        made, rollout=msgspec.structs.replace(made.rollout, agent=Extension("agent.py:Agent"))
+    )
     async with Mesh(made, run_dir=tmp_path / "run", base_dir=tmp_path) as mesh:
         await Operator(mesh).finished()
         secret = mesh.layout.access.token

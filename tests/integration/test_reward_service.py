@@ -96,8 +96,8 @@ async def test_every_sample_is_scored_on_the_text_of_its_own_path() -> None:
 async def test_scores_come_per_sample_in_order_with_scorer_and_outcome() -> None:
     settings = {
         "scorers": [
-            {"scorer": "exact", "name": "correct"},
-            {"scorer": "length", "options": {"form": "linear", "scale_tokens": 8}},
+            {"name": "exact", "reward": "correct"},
+            {"name": "length", "options": {"form": "linear", "scale_tokens": 8}},
         ]
     }
     async with serving(settings) as stub:
@@ -117,7 +117,7 @@ async def test_the_answer_key_of_a_file_is_used_and_never_sent(tmp_path: Path) -
     (tmp_path / "own.py").write_text(BROKEN)
     ref = f"jsonl:mine@{read_jsonl(path, num_lines_max=9).digest[:16]}#1"
     settings = {
-        "scorers": [{"scorer": "exact", "name": "correct"}, {"scorer": "own.py:Broken"}],
+        "scorers": [{"name": "exact", "reward": "correct"}, {"name": "own.py:Broken"}],
         "answer_files": {"mine": {"path": "mine.jsonl", "answer_pattern": r"#### (\S+)"}},
     }
     async with serving(settings, tmp_path) as stub:

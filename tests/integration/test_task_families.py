@@ -20,6 +20,7 @@ from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.families.code import code_task
 from rollmesh.shared.families.sql import sql_task
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.trajectory import EpisodeKey, Message, Outcome
 
@@ -39,7 +40,7 @@ async def judging(tmp_path: Path, path: str) -> AsyncIterator[RewardNode]:
     async with SandboxNode(SandboxConfig(), node_id="s", access=ACCESS, state_dir=tmp_path / "s") as sandbox:
         settings = {
             "scorers": [
-                {"scorer": "tests", "name": "correct", "options": {"pattern": "<answer>(.*)</answer>", "path": path}}
+                {"name": "tests", "reward": "correct", "options": {"pattern": "<answer>(.*)</answer>", "path": path}}
             ],
             "sandboxes": [sandbox.address],
         }
@@ -107,12 +108,12 @@ async def test_queries_are_judged_by_what_they_answer(tmp_path: Path) -> None:
 async def test_family_goes_through_the_whole_mesh(kind: str, path: str, tmp_path: Path) -> None:
     """A policy that writes noise, judged in real jails: each sample is scored, none by a broken judge, and the run ends."""
     base = mesh_config(save_model_folder(tmp_path / "model"), batch_groups=2, group_size=2, updates_max=2)
-    scorers = [{"scorer": "tests", "name": "correct", "options": {"pattern": "", "path": path}}]
+    scorers = [{"name": "tests", "reward": "correct", "options": {"pattern": "", "path": path}}]
     config = msgspec.structs.replace(
         base,
         data=config_from_dict(DataConfig, {"source": {"kind": kind, "num_train": 20, "num_test": 5}}),
         reward=config_from_dict(RewardConfig, {"scorers": scorers, "finalizer": {"name": "keep_all"}}),
-        rollout=msgspec.structs.replace(base.rollout, agent="single_turn"),
+        rollout=msgspec.structs.replace(base.rollout, agent=Extension("single_turn")),
         sandbox=SandboxConfig(),
     )
     async with Mesh(config, run_dir=tmp_path / "run") as mesh:

@@ -11,7 +11,7 @@ from rollmesh.services.rollout.environment import Environment
 
 
 class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings, from `rollout.agent_options`."""
+    """Settings, from `rollout.agent.options`."""
 
     calls_max: int = 6
     """Calculator calls before the agent gives up."""

@@ -82,7 +82,7 @@ class BareLoop:
         return EpisodeRunner(
             EpisodeParts(
                 config=config,
-                agent=load_agent(config.agent, config.agent_options),
+                agent=load_agent(config.agent),
                 tokenizer=load_tokenizer(model, config.format),
                 generator=EngineGenerator(self.engine),
                 sandbox=LocalSandbox({config.tools["calculator"].function: calc.call}),

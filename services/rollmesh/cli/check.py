@@ -119,7 +119,7 @@ class _Check:
             self._evaluation(pools)
         self._rewards(has_tasks=bool(pools))
         with self._collected("rollout.agent"):
-            load_agent(config.rollout.agent, config.rollout.agent_options, base_dir)
+            load_agent(config.rollout.agent, base_dir)
         if self._learner or config.counts.inference:
             self._learning(pools)
 

@@ -25,7 +25,6 @@ from rollmesh.services.rollout.agent import AGENTS
 from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.config import FormatConfig
 from rollmesh.services.rollout.tokenizer import load_tokenizer
-from rollmesh.shared.registry import Registry
 
 _MADE_TURN_END = "<|end|>"
 """Of the model that `made_model` makes."""
@@ -36,20 +35,15 @@ def in_force(config: TrainConfig, base_dir: Path) -> TrainConfig:
     replace = msgspec.structs.replace
     reward, data, rollout = config.reward, config.data, rollout_config(config)
 
-    def options(registry: Registry, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        return _builtins(registry.options(name, given, base_dir))
-
-    scorers = tuple(replace(s, options=options(SCORERS, s.scorer, s.options)) for s in reward.scorers)
-    finalizer = replace(reward.finalizer, options=options(FINALIZERS, reward.finalizer.name, reward.finalizer.options))
-    selector = replace(data.selector, options=options(SELECTORS, data.selector.name, data.selector.options))
+    scorers = tuple(SCORERS.with_defaults(scorer, base_dir) for scorer in reward.scorers)
     words = chat_format(config, base_dir)
     return replace(
         config,
-        reward=replace(reward, scorers=scorers, finalizer=finalizer),
-        data=replace(data, selector=selector),
+        reward=replace(reward, scorers=scorers, finalizer=FINALIZERS.with_defaults(reward.finalizer, base_dir)),
+        data=replace(data, selector=SELECTORS.with_defaults(data.selector, base_dir)),
         rollout=replace(
             rollout,
-            agent_options=options(AGENTS, rollout.agent, rollout.agent_options),
+            agent=AGENTS.with_defaults(rollout.agent, base_dir),
             format=_as_config(words) if words is not None else rollout.format,
         ),
         inference=replace(config.inference, engine_options=_engine(config, base_dir)),

@@ -51,6 +51,7 @@ def read_config(
     """
     file = Path(path) if path is not None else None
     tree, lines = _read_file(file) if file is not None else ({}, {})
+    tree = _long_form(msgspec.inspect.type_info(type_), tree)
     origins = _apply_overrides(tree, overrides)
     return _convert_all(type_, tree, _Places(file, lines, origins))
 
@@ -66,7 +67,7 @@ def all_in_one(mistakes: Sequence[MeshError]) -> MeshError:
 
 def config_from_dict(type_: type[T], values: dict[str, Any], overrides: Sequence[str] = ()) -> T:
     """As `load_config`, from a plain dict (left as it is) instead of a file."""
-    tree = msgspec.to_builtins(values)
+    tree = _long_form(msgspec.inspect.type_info(type_), msgspec.to_builtins(values))
     return _convert(type_, tree, _Places(None, {}, _apply_overrides(tree, overrides)))
 
 
@@ -188,6 +189,36 @@ def _key_in(node: object, part: str, override: str) -> str | int:
 # Converting -----------------------------------------------------------------------------------------------------------
 
 
+def _long_form(node: msgspec.inspect.Type, value: Any, default: object = None) -> Any:
+    """Replace short forms: a string in place of a struct that has a class attribute `short_form` means the field named there.
+
+    A mapping that omits this field gets it from `default`, the default of the key that holds the struct.
+    """
+    if isinstance(node, msgspec.inspect.UnionType):
+        for option in node.types:
+            value = _long_form(option, value, default)
+    elif isinstance(node, msgspec.inspect.StructType) and isinstance(value, (str, dict)):
+        short = getattr(node.cls, "short_form", "")
+        if isinstance(value, str):
+            return {short: value} if short else value
+        if short and isinstance(default, node.cls):
+            value = {short: getattr(default, short), **value}
+        fields = {field.encode_name: field for field in node.fields}
+        return {
+            key: _long_form(fields[key].type, below, _default(fields[key])) if key in fields else below
+            for key, below in value.items()
+        }
+    elif isinstance(node, msgspec.inspect.DictType) and isinstance(value, dict):
+        return {key: _long_form(node.value_type, below) for key, below in value.items()}
+    elif isinstance(node, (msgspec.inspect.ListType, msgspec.inspect.VarTupleType)) and isinstance(value, list):
+        return [_long_form(node.item_type, below) for below in value]
+    return value
+
+
+def _default(field: msgspec.inspect.Field) -> object:
+    return field.default_factory() if callable(field.default_factory) else field.default
+
+
 class _Places:
     """Where each value came from: for messages."""
 
@@ -215,7 +246,7 @@ def _convert(type_: type[T], tree: dict[str, Any], places: _Places) -> T:
 
 def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple[T | None, list[ConfigError]]:
     mistakes: list[ConfigError] = []
-    rest = msgspec.to_builtins(tree)
+    rest = _long_form(msgspec.inspect.type_info(type_), msgspec.to_builtins(tree))
     while len(mistakes) < MISTAKES_MAX:
         try:
             return msgspec.convert(rest, type_), mistakes

@@ -1,7 +1,7 @@
-"""Finds an extension by short name, or loads it from a user's code as `file.py:Name` or `package.module:Name`.
+"""Find extensions by name: built-ins by short name, user code as `file.py:Name` or `package.module:Name`.
 
-Each kind of extension has one Registry beside its port. The built-in table holds dotted names, which are imported on first use, so that
-listing a heavy extension is free.
+Every kind of extension is configured the same way, as `{name: NAME, options: {...}}`, or as the bare string `NAME` if it
+gets no options. Built-ins are listed by dotted name and imported on first use, so a heavy one costs nothing until then.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -19,59 +19,83 @@ from rollmesh.shared.objects import load_object
 from rollmesh.shared.user_code import explain, user_traceback
 
 
-class Extension(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a configuration names an extension. Each kind derives a struct with its default name."""
+class Extension(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The choice of one extension. In a configuration, a bare string means `name` without options."""
+
+    short_form: ClassVar[str] = "name"
 
     name: str
-    """Short name, `file.py:Name` relative to the configuration file, or `package.module:Name`."""
+    """Short name of a built-in, `file.py:Name` relative to the configuration file, or `package.module:Name`."""
     options: dict[str, Any] = {}
-    """Settings of the extension, as in the `Options` of its class."""
+    """Settings of the extension, see the `Options` of its class."""
+
+    @property
+    def short_name(self) -> str:
+        """The name without file or module."""
+        return self.name.rpartition(":")[2]
+
+
+E = TypeVar("E", bound=Extension)
 
 
 class Registry:
-    """One kind of extension, e.g. scorers. `built_in` maps short names to `package.module:Name`."""
+    """One kind of extension, for example scorers.
+
+    The class of an extension MAY have a class attribute `Options`, a msgspec struct. Options are converted to it strictly.
+    """
 
     def __init__(self, kind: str, built_in: Mapping[str, str]) -> None:
+        """`built_in` maps short names to `package.module:Name`."""
         self.kind = kind
         self._built_in = dict(built_in)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Short names of the built-ins."""
+        """Return the short names of the built-ins."""
         return tuple(self._built_in)
 
     def find(self, name: str, base_dir: str | Path | None = None) -> Any:
-        """Return the class called `name`. A user's relative file is looked up in `base_dir`. Raises ConfigError if it does not exist."""
+        """Return the class called `name`. A relative file is looked up in `base_dir`. Raise ConfigError if it does not exist."""
         if name in self._built_in:
             return load_object(self._built_in[name])
-        if ":" not in name:
-            raise unknown_name(self.kind, name, self.names)
-        return load_object(name, base_dir)
+        if ":" in name:
+            return load_object(name, base_dir)
+        raise unknown_name(self.kind, name, self.names)
 
-    def make(self, name: str, options: Mapping[str, Any], base_dir: str | Path | None = None, **context: Any) -> Any:
-        """Construct the class called `name` from `context` and, if the class has `Options`, from `options` as an instance of it.
+    def make(self, chosen: Extension | str, base_dir: str | Path | None = None, **context: Any) -> Any:
+        """Return an instance of the chosen class: `cls(**context, options=...)`, or `cls(**context)` without `Options`.
 
-        `Options` is a msgspec struct, and the conversion is strict. A class without it takes no options. Raises ConfigError.
+        Raise ConfigError that names the wrong key, or contains the traceback of a constructor that failed.
         """
-        cls = self.find(name, base_dir)
-        converted = self.options(name, options, base_dir)
+        chosen = _as_extension(chosen)
+        cls = self.find(chosen.name, base_dir)
+        options = self.options(chosen, base_dir)
         try:
-            return cls(**context, options=converted) if hasattr(cls, "Options") else cls(**context)
+            return cls(**context, options=options) if hasattr(cls, "Options") else cls(**context)
         except MeshError:
             raise
         except Exception as err:  # user code may raise anything; the name that led to it must be reported
-            what = f"making the {self.kind} failed: {explain(err)}\n{user_traceback(err)}"
-            raise ConfigError(f"{self.kind} `{name}`: {what}", name=name) from err
+            what = f"the constructor failed: {explain(err)}\n{user_traceback(err)}"
+            raise ConfigError(f"{self.kind} `{chosen.name}`: {what}", name=chosen.name) from err
 
-    def options(self, name: str, options: Mapping[str, Any], base_dir: str | Path | None = None) -> msgspec.Struct:
-        """Convert `options` to the struct of the class called `name`, with its defaults. Raises ConfigError that names the key."""
-        type_: type[msgspec.Struct] = getattr(self.find(name, base_dir), "Options", _NoOptions)
+    def options(self, chosen: Extension | str, base_dir: str | Path | None = None) -> msgspec.Struct:
+        """Return the options as the `Options` of the class, with defaults. Raise ConfigError that names the wrong key."""
+        chosen = _as_extension(chosen)
+        type_: type[msgspec.Struct] = getattr(self.find(chosen.name, base_dir), "Options", _NoOptions)
         try:
-            return config_from_dict(type_, dict(options))
+            return config_from_dict(type_, chosen.options)
         except ConfigError as error:
             raise ConfigError(
-                f"options of {self.kind} `{name}`: {error.message}", violations=error.violations
+                f"options of {self.kind} `{chosen.name}`: {error.message}", violations=error.violations
             ) from error
+
+    def with_defaults(self, chosen: E, base_dir: str | Path | None = None) -> E:
+        """Return `chosen` with all options written out. Raise ConfigError as `options`."""
+        return msgspec.structs.replace(chosen, options=msgspec.to_builtins(self.options(chosen, base_dir)))
+
+
+def _as_extension(chosen: Extension | str) -> Extension:
+    return Extension(chosen) if isinstance(chosen, str) else chosen
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str], own: str = "file.py:Name") -> ConfigError:
@@ -85,4 +109,4 @@ def unknown_name(kind: str, name: str, known: Iterable[str], own: str = "file.py
 
 
 class _NoOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """For extensions without settings."""
+    """Options of a class that has no `Options`."""

@@ -126,7 +126,7 @@ def test_check_notes_the_kinds_of_nodes_that_have_to_join() -> None:
 def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> None:
     text = (
         f"model: {model}\nrun: {{updates_maks: 3, group_size: 0, eval_every: 0, seed: much}}\n"
-        "reward: {scorers: [{scorer: 'scorer.py:Scorer', name: correct}, {scorer: exakt, name: other}]}\n"
+        "reward: {scorers: [{name: 'scorer.py:Scorer', reward: correct}, {name: exakt, reward: other}]}\n"
         "learner: {device: 'cuda:7', recipe_options: {optimizer: {lrr: 1}}}\n"
     )
     path = config_file(tmp_path, text)
@@ -224,7 +224,7 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
         ("made_model.warm_start.level=3", r"`made_model.warm_start`: .*unknown key; did you mean `levels`\?"),
         ("made_model.tasks.test_share=0.2", r"`made_model.tasks`: .*must equal those of data.source"),
         ("model=somewhere", r"model must be empty where `made_model` makes it"),
-        ("reward.scorers.0.scorer=exakt", r"there is no scorer `exakt`; known: exact, math"),
+        ("reward.scorers.0.name=exakt", r"there is no scorer `exakt`; known: exact, math"),
     ],
 )  # fmt: skip
 def test_mistake_in_a_setting_is_told_with_its_place_and_remedy(override: str, expected: str) -> None:

@@ -112,7 +112,7 @@ def test_a_line_that_is_no_json_is_named(config: Path) -> None:
 
 def test_a_scorer_that_fails_is_in_no_mean_and_makes_the_command_fail(config: Path) -> None:
     (config.parent / "scorer.py").write_text(FAILING)
-    config.write_text(CALC + 'reward: {scorers: [{scorer: "scorer.py:Scorer", name: correct}]}\n')
+    config.write_text(CALC + 'reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}]}\n')
     file = write(config.parent, SAMPLE)
     told = CliRunner().invoke(app, ["score", str(file), "--config", str(config)])
     assert told.exit_code == 1

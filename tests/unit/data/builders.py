@@ -9,6 +9,7 @@ from rollmesh.services.data.config import SELECTORS
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import Selector
 from rollmesh.services.data.task import Task, TaskPool
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import Message
 from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
 
@@ -21,7 +22,7 @@ def pool(num_tasks: int) -> MemoryPool:
 
 
 def factory(name: str = "thompson", **options: Any) -> Callable[[TaskPool], Selector]:
-    return lambda tasks: SELECTORS.make(name, options, pool=tasks, seed=0)
+    return lambda tasks: SELECTORS.make(Extension(name, options), pool=tasks, seed=0)
 
 
 def record(*facts: events_pb2.Fact) -> events_pb2.LedgerRecord:

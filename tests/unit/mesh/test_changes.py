@@ -29,10 +29,11 @@ from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.rollout.config import RolloutConfig, SamplingConfig
 from rollmesh.shared.errors import ChangeRefused
+from rollmesh.shared.registry import Extension
 
 WHOLE = TrainConfig(
     made_model=MadeModelConfig(shape={"hidden_size": 8}),
-    rollout=RolloutConfig(agent_options={"a": 1}, eval_sampling=SamplingConfig()),
+    rollout=RolloutConfig(agent=Extension("single_turn", {"a": 1}), eval_sampling=SamplingConfig()),
     learner=LearnerConfig(
         recipe_options={"optimizer": {"lr": 1e-4}, "packing": {"tokens_max": 8}, "loss": {"clip": 0.2}}
     ),
@@ -103,10 +104,12 @@ def test_model_in_the_run_folder_has_no_place_and_a_secret_no_value(tmp_path: Pa
     here, there = (TrainConfig(model=str(tmp_path / name / "model")) for name in ("a", "b"))
     assert diff(settings_of(here, tmp_path / "a"), settings_of(there, tmp_path / "b")) == ()
     options = {"password": "hunter2"}
-    settings = settings_of(TrainConfig(rollout=RolloutConfig(agent_options=options)), tmp_path)
+    settings = settings_of(TrainConfig(rollout=RolloutConfig(agent=Extension("single_turn", options))), tmp_path)
     assert "hunter2" not in json.dumps(settings)
-    other = settings_of(TrainConfig(rollout=RolloutConfig(agent_options={"password": "hunter3"})), tmp_path)
-    assert [change.key for change in diff(settings, other)] == ["rollout.agent_options.password"]
+    other = settings_of(
+        TrainConfig(rollout=RolloutConfig(agent=Extension("single_turn", {"password": "hunter3"}))), tmp_path
+    )
+    assert [change.key for change in diff(settings, other)] == ["rollout.agent.options.password"]
 
 
 def test_recorded_settings_are_read_back(tmp_path: Path) -> None:

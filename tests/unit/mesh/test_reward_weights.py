@@ -25,8 +25,8 @@ from rollmesh.v1 import reward_pb2
 from ..trainer.builders import action, prompt, training_sample
 
 SCORERS = [
-    {"scorer": "exact", "name": "correct"},
-    {"scorer": "length", "name": "brief", "options": {"budget_tokens": 9}},
+    {"name": "exact", "reward": "correct"},
+    {"name": "length", "reward": "brief", "options": {"budget_tokens": 9}},
 ]
 
 

@@ -186,8 +186,8 @@ async def test_a_users_own_scorer_is_loaded_from_its_file(tmp_path: Path) -> Non
         RewardConfig,
         {
             "scorers": [
-                {"scorer": "own.py:Scorer", "name": "joy", "options": {"bonus": 0.5}},
-                {"scorer": "own.py:Plain"},
+                {"name": "own.py:Scorer", "reward": "joy", "options": {"bonus": 0.5}},
+                {"name": "own.py:Plain"},
             ]
         },
     )
@@ -198,11 +198,11 @@ async def test_a_users_own_scorer_is_loaded_from_its_file(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("scorer", "message"),
     [
-        (ScorerConfig(scorer="own.py:NotAsync"), "async def score"),
-        (ScorerConfig(scorer="own.py:Missing"), "Missing"),
-        (ScorerConfig(scorer="none.py:Scorer"), "none.py"),
-        (ScorerConfig(scorer="own.py:Scorer", options={"bonis": 1}), "bonis.*did you mean `bonus`"),
-        (ScorerConfig(scorer="own.py:Plain", options={"x": 1}), "x"),
+        (ScorerConfig(name="own.py:NotAsync"), "async def score"),
+        (ScorerConfig(name="own.py:Missing"), "Missing"),
+        (ScorerConfig(name="none.py:Scorer"), "none.py"),
+        (ScorerConfig(name="own.py:Scorer", options={"bonis": 1}), "bonis.*did you mean `bonus`"),
+        (ScorerConfig(name="own.py:Plain", options={"x": 1}), "x"),
     ],
 )
 def test_a_users_scorer_that_cannot_be_used_is_named(tmp_path: Path, scorer: ScorerConfig, message: str) -> None:
@@ -220,8 +220,8 @@ def test_a_weight_for_a_reward_that_nobody_gives_is_refused() -> None:
     ("settings", "message"),
     [
         ({"scorers": []}, "scorers"),
-        ({"scorers": [{"scorer": "exact"}, {"scorer": "math", "name": "exact"}]}, "scorers.*exact, exact"),
-        ({"scorers": [{"scorer": "exact", "timeout_s": 0}]}, "timeout_s"),
+        ({"scorers": [{"name": "exact"}, {"name": "math", "reward": "exact"}]}, "scorers.*exact, exact"),
+        ({"scorers": [{"name": "exact", "timeout_s": 0}]}, "timeout_s"),
         ({"concurrency_max": 0}, "concurrency_max.*0"),
         ({"weights": {"correct": float("nan")}}, "weights must be finite"),
         ({"weights": {"correct": 0.0}}, "weights must name at least one reward"),

@@ -9,6 +9,7 @@ import pytest
 from rollmesh.services.reward.finalizer import FINALIZERS, Decision, Group, Verdict
 from rollmesh.services.reward.item import TaskView
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Outcome
 from rollmesh.trainer.advantages import AdvantageConfig, make_advantage
 from rollmesh.v1 import reward_pb2
@@ -28,7 +29,7 @@ def decide(
     advantage = make_advantage(AdvantageConfig(name=estimator, weights=weights or {}))
     advantages = advantage.of_group(GroupContext(group="g", task="t", members=members))
     group = Group(group="g", task=TaskView(task_id="t"), members=members, advantages=advantages, **settings)
-    made = FINALIZERS.make("zero_variance", options or {}).decide(group)
+    made = FINALIZERS.make(Extension("zero_variance", options or {})).decide(group)
     assert isinstance(made, Verdict)
     return made
 
@@ -117,7 +118,7 @@ def test_a_group_without_variance_grows_until_the_limit_or_the_deadline() -> Non
 
 def test_keep_all_keeps_groups_without_variance() -> None:
     group = Group(group="g", task=TaskView(task_id="t"), members=(member("1", 0.0), member("2", 0.0)))
-    assert FINALIZERS.make("keep_all", {}).decide(group).decision is Decision.KEEP
+    assert FINALIZERS.make("keep_all").decide(group).decision is Decision.KEEP
 
 
 def test_decisions_have_the_numbers_of_the_proto() -> None:
@@ -135,4 +136,4 @@ def test_decisions_have_the_numbers_of_the_proto() -> None:
 )
 def test_options_out_of_range_name_field_and_value(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        FINALIZERS.make("zero_variance", options)
+        FINALIZERS.make(Extension("zero_variance", options))

@@ -17,6 +17,7 @@ from rollmesh.services.reward.math_pool import MathPool
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorers.math import MathScorer
 from rollmesh.shared.errors import ScorerFailed
+from rollmesh.shared.registry import Extension
 
 from .builders import item
 
@@ -30,7 +31,7 @@ def pool(compare_s_max: float = 20.0) -> MathPool:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scorer() -> AsyncIterator[MathScorer]:
-    made: MathScorer = SCORERS.make("math", {"pattern": "", "compare_s_max": 20.0})
+    made: MathScorer = SCORERS.make(Extension("math", {"pattern": "", "compare_s_max": 20.0}))
     yield made
     await made.close()
 
@@ -114,6 +115,7 @@ def test_comparing_works_outside_the_main_thread() -> None:
 PARENT = """
 import asyncio
 from rollmesh.services.reward.math_pool import MathPool
+from rollmesh.shared.registry import Extension
 
 async def main():
     pool = MathPool(num_workers=1, compare_s_max=60.0, start_s_max=60.0, memory_bytes_max=4 << 30)

@@ -9,6 +9,7 @@ import pytest
 from rollmesh.services.reward.item import TEXT_CHARS_MAX
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import Outcome, Reward
 
 from .builders import item
@@ -17,7 +18,7 @@ from .builders import item
 async def score(
     name: str, options: dict[str, Any], *said: str, answer: str | None = "42", num_tokens: int = 10
 ) -> Reward:
-    reward = await SCORERS.make(name, options).score(item(*said, answer=answer, num_tokens=num_tokens))
+    reward = await SCORERS.make(Extension(name, options)).score(item(*said, answer=answer, num_tokens=num_tokens))
     assert isinstance(reward, Reward)
     return reward
 
@@ -102,4 +103,4 @@ async def test_length_budget_and_linear_values() -> None:
 )
 def test_wrong_options_are_named(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        SCORERS.make(name, options)
+        SCORERS.make(Extension(name, options))

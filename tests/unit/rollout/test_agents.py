@@ -21,6 +21,7 @@ from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.codec.trajectory import encode_episode
 from rollmesh.shared.errors import ConfigError, EngineFailed, SandboxFailed, StaleWeights
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import Episode, FinishReason, Message, Outcome, Purpose, Reward, Role, Source, text_view
 from rollmesh.testing.rollout import DEMO_FORMAT, LocalMesh, lease
 from rollmesh.v1 import coordinator_pb2, types_pb2
@@ -381,7 +382,7 @@ async def test_a_sample_line_is_scored_again_on_its_own_text_and_finish(tmp_path
         "class Judge:\n    async def score(self, item):\n"
         "        return float('right' in item.messages[1].content) + 2 * (item.finish.name == 'LENGTH')\n"
     )
-    (tmp_path / "mine.yaml").write_text("reward: {scorers: [{scorer: 'judge.py:Judge', name: correct}]}\n")
+    (tmp_path / "mine.yaml").write_text("reward: {scorers: [{name: 'judge.py:Judge', reward: correct}]}\n")
     mesh = tool_mesh(lambda text: "<answer>3</answer><|end|>")
     found = await finished(mesh, Forks())
     cut = replace(found, samples=tuple(replace(sample, finish=FinishReason.LENGTH) for sample in found.samples))
@@ -474,15 +475,15 @@ async def test_an_agent_from_a_users_file_runs_with_its_options(tmp_path: Path) 
         "            await env.generate()\n"
         "            env.observe('again')\n"
     )
-    episode = await finished(tool_mesh(endless), load_agent("mine.py:Mine", {"times": 3}, tmp_path))
+    episode = await finished(tool_mesh(endless), load_agent(Extension("mine.py:Mine", {"times": 3}), tmp_path))
     assert sum(s.role is Role.ACTION for s in episode.segments) == 3
     with pytest.raises(ConfigError, match="tims"):
-        load_agent("mine.py:Mine", {"tims": 3}, tmp_path)
+        load_agent(Extension("mine.py:Mine", {"tims": 3}), tmp_path)
     with pytest.raises(ConfigError, match=r"must have a method `async def run"):
-        load_agent("mine.py:Options", {}, tmp_path)
+        load_agent(Extension("mine.py:Options", {}), tmp_path)
 
 
 def test_built_in_agents_are_known_by_name() -> None:
-    assert isinstance(load_agent("single_turn", {}), SingleTurnAgent)
+    assert isinstance(load_agent(Extension("single_turn")), SingleTurnAgent)
     with pytest.raises(ConfigError, match="tool_calling, single_turn"):
-        load_agent("singleturn", {})
+        load_agent(Extension("singleturn"))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from rollmesh.shared.config import config_from_dict, load_config
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.objects import load_object
-from rollmesh.shared.registry import Registry
+from rollmesh.shared.registry import Extension, Registry
 
 
 def test_module_and_dotted_names_resolve() -> None:
@@ -50,7 +52,7 @@ def test_what_a_users_file_or_constructor_raises_is_told_with_its_line(tmp_path:
         load_object("breaks.py:Name", tmp_path)
     (tmp_path / "made.py").write_text("class Made:\n    def __init__(self):\n        open('/no/such/file')\n")
     with pytest.raises(ConfigError, match=r"(?s)thing `made.py:Made`: .*FileNotFoundError.*made.py\", line 3"):
-        Registry("thing", {}).make("made.py:Made", {}, tmp_path)
+        Registry("thing", {}).make("made.py:Made", tmp_path)
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_known_one() -> None:
@@ -60,3 +62,21 @@ def test_an_unknown_name_is_an_error_with_the_nearest_known_one() -> None:
         registry.find("grop")
     with pytest.raises(ConfigError, match="file.py:Name$"):
         registry.find("entirely-different")
+
+
+def test_a_bare_string_names_an_extension_and_a_mapping_without_name_keeps_the_default(tmp_path: Path) -> None:
+    class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        one: Extension = Extension("first")
+        many: tuple[Extension, ...] = ()
+
+    (tmp_path / "c.yaml").write_text("one: other.py:Other\nmany: [a, {name: b, options: {x: 1}}]\n")
+    assert load_config(Config, tmp_path / "c.yaml") == Config(
+        one=Extension("other.py:Other"), many=(Extension("a"), Extension("b", {"x": 1}))
+    )
+    changed = load_config(Config, tmp_path / "c.yaml", ["one.options.y=2", "many.0=z"])
+    assert changed == Config(one=Extension("other.py:Other", {"y": 2}), many=(Extension("z"), Extension("b", {"x": 1})))
+    assert load_config(Config, None, ["one.options.y=2"]).one == Extension("first", {"y": 2})
+    with pytest.raises(ConfigError, match=r"`many\[0\].name`: required"):
+        config_from_dict(Config, {"many": [{"options": {}}]})
+    with pytest.raises(ConfigError, match=r"`one.option`: unknown key; did you mean `options`"):
+        config_from_dict(Config, {"one": {"option": {}}})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -19,7 +19,7 @@ from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Registry
+from rollmesh.shared.registry import Extension, Registry
 
 GeneratedSource = CalcConfig | CodeConfig | SqlConfig
 """Every source that makes its tasks, by `kind`; a further one is added here."""
@@ -33,22 +33,13 @@ SELECTORS = Registry(
 )
 
 
-class SelectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which selector draws the training tasks."""
-
-    name: str = "uniform"
-    """`uniform`, `thompson`, or your own as `file.py:Name`."""
-    options: dict[str, Any] = {}
-    """Settings of the selector, see its `Options`."""
-
-
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the data service."""
 
     source: GeneratedSource | JsonlConfig = msgspec.field(default_factory=CalcConfig)
     """Where tasks come from; `kind` is `calc`, `code`, `sql` or `jsonl`."""
-    selector: SelectorConfig = msgspec.field(default_factory=SelectorConfig)
-    """Which training task comes next."""
+    selector: Extension = Extension("uniform")
+    """Selector of the next training task: `uniform`, `thompson`, or your own."""
     seed: int = 0
     """Seed of the draws; not of the tasks."""
     epochs_max: int = 0
@@ -90,8 +81,7 @@ def build_pools(config: DataConfig, base_dir: str | Path | None = None) -> dict[
 
 def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | None = None) -> Selector:
     """A fresh selector over `pool`. A user's relative file is looked up in `base_dir`. ConfigError."""
-    chosen = config.selector
-    return cast(Selector, SELECTORS.make(chosen.name, chosen.options, base_dir, pool=pool, seed=config.seed))
+    return cast(Selector, SELECTORS.make(config.selector, base_dir, pool=pool, seed=config.seed))
 
 
 def build_engine(

@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 
@@ -18,20 +18,17 @@ from rollmesh.services.reward.oracles import AnswerFileConfig, CalcOracle, Jsonl
 from rollmesh.services.reward.scorer import SCORERS, Sandbox, Scorer, UsesSandbox
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.registry import Extension
 from rollmesh.trainer.advantages import AdvantageConfig, make_advantage
 
 
-class ScorerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One scorer."""
+class ScorerConfig(Extension, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One scorer: `exact`, `math`, `format`, `length`, `tests`, or your own, with the name of its reward."""
 
-    scorer: str
-    """`exact`, `math`, `format`, `length`, `tests`, or your own as `file.py:Name`."""
-    name: str = ""
-    """Name of its reward within the run; empty = the scorer's short name, or `Name`."""
+    reward: str = ""
+    """Name of its reward within the run. Default: the short name of the scorer."""
     timeout_s: float = 30.0
-    """Longest scoring of one sample, seconds; beyond it the sample counts as an infra failure."""
-    options: dict[str, Any] = {}
-    """Settings of the scorer, see its `Options`."""
+    """Timeout for one sample, in seconds. A timeout is an infra failure of the sample."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -39,33 +36,19 @@ class ScorerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def reward_name(self) -> str:
-        return self.name or self.short_name
-
-    @property
-    def short_name(self) -> str:
-        """The scorer's name without the path of its file."""
-        return self.scorer.rpartition(":")[2]
-
-
-class FinalizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The finaliser."""
-
-    name: str = "zero_variance"
-    """`zero_variance`, `keep_all`, or your own as `file.py:Name`."""
-    options: dict[str, Any] = {}
-    """Settings of the finaliser, see its `Options`."""
+        return self.reward or self.short_name
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the reward service."""
 
-    scorers: tuple[ScorerConfig, ...] = (ScorerConfig(scorer="exact", name="correct"),)
+    scorers: tuple[ScorerConfig, ...] = (ScorerConfig(name="exact", reward="correct"),)
     """Scorers in the order they run; each gives rewards of its own name."""
     weights: dict[str, float] = {}
     """Reward name -> weight, for the advantage of the built-in trainer and for the finalizer alike. A reward that is not named is
     recorded and not optimized. Empty: every reward has weight 1."""
-    finalizer: FinalizerConfig = msgspec.field(default_factory=FinalizerConfig)
-    """What becomes of a group when its members have ended."""
+    finalizer: Extension = Extension("zero_variance")
+    """Decides on a group when its members have ended: `zero_variance`, `keep_all`, or your own."""
     answer_files: dict[str, AnswerFileConfig] = {}
     """Answer keys of `jsonl` sources by the source's `name`."""
     sandboxes: tuple[str, ...] = ()
@@ -113,7 +96,7 @@ def build_engine(
                 configured.scorer.use_sandbox(sandbox)
     return RewardEngine(
         scorers=scorers,
-        finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer.name, config.finalizer.options, base_dir)),
+        finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer, base_dir)),
         advantage=make_advantage(msgspec.structs.replace(advantage or AdvantageConfig(), weights=config.weights)),
         oracles=Oracles(
             {
@@ -131,11 +114,9 @@ def build_engine(
 
 def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> ConfiguredScorer:
     """One scorer, made with its options. Raises ConfigError."""
-    scorer = SCORERS.make(config.scorer, config.options, base_dir)
+    scorer = SCORERS.make(config, base_dir)
     if not inspect.iscoroutinefunction(getattr(scorer, "score", None)):
-        raise ConfigError(
-            f"scorer `{config.scorer}` must have a method `async def score(self, item)`", name=config.scorer
-        )
+        raise ConfigError(f"scorer `{config.name}` must have a method `async def score(self, item)`", name=config.name)
     return ConfiguredScorer(
         name=config.reward_name,
         label=f"{config.short_name}@{getattr(scorer, 'version', '1')}",

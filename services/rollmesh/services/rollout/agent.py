@@ -16,20 +16,19 @@ as `LimitReached` and no agent needs to catch. Any other exception is a bug in t
 traceback, retried, and never scored 0.
 
 An instance serves many episodes at once: keep what belongs to an episode in local variables. Settings come from the config's
-`agent_options` as the class's own strict `Options` struct (msgspec), if it has one: `Agent(options=...)`; without one, `Agent()`.
+`options` as the class's own strict `Options` struct (msgspec), if it has one: `Agent(options=...)`; without one, `Agent()`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Registry
+from rollmesh.shared.registry import Extension, Registry
 
 __all__ = ["AGENTS", "Agent", "Environment", "LimitReached", "Task", "ToolResult", "Turn", "load_agent"]
 
@@ -50,10 +49,12 @@ class Agent(Protocol):
         ...
 
 
-def load_agent(name: str, options: Mapping[str, Any], base_dir: str | Path | None = None) -> Agent:
-    """The agent called `name` in the config, made with its options. Raises `ConfigError`."""
-    agent = AGENTS.make(name, options, base_dir)
+def load_agent(chosen: Extension, base_dir: str | Path | None = None) -> Agent:
+    """Construct the chosen agent. Raise ConfigError."""
+    agent = AGENTS.make(chosen, base_dir)
     if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
-        raise ConfigError(f"agent `{name}` must have a method `async def run(self, task, env)`", name=name)
+        raise ConfigError(
+            f"agent `{chosen.name}` must have a method `async def run(self, task, env)`", name=chosen.name
+        )
     made: Agent = agent
     return made

@@ -9,6 +9,7 @@ import msgspec
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.reward import RewardClientConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
+from rollmesh.shared.registry import Extension
 
 ToolCallBody = Literal["bare", "json"]
 
@@ -205,10 +206,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a rollout node."""
 
-    agent: str = "tool_calling"
-    """`tool_calling`, `single_turn`, or your own as `file.py:Name`."""
-    agent_options: dict[str, Any] = {}
-    """Settings of the agent, see its `Options`."""
+    agent: Extension = Extension("tool_calling")
+    """Works on tasks: `tool_calling`, `single_turn`, or your own."""
     model_dir: str = ""
     """Folder with the model's tokenizer.json and tokenizer_config.json; the same that the engines serve."""
     tools: dict[str, ToolConfig] = msgspec.field(default_factory=_default_tools)

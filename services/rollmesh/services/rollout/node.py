@@ -74,7 +74,7 @@ class RolloutNode(JoinedNode):
         self._bus = bus
         self._open_node = open_node or (lambda address: open_channel(address, access=access))
         self._at = at
-        self._agent = load_agent(config.agent, config.agent_options, base_dir)
+        self._agent = load_agent(config.agent, base_dir)
         self._tokenizer = tokenizer or load_tokenizer(Path(base_dir or ".") / config.model_dir, config.format)
         _ = self._tokenizer.format  # a template without an end of turn is an error now, not in every episode
         self.progress = Progress()
