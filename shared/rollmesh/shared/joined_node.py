@@ -56,7 +56,8 @@ class JoinedNode:
         self.membership: Membership | None = None
         self._capacity = capacity
         self._membership_config = membership
-        self._server = RpcServer(server, access=access) if self.serves else None
+        self._server_config = server
+        self._server: RpcServer | None = None
         self._draining = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stack = AsyncExitStack()
@@ -119,6 +120,8 @@ class JoinedNode:
         await asyncio.shield(self._task)
 
     async def __aenter__(self) -> Self:
+        if self.serves:
+            self._server = RpcServer(self._server_config, access=self.access)
         async with AsyncExitStack() as stack:
             await self.build(stack)
             if self._server is not None:
