@@ -63,7 +63,7 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) 
             }
             | run,
             "counts": {"inference": 2},
-            "processes": {"restarts_max": 1000, "backoff_s_min": 0.05, "backoff_s_max": 0.5, "stop_s": 10.0},
+            "processes": {"restarts_max": 1000, "backoff_s": 0.05, "backoff_s_max": 0.5, "stop_s": 10.0},
             "coordinator": {
                 "fleet": {"heartbeat_s": 0.5, "suspect_after_s": 3.0, "dead_after_s": 6.0},
                 "run": {"snapshot_records": 400, "housekeeping_s": 0.5},

@@ -15,7 +15,7 @@ from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.v1 import coordinator_pb2, types_pb2, weights_pb2, weights_pb2_grpc
 
-JOIN = MembershipConfig(backoff_s_min=0.02, backoff_s_max=0.2, leave_s=0.5)
+JOIN = MembershipConfig(backoff_s=0.02, backoff_s_max=0.2, leave_s=0.5)
 PUT_S = 20.0
 
 

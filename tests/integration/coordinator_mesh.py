@@ -64,7 +64,7 @@ CONFIG = CoordinatorConfig(
         samples_bytes_max=16 * MIB, ledger_bytes_max=16 * MIB, events_bytes_max=MIB, dead_bytes_max=MIB
     ),
 )
-JOIN = MembershipConfig(backoff_s_min=0.02, backoff_s_max=0.1, leave_s=0.5)
+JOIN = MembershipConfig(backoff_s=0.02, backoff_s_max=0.1, leave_s=0.5)
 
 
 def spec(**changes: Any) -> events_pb2.RunSpec:

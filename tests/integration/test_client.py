@@ -15,9 +15,9 @@ from rollmesh.client import Batch, Client, Tensor, Trainer
 from rollmesh.client.trainer import NoBatch
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
-from rollmesh.shared.clients.patience import PatienceConfig
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Fenced, InvalidSpec, LeaseExpired, NotPublished, Unauthenticated, Unavailable
+from rollmesh.shared.retry import RetryConfig
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.v1 import events_pb2, run_pb2
 
@@ -26,7 +26,7 @@ from .learner_world import ACCESS, RunningWorld, World
 from .stranger_mesh import mesh_without_learner
 
 WEIGHTS = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.ones(2, np.float32)}
-QUICK = PatienceConfig(retry_s=5.0, backoff_s=0.001, backoff_s_max=0.01)
+QUICK = RetryConfig(retry_s=5.0, backoff_s=0.001, backoff_s_max=0.01)
 HEAVY = ("torch", "numpy", "transformers", "nats", "nats_server", "yaml", "typer", "rich", "msgpack")
 
 
@@ -108,7 +108,7 @@ async def running(tmp_path: Path) -> AsyncIterator[RunningWorld]:
 
 
 def client_of(running: RunningWorld) -> Client:
-    return Client(running.address, token=ACCESS.token, patience=QUICK)
+    return Client(running.address, token=ACCESS.token, retry=QUICK)
 
 
 async def next_batch(trainer: Trainer) -> Batch:
@@ -191,7 +191,7 @@ async def test_a_batch_is_renewed_until_it_is_committed_and_its_loss_shows(tmp_p
     clock = ManualClock()
     async with (
         RunningWorld(tmp_path, clock=clock, lease_s=30.0) as running,
-        Client(running.address, token=ACCESS.token, patience=QUICK, clock=clock) as client,
+        Client(running.address, token=ACCESS.token, retry=QUICK, clock=clock) as client,
         await client.run("r").attach() as trainer,
     ):
         world = running.world

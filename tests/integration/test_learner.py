@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, PublishConfig, RetryConfig
+from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, LearnerRetryConfig, PublishConfig
 from rollmesh.services.learner.engine import Restored, StepResult, find_engine
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics_log import read_metrics
@@ -41,7 +41,7 @@ from rollmesh.v1 import run_pb2
 
 from .learner_world import ACCESS, RunningWorld, World, episode
 
-QUICK = RetryConfig(retry_s=5.0, backoff_s=0.001, backoff_s_max=0.01)
+QUICK = LearnerRetryConfig(retry_s=5.0, backoff_s=0.001, backoff_s_max=0.01)
 
 
 class Killed(Exception):

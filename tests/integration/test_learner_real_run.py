@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, RetryConfig
+from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, LearnerRetryConfig
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.bus.run_streams import run_streams
@@ -84,7 +84,7 @@ def learner(mesh: MeshParts, folder: Path, *, at: Hook = noop) -> LearnerNode:
         engine=FAKE_TRAINER,
         checkpoint_every=2,
         tensorboard=False,
-        retry=RetryConfig(retry_s=10.0, backoff_s=0.01, backoff_s_max=0.1),
+        retry=LearnerRetryConfig(retry_s=10.0, backoff_s=0.01, backoff_s_max=0.1),
     )
     where = RunAddress(address=mesh.gateway.address, access=ACCESS, run="r", holder="test")
     return LearnerNode(config, where, at=at, coordinator=mesh.address)

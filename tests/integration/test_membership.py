@@ -151,7 +151,7 @@ async def test_a_handler_that_is_stuck_loses_the_stream_not_the_memory() -> None
         async def on_drain(self) -> None:
             await asyncio.Event().wait()
 
-    config = MembershipConfig(commands_max=2, backoff_s_min=0.01, backoff_s_max=0.01)
+    config = MembershipConfig(commands_max=2, backoff_s=0.01, backoff_s_max=0.01)
     async with (
         coordinator() as (boss, address),
         Membership(address, access=ACCESS, handler=Stuck(), config=config) as node,

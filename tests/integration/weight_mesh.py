@@ -30,7 +30,7 @@ from .content_engine import VOCAB, content_logprobs, content_of
 ACCESS = Access(token="test-token")
 HERE = Path(__file__).parent
 SERVER = ServerConfig(stop_s=0.0)
-MEMBERSHIP = MembershipConfig(backoff_s_min=0.01, backoff_s_max=0.05)
+MEMBERSHIP = MembershipConfig(backoff_s=0.01, backoff_s_max=0.05)
 NETWORK = TransferConfig(same_host=False)
 FAKE = "rollmesh.testing.fake_engine:FakeEngine"
 FAKE_CONFIG = "rollmesh.testing.fake_engine:FakeEngineConfig"

@@ -7,9 +7,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from rollmesh.client.trainer import Trainer
-from rollmesh.shared.clients.patience import PatienceConfig, persist
 from rollmesh.shared.clients.trainer import RunAddress, TrainerClient
 from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.retry import RetryConfig, retry
 from rollmesh.shared.rpc.access import Access, Tls
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -25,13 +25,13 @@ class Client:
         *,
         token: str,
         tls: Tls | None = None,
-        patience: PatienceConfig | None = None,
+        retry: RetryConfig | None = None,
         clock: Clock | None = None,
     ) -> None:
         """`tls` is for gateways beyond this machine. Connects on the first call. ConfigError for unreadable TLS files."""
         self.address = address
         self.access = Access(token, tls)
-        self.patience = patience or PatienceConfig()
+        self.retry = retry or RetryConfig()
         self.clock = clock or SystemClock()
         self._channel = open_channel(address, access=self.access)
         self._stub: Any = run_pb2_grpc.RunServiceStub(self._channel)
@@ -58,9 +58,9 @@ class Client:
 
         async def once() -> Any:
             with typed_errors():
-                return await getattr(self._stub, verb)(request, timeout=self.patience.call_s)
+                return await getattr(self._stub, verb)(request, timeout=self.retry.call_s)
 
-        return await persist(once, limit_s=self.patience.retry_s, config=self.patience, clock=self.clock)
+        return await retry(once, limit_s=self.retry.retry_s, config=self.retry, clock=self.clock)
 
     async def stream(self, verb: str, request: Any) -> AsyncGenerator[Any]:
         """One verb that streams, until the stream ends or breaks, which raises the typed error; without a deadline."""
@@ -106,7 +106,7 @@ class Run:
             learner=self._learner,
             holder=holder,
         )
-        verbs = TrainerClient(where, client.patience, client.clock)
+        verbs = TrainerClient(where, client.retry, client.clock)
         try:
             attached = await verbs.attach(
                 last_update=last_update,

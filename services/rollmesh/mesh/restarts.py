@@ -10,6 +10,7 @@ from collections import deque
 import msgspec
 
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.retry import pause_after
 
 MIB = 1 << 20
 
@@ -25,7 +26,7 @@ class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     bug) must come to light; single deaths, days apart, must not add up."""
     window_s: float = 300.0
     """Length of the window in which restarts count, seconds. Longer than `restarts_max` pauses take together."""
-    backoff_s_min: float = 0.2
+    backoff_s: float = 0.2
     """Pause before the first restart in a window, seconds. Short: most deaths do not repeat, and work waits."""
     backoff_s_max: float = 10.0
     """Longest pause; it doubles from one restart to the next. Long enough for what the process needs to come back itself."""
@@ -41,11 +42,11 @@ class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         if self.restarts_max < 0:
             raise ValueError(f"restarts_max must be >= 0, got {self.restarts_max}")
-        for name in ("window_s", "backoff_s_min", "start_s", "stop_s"):
+        for name in ("window_s", "backoff_s", "start_s", "stop_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.backoff_s_max < self.backoff_s_min:
-            raise ValueError(f"backoff_s_max must be >= backoff_s_min = {self.backoff_s_min}, got {self.backoff_s_max}")
+        if self.backoff_s_max < self.backoff_s:
+            raise ValueError(f"backoff_s_max must be >= backoff_s = {self.backoff_s}, got {self.backoff_s_max}")
         if self.log_bytes_max < 4096:
             raise ValueError(f"log_bytes_max must be >= 4096, got {self.log_bytes_max}")
 
@@ -71,4 +72,4 @@ class Restarts:
         if len(self._deaths_s) >= self._config.restarts_max:
             return None
         self._deaths_s.append(now_s)
-        return min(self._config.backoff_s_max, self._config.backoff_s_min * 2.0 ** (len(self._deaths_s) - 1))
+        return pause_after(len(self._deaths_s), self._config.backoff_s, self._config.backoff_s_max)

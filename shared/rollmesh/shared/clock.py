@@ -11,6 +11,8 @@ import heapq
 import itertools
 import math
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 
@@ -28,6 +30,25 @@ class Clock(Protocol):
     async def sleep(self, duration_s: float) -> None:
         """Returns after `duration_s` seconds of this clock; at once, but not without yielding, if that is not positive."""
         ...
+
+
+@asynccontextmanager
+async def time_limit(clock: Clock, limit_s: float) -> AsyncIterator[asyncio.Timeout]:
+    """Cancel the body after `limit_s` seconds of `clock` and raise TimeoutError, as `asyncio.timeout` does.
+
+    `asyncio.timeout` distinguishes its cancellation from one by another task. Only its alarm is replaced.
+    """
+
+    async def ring(limit: asyncio.Timeout) -> None:
+        await clock.sleep(limit_s)
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    async with asyncio.timeout(None) as limit:
+        alarm = asyncio.ensure_future(ring(limit))
+        try:
+            yield limit
+        finally:
+            alarm.cancel()
 
 
 class SystemClock:

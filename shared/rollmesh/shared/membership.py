@@ -32,6 +32,7 @@ from rollmesh.shared.errors import (
 )
 from rollmesh.shared.fleet import Fleet
 from rollmesh.shared.process_info import this_process
+from rollmesh.shared.retry import Backoff
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -48,8 +49,8 @@ class MembershipConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     welcome_s: float = 10.0
     """Longest wait for the coordinator's welcome before the stream is given up."""
-    backoff_s_min: float = 0.1
-    """First pause before joining again; doubles with every failure in a row."""
+    backoff_s: float = 0.1
+    """First pause before joining again, in seconds; doubles with every consecutive failure up to `backoff_s_max`."""
     backoff_s_max: float = 5.0
     """Longest pause: how late, at most, a restarted coordinator sees this node again."""
     commands_max: int = 256
@@ -58,7 +59,7 @@ class MembershipConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Longest wait for the last report when the node leaves."""
 
     def __post_init__(self) -> None:
-        for name in ("welcome_s", "backoff_s_min", "backoff_s_max", "commands_max", "leave_s"):
+        for name in ("welcome_s", "backoff_s", "backoff_s_max", "commands_max", "leave_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
@@ -190,23 +191,21 @@ class Membership:
     # One stream after another -----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        # Seeded by the node: nodes that lost the same coordinator should not come back in step.
-        jitter = random.Random(self._handler.hello().node_id)
-        failures = 0
+        # The node's name is the seed, so that nodes that lost the same coordinator do not return in step.
+        backoff = Backoff(self._config, self._clock, random.Random(self._handler.hello().node_id))
         while not self._leaving:
             try:
                 await self._serve_stream()
-                failures = 0
             except _HOPELESS as err:
                 self._lost(f"the coordinator refuses this node: {err}")
                 self._refusal = err
                 return
             except (MeshError, TimeoutError) as err:
-                failures = 1 if self.joined else failures + 1
+                if self.joined:
+                    backoff.reset()
                 self._lost(f"the coordinator at {self._address}: {err or 'no welcome in time'}")
             if not self._leaving:
-                pause_s = min(self._config.backoff_s_max, self._config.backoff_s_min * 2 ** min(failures, 16))
-                await self._clock.sleep(pause_s * jitter.uniform(0.5, 1.0))
+                await backoff.pause()
 
     def _lost(self, cause: str) -> None:
         if self.joined and not self._leaving:

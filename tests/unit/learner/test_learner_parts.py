@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 
 from rollmesh.services.learner.compute import ComputeThread
-from rollmesh.services.learner.config import LearnerConfig, PublishConfig, RetryConfig
+from rollmesh.services.learner.config import LearnerConfig, LearnerRetryConfig, PublishConfig
 from rollmesh.services.learner.engine import find_engine
 from rollmesh.services.learner.engines.recipe import resolve_recipe
 from rollmesh.services.learner.metrics_log import MetricsLog, read_metrics
 from rollmesh.services.learner.progress import Progress
-from rollmesh.shared.clients.patience import persist
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import Cancelled, ConfigError, DeadlineExceeded, Fenced, MeshError, Overloaded, Unavailable
+from rollmesh.shared.retry import retry
 from rollmesh.trainer.losses import TisConfig
 from rollmesh.trainer.recipes import RECIPES
 
-CONFIG = RetryConfig(retry_s=10.0, backoff_s=1.0, backoff_s_max=4.0)
+CONFIG = LearnerRetryConfig(retry_s=10.0, backoff_s=1.0, backoff_s_max=4.0)
 
 
 # Configuration --------------------------------------------------------------------------------------------------------
@@ -47,8 +47,8 @@ def test_the_defaults_are_a_configuration() -> None:
         (PublishConfig, "publish_every", -1),
         (PublishConfig, "probe_tokens", 1),
         (PublishConfig, "attempts_max", 0),
-        (RetryConfig, "retry_s", 0.0),
-        (RetryConfig, "restarts_max", -1),
+        (LearnerRetryConfig, "retry_s", 0.0),
+        (LearnerRetryConfig, "restarts_max", -1),
     ],
 )
 def test_a_value_out_of_range_is_an_error_that_names_the_field(kind: type, field: str, value: Any) -> None:
@@ -136,7 +136,7 @@ class Answers:
 async def test_a_request_is_repeated_with_growing_pauses_while_nobody_answers() -> None:
     clock = ManualClock()
     ask = Answers(clock, Unavailable("a"), DeadlineExceeded("b"), Cancelled("c"), Overloaded("d"))
-    asking = asyncio.create_task(persist(ask, limit_s=60.0, config=CONFIG, clock=clock))
+    asking = asyncio.create_task(retry(ask, limit_s=60.0, config=CONFIG, clock=clock))
     await clock.run_for(30.0)
     assert await asking == "yes"
     assert ask.times_s == [0.0, 1.0, 3.0, 7.0, 11.0]
@@ -145,7 +145,7 @@ async def test_a_request_is_repeated_with_growing_pauses_while_nobody_answers() 
 async def test_repeating_ends_with_the_limit() -> None:
     clock = ManualClock()
     ask = Answers(clock, *[Unavailable("away") for _ in range(99)])
-    asking = asyncio.create_task(persist(ask, limit_s=10.0, config=CONFIG, clock=clock))
+    asking = asyncio.create_task(retry(ask, limit_s=10.0, config=CONFIG, clock=clock))
     await clock.run_for(60.0)
     with pytest.raises(Unavailable):
         await asking
@@ -155,7 +155,7 @@ async def test_repeating_ends_with_the_limit() -> None:
 async def test_a_refusal_is_not_repeated() -> None:
     ask = Answers(ManualClock(), Fenced("another"))
     with pytest.raises(Fenced):
-        await persist(ask, limit_s=10.0, config=CONFIG, clock=ManualClock())
+        await retry(ask, limit_s=10.0, config=CONFIG, clock=ManualClock())
     assert len(ask.times_s) == 1
 
 

@@ -98,7 +98,7 @@ async def test_a_full_disk_is_told_in_the_process_s_own_words_and_not_tried_agai
 
 
 async def test_a_process_that_dies_too_often_is_given_up_with_the_end_of_its_log(tmp_path: Path) -> None:
-    made = ward(tmp_path, "print('no disk'); raise SystemExit(1)", restarts_max=2, backoff_s_min=0.01)
+    made = ward(tmp_path, "print('no disk'); raise SystemExit(1)", restarts_max=2, backoff_s=0.01)
     with pytest.raises(ProcessGaveUp, match=r"(?s)part ended with exit code 1: more than restarts_max = 2 .*no disk$"):
         await made.ended()
     assert made.story == ["started", "ended", "restarting"] * 2 + ["started", "ended", "gave_up"]
@@ -158,7 +158,7 @@ async def test_a_stop_does_not_wait_for_a_pause(tmp_path: Path) -> None:
 
 def test_pauses_double_within_the_window_and_begin_anew_after_it() -> None:
     clock = ManualClock()
-    restarts = Restarts(ProcessesConfig(restarts_max=4, window_s=60.0, backoff_s_min=1.0, backoff_s_max=3.0), clock)
+    restarts = Restarts(ProcessesConfig(restarts_max=4, window_s=60.0, backoff_s=1.0, backoff_s_max=3.0), clock)
     assert [restarts.next_pause_s() for _ in range(5)] == [1.0, 2.0, 3.0, 3.0, None]
     clock.advance(60.1)
     assert restarts.next_pause_s() == 1.0

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.services.rollout.backoff import persist
 from rollmesh.services.rollout.config import (
     FormatConfig,
     LimitsConfig,
@@ -20,12 +19,12 @@ from rollmesh.services.rollout.config import (
     ToolLatencyConfig,
     WorkerConfig,
 )
+from rollmesh.services.rollout.failures import retry_call
 from rollmesh.services.rollout.recorder import Recorder
-from rollmesh.services.rollout.time_limit import time_limit
 from rollmesh.services.rollout.tool_latency import SlowSandbox, latency_s
 from rollmesh.services.rollout.tools import result_text, shorten
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
-from rollmesh.shared.clock import ManualClock
+from rollmesh.shared.clock import ManualClock, time_limit
 from rollmesh.shared.config import config_from_dict, load_config, to_yaml
 from rollmesh.shared.errors import InvalidInput, Unavailable
 from rollmesh.shared.trajectory import ROOT, Role, Source
@@ -141,7 +140,9 @@ async def test_persist_doubles_its_pauses_and_gives_up() -> None:
         asked.append(clock.monotonic_s())
         raise Unavailable("away")
 
-    task = asyncio.ensure_future(persist(fail, WorkerConfig(backoff_s=1.0, backoff_s_max=4.0, give_up_s=10.0), clock))
+    task = asyncio.ensure_future(
+        retry_call(fail, WorkerConfig(backoff_s=1.0, backoff_s_max=4.0, give_up_s=10.0), clock)
+    )
     await clock.run_for(30.0)
     assert asked == [0.0, 1.0, 3.0, 7.0, 11.0]
     with pytest.raises(Unavailable):
@@ -153,7 +154,7 @@ async def test_persist_does_not_repeat_what_cannot_succeed() -> None:
         raise InvalidInput("no")
 
     with pytest.raises(InvalidInput):
-        await persist(fail, WorkerConfig(), ManualClock())
+        await retry_call(fail, WorkerConfig(), ManualClock())
 
 
 # Texts ----------------------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import InfraFailure, MeshError, OutOfRange
 from rollmesh.shared.ids import IdSource
+from rollmesh.shared.retry import pause_after
 from rollmesh.v1 import data_pb2, reward_pb2
 
 _log = logging.getLogger(__name__)
@@ -199,4 +200,4 @@ class Effects:
             )
 
     async def _pause(self, num_failed: int) -> None:
-        await self._clock.sleep(min(self._limits.backoff_s * 2 ** min(num_failed, 16), self._limits.backoff_s_max))
+        await self._clock.sleep(pause_after(num_failed + 1, self._limits.backoff_s, self._limits.backoff_s_max))

@@ -7,12 +7,12 @@ import logging
 from types import TracebackType
 from typing import Self
 
-from rollmesh.services.learner.config import RetryConfig
+from rollmesh.services.learner.config import LearnerRetryConfig
 from rollmesh.services.learner.progress import Progress
 from rollmesh.services.learner.run_client import RunClient
-from rollmesh.shared.clients.patience import Backoff
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, PermissionDenied, Unauthenticated, Unimplemented
+from rollmesh.shared.retry import Backoff
 from rollmesh.v1 import run_pb2
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,9 @@ _HOPELESS = (Unauthenticated, PermissionDenied, Unimplemented)
 class Commands:
     """Watches inside `async with`, and again whenever the stream breaks."""
 
-    def __init__(self, client: RunClient, config: RetryConfig, clock: Clock, progress: Progress | None = None) -> None:
+    def __init__(
+        self, client: RunClient, config: LearnerRetryConfig, clock: Clock, progress: Progress | None = None
+    ) -> None:
         """`progress` is told of refused versions."""
         self.stop = asyncio.Event()
         """Set once, never cleared: finish the present update, write a checkpoint, end."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.shared.clients.patience import PatienceConfig
+from rollmesh.shared.retry import RetryConfig
 from rollmesh.shared.weights.transfer import TransferConfig
 
 TORCH_TRAINER = "rollmesh.services.learner.engines.torch_trainer:open_trainer"
@@ -38,8 +38,8 @@ class PublishConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"attempts_max must be at least 1, got {self.attempts_max}")
 
 
-class RetryConfig(PatienceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long the learner puts up with a gateway that is away."""
+class LearnerRetryConfig(RetryConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long the learner retries while the gateway is away, and how often it restarts from a checkpoint."""
 
     restarts_max: int = 8
     """Returns to the newest checkpoint without a new checkpoint in between; then the error is final. Two learners that fence
@@ -89,8 +89,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Write TensorBoard event files beside `metrics.jsonl`."""
     publish: PublishConfig = PublishConfig()
     """Weights."""
-    retry: RetryConfig = RetryConfig()
-    """Trouble."""
+    retry: LearnerRetryConfig = LearnerRetryConfig()
+    """Retries of calls to the gateway, and restarts from a checkpoint."""
 
     def __post_init__(self) -> None:
         for name in ("threads", "checkpoint_every", "keep_last"):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 
 from rollmesh.services.learner.trainer_session import Parts, begin_session
-from rollmesh.shared.clients.patience import Backoff, worth_retrying
 from rollmesh.shared.errors import (
     BeyondBound,
     CommitConflict,
@@ -23,6 +22,7 @@ from rollmesh.shared.errors import (
     WrongUpdate,
     WrongVersion,
 )
+from rollmesh.shared.retry import Backoff, worth_retrying
 
 _log = logging.getLogger(__name__)
 

@@ -31,12 +31,12 @@ from rollmesh.services.learner.publisher import Publisher
 from rollmesh.services.learner.run_client import BatchLease, RunClient
 from rollmesh.services.learner.source import Fetched
 from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateTrace
-from rollmesh.shared.clients.patience import Backoff
 from rollmesh.shared.clients.renewal import Renewal
 from rollmesh.shared.clients.trainer import Attached, Committed
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, VersionRefused, WrongUpdate
 from rollmesh.shared.fault_points import Hook
+from rollmesh.shared.retry import Backoff
 from rollmesh.shared.telemetry import log_context
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.versions import PolicyVersion

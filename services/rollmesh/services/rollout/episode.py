@@ -27,10 +27,9 @@ from rollmesh.services.rollout.progress import Progress
 from rollmesh.services.rollout.recorder import Recorder, numbered_samples
 from rollmesh.services.rollout.scoring import finish_of, score_item, scored
 from rollmesh.services.rollout.stages import Stage, Stages
-from rollmesh.services.rollout.time_limit import time_limit
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tools import ToolBox
-from rollmesh.shared.clock import Clock
+from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_key
 from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, InvalidInput

@@ -1,4 +1,4 @@
-"""Infra failures of an episode: at which boundary, and how they are reported.
+"""Infra failures of an episode: which are retried, at which boundary they occur, and how they are reported.
 
 A failure is attributed where it crosses a boundary (`boundary`), passes through the agent unchanged, and is recorded once, by
 `episode.EpisodeRunner`. Nothing here is about the model: what it does wrong is text, an outcome of a tool, or a limit.
@@ -6,12 +6,28 @@ A failure is attributed where it crosses a boundary (`boundary`), passes through
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
-from rollmesh.shared.errors import Code, MeshError
+from rollmesh.services.rollout.config import WorkerConfig
+from rollmesh.shared.clock import Clock
+from rollmesh.shared.errors import Code, DeadlineExceeded, MeshError, UnknownNode
+from rollmesh.shared.retry import retry
 from rollmesh.shared.user_code import explain, user_traceback
 from rollmesh.v1 import types_pb2
+
+T = TypeVar("T")
+
+
+def worth_retrying(err: MeshError) -> bool:
+    """Return whether the other side was away, too slow, full, or does not know this node yet."""
+    return err.retryable or isinstance(err, (DeadlineExceeded, UnknownNode))
+
+
+async def retry_call(ask: Callable[[], Awaitable[T]], config: WorkerConfig, clock: Clock) -> T:
+    """Repeat an idempotent call until it returns or `give_up_s` has passed; then raise the last error."""
+    return await retry(ask, limit_s=config.give_up_s, config=config, clock=clock, again=worth_retrying)
 
 
 class EpisodeFailed(Exception):

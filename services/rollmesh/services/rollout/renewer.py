@@ -11,8 +11,8 @@ import asyncio
 import math
 from collections.abc import Callable, Collection
 
-from rollmesh.services.rollout.backoff import persist
 from rollmesh.services.rollout.config import WorkerConfig
+from rollmesh.services.rollout.failures import retry_call
 from rollmesh.services.rollout.ports import Coordinator
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
@@ -65,7 +65,7 @@ class Renewer:
 
     async def _round(self, lease_ids: list[str]) -> None:
         try:
-            answer = await persist(lambda: self._coordinator.renew(lease_ids), self._config, self._clock)
+            answer = await retry_call(lambda: self._coordinator.renew(lease_ids), self._config, self._clock)
         except MeshError as err:
             self.last_error = f"renewing {len(lease_ids)} leases: {err}"
             return

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from rollmesh.services.rollout.backoff import persist
 from rollmesh.services.rollout.config import WorkerConfig
+from rollmesh.services.rollout.failures import retry_call
 from rollmesh.services.rollout.ports import Coordinator
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
@@ -89,7 +89,7 @@ class Reporter:
         if not reports:
             return
         try:
-            results = await persist(lambda: self._coordinator.report(reports), self._config, self._clock)
+            results = await retry_call(lambda: self._coordinator.report(reports), self._config, self._clock)
         except MeshError as err:
             for waiting in batch:
                 if not waiting.result.done():

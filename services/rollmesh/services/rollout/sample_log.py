@@ -6,8 +6,8 @@ makes that safe. Meanwhile the episode keeps its place, so that a worker in fron
 
 from __future__ import annotations
 
-from rollmesh.services.rollout.backoff import persist
 from rollmesh.services.rollout.config import WorkerConfig
+from rollmesh.services.rollout.failures import retry_call
 from rollmesh.shared.bus.bus import Bus, StreamLog
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock
@@ -27,7 +27,7 @@ class BusSampleLog:
             stream = await self._stream(run)
             return await stream.append(payload, msg_id=message_id, deadline_s=self._config.rpc_s_max)
 
-        return await persist(once, self._config, self._clock)
+        return await retry_call(once, self._config, self._clock)
 
     async def _stream(self, run: str) -> StreamLog:
         if run not in self._streams:

@@ -16,18 +16,17 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rollmesh.services.rollout.backoff import worth_retrying
 from rollmesh.services.rollout.config import WorkerConfig
 from rollmesh.services.rollout.episode import EpisodeRunner, Report, cancelled_report
 from rollmesh.services.rollout.episode_trace import SERVICE, episode_trace
+from rollmesh.services.rollout.failures import worth_retrying
 from rollmesh.services.rollout.ports import Coordinator
 from rollmesh.services.rollout.progress import Progress
 from rollmesh.services.rollout.renewer import Renewer
 from rollmesh.services.rollout.reporter import Reporter
-from rollmesh.services.rollout.time_limit import time_limit
-from rollmesh.shared.clients.patience import Backoff
-from rollmesh.shared.clock import Clock
+from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.errors import Draining, MeshError, UnknownNode
+from rollmesh.shared.retry import Backoff
 from rollmesh.shared.telemetry import log_context, tracing
 from rollmesh.v1 import coordinator_pb2
 

@@ -18,6 +18,7 @@ from rollmesh.shared.codec.arrays import encode_ints
 from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
 from rollmesh.shared.errors import MeshError, ResourceExhausted, StaleWeights
 from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.retry import pause_after
 from rollmesh.shared.trajectory import FinishReason, IntArray, SamplingParams
 from rollmesh.v1 import coordinator_pb2, inference_pb2
 
@@ -159,7 +160,7 @@ class NodePool:
             self._sessions.popitem(last=False)
 
     def _penalty_s(self, failures: int) -> float:
-        return min(self._config.penalty_s_max, self._config.penalty_s_min * 2.0 ** min(failures - 1, 16))
+        return pause_after(failures, self._config.penalty_s_min, self._config.penalty_s_max)
 
     def _pick(self, request: PendingRequest) -> coordinator_pb2.FleetNode | None:
         usable = {node.node_id: node for node in self._admissible(request.target) if self._usable(request, node)}

@@ -18,6 +18,7 @@ import msgspec
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.trajectory import decode_rewards
 from rollmesh.shared.errors import InvalidInput, MeshError, NotFound, NotReady, ScorerFailed
+from rollmesh.shared.retry import pause_after
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.telemetry.tracing import traceparent
@@ -188,16 +189,15 @@ class RewardClient:
 
     async def _ask(self, run: str, batch: list[_Waiting]) -> reward_pb2.RewardServiceScoreResponse:
         request = reward_pb2.RewardServiceScoreRequest(run=run, items=[entry.item for entry in batch])
-        pause_s = self._config.backoff_s
-        for tries_left in reversed(range(self._config.tries_max)):
+        for attempt in range(1, self._config.tries_max + 1):
             try:
                 with typed_errors():
                     return await self._stub().Score(request, timeout=self._config.rpc_s_max)
             except MeshError as err:
-                if not err.retryable or not tries_left:
+                if not err.retryable or attempt == self._config.tries_max:
                     raise
+                pause_s = pause_after(attempt, self._config.backoff_s, self._config.rpc_s_max)
                 await self._wait(min(max(pause_s, err.retry_after_s or 0.0), self._config.rpc_s_max), err)
-                pause_s *= 2
         raise AssertionError("the last try returns or raises")
 
     async def _wait(self, pause_s: float, err: MeshError) -> None:

@@ -25,6 +25,7 @@ from rollmesh.shared.clients.hidden_tests import TestReport, read_report, tests_
 from rollmesh.shared.clients.sandbox_link import Connect, OnOutput, WorkLink
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, NotReady, Overloaded
+from rollmesh.shared.retry import pause_after
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.v1 import sandbox_pb2
 
@@ -323,16 +324,17 @@ class SandboxClient:
     async def _on_some_node(self, attempt: Callable[[WorkLink], Awaitable[_T]], only: str = "") -> _T:
         """Tries node after node, or the `only` one, while their refusals are for the moment, for `open_s_max`; then raises the last."""
         end_s = self._clock.monotonic_s() + self._config.open_s_max
-        pause_s = self._config.backoff_s
+        num_rounds = 0
         refusal: MeshError = NotReady("no sandbox node is known; start one, or wait until it has joined")
         refused: set[str] = set()
         while True:
             link = self._least_used(refused, only)
             if link is None:
+                num_rounds += 1
+                pause_s = pause_after(num_rounds, self._config.backoff_s, self._config.backoff_s_max)
                 if self._clock.monotonic_s() + pause_s > end_s:
                     raise refusal
                 await self._wait(pause_s, refusal)
-                pause_s = min(2 * pause_s, self._config.backoff_s_max)
                 refused.clear()
                 continue
             try:

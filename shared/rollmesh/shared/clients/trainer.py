@@ -14,12 +14,12 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from rollmesh.shared.clients.patience import PatienceConfig, persist
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.codec.metadata import check_metadata
 from rollmesh.shared.errors import MetadataMismatch, NotReady, NotUploaded
 from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.retry import RetryConfig, retry
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -69,7 +69,7 @@ class Committed:
 class TrainerClient:
     """One trainer's view of one run; an async context that owns the channel."""
 
-    def __init__(self, where: RunAddress, config: PatienceConfig, clock: Clock) -> None:
+    def __init__(self, where: RunAddress, config: RetryConfig, clock: Clock) -> None:
         self.where = where
         self.weights_address = ""
         """The depot, once attached."""
@@ -249,7 +249,7 @@ class TrainerClient:
     async def persist(self, ask: Callable[[], Awaitable[T]]) -> T:
         """`ask()` repeated while nobody answers, within the client's limit."""
         limit_s = max(self._config.retry_s, self._lease_s)
-        return await persist(ask, limit_s=limit_s, config=self._config, clock=self._clock)
+        return await retry(ask, limit_s=limit_s, config=self._config, clock=self._clock)
 
     async def _call(self, verb: Callable[..., Awaitable[Any]], request: Any, limit_s: float | None = None) -> Any:
         with typed_errors():

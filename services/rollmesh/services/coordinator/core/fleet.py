@@ -13,13 +13,15 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from rollmesh.shared.process_info import ProcessInfo
+from rollmesh.shared.retry import pause_after
 from rollmesh.shared.versions import PolicyVersion
 
 PREPARE_TRIES_MAX = 3
 LEFT = "left in good order"
 """Cause of a node that is DEAD because it said so."""
-RETRY_S = 1.0
-"""First pause before a failed preparation is tried again; doubles each time."""
+RETRY_S = 2.0
+RETRY_S_MAX = 64.0
+"""First and longest pause before a failed preparation is retried, in seconds; it doubles with each failure."""
 
 
 class NodeKind(IntEnum):
@@ -243,7 +245,7 @@ class Fleet:
             node.failures = PREPARE_TRIES_MAX if final else node.failures + 1
             node.prepared = None
             node.cause = cause
-            node.retry_at = now + RETRY_S * 2 ** min(node.failures, 6)
+            node.retry_at = now + pause_after(node.failures, RETRY_S, RETRY_S_MAX)
             node.failed = version
             if not self._healthy():
                 self._refuse_unverified(run, version, cause)
