@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,8 @@ from rollmesh.shared.versions import PolicyVersion
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 MaskArray = NDArray[np.uint8]
+Columns = Mapping[str, NDArray[Any]]
+"""Named arrays with one entry [n] or one row [n, k] per token."""
 
 ROOT = -1
 WHOLE_SAMPLE = -1
@@ -112,6 +115,7 @@ class Segment:
     `loss_mask` [n] is 1 where a token may be trained on; None means none of them.
     `version` and `kv_step_oldest` are set by the engine only: the weights that sampled the span, and the oldest step
     behind the key-value cache it attended to.
+    `arrays` are further outputs of the engine, by name, as the run requested them.
     """
 
     parent: int
@@ -126,6 +130,7 @@ class Segment:
     sampling: int = -1
     """Index into `Episode.sampling_params`; -1 where nothing was sampled."""
     finish: FinishReason = FinishReason.UNFINISHED
+    arrays: Columns = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
     """Text of the turns that end with this segment; `text_view` joins those of a path."""
 

@@ -10,7 +10,7 @@ from rollmesh.shared.config import config_from_dict
 from rollmesh.trainer.losses import (
     DecoupledPpoConfig,
     LossInputs,
-    Normalisation,
+    Normalization,
     PpoClipConfig,
     TisConfig,
     make_loss,
@@ -29,7 +29,8 @@ def gradient_of(loss: Tensor, at: Tensor) -> Tensor:
 
 def inputs(pi: Tensor, mu: Tensor, advantages: list[float], proximal: Tensor | None = None) -> LossInputs:
     n = len(advantages)
-    return LossInputs(pi, mu, torch.tensor(advantages), torch.full((n,), 1 / n), proximal)
+    columns = {"behavior": mu, "advantages": torch.tensor(advantages), "token_weight": torch.full((n,), 1 / n)}
+    return LossInputs(pi, columns if proximal is None else columns | {"proximal": proximal})
 
 
 def test_ppo_clip_equals_the_hand_computed_value() -> None:
@@ -71,7 +72,7 @@ def test_decoupled_ppo_on_fresh_data_is_ppo_clip() -> None:
 
 
 def test_decoupled_ppo_refuses_to_run_without_proximal() -> None:
-    with pytest.raises(ValueError, match="proximal"):
+    with pytest.raises(ValueError, match="reads the column `proximal`"):
         make_loss(DecoupledPpoConfig())(inputs(logs(0.5), logs(0.5), [1]))
 
 
@@ -84,13 +85,13 @@ def test_tis_equals_the_hand_computed_value() -> None:
     torch.testing.assert_close(gradient_of(loss, pi), torch.tensor([-0.75, 1.0]))  # the weight carries no gradient
 
 
-def test_token_normalisation_counts_every_token_alike() -> None:
-    weights = token_weights([1, 3], [1.0, 0.5], Normalisation.TOKEN)
+def test_token_normalization_counts_every_token_alike() -> None:
+    weights = token_weights([1, 3], [1.0, 0.5], Normalization.TOKEN)
     assert weights.tolist() == pytest.approx([0.25, 0.125, 0.125, 0.125])
 
 
 def test_sequence_mean_counts_every_sample_alike() -> None:
-    weights = token_weights([1, 4], [1.0, 1.0], Normalisation.SEQUENCE_MEAN)
+    weights = token_weights([1, 4], [1.0, 1.0], Normalization.SEQUENCE_MEAN)
     assert weights.tolist() == pytest.approx([0.5, 0.125, 0.125, 0.125, 0.125])
 
 

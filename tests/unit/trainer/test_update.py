@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
-from rollmesh.shared.trajectory import Outcome, SamplingParams, TrainingSample
-from rollmesh.trainer.losses import LossConfig, Normalisation, PpoClipConfig, TisConfig
+from rollmesh.shared.trajectory import FinishReason, Outcome, SamplingParams, Source, TrainingSample
+from rollmesh.trainer.losses import LossConfig, Normalization, PpoClipConfig, TisConfig
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.optim import OptimizerConfig
 from rollmesh.trainer.packing import PackingConfig
@@ -73,13 +73,13 @@ def test_another_seed_splits_minibatches_otherwise() -> None:
     assert not same(weights(one), weights(two))
 
 
-@pytest.mark.parametrize("normalisation", list(Normalisation))
+@pytest.mark.parametrize("normalization", list(Normalization))
 @pytest.mark.parametrize("loss", [PpoClipConfig(), TisConfig()])
-def test_accumulated_micro_batches_equal_one_big_batch(loss: LossConfig, normalisation: Normalisation) -> None:
+def test_accumulated_micro_batches_equal_one_big_batch(loss: LossConfig, normalization: Normalization) -> None:
     samples, groups = random_batch()
     whole = UpdateConfig(
         loss=loss,
-        normalisation=normalisation,
+        normalization=normalization,
         num_minibatches=1,
         packing=PackingConfig(row_tokens=64, micro_batch_tokens=9999),
     )
@@ -197,23 +197,28 @@ def test_updates_must_follow_each_other() -> None:
 def test_table_reads_lag_temperature_and_truncation_from_each_segment() -> None:
     params = SamplingParams(temperature=0.5, top_p=0.9)
     segments = [prompt([20, 21]), action([30], [-1.0], step=1), prompt([22]), action([31, 32], [-2.0, -3.0], step=3)]
+    segments[1] = replace(segments[1], finish=FinishReason.STOP)
     made = training_sample("s", segments, params=params)
     per_segment = tuple(np.asarray(v, np.float32) for v in (0, 1, 0, [2, 3]))
     assert drop_reason(made, per_segment, context_max=10, vocab_size=112) is None
     table = build_table([made], [per_segment], update=5)
-    assert table.lag.tolist() == [3, 1, 1]
-    assert table.temperature.tolist() == [0.5, 0.5, 0.5]
-    assert table.truncated.tolist() == [1, 1, 1]
-    assert table.behaviour.tolist() == [-1, -2, -3]
-    assert table.advantages.tolist() == [1, 2, 3]
+    assert table.columns["lag"].tolist() == [3, 1, 1]
+    assert table.columns["temperature"].tolist() == [0.5, 0.5, 0.5]
+    assert table.columns["truncated"].tolist() == [1, 1, 1]
+    assert table.columns["behavior"].tolist() == [-1, -2, -3]
+    assert table.columns["advantages"].tolist() == [1, 2, 3]
+    assert table.columns["segment"].tolist() == [1, 3, 3]
+    assert table.columns["turn"].tolist() == [0, 1, 1]
+    assert table.columns["position"].tolist() == [2, 4, 5]
+    assert table.columns["source"].tolist() == [Source.POLICY] * 3
     assert table.sequences[0].target_mask.tolist() == [0, 0, 1, 0, 1, 1]
 
 
 def test_greedy_samples_are_compared_with_the_plain_model() -> None:
     made = training_sample("s", [prompt([20]), action([30], [-1.0])], params=SamplingParams(temperature=0.0))
     table = build_table([made], [(np.zeros(1, np.float32), np.ones(1, np.float32))], update=1)
-    assert table.temperature.tolist() == [1.0]
-    assert table.truncated.tolist() == [0.0]
+    assert table.columns["temperature"].tolist() == [1.0]
+    assert table.columns["truncated"].tolist() == [0.0]
 
 
 def test_the_entropy_is_that_of_the_distribution_sampled_from() -> None:

@@ -51,8 +51,13 @@ def target_logits(model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode =
 
 
 def at_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """Logits [m, V] of the distribution sampled from; `temperature` [m] of each token, None for 1 throughout."""
-    return logits if temperature is None else logits / temperature[:, None]
+    """Return the logits [m, V] of the distribution sampled from. `temperature` [m] is per token; None means 1.
+
+    If every temperature is 1, this saves a division over the vocabulary.
+    """
+    if temperature is None or bool((temperature == 1).all()):
+        return logits
+    return logits / temperature[:, None]
 
 
 def target_logprobs(logits: Tensor, batch: MicroBatch) -> Tensor:

@@ -1,22 +1,30 @@
-"""Training samples as flat token arrays: the one place where segments become numbers.
+"""Convert training samples to a table of tokens.
 
-A sample's tokens are its path's segments, concatenated; its *trained* tokens are those with loss mask 1. All arrays of a
-`TokenTable` run over trained tokens only, sample by sample.
+The tokens of a sample are the tokens of the segments on its path, concatenated. Its *trained* tokens have loss mask 1. The
+columns of a `TokenTable` cover trained tokens only, sample by sample.
 
-A sample that cannot be trained on is dropped with a typed reason and never raises: one odd sample must not stop a run.
-Collaborators: `update` (drives), `packing` (takes the sequences), `advantages` (per-segment values).
+A sample that cannot be trained on is dropped with a typed reason. It never raises, because one bad sample must not stop a run.
+Collaborators: `update` calls this module, `packing` takes the sequences, `advantages` gives values per segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.shared.trajectory import FloatArray, SamplingParams, Segment, Source, TrainingSample
+from rollmesh.shared.trajectory import (
+    FinishReason,
+    Role,
+    SamplingParams,
+    Segment,
+    Source,
+    TrainingSample,
+)
 from rollmesh.shared.versions import staleness
 from rollmesh.trainer.advantages import SegmentAdvantages
 from rollmesh.trainer.packing import Sequence1D
@@ -24,67 +32,90 @@ from rollmesh.trainer.packing import Sequence1D
 NO_LAG = -1
 """Lag of tokens that no version of the policy sampled."""
 
+COLUMNS = {
+    "behavior": np.float32,
+    "temperature": np.float32,
+    "advantages": np.float32,
+    "truncated": np.float32,
+    "lag": np.int64,
+    "sample": np.int64,
+    "episode": np.int64,
+    "group": np.int64,
+    "turn": np.int64,
+    "segment": np.int64,
+    "source": np.int64,
+    "position": np.int64,
+}
+"""Columns that every `TokenTable` has, with their types."""
+
 
 class DropReason(Enum):
-    """Why a leased sample is not in the gradient."""
+    """Reason why a leased sample is not in the gradient."""
 
     NOT_TRAINABLE = "NOT_TRAINABLE"
-    """The sample says so itself."""
+    """The sample has `trainable` false."""
     NO_TRAINED_TOKENS = "NO_TRAINED_TOKENS"
-    """All loss masks are 0 (the bound's `mask` policy may have folded in)."""
+    """All loss masks are 0, possibly because the bound's policy `mask` was applied."""
     UNSCORED = "UNSCORED"
-    """No usable reward: infrastructure failed, or nothing scored it."""
+    """It has no usable reward, because infrastructure failed or no scorer applied."""
     TOO_LONG = "TOO_LONG"
-    """Longer than the model's context."""
+    """It is longer than the model's context."""
     NOTHING_BEFORE = "NOTHING_BEFORE"
-    """The first token of its path is trained: nothing stands before it that it could be predicted from."""
+    """The first token of its path is trained, but no token before it predicts it."""
     UNKNOWN_TOKEN = "UNKNOWN_TOKEN"
-    """A token id outside the model's vocabulary."""
+    """A token id is outside the model's vocabulary."""
     MALFORMED = "MALFORMED"
-    """A log-prob or mask array that has not one entry per token, or a mask with other values than 0 and 1."""
+    """An array does not have one entry per token, or a mask has values other than 0 and 1."""
     NO_LOGPROBS = "NO_LOGPROBS"
-    """A trained token has no behaviour log-prob, or a non-finite one."""
+    """A trained token has no finite behavior log-prob."""
+    NO_OUTPUT = "NO_OUTPUT"
+    """A trained token lacks an engine output that the loss needs, e.g. because another run sampled it."""
     NON_FINITE = "NON_FINITE"
-    """Its optimiser step had a non-finite loss or gradient and was not taken."""
+    """The optimizer step of its minibatch had a non-finite loss or gradient and was not taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """Trained tokens of some samples: `lengths` [S] per sample, everything else [M] with M = sum of lengths.
+    """Trained tokens of S samples, one after the other. `lengths` [S] counts them per sample; M is its sum.
 
-    `lag` is the token's own staleness (NO_LAG if not sampled by the policy); `truncated` is 1 where it was sampled with
-    top-p or top-k, whose renormalisation the trainer's log-probs do not reproduce.
+    `columns` are arrays [M], or [M, k] for a column with k values per token:
+    - behavior: log-prob under the distribution that the token was sampled from, natural log;
+    - temperature: temperature at which the trainer computes the log-prob, see `trainer_temperature`;
+    - advantages: advantage of the token;
+    - truncated: 1 if it was sampled with top-p or top-k, whose renormalization the trainer's log-probs do not reproduce;
+    - lag: staleness of the token itself, NO_LAG if the policy did not sample it;
+    - sample, episode, group: numbers of its sample, episode and group in the update, from 0;
+    - turn: number of finished actions before it on its path; segment: its segment on the path; both from 0;
+    - source: number of its `Source`; position: its position on the path, from 0;
+    - every array of the segments that the loss needs (see `losses.base.PolicyLoss.needs`), under its own name.
     """
 
     sequences: tuple[Sequence1D, ...]
     sample_weights: tuple[float, ...]
     lengths: NDArray[np.int64]
-    behaviour: FloatArray
-    temperature: FloatArray
-    advantages: FloatArray
-    lag: NDArray[np.int64]
-    truncated: FloatArray
+    columns: dict[str, NDArray[Any]]
 
     def select(self, indices: Sequence[int]) -> TokenTable:
-        """The table of some of the samples, in the order given."""
+        """Return the table of some of the samples, in the order of `indices`."""
         starts = np.concatenate([[0], np.cumsum(self.lengths)])
         tokens = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in indices])
         return TokenTable(
             sequences=tuple(self.sequences[i] for i in indices),
             sample_weights=tuple(self.sample_weights[i] for i in indices),
             lengths=self.lengths[np.asarray(indices)],
-            behaviour=self.behaviour[tokens],
-            temperature=self.temperature[tokens],
-            advantages=self.advantages[tokens],
-            lag=self.lag[tokens],
-            truncated=self.truncated[tokens],
+            columns={name: values[tokens] for name, values in self.columns.items()},
         )
 
 
 def drop_reason(
-    sample: TrainingSample, advantage: SegmentAdvantages | None, *, context_max: int | None, vocab_size: int
+    sample: TrainingSample,
+    advantage: SegmentAdvantages | None,
+    *,
+    context_max: int | None,
+    vocab_size: int,
+    outputs: Sequence[str] = (),
 ) -> DropReason | None:
-    """Why this sample cannot be trained on; None if it can."""
+    """Return the reason why the sample cannot be trained on, or None. `outputs` names the arrays that the loss needs."""
     if not all(_is_well_formed(s) for s in sample.segments):
         return DropReason.MALFORMED
     trained = [s for s in sample.segments if s.num_trainable]
@@ -103,45 +134,58 @@ def drop_reason(
         return DropReason.NOTHING_BEFORE
     if not all(_has_logprobs(s) for s in trained):
         return DropReason.NO_LOGPROBS
+    if any(name not in s.arrays for s in trained for name in outputs):
+        return DropReason.NO_OUTPUT
     return None
 
 
 def build_table(
-    samples: Sequence[TrainingSample], advantages: Sequence[SegmentAdvantages], *, update: int
+    samples: Sequence[TrainingSample],
+    advantages: Sequence[SegmentAdvantages],
+    *,
+    update: int,
+    outputs: Sequence[str] = (),
 ) -> TokenTable:
-    """The table of samples that `drop_reason` passed, for update `update`; at least one."""
-    columns: list[list[NDArray[np.float64]]] = [[] for _ in range(5)]
-    for sample, per_segment in zip(samples, advantages, strict=True):
-        for segment, advantage in zip(sample.segments, per_segment, strict=True):
-            if segment.num_trainable:
-                for column, values in zip(columns, _segment_columns(sample, segment, advantage, update), strict=True):
-                    column.append(values)
-    behaviour, temperature, advantage_column, lag, truncated = (np.concatenate(c) for c in columns)
+    """Return the table of at least one sample that `drop_reason` accepted with the same `outputs`, for update `update`."""
+    episodes: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    parts: list[dict[str, Any]] = []
+    for number, (sample, per_segment) in enumerate(zip(samples, advantages, strict=True)):
+        index = {
+            "sample": number,
+            "episode": episodes.setdefault(sample.episode or sample.sample.sample_id, len(episodes)),
+            "group": groups.setdefault(sample.group, len(groups)),
+        }
+        for part in _parts(sample, per_segment, update, outputs):
+            parts.append(part | index)
+    count = [len(part["behavior"]) for part in parts]
+    columns = {
+        name: np.concatenate(
+            [np.broadcast_to(part[name], (n,)).astype(dtype) for part, n in zip(parts, count, strict=True)]
+        )
+        for name, dtype in COLUMNS.items()
+    }
     return TokenTable(
         sequences=tuple(_sequence(s) for s in samples),
         sample_weights=tuple(s.sample.weight for s in samples),
         lengths=np.array([num_trained(s) for s in samples], dtype=np.int64),
-        behaviour=behaviour.astype(np.float32),
-        temperature=temperature.astype(np.float32),
-        advantages=advantage_column.astype(np.float32),
-        lag=lag.astype(np.int64),
-        truncated=truncated.astype(np.float32),
+        columns=columns | {name: np.concatenate([part["outputs"][name] for part in parts]) for name in outputs},
     )
 
 
 def num_trained(sample: TrainingSample) -> int:
-    """Tokens of a sample with loss mask 1."""
+    """Return the number of tokens of a sample with loss mask 1."""
     return sum(s.num_trainable for s in sample.segments)
 
 
 def trainer_temperature(params: SamplingParams | None) -> float:
-    """Temperature at which the trainer evaluates a token: greedy sampling reports the plain model's log-probs."""
+    """Return the temperature at which the trainer computes a log-prob: 1 for greedy sampling, which reports the plain model's."""
     return params.temperature if params is not None and params.temperature > 0 else 1.0
 
 
 def _is_well_formed(segment: Segment) -> bool:
-    arrays = (segment.logprobs, segment.loss_mask)
-    if any(a is not None and a.shape != segment.token_ids.shape for a in arrays):
+    arrays = (segment.logprobs, segment.loss_mask, *segment.arrays.values())
+    if any(a is not None and a.shape[:1] != segment.token_ids.shape for a in arrays):
         return False
     return segment.loss_mask is None or bool((segment.loss_mask <= 1).all())
 
@@ -152,23 +196,31 @@ def _has_logprobs(segment: Segment) -> bool:
     return bool(np.isfinite(segment.logprobs[segment.loss_mask == 1]).all())
 
 
-def _segment_columns(
-    sample: TrainingSample, segment: Segment, advantage: FloatArray, update: int
-) -> tuple[NDArray[np.float64], ...]:
-    assert segment.logprobs is not None
-    assert segment.loss_mask is not None
-    chosen = segment.loss_mask == 1
-    known = 0 <= segment.sampling < len(sample.sampling_params)
-    params = sample.sampling_params[segment.sampling] if known else None
-    truncated = params is not None and params.temperature > 0 and (params.top_p < 1 or params.top_k > 0)
-    count = int(chosen.sum())
-    return (
-        segment.logprobs[chosen].astype(np.float64),
-        np.full(count, trainer_temperature(params)),
-        np.broadcast_to(advantage, (segment.num_tokens,))[chosen].astype(np.float64),
-        np.full(count, float(_lag(segment, update))),
-        np.full(count, float(truncated)),
-    )
+def _parts(
+    sample: TrainingSample, advantages: SegmentAdvantages, update: int, outputs: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the columns of each segment's trained tokens, as arrays or as one value for all of them."""
+    start = turn = 0
+    for index, (segment, advantage) in enumerate(zip(sample.segments, advantages, strict=True)):
+        if segment.num_trainable:
+            assert segment.logprobs is not None
+            chosen = np.flatnonzero(segment.loss_mask == 1)
+            known = 0 <= segment.sampling < len(sample.sampling_params)
+            params = sample.sampling_params[segment.sampling] if known else None
+            yield {
+                "behavior": segment.logprobs[chosen],
+                "temperature": trainer_temperature(params),
+                "advantages": np.broadcast_to(advantage, (segment.num_tokens,))[chosen],
+                "truncated": params is not None and params.temperature > 0 and (params.top_p < 1 or params.top_k > 0),
+                "lag": _lag(segment, update),
+                "turn": turn,
+                "segment": index,
+                "source": int(segment.source),
+                "position": start + chosen,
+                "outputs": {name: segment.arrays[name][chosen] for name in outputs},
+            }
+        start += segment.num_tokens
+        turn += segment.role is Role.ACTION and segment.finish is not FinishReason.UNFINISHED
 
 
 def _lag(segment: Segment, update: int) -> int:

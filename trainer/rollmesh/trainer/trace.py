@@ -38,8 +38,9 @@ class UpdateTrace:
         if not self.steps:
             return {"steps_taken": 0.0}
         policy = np.concatenate([s.policy for s in self.steps])
-        behaviour = np.concatenate([s.table.behaviour for s in self.steps])
-        lag = np.concatenate([s.table.lag for s in self.steps])
+        behavior, lag, truncated = (
+            np.concatenate([s.table.columns[name] for s in self.steps]) for name in ("behavior", "lag", "truncated")
+        )
         stats = {name: np.concatenate([s.stats[name] for s in self.steps]) for name in self.steps[0].stats}
         entropy = stats.pop("entropy", None)
         return {
@@ -48,8 +49,8 @@ class UpdateTrace:
             "grad_norm": float(np.mean([s.grad_norm for s in self.steps])),
             "tokens/trained": float(len(policy)),
             "tokens/fill": float(np.mean([s.fill for s in self.steps])),
-            "tokens/truncated_share": float(np.concatenate([s.table.truncated for s in self.steps]).mean()),
-            **drift_metrics(policy, behaviour, lag),
+            "tokens/truncated_share": float(truncated.mean()),
+            **drift_metrics(policy, behavior, lag),
             **mean_stats(stats),
             **({} if entropy is None else {"entropy": float(entropy.mean())}),
         }

@@ -23,14 +23,21 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
 from rollmesh.trainer import forward
 from rollmesh.trainer.advantages import AdvantageConfig, SegmentAdvantages, make_advantage
-from rollmesh.trainer.losses import LossConfig, LossInputs, Normalisation, PpoClipConfig, make_loss, token_weights
+from rollmesh.trainer.losses import (
+    LossConfig,
+    LossInputs,
+    Normalization,
+    PpoClipConfig,
+    engine_outputs,
+    make_loss,
+    token_weights,
+)
 from rollmesh.trainer.metrics import length_metrics, reward_metrics
 from rollmesh.trainer.model_config import context_length, vocab_size
 from rollmesh.trainer.model_files import write_weights
@@ -46,7 +53,7 @@ class UpdateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = PpoClipConfig()
-    normalisation: Normalisation = Normalisation.TOKEN
+    normalization: Normalization = Normalization.TOKEN
     """What the loss of an optimiser step averages over."""
     optimizer: OptimizerConfig = OptimizerConfig()
     packing: PackingConfig = PackingConfig()
@@ -91,17 +98,6 @@ class UpdateResult:
         return [v.sample_id for v in self.verdicts if v.reason is None]
 
 
-@dataclass(frozen=True, slots=True)
-class _StepTokens:
-    """Tensors [m] of one optimiser step's tokens, on the model's device."""
-
-    behaviour: Tensor
-    temperature: Tensor | None
-    advantages: Tensor
-    weight: Tensor
-    proximal: Tensor | None
-
-
 class Trainer:
     """Owns a model and its optimiser; not thread-safe: one thread calls it."""
 
@@ -121,6 +117,7 @@ class Trainer:
         self.optimizer = make_adamw(model, config.optimizer)
         self._advantage = make_advantage(config.advantage)
         self._loss = make_loss(config.loss)
+        self._outputs = engine_outputs(self._loss)
 
     def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> UpdateResult:
         """Make update k. Raises ValueError if k does not follow the last one, or a sample's group is missing."""
@@ -129,7 +126,7 @@ class Trainer:
         advantages = self._advantage(groups, samples)
         context_max, vocabulary = context_length(self.model), vocab_size(self.model)
         reasons = [
-            drop_reason(s, a, context_max=context_max, vocab_size=vocabulary)
+            drop_reason(s, a, context_max=context_max, vocab_size=vocabulary, outputs=self._outputs)
             for s, a in zip(samples, advantages, strict=True)
         ]
         trace = UpdateTrace()
@@ -157,79 +154,64 @@ class Trainer:
         reasons: list[DropReason | None],
         trace: UpdateTrace,
     ) -> None:
-        """Take the optimiser steps; sets `reasons` of samples whose step was not taken."""
+        """Take the optimizer steps. Sets `reasons` of the samples whose step was not taken."""
         kept = [i for i, reason in enumerate(reasons) if reason is None]
         if not kept:
             return
-        table = build_table([samples[i] for i in kept], [a for i in kept if (a := advantages[i]) is not None], update=k)
+        table = build_table(
+            [samples[i] for i in kept],
+            [a for i in kept if (a := advantages[i]) is not None],
+            update=k,
+            outputs=self._outputs,
+        )
         set_lr(self.optimizer, lr_at(self.config.optimizer, k))
         order = np.random.default_rng([self.seed, k]).permutation(len(kept))
         self.model.train(False)
-        proximal = self._proximal(table)
+        if "proximal" in self._loss.needs:
+            table.columns["proximal"] = self._logprobs(table)
         for part in np.array_split(order, min(self.config.num_minibatches, len(kept))):
-            if not self._optimiser_step(part.tolist(), table, proximal, trace):
+            if not self._optimizer_step(table.select(part.tolist()), trace):
                 for i in part:
                     reasons[kept[i]] = DropReason.NON_FINITE
 
-    def _proximal(self, table: TokenTable) -> FloatArray | None:
-        """Log-probs [M] before the first step, for losses that need them."""
-        if not self._loss.needs_proximal:
-            return None
-        temperature = _temperature_tensor(table, self.model.device)
+    def _logprobs(self, table: TokenTable) -> FloatArray:
+        """Return the log-probs [M] under the current weights."""
+        temperature = torch.as_tensor(table.columns["temperature"], device=self.model.device)
         mode = self.forward_choice.mode
         logprobs = forward.logprobs_of(self.model, table.sequences, self.config.packing, temperature, mode)
         values: FloatArray = logprobs.cpu().numpy()
         return values
 
-    def _optimiser_step(
-        self, part: Sequence[int], table: TokenTable, proximal: FloatArray | None, trace: UpdateTrace
-    ) -> bool:
-        """One minibatch: accumulate over micro-batches, then step. False if it was not finite and nothing changed."""
-        chosen = table.select(part)
-        near = None if proximal is None else proximal[_token_indices(table, part)]
-        tokens = self._step_tokens(chosen, near)
-        policy = np.zeros(len(chosen.behaviour), dtype=np.float32)
+    def _optimizer_step(self, table: TokenTable, trace: UpdateTrace) -> bool:
+        """Accumulate one minibatch over micro-batches, then step. Return False if it was not finite and nothing changed."""
+        device = self.model.device
+        columns = {name: torch.as_tensor(values, device=device) for name, values in table.columns.items()}
+        weight = token_weights(table.lengths.tolist(), table.sample_weights, self.config.normalization)
+        columns["token_weight"] = weight.to(device)
+        policy = np.zeros(len(weight), dtype=np.float32)
         stats: dict[str, FloatArray] = {}
         packing = self.forward_choice.mode.packing(self.config.packing)
-        batches = pack(chosen.sequences, packing, device=self.model.device)
-        loss = sum(self._accumulate(batch, tokens, policy, stats) for batch in batches)
+        batches = pack(table.sequences, packing, device=device)
+        loss = sum(self._accumulate(batch, columns, policy, stats) for batch in batches)
         norm = guarded_step(self.optimizer, clip_norm=self.config.optimizer.clip_norm, loss=loss)
         if norm is None:
             return False
-        trace.steps.append(StepTrace(chosen, policy, stats, loss, norm, fill_ratio(batches)))
+        trace.steps.append(StepTrace(table, policy, stats, loss, norm, fill_ratio(batches)))
         return True
 
-    def _step_tokens(self, chosen: TokenTable, proximal: FloatArray | None) -> _StepTokens:
-        device = self.model.device
-        weight = token_weights(chosen.lengths.tolist(), chosen.sample_weights, self.config.normalisation)
-        return _StepTokens(
-            behaviour=torch.as_tensor(chosen.behaviour, device=device),
-            temperature=_temperature_tensor(chosen, device),
-            advantages=torch.as_tensor(chosen.advantages, device=device),
-            weight=weight.to(device),
-            proximal=None if proximal is None else torch.as_tensor(proximal, device=device),
-        )
-
     def _accumulate(
-        self, batch: MicroBatch, tokens: _StepTokens, policy: FloatArray, stats: dict[str, FloatArray]
+        self, batch: MicroBatch, columns: dict[str, Tensor], policy: FloatArray, stats: dict[str, FloatArray]
     ) -> float:
-        """Forward and backward of one micro-batch; fills its places in `policy` and `stats`. Returns its share of the loss."""
+        """Run forward and backward of one micro-batch and fill its part of `policy` and `stats`. Return its part of the loss."""
         at = batch.target_index
         if not len(at):
             return 0.0
+        tokens = {name: values[at] for name, values in columns.items()}
         logits = forward.at_temperature(
-            forward.target_logits(self.model, batch, self.forward_choice.mode),
-            None if tokens.temperature is None else tokens.temperature[at],
+            forward.target_logits(self.model, batch, self.forward_choice.mode), tokens["temperature"]
         )
         logprobs = forward.target_logprobs(logits, batch)
-        inputs = LossInputs(
-            logprobs=logprobs,
-            behaviour=tokens.behaviour[at],
-            advantages=tokens.advantages[at],
-            token_weight=tokens.weight[at],
-            proximal=None if tokens.proximal is None else tokens.proximal[at],
-        )
-        loss, token_stats = self._loss(inputs)
+        loss, token_stats = self._loss(LossInputs(logprobs, tokens))
         loss.backward()  # type: ignore[no-untyped-call]
         places = at.cpu().numpy()
         policy[places] = logprobs.detach().cpu().numpy()
@@ -256,15 +238,3 @@ class Trainer:
             **length_metrics(samples, used),
             **trace.summary(),
         }
-
-
-def _token_indices(table: TokenTable, part: Sequence[int]) -> NDArray[np.int64]:
-    starts = np.concatenate([[0], np.cumsum(table.lengths)])
-    return np.concatenate([np.arange(starts[i], starts[i + 1]) for i in part])
-
-
-def _temperature_tensor(table: TokenTable, device: torch.device) -> Tensor | None:
-    """None where every token was sampled at 1: saves a division over the vocabulary."""
-    if (table.temperature == 1).all():
-        return None
-    return torch.as_tensor(table.temperature, device=device)

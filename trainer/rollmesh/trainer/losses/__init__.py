@@ -7,7 +7,14 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.trainer.losses.base import LossInputs, Normalisation, PolicyLoss, TokenStats, token_weights
+from rollmesh.trainer.losses.base import (
+    LossInputs,
+    Normalization,
+    PolicyLoss,
+    TokenStats,
+    engine_outputs,
+    token_weights,
+)
 from rollmesh.trainer.losses.decoupled_ppo import DecoupledPpo, DecoupledPpoConfig
 from rollmesh.trainer.losses.ppo_clip import PpoClip, PpoClipConfig
 from rollmesh.trainer.losses.tis import Tis, TisConfig
@@ -36,11 +43,12 @@ __all__ = [
     "DecoupledPpoConfig",
     "LossConfig",
     "LossInputs",
-    "Normalisation",
+    "Normalization",
     "PolicyLoss",
     "PpoClipConfig",
     "TisConfig",
     "TokenStats",
+    "engine_outputs",
     "make_loss",
     "token_weights",
 ]

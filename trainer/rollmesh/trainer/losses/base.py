@@ -1,7 +1,7 @@
 """The loss protocol: what a policy-gradient loss sees, and how token losses are summed.
 
-A loss is a pure function of tensors and a frozen config. It sums `token_weight * loss of the token`; all normalisation
-is in `token_weight`, computed once per optimiser step over all of its tokens. That is why gradients accumulated over
+A loss is a pure function of tensors and a frozen config. It sums `token_weight * loss of the token`; all normalization
+is in `token_weight`, computed once per optimizer step over all of its tokens. That is why gradients accumulated over
 micro-batches equal those of one big batch, whatever the split.
 """
 
@@ -19,36 +19,50 @@ TokenStats = Mapping[str, Tensor]
 """Name -> detached [m] per-token numbers, to be averaged or grouped by `metrics`."""
 
 
+FEATURES = ("proximal",)
+"""Columns that the trainer computes if a loss needs them. `proximal` [m] is the log-prob under the policy before the update's
+first optimizer step; it costs one more forward over the batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """Trained tokens, all [m]. Log-probs are natural, at the sampling temperature.
+    """Trained tokens of one micro-batch, m of them. Log-probs are natural, at the sampling temperature.
 
-    `logprobs` (pi) carries the gradient. `behaviour` (mu) is what the engine sampled under. `proximal` is the policy
-    before the update's first optimiser step, given to losses that ask for it.
+    `logprobs` [m] (pi) carries the gradient. `columns` are tensors [m] or [m, k] by name, without gradient: those of
+    `rollmesh.trainer.samples.TokenTable` (behavior is mu), `token_weight`, and what the loss needs.
     """
 
     logprobs: Tensor
-    behaviour: Tensor
-    advantages: Tensor
-    token_weight: Tensor
-    proximal: Tensor | None = None
+    columns: Mapping[str, Tensor]
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a column. Raises ValueError if the update does not have it."""
+        if name not in self.columns:
+            known = ", ".join(sorted(self.columns))
+            raise ValueError(f"the loss reads the column `{name}`, which must be one of {known}; add it to `needs`")
+        return self.columns[name]
 
 
 class PolicyLoss(Protocol):
     """A loss with its config bound."""
 
     @property
-    def needs_proximal(self) -> bool:
-        """Whether `LossInputs.proximal` must be given: costs one more forward over the batch."""
+    def needs(self) -> tuple[str, ...]:
+        """Names of the columns that it reads beside those that every update has: `FEATURES` and outputs of the engine."""
         ...
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
-        """(scalar to add to the step's loss, per-token statistics)."""
+        """Return the scalar to add to the step's loss, and statistics per token."""
         ...
 
 
-class Normalisation(Enum):
-    """What one optimiser step averages over."""
+def engine_outputs(loss: PolicyLoss) -> tuple[str, ...]:
+    """Return the names of the engine outputs that a loss needs."""
+    return tuple(name for name in loss.needs if name not in FEATURES)
+
+
+class Normalization(Enum):
+    """What one optimizer step averages over."""
 
     TOKEN = "token"
     """Every trained token counts alike: 1 / tokens of the step (DAPO, arXiv:2503.14476). Long samples weigh more."""
@@ -56,13 +70,13 @@ class Normalisation(Enum):
     """Every sample counts alike: 1 / (samples x its tokens), as in GRPO. Favours brevity when right, length when wrong."""
 
 
-def token_weights(lengths: Sequence[int], sample_weights: Sequence[float], normalisation: Normalisation) -> Tensor:
-    """Weights [sum of lengths] of the tokens of one optimiser step; `lengths` are trained tokens per sample, all > 0.
+def token_weights(lengths: Sequence[int], sample_weights: Sequence[float], normalization: Normalization) -> Tensor:
+    """Weights [sum of lengths] of the tokens of one optimizer step; `lengths` are trained tokens per sample, all > 0.
 
     Sample weights scale the numerator only: a sample of weight 0.5 pulls half as hard.
     """
     counts = torch.tensor(lengths, dtype=torch.float64)
-    if normalisation is Normalisation.TOKEN:
+    if normalization is Normalization.TOKEN:
         per_sample = torch.ones_like(counts) / counts.sum()
     else:
         per_sample = 1.0 / (len(lengths) * counts)

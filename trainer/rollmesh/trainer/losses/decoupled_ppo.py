@@ -5,7 +5,7 @@ Hilton et al. 2021 (arXiv:2110.00641), used for asynchronous LLM training by ARe
     r = pi / prox,   w = prox / mu
     loss = - sg[correct(w)] * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-prox is the policy before the update's first optimiser step, so stale data do not use up the trust region.
+prox is the policy before the update's first optimizer step, so stale data do not use up the trust region.
 correct(w) is min(w, weight_max), or with `over_max: mask` w where w <= weight_max and 0 elsewhere (AReaL's cap). Nothing
 here pulls back towards mu: at large staleness the policy can drift freely.
 """
@@ -47,7 +47,7 @@ class DecoupledPpoConfig(
 class DecoupledPpo:
     """`decoupled_ppo_loss` with its config bound."""
 
-    needs_proximal = True
+    needs = ("proximal",)
 
     def __init__(self, config: DecoupledPpoConfig) -> None:
         self.config = config
@@ -57,14 +57,12 @@ class DecoupledPpo:
 
 
 def decoupled_ppo_loss(inputs: LossInputs, config: DecoupledPpoConfig) -> tuple[Tensor, TokenStats]:
-    """Scalar loss, and per token `clipped`, `clipped_high` and `weight_capped`. Raises ValueError without `proximal`."""
-    if inputs.proximal is None:
-        raise ValueError("decoupled PPO needs the proximal log-probs")
-    weight = safe_ratio(inputs.proximal, inputs.behaviour).detach()
+    """Scalar loss, and per token `clipped`, `clipped_high` and `weight_capped`."""
+    weight = safe_ratio(inputs["proximal"], inputs["behavior"]).detach()
     over = weight > config.weight_max
     replacement = config.weight_max if config.over_max == "truncate" else 0.0
     weight = torch.where(over, torch.full_like(weight, replacement), weight)
-    ratio = safe_ratio(inputs.logprobs, inputs.proximal)
-    held = out_of_range(inputs.logprobs, inputs.proximal)
-    objective, stats = clipped_objective(ratio, held, inputs.advantages, config.clip_low, config.clip_high)
-    return -(inputs.token_weight * weight * objective).sum(), {**stats, "weight_capped": over.float()}
+    ratio = safe_ratio(inputs.logprobs, inputs["proximal"])
+    held = out_of_range(inputs.logprobs, inputs["proximal"])
+    objective, stats = clipped_objective(ratio, held, inputs["advantages"], config.clip_low, config.clip_high)
+    return -(inputs["token_weight"] * weight * objective).sum(), {**stats, "weight_capped": over.float()}

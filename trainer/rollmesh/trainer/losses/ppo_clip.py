@@ -1,4 +1,4 @@
-"""Clipped surrogate against the behaviour policy, with the upper bound raised ("clip-higher").
+"""Clipped surrogate against the behavior policy, with the upper bound raised ("clip-higher").
 
 PPO (Schulman et al. 2017, arXiv:1707.06347), clip-higher from DAPO (Yu et al. 2025, arXiv:2503.14476):
 
@@ -40,7 +40,7 @@ class PpoClipConfig(
 class PpoClip:
     """`ppo_clip_loss` with its config bound."""
 
-    needs_proximal = False
+    needs: tuple[str, ...] = ()
 
     def __init__(self, config: PpoClipConfig) -> None:
         self.config = config
@@ -51,10 +51,10 @@ class PpoClip:
 
 def ppo_clip_loss(inputs: LossInputs, config: PpoClipConfig) -> tuple[Tensor, TokenStats]:
     """Scalar loss, and per token whether the clip removed its gradient (`clipped`, `clipped_high`)."""
-    ratio = safe_ratio(inputs.logprobs, inputs.behaviour)
-    held = out_of_range(inputs.logprobs, inputs.behaviour)
-    objective, stats = clipped_objective(ratio, held, inputs.advantages, config.clip_low, config.clip_high)
-    return -(inputs.token_weight * objective).sum(), stats
+    ratio = safe_ratio(inputs.logprobs, inputs["behavior"])
+    held = out_of_range(inputs.logprobs, inputs["behavior"])
+    objective, stats = clipped_objective(ratio, held, inputs["advantages"], config.clip_low, config.clip_high)
+    return -(inputs["token_weight"] * objective).sum(), stats
 
 
 def clipped_objective(

@@ -30,7 +30,7 @@ class TisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Tis:
     """`tis_loss` with its config bound."""
 
-    needs_proximal = False
+    needs: tuple[str, ...] = ()
 
     def __init__(self, config: TisConfig) -> None:
         self.config = config
@@ -41,7 +41,7 @@ class Tis:
 
 def tis_loss(inputs: LossInputs, config: TisConfig) -> tuple[Tensor, TokenStats]:
     """Scalar loss, and per token `weight_capped`."""
-    ratio = safe_ratio(inputs.logprobs, inputs.behaviour).detach()
+    ratio = safe_ratio(inputs.logprobs, inputs["behavior"]).detach()
     weight = ratio.clamp(max=config.weight_max)
-    loss = -(inputs.token_weight * weight * inputs.advantages * inputs.logprobs).sum()
+    loss = -(inputs["token_weight"] * weight * inputs["advantages"] * inputs.logprobs).sum()
     return loss, {"weight_capped": (ratio > config.weight_max).float()}
