@@ -74,9 +74,9 @@ async def test_a_run_with_kills_and_a_roll_back_holds(mesh: MeshParts, tmp_path:
     state = await mesh.state()
     assert report.samples.trained == state.samples.trained == 8
     assert report.samples.reserved == state.samples.reserved
-    story = [line.what for line in report.story]
-    assert sum(what.startswith("used by update 2") for what in story) == 2
-    assert "update undone by going back to 1: ready again" in story
+    history = [line.what for line in report.history]
+    assert sum(what.startswith("used by update 2") for what in history) == 2
+    assert "update undone by going back to 1: ready again" in history
     assert msgspec.json.encode(report)
 
     older = await audit_run(mesh.bus, "r", checkpoint=tmp_path / "checkpoints/update-00000001.0")

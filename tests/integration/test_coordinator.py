@@ -178,7 +178,7 @@ async def replay_and_train(mesh: MeshParts, lease: pb.EpisodeLease) -> None:
     assert [letter.replayed for letter in await dead_letters(mesh)] == [True]
     report = await audit_run(mesh.bus, mesh.name, sample=batch.samples[0].meta.sample_id)
     assert report.holds, report.to_text()
-    assert any("dead letter 1" in line.what for line in report.story)
+    assert any("dead letter 1" in line.what for line in report.history)
 
 
 async def test_what_cannot_be_replayed_is_refused_with_its_reason(mesh: MeshParts) -> None:

@@ -268,9 +268,9 @@ async def committing_what_is_too_old(mesh: MeshParts) -> None:
     def age(core: Any, _: object) -> None:
         for group in core.state.groups.values():
             for sample in group.samples.values():
-                sample.steps = (StepSpan(step=-5, num_tokens=1),)
+                sample.meta = msgspec.structs.replace(sample.meta, steps=(StepSpan(step=-5, num_tokens=1),))
 
-    await (await mesh.node.runs.get(mesh.name)).look(age)
+    await (await mesh.node.runs.get(mesh.name)).read(age)
     await mesh.commit(1, [batch.lease_id])
 
 

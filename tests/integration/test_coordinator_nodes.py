@@ -160,7 +160,7 @@ async def test_a_version_that_fails_its_probes_is_quarantined(mesh: MeshParts) -
     async def quarantined() -> bool:
         assert mesh.node is not None
         driver = await mesh.node.runs.get("r")
-        return bool(await driver.look(lambda core, _: core.state.the_clock.quarantined))
+        return bool(await driver.read(lambda core, _: core.state.the_clock.quarantined))
 
     await eventually(quarantined)
     fleet = await mesh.call(mesh.coordinator.GetFleet, pb.GetFleetRequest(kind=pb.NODE_KIND_INFERENCE))

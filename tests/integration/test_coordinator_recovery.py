@@ -44,7 +44,7 @@ async def live(mesh: MeshParts) -> bytes:
     """The state in the coordinator's memory."""
     assert mesh.node is not None
     driver = await mesh.node.runs.get("r")
-    return await driver.look(lambda core, _: encode_state(core.state))
+    return await driver.read(lambda core, _: encode_state(core.state))
 
 
 async def test_a_restarted_coordinator_leads_a_run_that_has_no_snapshot_yet(mesh: MeshParts) -> None:

@@ -171,11 +171,11 @@ class CoreMachine(RuleBasedStateMachine):
                 world.publish()
             world.advance(1.0)
             world.check()
-        assert world.trainer.update >= goal, f"no progress: {world.core.waiting()}, {world.core.state.accounts}"
+        assert world.trainer.update >= goal, f"no progress: {world.core.waiting()}, {world.core.state.counters}"
         world.checkpoint(report=True)
         world.ask(i.StopRun(ticket=world.ticket(), reason="test"))
         world.check()
-        assert world.core.state.accounts.live == 0, world.core.state.groups
+        assert world.core.state.counters.live == 0, world.core.state.groups
 
 
 CoreMachine.TestCase.settings = settings(

@@ -67,7 +67,7 @@ class ExportMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.check()
             scored = len(self.world.spans)
-            assert self.world.core.state.accounts.ends.get(SampleEnd.EXPORTED, 0) == scored
+            assert self.world.core.state.counters.ends.get(SampleEnd.EXPORTED, 0) == scored
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -82,8 +82,8 @@ class ExportMachine(RuleBasedStateMachine):
             world.advance(1.0)
         state = world.core.state
         assert state.ended == "EXPORTED", world.core.waiting()
-        assert (state.accounts.live, state.num_groups) == (0, world.spec.export_groups)
-        assert set(state.accounts.ends) <= {
+        assert (state.counters.live, state.num_groups) == (0, world.spec.export_groups)
+        assert set(state.counters.ends) <= {
             SampleEnd.EXPORTED,
             SampleEnd.FAILED,
             SampleEnd.FILTERED,

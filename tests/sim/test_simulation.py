@@ -121,7 +121,7 @@ def test_long_history_keeps_the_invariants(seed: int) -> None:
         world.checkpoint(report=True)
         world.ask(i.StopRun(ticket=world.ticket(), reason="end of test"))
         world.check()
-        assert world.core.state.accounts.live == 0
+        assert world.core.state.counters.live == 0
     except AssertionError:
         print(f"replay: ROLLMESH_SEEDS={seed} pytest tests/sim/test_simulation.py")
         raise

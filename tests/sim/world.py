@@ -344,9 +344,9 @@ class World:
     def check(self) -> None:
         state = self.core.state
         walked = sum(g.num_live for g in state.groups.values() if g.purpose is not Purpose.EVAL)
-        assert state.accounts.live == walked, "live samples are where the accounts say"
-        assert state.accounts.conserved, state.accounts
-        assert state.eval_accounts.conserved, state.eval_accounts
+        assert state.counters.live == walked, "live samples are where the counters say"
+        assert state.counters.conserved, state.counters
+        assert state.eval_counters.conserved, state.eval_counters
         for content in [self.trainer.content, *(c.content for c in self.checkpoints[-2:])]:
             self._check_content(content)
 

@@ -59,7 +59,7 @@ async def _written_and_recovered(folder: Path, bus: Bus, num_samples: int) -> di
     log = await bus.create(run_streams("bench", StreamLimits(ledger_bytes_max=8 << 30)).ledger)
     history, snapshots = History(), SnapshotStore(folder / "snapshots")
     write_s, snapshot_bytes = await _write(log, history, snapshots, num_samples)
-    samples = history.core.state.accounts.reserved
+    samples = history.core.state.counters.reserved
     num_records, num_bytes, read_s = await _read(log)
     newest_s = await _recover(log, snapshots)
     whole_s = await _recover(log, SnapshotStore(folder / "none"))

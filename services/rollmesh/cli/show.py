@@ -12,7 +12,7 @@ from rollmesh.cli.config import load_train_config
 from rollmesh.cli.run_bus import run_bus
 from rollmesh.cli.run_folder import RunFolder
 from rollmesh.cli.samples import RewardLine, SampleLine, sample_lines
-from rollmesh.services.coordinator.audit_history import StoryLine, tell
+from rollmesh.services.coordinator.audit_history import HistoryLine, sample_history
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import Reward, Task
 from rollmesh.services.coordinator.fact_codec import encode
@@ -39,7 +39,7 @@ class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
     """A sample with its life."""
 
     sample_id: str
-    story: list[StoryLine]
+    story: list[HistoryLine]
     sample: SampleLine | None
     """None if the payload is no longer in the sample stream: a trained sample's is purged."""
 
@@ -68,7 +68,7 @@ def _listed(fact: f.Fact, tasks: Mapping[str, str]) -> Iterator[ListedSample]:
 def show_sample(root: Path, name: str) -> ShownSample:
     """A sample, or the first one of an episode. Raises UnknownSample besides what `list_samples` raises."""
     records, line = asyncio.run(_read(root, name))
-    story = tell(records, line.sample_id if line is not None else name)
+    story = sample_history(records, line.sample_id if line is not None else name)
     if not story:
         raise UnknownSample(
             f"{root}: its ledger knows no sample or episode {name!r}; `rollmesh show {root}` lists them"

@@ -129,7 +129,7 @@ class Bench:
         return Recovered(state=state, head=head, snapshot_position=0)
 
     async def ask(self, kind: Callable[..., Any], **fields: Any) -> Any:
-        return await self.driver.ask(lambda ticket: kind(ticket=ticket, **fields))
+        return await self.driver.submit(lambda ticket: kind(ticket=ticket, **fields))
 
     def asking(self, kind: Callable[..., Any], **fields: Any) -> asyncio.Task[Any]:
         return asyncio.create_task(self.ask(kind, **fields))

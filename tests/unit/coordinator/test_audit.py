@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from rollmesh.services.coordinator.audit import Audit
-from rollmesh.services.coordinator.audit_history import tell
+from rollmesh.services.coordinator.audit_history import sample_history
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import SampleEnd, StepSpan
@@ -94,7 +94,7 @@ def test_what_the_core_decides_holds(make: Callable[[], CoreRun]) -> None:
     assert report.holds, report.to_text()
     assert report.lag_max == 0
     assert report.digest == run.core.state.the_clock.digest
-    assert report.samples.reserved == run.core.state.accounts.reserved
+    assert report.samples.reserved == run.core.state.counters.reserved
 
 
 def test_an_undone_checkpoint_voids_its_samples_and_the_rest_returns_to_be_used_once() -> None:
@@ -295,7 +295,7 @@ def test_a_folder_without_a_list_is_refused(tmp_path: Path) -> None:
 def test_a_samples_story_is_told_from_admission_to_its_end() -> None:
     run = honest()
     sample = used(run)[0][0]
-    told = [line.what for line in tell(run.records, sample)]
+    told = [line.what for line in sample_history(run.records, sample)]
     assert [what.split(" ")[0] for what in told] == ["group", "try", "scored:", "its", "leased", "used", "trained:"]
     assert "4 tokens of step 0.0" in told[2]
 
@@ -303,11 +303,11 @@ def test_a_samples_story_is_told_from_admission_to_its_end() -> None:
 def test_an_undone_samples_story_tells_of_the_roll_back() -> None:
     run = rolled_back()
     undone = next(fact for fact in run.facts if isinstance(fact, f.UpdateCommitted) and fact.update == 2).used[0]
-    assert tell(run.records, undone)[-1].what == "update undone by going back to 1: stale"
+    assert sample_history(run.records, undone)[-1].what == "update undone by going back to 1: stale"
 
 
 def test_an_unknown_sample_has_no_story() -> None:
-    assert tell(honest().records, "nobody") == []
+    assert sample_history(honest().records, "nobody") == []
 
 
 def test_the_report_is_json_that_reads_back() -> None:

@@ -7,18 +7,17 @@ import pytest
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core.facts import StepSpan
 from rollmesh.services.coordinator.core.records import Bound, BoundPolicy, RunSpec
-from rollmesh.services.coordinator.core.state import PolicyClock, RollBack, SampleState
+from rollmesh.services.coordinator.core.state import PolicyClock, RollBack
 from rollmesh.shared.versions import intended_update, oldest_admissible, staleness
 
 
-def sample(*steps: int, incarnation: int = 0) -> SampleState:
-    spans = tuple(StepSpan(step=step, incarnation=incarnation, num_tokens=1) for step in steps)
-    return SampleState(
-        sample_id="s", episode="e", policy="main", leaf=0, steps=spans, num_tokens=9, rewards=(), trainable=True
-    )
+def spans(*steps: int, incarnation: int = 0) -> list[StepSpan]:
+    return [StepSpan(step=step, incarnation=incarnation, num_tokens=1) for step in steps]
 
 
-def why(one: SampleState, *, update: int, eta: int, beyond: BoundPolicy = BoundPolicy.DROP, clock: PolicyClock) -> str:
+def why(
+    one: list[StepSpan], *, update: int, eta: int, beyond: BoundPolicy = BoundPolicy.DROP, clock: PolicyClock
+) -> str:
     judged_by = Bound(max_staleness=eta, beyond=beyond)
     return bound.why_inadmissible(one, update=update, bound=judged_by, clock=clock)
 
@@ -41,31 +40,31 @@ def test_group_n_is_meant_for_the_update_that_uses_it() -> None:
 
 @pytest.mark.parametrize(("update", "reason"), [(3, ""), (5, ""), (6, "BEYOND_BOUND")])
 def test_bound_counts_from_the_oldest_trained_token(update: int, reason: str) -> None:
-    assert why(sample(2, 4) if update > 4 else sample(2), update=update, eta=2, clock=CLOCK) == reason
+    assert why(spans(2, 4) if update > 4 else spans(2), update=update, eta=2, clock=CLOCK) == reason
 
 
 def test_mask_keeps_a_sample_with_one_young_token() -> None:
     judged_by = Bound(max_staleness=1, beyond=BoundPolicy.MASK)
-    old_and_young, old = sample(0, 4), sample(0)
+    old_and_young, old = spans(0, 4), spans(0)
     assert why(old_and_young, update=5, eta=1, beyond=BoundPolicy.MASK, clock=CLOCK) == ""
     assert bound.mask_below_step(old_and_young, update=5, bound=judged_by) == 3
-    assert bound.mask_below_step(sample(4), update=5, bound=judged_by) == 0
+    assert bound.mask_below_step(spans(4), update=5, bound=judged_by) == 0
     assert why(old, update=5, eta=1, beyond=BoundPolicy.MASK, clock=CLOCK) == "BEYOND_BOUND"
 
 
 def test_tokens_of_undone_steps_are_void_for_ever() -> None:
     clock = PolicyClock(policy="main", learner="main", incarnation=1, rollbacks=[RollBack(incarnation=1, to_update=3)])
-    assert why(sample(3), update=4, eta=2, clock=clock) == ""
-    assert why(sample(4), update=5, eta=2, clock=clock) == "VOID_VERSION"
-    assert why(sample(4, incarnation=1), update=5, eta=2, clock=clock) == ""
+    assert why(spans(3), update=4, eta=2, clock=clock) == ""
+    assert why(spans(4), update=5, eta=2, clock=clock) == "VOID_VERSION"
+    assert why(spans(4, incarnation=1), update=5, eta=2, clock=clock) == ""
 
 
 def test_token_from_the_future_is_refused() -> None:
-    assert why(sample(5), update=5, eta=2, clock=CLOCK) == "FUTURE_VERSION"
+    assert why(spans(5), update=5, eta=2, clock=CLOCK) == "FUTURE_VERSION"
 
 
 def test_sample_without_policy_tokens_has_no_staleness() -> None:
-    assert why(sample(), update=100, eta=0, clock=CLOCK) == ""
+    assert why(spans(), update=100, eta=0, clock=CLOCK) == ""
     assert bound.sample_staleness([], update=100) == -1
 
 

@@ -98,7 +98,7 @@ def test_lowered_bound_drops_what_is_beyond_it_and_never_stalls() -> None:
     run.generate(4, step=0)  # READY for update 3 with staleness 2
     change(run, max_staleness=1)
     assert run.lease(3).lease_id == ""
-    assert run.core.state.accounts.reasons["stale/BEYOND_BOUND"] == 4
+    assert run.core.state.counters.reasons["stale/BEYOND_BOUND"] == 4
     run.train(3)
     report = audited(run).report()
     assert report.holds, report.to_text()

@@ -226,8 +226,8 @@ def test_an_update_with_dropped_samples_or_skipped_is_rolled_forward(applied: bo
 
 def end_reasons(run: CoreRun) -> dict[str, int]:
     state = run.core.state
-    assert state.accounts.conserved
-    return state.accounts.reasons
+    assert state.counters.conserved
+    return state.counters.reasons
 
 
 @pytest.mark.parametrize("how", ["commit", "release", "expire", "attach", "in doubt before"])
@@ -237,7 +237,7 @@ def test_a_batch_that_is_held_at_the_end_is_committed_or_ends_with_the_run(how: 
         run.now += 6.0
         run.take(run.core.handle(i.Tick(), run.now))
     run.ask(i.StopRun, reason="enough")
-    assert run.core.state.accounts.live == (0 if how == "in doubt before" else 4)
+    assert run.core.state.counters.live == (0 if how == "in doubt before" else 4)
     if how == "commit":
         assert run.lease(1).lease_id == batch.lease_id
         run.checkpoint(1, run.commit(1, batch.lease_id))
@@ -248,7 +248,7 @@ def test_a_batch_that_is_held_at_the_end_is_committed_or_ends_with_the_run(how: 
         run.take(run.core.handle(i.Tick(), run.now))
     elif how == "attach":
         run.attach()
-    assert run.core.state.accounts.live == 0
+    assert run.core.state.counters.live == 0
     assert end_reasons(run) == ({"trained": 4} if how == "commit" else {"cancelled/RUN_ENDED": 4})
     assert refusal(run, i.LeaseBatch, **trainer(run, update=run.core.state.the_clock.applied + 1)).reason == "RUN_ENDED"
     error = refusal(run, i.CommitUpdate, **trainer(run, update=run.core.state.the_clock.applied + 1, lease_ids=()))
@@ -268,7 +268,7 @@ def test_samples_undone_after_the_end_do_not_stay_live() -> None:
     run.commit(1, batch.lease_id)
     run.ask(i.StopRun, reason="enough")
     run.attach(0)
-    assert run.core.state.accounts.live == 0
+    assert run.core.state.counters.live == 0
     assert end_reasons(run) == {"cancelled/RUN_ENDED": 4}
 
 
@@ -276,7 +276,7 @@ def test_a_run_that_a_bug_ended_leaves_nothing_live_and_decides_nothing() -> Non
     run, batch = leased(num=6)
     run.take(run.core.fail("ValueError: x", run.now))
     assert run.core.state.ended == "FAILED: ValueError: x"
-    assert run.core.state.accounts.live == 0
+    assert run.core.state.counters.live == 0
     assert refusal(run, i.CommitUpdate, **trainer(run, update=1, lease_ids=(batch.lease_id,))).reason == "RUN_ENDED"
     run.ask(i.StopRun, reason="")
     run.take(run.core.handle(i.Tick(), run.now))
@@ -289,7 +289,7 @@ def test_stopping_a_run_takes_time_in_proportion_to_its_episodes() -> None:
     began = time.process_time()
     run.ask(i.StopRun, reason="")
     took = time.process_time() - began
-    assert run.core.state.accounts.live == 0
+    assert run.core.state.counters.live == 0
     assert took < 1.0
 
 
@@ -340,7 +340,7 @@ def test_a_report_that_contradicts_the_run_is_a_failed_attempt(changes: dict[str
     assert result.startswith("INVALID_REPORT: ")
     assert why in result
     assert why in cause
-    assert run.core.state.accounts.live == run.core.state.accounts.reserved
+    assert run.core.state.counters.live == run.core.state.counters.reserved
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -13,7 +13,6 @@ from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.fleet import choose
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import GroupPhase
-from rollmesh.services.coordinator.goals import weight_goal
 from rollmesh.shared.digest import next_digest
 from tests.sim.world import NAMES, Checkpoint, World, refused
 from tests.tamper.ledger_copy import made, store
@@ -76,17 +75,17 @@ def test_rolled_back_samples_in_bound_are_ready_again() -> None:
     assert len(world.core.state.training_groups(GroupPhase.APPLIED)) == 2
     world.ask(attach_request(world, 0, ""))
     assert len(world.core.state.training_groups(GroupPhase.READY)) >= 2
-    assert world.core.state.accounts.conserved
+    assert world.core.state.counters.conserved
 
 
 def test_samples_of_a_lost_checkpoint_are_no_longer_counted_as_trained() -> None:
     world = trained(make_world(), 2)
-    before = world.core.state.accounts.ends[SampleEnd.TRAINED]
+    before = world.core.state.counters.ends[SampleEnd.TRAINED]
     world.ask(attach_request(world, 0, ""))
-    accounts = world.core.state.accounts
-    assert (before, accounts.ends[SampleEnd.TRAINED]) == (8, 0)
-    assert accounts.reasons["stale/ROLLED_BACK"] == 8
-    assert accounts.conserved
+    counters = world.core.state.counters
+    assert (before, counters.ends[SampleEnd.TRAINED]) == (8, 0)
+    assert counters.reasons["stale/ROLLED_BACK"] == 8
+    assert counters.conserved
 
 
 def test_checkpoint_that_holds_the_doubtful_update_rolls_forward() -> None:
@@ -136,7 +135,7 @@ def test_trainer_that_cannot_say_loses_the_doubtful_samples() -> None:
     world.trainer.epoch = world.core.state.the_clock.trainer_epoch
     leased(world)
     world.ask(attach_request(world, 0, "", forgetful=True))
-    assert world.core.state.accounts.reasons["failed/IN_DOUBT"] == 4
+    assert world.core.state.counters.reasons["failed/IN_DOUBT"] == 4
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_run_ends_after_its_last_update_is_safe_and_measured() -> None:
         generate(world)
     assert world.core.state.ended == "UPDATES_MAX"
     assert [e.step for e in world.core.state.evals] == [0, 1, 2]
-    assert world.core.state.accounts.live == world.core.state.eval_accounts.live == 0
+    assert world.core.state.counters.live == world.core.state.eval_counters.live == 0
 
 
 def test_admission_stops_at_eta_plus_one_batches() -> None:
@@ -257,9 +256,9 @@ async def test_a_roll_back_cancels_open_evaluations_and_nodes_take_the_new_weigh
     run.publish(1, incarnation=1)
     state = run.core.state
     assert run.core.pinned() == [] == state.open_evals()
-    assert choose(state.the_clock.versions[-2], weight_goal(run.core)) == state.the_clock.published
-    assert state.eval_accounts.conserved
-    assert (state.eval_accounts.live, state.eval_accounts.reasons["cancelled/ROLLED_BACK"]) == (0, 2)
+    assert choose(state.the_clock.versions[-2], run.core.weight_goal()) == state.the_clock.published
+    assert state.eval_counters.conserved
+    assert (state.eval_counters.live, state.eval_counters.reasons["cancelled/ROLLED_BACK"]) == (0, 2)
     report = await audit_run(await store(made(record.facts for record in run.records)), "r")
     assert report.holds, report.to_text()
 

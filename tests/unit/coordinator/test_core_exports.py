@@ -38,10 +38,10 @@ def failed(run: CoreRun, lease: i.EpisodeLease) -> None:
 def test_every_scored_sample_is_exported_at_once_and_the_run_ends_with_the_last() -> None:
     run = export()
     run.generate(5, step=0)
-    assert run.core.state.accounts.ends == {SampleEnd.EXPORTED: 5}
-    assert (run.core.state.accounts.live, run.core.state.ended) == (1, "")
+    assert run.core.state.counters.ends == {SampleEnd.EXPORTED: 5}
+    assert (run.core.state.counters.live, run.core.state.ended) == (1, "")
     run.generate(1, step=0)
-    assert run.core.state.accounts.reasons == {"exported": 6}
+    assert run.core.state.counters.reasons == {"exported": 6}
     assert run.core.state.ended == "EXPORTED"
     assert not run.core.state.groups
     purposes = {fact.purpose for fact in run.facts if isinstance(fact, f.GroupReserved)}
@@ -78,7 +78,7 @@ def test_an_episode_that_fails_for_good_is_counted_and_the_run_ends_without_it()
     acquired: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=1, wait_s=1.0)
     failed(run, acquired.leases[0])
     run.generate(1, step=0)
-    assert run.core.state.accounts.ends == {SampleEnd.FAILED: 1, SampleEnd.EXPORTED: 1}
+    assert run.core.state.counters.ends == {SampleEnd.FAILED: 1, SampleEnd.EXPORTED: 1}
     assert run.core.state.ended == "EXPORTED"
 
 
@@ -86,8 +86,8 @@ def test_a_stop_keeps_what_was_exported() -> None:
     run = export()
     run.generate(3, step=0)
     run.ask(i.StopRun, reason="enough")
-    assert run.core.state.accounts.reasons == {"exported": 3, "cancelled/RUN_ENDED": 1}
-    assert run.core.state.accounts.conserved
+    assert run.core.state.counters.reasons == {"exported": 3, "cancelled/RUN_ENDED": 1}
+    assert run.core.state.counters.conserved
 
 
 def test_a_split_with_fewer_tasks_ends_the_run_when_those_have_ended() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DeadLetter
-from rollmesh.services.coordinator.messages_out import dead_letter
 from rollmesh.services.coordinator.run_state import run_state
-from rollmesh.services.coordinator.wire import TRACEBACK_CHARS_MAX, episode_report
+from rollmesh.services.coordinator.translate import TRACEBACK_CHARS_MAX, dead_letter, episode_report
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 

@@ -183,14 +183,14 @@ def test_exhausted_source_ends_the_run_when_nothing_is_in_flight() -> None:
     run.publish(1)
     run.generate(2, step=0)  # the third group, half a batch
     run.ask(i.AcquireRollouts, node_id="w", num_max=2, wait_s=1.0)  # asks, and is told that there is no more
-    assert run.core.volatile.exhausted
+    assert run.core.ephemeral.exhausted
     assert run.core.state.stopping == ""  # a trainer may take smaller batches: it has not asked yet
     assert run.lease(2).waiting_for.startswith("READY groups: 1 of 2")
     assert run.core.state.stopping == "TASKS_EXHAUSTED"
     end_well(run, 1, digest)
     assert run.core.state.ended == "TASKS_EXHAUSTED"
-    assert run.core.state.accounts.conserved
-    assert run.core.state.accounts.live == 0
+    assert run.core.state.counters.conserved
+    assert run.core.state.counters.live == 0
 
 
 def test_exhausted_source_waits_for_what_is_in_flight() -> None:
@@ -200,5 +200,5 @@ def test_exhausted_source_waits_for_what_is_in_flight() -> None:
     acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=4, wait_s=1.0)
     run.ask(i.AcquireRollouts, node_id="w", num_max=2, wait_s=1.0)
     assert len(acquired.leases) == 4
-    assert run.core.volatile.exhausted
+    assert run.core.ephemeral.exhausted
     assert run.core.state.stopping == ""

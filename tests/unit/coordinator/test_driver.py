@@ -34,7 +34,7 @@ async def test_reads_and_refusals_wait_for_what_they_judged_by() -> None:
         attach = b.asking(i.AttachTrainer, **NAMES, last_update=0, digest="")
         fenced = b.asking(i.LeaseBatch, **NAMES, trainer_epoch=1, update=1)
         look = asyncio.create_task(
-            b.driver.look(lambda core, head: (core.state.the_clock.trainer_epoch, head.position))
+            b.driver.read(lambda core, head: (core.state.the_clock.trainer_epoch, head.position))
         )
         await settle()
         assert [task.done() for task in (attach, fenced, look)] == [False] * 3
@@ -47,9 +47,11 @@ async def test_reads_and_refusals_wait_for_what_they_judged_by() -> None:
 
 async def test_an_answer_names_the_position_at_which_it_became_true() -> None:
     async with bench() as b:
-        _, created = await b.driver.ask_placed(lambda t: i.CreateRun(ticket=t, spec=SPEC))
-        _, again = await b.driver.ask_placed(lambda t: i.CreateRun(ticket=t, spec=SPEC))
-        _, attached = await b.driver.ask_placed(lambda t: i.AttachTrainer(ticket=t, **NAMES, last_update=0, digest=""))
+        _, created = await b.driver.submit_with_head(lambda t: i.CreateRun(ticket=t, spec=SPEC))
+        _, again = await b.driver.submit_with_head(lambda t: i.CreateRun(ticket=t, spec=SPEC))
+        _, attached = await b.driver.submit_with_head(
+            lambda t: i.AttachTrainer(ticket=t, **NAMES, last_update=0, digest="")
+        )
         assert created == again
         assert (created.position, attached.position) == (1, 2)
         assert created.hash != attached.hash
@@ -141,10 +143,10 @@ async def test_whoever_is_cancelled_waits_no_longer() -> None:
         b.services.hold.clear()
         waiting = b.asking(i.AcquireRollouts, node_id="w", num_max=1, wait_s=100.0)
         await settle()
-        assert len(b.core.volatile.workers) == 1
+        assert len(b.core.ephemeral.workers) == 1
         waiting.cancel()
         await settle()
-        assert not b.core.volatile.workers
+        assert not b.core.ephemeral.workers
 
 
 async def test_leases_granted_to_nobody_go_back_without_costing_a_try() -> None:
@@ -253,7 +255,7 @@ async def test_a_bug_beside_the_core_ends_the_run_in_place_and_callers_are_to_as
         monkeypatch.setattr(b.services, "next_tasks", broken)
         with pytest.raises(NotReady, match="is recovered from its ledger; try again"):
             await b.acquire()
-        assert await b.driver.look(lambda core, _: core.state.ended) == "FAILED: ValueError: a bug"
+        assert await b.driver.read(lambda core, _: core.state.ended) == "FAILED: ValueError: a bug"
         assert not b.driver.live
         assert not b.lost
 
@@ -279,7 +281,7 @@ async def test_a_bug_in_the_recovery_ends_the_run_and_a_second_one_loses_it(monk
             else:
                 assert len(b.lost) == 1
                 with pytest.raises(Internal, match="cannot be recovered because of a bug .*ValueError: bug 2.*restart"):
-                    await b.driver.look(lambda core, head: head)
+                    await b.driver.read(lambda core, head: head)
             assert not b.failures
 
 
@@ -287,7 +289,7 @@ async def test_a_read_that_fails_fails_its_own_call_alone() -> None:
     async with bench() as b:
         await b.begin()
         with pytest.raises(Internal, match="ZeroDivisionError.*nothing has changed"):
-            await b.driver.look(lambda core, _: 1 // 0)
+            await b.driver.read(lambda core, _: 1 // 0)
         assert (await b.acquire()).leases
         assert not b.core.state.ended
 

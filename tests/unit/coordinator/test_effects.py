@@ -74,8 +74,8 @@ async def test_a_reward_service_that_rejects_a_group_is_asked_finalize_tries_max
             await b.clock.run_for(LIMITS.backoff_s_max)
         assert len(asked) == 4
         assert not b.core.state.groups
-        assert b.core.state.accounts.reasons["failed/NOT_FINALIZED"] == 2
-        assert not b.core.volatile.finalizing
+        assert b.core.state.counters.reasons["failed/NOT_FINALIZED"] == 2
+        assert not b.core.ephemeral.finalizing
 
 
 async def test_a_group_that_vanished_settles_its_question() -> None:
@@ -87,7 +87,7 @@ async def test_a_group_that_vanished_settles_its_question() -> None:
         await b.ask(i.StopRun, reason="x")
         await b.clock.run_for(1.1)
         await settle()
-        assert not b.core.volatile.finalizing
+        assert not b.core.ephemeral.finalizing
         assert b.services.asked.count("finalize g0") == 1
 
 

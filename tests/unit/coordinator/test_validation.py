@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.services.coordinator import validation, wire
+from rollmesh.services.coordinator import translate, validation
 from rollmesh.services.coordinator.core.inputs import EpisodeOutcome
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
@@ -93,7 +93,7 @@ def report() -> coordinator_pb2.EpisodeReport:
 
 
 def test_a_sound_report_passes() -> None:
-    known = wire.episode_report(report())
+    known = translate.episode_report(report())
     assert (known.invalid, known.outcome, known.lease_id) == ("", EpisodeOutcome.COMPLETED, "g0.1#1")
     assert known.samples[0].policy == "main"
 
@@ -128,7 +128,7 @@ def test_a_sound_report_passes() -> None:
 def test_a_bad_report_becomes_a_failed_attempt_that_names_the_field(change: Change, field: str) -> None:
     one = report()
     change(one)
-    known = wire.episode_report(one)
+    known = translate.episode_report(one)
     assert known.invalid.startswith(f"`{field}` must")
     assert (known.outcome, known.samples) == (EpisodeOutcome.INFRA_FAILURE, ())
     assert len(known.invalid) < 500
@@ -137,10 +137,10 @@ def test_a_bad_report_becomes_a_failed_attempt_that_names_the_field(change: Chan
 def test_a_lease_of_another_run_is_not_this_ones() -> None:
     one = report()
     one.lease_id = "s/g0.1#1"
-    assert wire.episode_report(one).lease_id == ""
+    assert translate.episode_report(one).lease_id == ""
 
 
 def test_the_ledger_keeps_a_bounded_part_of_the_evidence() -> None:
     one = report()
     one.samples[0].rewards[0].evidence = "x" * 60_000
-    assert len(wire.episode_report(one).samples[0].rewards[0].evidence) == wire.EVIDENCE_CHARS_MAX
+    assert len(translate.episode_report(one).samples[0].rewards[0].evidence) == translate.EVIDENCE_CHARS_MAX

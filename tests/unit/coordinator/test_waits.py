@@ -10,7 +10,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.fleet import Fleet, NodeKind, WeightGoal
-from rollmesh.services.coordinator.core.waits import Wait, chain, in_words
+from rollmesh.services.coordinator.core.waits import Wait, chain, to_text
 from rollmesh.shared.versions import PolicyVersion
 
 from .core_run import CoreRun
@@ -67,16 +67,14 @@ class Scene:
         )
         self.run.ask(i.ReportEpisodes, node_id="rollout-0", reports=reports)
 
-    def links(self, reward_trouble: str = "") -> list[Wait]:
-        turn = DecisionContext(self.run.core.state, self.run.core.volatile, self.run.now)
-        return chain(turn, self.fleet, reward_trouble)
+    def links(self, reward_error: str = "") -> list[Wait]:
+        turn = DecisionContext(self.run.core.state, self.run.core.ephemeral, self.run.now)
+        return chain(turn, self.fleet, reward_error)
 
 
 def test_a_run_without_a_trainer_waits_for_one() -> None:
     scene = Scene(without="learner")
-    assert (
-        in_words(scene.links()) == "run waits for a trainer to attach; learner is missing: no learner node has joined"
-    )
+    assert to_text(scene.links()) == "run waits for a trainer to attach; learner is missing: no learner node has joined"
 
 
 def test_the_chain_goes_through_the_worker_to_a_silent_inference_node() -> None:
@@ -85,7 +83,7 @@ def test_the_chain_goes_through_the_worker_to_a_silent_inference_node() -> None:
     scene.acquire()
     waits = {"waiting_for": "4 requests wait for an inference node", "waiting_on": NodeKind.INFERENCE}
     scene.pass_time(10.0, silent="inference-0", rollout_0=waits)
-    assert in_words(scene.links()) == (
+    assert to_text(scene.links()) == (
         "learner/main waits for READY groups: 0 of 2, 2 on their way; "
         "rollout-0 waits for 4 requests wait for an inference node; inference-0 silent for 10 s"
     )
@@ -158,8 +156,7 @@ def test_a_learner_that_holds_a_batch_in_silence_is_the_root() -> None:
     lease_id = scene.run.lease(1).lease_id
     scene.pass_time(12.0, silent="learner")
     assert (
-        in_words(scene.links())
-        == f"run waits for update 1: the trainer holds batch {lease_id}; learner silent for 12 s"
+        to_text(scene.links()) == f"run waits for update 1: the trainer holds batch {lease_id}; learner silent for 12 s"
     )
 
 
@@ -283,4 +280,4 @@ def test_a_replayed_task_is_a_new_group_before_any_fresh_draw_and_only_once() ->
     (fresh,) = scene.acquire(1).leases
     assert fresh.task.task_id == "t1"
     assert not run.core.state.replays
-    assert run.core.state.accounts.conserved
+    assert run.core.state.counters.conserved

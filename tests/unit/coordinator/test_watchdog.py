@@ -41,12 +41,12 @@ async def stalls(b: Bench) -> list[f.RunStalled]:
 async def test_a_stall_is_told_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     async with watched() as (b, watchdog):
         b.clock.advance(STALL_S - 0.1)
-        await watchdog.look()
+        await watchdog.check()
         assert not await stalls(b)
         b.clock.advance(0.1)
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
-                await watchdog.look()
+                await watchdog.check()
                 await settle()
                 b.clock.advance(1.0)
         (stall,) = await stalls(b)
@@ -59,15 +59,15 @@ async def test_a_stall_is_told_once_with_its_cause(caplog: pytest.LogCaptureFixt
 async def test_progress_ends_a_stall_and_another_one_is_told_again() -> None:
     async with watched() as (b, watchdog):
         b.clock.advance(STALL_S)
-        await watchdog.look()
+        await watchdog.check()
         await settle()
         await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
         assert b.core.state.stall, "an attach is no progress"
         await score_one(b)
         assert not b.core.state.stall
-        await watchdog.look()
+        await watchdog.check()
         b.clock.advance(STALL_S)
-        await watchdog.look()
+        await watchdog.check()
         await settle()
         assert len(await stalls(b)) == 2
 
@@ -90,11 +90,11 @@ async def test_the_wall_clock_does_not_matter() -> None:
     """Leases, deadlines and stalls are the monotonic clock's; a wall clock that jumps a year only dates the records."""
     async with watched() as (b, watchdog):
         b.clock._wall_offset_s += 365 * 86400.0
-        await watchdog.look()
+        await watchdog.check()
         await settle()
         assert not await stalls(b)
         b.clock._wall_offset_s -= 3 * 365 * 86400.0
         b.clock.advance(STALL_S)
-        await watchdog.look()
+        await watchdog.check()
         await settle()
         assert len(await stalls(b)) == 1

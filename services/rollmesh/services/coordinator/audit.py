@@ -4,7 +4,7 @@
     report.holds, report.to_text(), msgspec.json.encode(report)
 
 First the chain of records is compared with the heads that others stored (`audit_chain`). Then four accounts are held against each other:
-the core's fold (`apply`), a second bookkeeping (`audit_books`), updates recomputed from the facts (`audit_updates`, with leases and
+the core's fold (`apply`), a second bookkeeping (`audit_conservation`), updates recomputed from the facts (`audit_updates`, with leases and
 versions), and the trainer's own list of what its weights were trained on. Payloads are compared on request (`audit_payloads`).
 
 A damaged or contradictory ledger gives findings, never an exception, and no wait is without a limit.
@@ -18,8 +18,8 @@ from pathlib import Path
 from rollmesh.services.coordinator.audit_chain import Chain, StoredHead
 from rollmesh.services.coordinator.audit_changes import Changes
 from rollmesh.services.coordinator.audit_checkpoint import check_checkpoint
-from rollmesh.services.coordinator.audit_conservation import Books
-from rollmesh.services.coordinator.audit_history import StoryLine, tell
+from rollmesh.services.coordinator.audit_conservation import Conservation
+from rollmesh.services.coordinator.audit_history import HistoryLine, sample_history
 from rollmesh.services.coordinator.audit_payloads import Payloads
 from rollmesh.services.coordinator.audit_report import (
     REMEDIES,
@@ -27,12 +27,12 @@ from rollmesh.services.coordinator.audit_report import (
     Finding,
     HeadLine,
     PayloadCounts,
-    SampleAccounts,
+    SampleTotals,
 )
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved, Purpose, SampleEnd
-from rollmesh.services.coordinator.core.state import Accounts, State
+from rollmesh.services.coordinator.core.state import SampleCounters, State
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
@@ -56,7 +56,7 @@ class Audit:
         self.updates = Updates(self.complain)
         self.payloads = Payloads(self.complain)
         self._changes = Changes(self.complain)
-        self._books = Books(lambda what: self.complain("conservation", what))
+        self._conservation = Conservation(lambda what: self.complain("conservation", what))
         self._findings: list[Finding] = []
         self._warnings: list[Finding] = []
         self._num_findings = 0
@@ -86,7 +86,7 @@ class Audit:
         self._num_records += 1
         for fact in record.facts:
             self._take("once", self.updates.enter, fact)
-            self._take("conservation", self._books.enter, fact)
+            self._take("conservation", self._conservation.enter, fact)
             self._take("payloads", lambda fact: self.payloads.enter(fact, record.position), fact)
             self._take("ledger", lambda fact: self._changes.enter(fact, record), fact)
             self._fold(fact)
@@ -110,33 +110,33 @@ class Audit:
             self.complain("ledger", f"{type(fact).__name__} {what}")
 
     def _compare(self) -> None:
-        """Accounts against a walk over the groups, and against the second bookkeeping."""
+        """SampleCounters against a walk over the groups, and against the second bookkeeping."""
         if not self._folds:
             return
         for kind, purposes in _KINDS.items():
-            accounts = self.state.accounts_of(purposes[0])
+            counters = self.state.counters_of(purposes[0])
             walked = sum(group.num_live for group in self.state.groups.values() if group.purpose in purposes)
             sums = {
                 "live in the groups": walked,
-                "reserved less ended": accounts.reserved - sum(accounts.ends.values()),
+                "reserved less ended": counters.reserved - sum(counters.ends.values()),
             }
             for what, value in sums.items():
-                if value != accounts.live:
-                    self.complain("conservation", f"{kind}: the accounts say {accounts.live} live, {what}: {value}")
+                if value != counters.live:
+                    self.complain("conservation", f"{kind}: the counters say {counters.live} live, {what}: {value}")
 
-    def _compare_books(self) -> None:
+    def _compare_conservation(self) -> None:
         for kind, purposes in _KINDS.items():
-            accounts = self.state.accounts_of(purposes[0])
-            ours = {"RESERVED": self._books.reserved(*purposes), "LIVE": self._books.live(*purposes)}
-            theirs = {"RESERVED": accounts.reserved, "LIVE": accounts.live}
+            counters = self.state.counters_of(purposes[0])
+            ours = {"RESERVED": self._conservation.reserved(*purposes), "LIVE": self._conservation.live(*purposes)}
+            theirs = {"RESERVED": counters.reserved, "LIVE": counters.live}
             for end in SampleEnd:
                 if end is not SampleEnd.LIVE:
-                    ours[end.name] = self._books.ends(end, *purposes)
-                    theirs[end.name] = accounts.ends.get(end, 0)
+                    ours[end.name] = self._conservation.ends(end, *purposes)
+                    theirs[end.name] = counters.ends.get(end, 0)
             for name, value in ours.items():
                 if value != theirs[name]:
                     self.complain(
-                        "conservation", f"{kind}: {value} {name} by counting again, {theirs[name]} in the accounts"
+                        "conservation", f"{kind}: {value} {name} by counting again, {theirs[name]} in the counters"
                     )
 
     def report(
@@ -146,11 +146,11 @@ class Audit:
         head: LedgerHead = EMPTY,
         heads: tuple[HeadLine, ...] = (),
         payloads: PayloadCounts | None = None,
-        story: tuple[StoryLine, ...] = (),
+        history: tuple[HistoryLine, ...] = (),
     ) -> AuditReport:
         """The verdict over all records entered."""
         if self._folds:
-            self._compare_books()
+            self._compare_conservation()
         summary = None
         if checkpoint is not None:
             summary = check_checkpoint(checkpoint, self.updates, lambda what: self.complain("checkpoint", what, 0))
@@ -167,9 +167,9 @@ class Audit:
             eta=state.spec.max_staleness if state.spec is not None else 0,
             lag_max=max(updates.lags, default=-1),
             lags=dict(updates.lags),
-            samples=_accounts(state.accounts),
-            eval_samples=_accounts(state.eval_accounts),
-            reasons=dict(state.accounts.reasons),
+            samples=_totals(state.counters),
+            eval_samples=_totals(state.eval_counters),
+            reasons=dict(state.counters.reasons),
             updates=len(updates.standing),
             updates_undone=updates.num_undone,
             updates_skipped=sum(not update.applied for update in updates.standing.values()),
@@ -178,13 +178,13 @@ class Audit:
             checkpoint=summary,
             payloads=payloads,
             changes=tuple(self._changes.lines),
-            story=story,
+            history=history,
         )
 
 
-def _accounts(accounts: Accounts) -> SampleAccounts:
-    ends = {end.name.lower(): accounts.ends.get(end, 0) for end in SampleEnd if end is not SampleEnd.LIVE}
-    return SampleAccounts(reserved=accounts.reserved, live=accounts.live, **ends)
+def _totals(counters: SampleCounters) -> SampleTotals:
+    ends = {end.name.lower(): counters.ends.get(end, 0) for end in SampleEnd if end is not SampleEnd.LIVE}
+    return SampleTotals(reserved=counters.reserved, live=counters.live, **ends)
 
 
 def _check_size(fact: Fact) -> None:
@@ -226,7 +226,7 @@ async def audit_run(
         head=chain.head,
         heads=chain.heads,
         payloads=await audit.payloads.compare(bus, streams.samples.name) if payloads else None,
-        story=tuple(tell(records, sample)) if sample else (),
+        history=tuple(sample_history(records, sample)) if sample else (),
     )
 
 

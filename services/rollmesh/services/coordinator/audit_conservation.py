@@ -14,7 +14,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, SampleEnd
 
 
-class Books:
+class Conservation:
     """The fate of every place and sample of a run. `complain` hears of what can't be."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
@@ -126,14 +126,14 @@ class Books:
                     self._ends[purpose, SampleEnd.STALE] += 1
 
 
-_HANDLERS: dict[type, Callable[[Books, Any], None]] = {
-    f.GroupReserved: Books._group_reserved,
-    f.EpisodesAdded: Books._episodes_added,
-    f.EpisodeEnded: Books._episode_ended,
-    f.EpisodeScored: Books._episode_scored,
-    f.GroupFinalized: Books._group_finalized,
-    f.SamplesEnded: Books._samples_ended,
-    f.UpdateCommitted: Books._update_committed,
-    f.CheckpointReported: Books._checkpoint_reported,
-    f.RolledBack: Books._rolled_back,
+_HANDLERS: dict[type, Callable[[Conservation, Any], None]] = {
+    f.GroupReserved: Conservation._group_reserved,
+    f.EpisodesAdded: Conservation._episodes_added,
+    f.EpisodeEnded: Conservation._episode_ended,
+    f.EpisodeScored: Conservation._episode_scored,
+    f.GroupFinalized: Conservation._group_finalized,
+    f.SamplesEnded: Conservation._samples_ended,
+    f.UpdateCommitted: Conservation._update_committed,
+    f.CheckpointReported: Conservation._checkpoint_reported,
+    f.RolledBack: Conservation._rolled_back,
 }

@@ -10,7 +10,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.ledger import StoredRecord
 
 
-class StoryLine(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryLine(msgspec.Struct, frozen=True, kw_only=True):
     """One event in a sample's life."""
 
     position: int
@@ -18,17 +18,17 @@ class StoryLine(msgspec.Struct, frozen=True, kw_only=True):
     what: str
 
 
-def tell(records: Sequence[StoredRecord], name: str) -> list[StoryLine]:
+def sample_history(records: Sequence[StoredRecord], name: str) -> list[HistoryLine]:
     """The story of a sample, or of an episode that came to nothing. Empty if the ledger knows neither."""
     found = _origin(records, name)
     if found is None:
         return []
-    story = _Story(*found, sample=name)
+    history = _History(*found, sample=name)
     return [
-        StoryLine(position=record.position, time_unix_s=record.time_unix_s, what=what)
+        HistoryLine(position=record.position, time_unix_s=record.time_unix_s, what=what)
         for record in records
         for fact in record.facts
-        for what in story.about(fact)
+        for what in history.about(fact)
     ]
 
 
@@ -43,7 +43,7 @@ def _origin(records: Sequence[StoredRecord], name: str) -> tuple[str, str] | Non
     return None
 
 
-class _Story:
+class _History:
     """Says what each fact means for one sample."""
 
     def __init__(self, group: str, episode: str, *, sample: str) -> None:

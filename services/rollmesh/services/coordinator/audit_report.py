@@ -6,7 +6,7 @@ from typing import Protocol
 
 import msgspec
 
-from rollmesh.services.coordinator.audit_history import StoryLine
+from rollmesh.services.coordinator.audit_history import HistoryLine
 
 REMEDIES = {
     "chain": "restore RM_<run>_LEDGER from a replica or a backup that contains every stored head, and do not resume the run before",
@@ -67,7 +67,7 @@ class PayloadCounts(msgspec.Struct, frozen=True, kw_only=True):
     """No longer in the sample stream: nothing can be said about them."""
 
 
-class SampleAccounts(msgspec.Struct, frozen=True, kw_only=True):
+class SampleTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Samples by fate; reserved = live + all ends."""
 
     reserved: int
@@ -108,8 +108,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     lag_max: int
     """Largest lag of a used sample; -1 if none trained on POLICY tokens."""
     lags: dict[int, int]
-    samples: SampleAccounts
-    eval_samples: SampleAccounts
+    samples: SampleTotals
+    eval_samples: SampleTotals
     reasons: dict[str, int]
     updates: int
     """Updates that stand."""
@@ -123,7 +123,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """None if payloads were not compared."""
     changes: tuple[ChangeLine, ...] = ()
     """Settings that changed when the run went on, in order."""
-    story: tuple[StoryLine, ...] = ()
+    history: tuple[HistoryLine, ...] = ()
 
     def to_text(self) -> str:
         """The report for people."""
@@ -148,7 +148,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_findings > len(self.findings):
             lines.append(f"  and {self.num_findings - len(self.findings)} more")
         lines += [f"  what to do about {check}: {REMEDIES[check]}" for check in CHECKS if check in broken]
-        lines += [f"  #{line.position} {line.what}" for line in self.story]
+        lines += [f"  #{line.position} {line.what}" for line in self.history]
         return "\n".join(lines)
 
     def _verdict(self, check: str, broken: bool) -> str:
@@ -166,5 +166,5 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         return "holds"
 
 
-def _describe(samples: SampleAccounts) -> str:
+def _describe(samples: SampleTotals) -> str:
     return ", ".join(f"{name} {value}" for name, value in msgspec.structs.asdict(samples).items() if value) or "none"

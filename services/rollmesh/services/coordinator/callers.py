@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Question:
+class QueuedInput:
     """An input, with the ticket of the caller that waits for its answer (0: none does)."""
 
     request: i.Input
@@ -32,7 +32,7 @@ class Question:
 
 
 @dataclass(slots=True, eq=False)
-class Look:
+class QueuedRead:
     """A read of the core between two decisions."""
 
     read: Callable[[Core, LedgerHead], Any]
@@ -47,10 +47,10 @@ class Callers:
         self._core = core
         self._clock = clock
         self._limits = limits
-        self._inputs: asyncio.Queue[Question | Look] = asyncio.Queue(limits.inputs_max)
+        self._inputs: asyncio.Queue[QueuedInput | QueuedRead] = asyncio.Queue(limits.inputs_max)
         self._tickets = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[tuple[object, LedgerHead]]] = {}
-        self._looking: set[asyncio.Future[Any]] = set()
+        self._reading: set[asyncio.Future[Any]] = set()
         self._num_watchers = 0
         self._changed = asyncio.Event()
         self._closed: MeshError | None = None
@@ -61,39 +61,39 @@ class Callers:
         """Whether no caller waits for an answer or watches. Looks are short, and some are housekeeping's."""
         return not (self._waiting or self._num_watchers)
 
-    async def ask(self, make: Callable[[int], i.Input]) -> Any:
+    async def submit(self, make: Callable[[int], i.Input]) -> Any:
         """The answer to an input made with its ticket. Raises the typed refusal; if cancelled, nobody waits any longer."""
-        return (await self.ask_placed(make))[0]
+        return (await self.submit_with_head(make))[0]
 
-    async def ask_placed(self, make: Callable[[int], i.Input]) -> tuple[Any, LedgerHead]:
+    async def submit_with_head(self, make: Callable[[int], i.Input]) -> tuple[Any, LedgerHead]:
         """As `ask`, with the head of the ledger at which the answer became true."""
         ticket = next(self._tickets)
         answer: asyncio.Future[tuple[object, LedgerHead]] = asyncio.get_running_loop().create_future()
         self._check_open()
         self._waiting[ticket] = answer
         try:
-            self._put(Question(make(ticket), ticket))
+            self._put(QueuedInput(make(ticket), ticket))
             return await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                self.give_back(answer.result()[0])  # it came together with the cancellation
+                self.return_leases(answer.result()[0])  # it came together with the cancellation
             raise
         finally:
             if self._waiting.pop(ticket, None) is not None:
                 self._core.forget(ticket)
 
-    async def post(self, request: i.Input) -> None:
+    async def enqueue(self, request: i.Input) -> None:
         """An input without an answer; waits for room."""
         if self._closed is None:
-            await self._inputs.put(Question(request))
+            await self._inputs.put(QueuedInput(request))
 
-    async def look(self, read: Callable[[Core, LedgerHead], T]) -> T:
+    async def read(self, read: Callable[[Core, LedgerHead], T]) -> T:
         """`read(core, head of the ledger)` between two decisions, once all it saw is stored. `read` must not keep the core."""
         self._check_open()
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._looking.add(answer)
-        answer.add_done_callback(self._looking.discard)
-        self._put(Look(read, answer))
+        self._reading.add(answer)
+        answer.add_done_callback(self._reading.discard)
+        self._put(QueuedRead(read, answer))
         return await answer
 
     async def watch(self, read: Callable[[Core, LedgerHead], T]) -> AsyncIterator[T]:
@@ -102,13 +102,13 @@ class Callers:
         try:
             while True:
                 changed = self._changed
-                yield await self.look(read)
+                yield await self.read(read)
                 await self._clock.sleep(self._limits.watch_interval_s)
                 await self._idle(changed)
         finally:
             self._num_watchers -= 1
 
-    def give_back(self, value: object) -> None:
+    def return_leases(self, value: object) -> None:
         """Return the leases of an answer that no worker got, at once and without costing an attempt."""
         if isinstance(value, i.Acquired) and value.leases:
             reports = tuple(
@@ -123,12 +123,12 @@ class Callers:
                 for lease in value.leases
             )
             with contextlib.suppress(asyncio.QueueFull):  # then they expire
-                self._inputs.put_nowait(Question(i.ReportEpisodes(ticket=0, node_id="", reports=reports)))
+                self._inputs.put_nowait(QueuedInput(i.ReportEpisodes(ticket=0, node_id="", reports=reports)))
 
     def _answer(self, ticket: int, value: object, head: LedgerHead) -> None:
         answer = self._waiting.pop(ticket, None)
         if answer is None or answer.done():
-            self.give_back(value)
+            self.return_leases(value)
         elif isinstance(value, MeshError):
             answer.set_exception(value)
         else:
@@ -137,7 +137,7 @@ class Callers:
     def _reject_all(self, error: MeshError, but: int = 0) -> None:
         """Answer every caller with `error`, except the one with the ticket `but`. What waits in the queue is not decided."""
         waiting = [answer for ticket, answer in self._waiting.items() if ticket != but]
-        for answer in [*waiting, *self._looking]:
+        for answer in [*waiting, *self._reading]:
             if not answer.done():
                 answer.set_exception(error)
                 answer.exception()  # the caller may have left
@@ -154,7 +154,7 @@ class Callers:
         if self._closed is not None:
             raise self._closed
 
-    def _put(self, item: Question | Look) -> None:
+    def _put(self, item: QueuedInput | QueuedRead) -> None:
         try:
             self._inputs.put_nowait(item)
         except asyncio.QueueFull:

@@ -14,7 +14,7 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.facts import Purpose, Task
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import decode
-from rollmesh.services.coordinator.wire import invalid
+from rollmesh.services.coordinator.translate import invalid
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import FailedPrecondition
@@ -41,7 +41,7 @@ class DeadLetters:
         """Letters after sequence `after`, oldest first."""
         if not 0 <= num_max <= LIST_MAX:
             raise invalid("num_max", f"is {num_max}; expected 0 to {LIST_MAX}")
-        replayed = await driver.look(lambda core, _: frozenset(core.state.replayed))
+        replayed = await driver.read(lambda core, _: frozenset(core.state.replayed))
         found: list[run_pb2.ListedLetter] = []
         async for letter in self._letters(driver.run, after):
             found.append(run_pb2.ListedLetter(letter=letter, replayed=letter.dead_id in replayed))
@@ -68,7 +68,7 @@ class DeadLetters:
 
     async def _replay(self, driver: RunDriver, letters: Sequence[events_pb2.DeadLetter]) -> tuple[int, ...]:
         tasks = tuple(i.DeadTask(dead_id=one.dead_id, task=decode(Task, one.task), draw=one.draw) for one in letters)
-        answer: i.Replayed = await driver.ask(lambda ticket: i.ReplayDead(ticket=ticket, tasks=tasks))
+        answer: i.Replayed = await driver.submit(lambda ticket: i.ReplayDead(ticket=ticket, tasks=tasks))
         return answer.dead_ids
 
     async def _letters(self, run: str, after: int) -> AsyncIterator[events_pb2.DeadLetter]:

@@ -18,18 +18,17 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from rollmesh.services.coordinator.callers import Callers, Look, Question
+from rollmesh.services.coordinator.callers import Callers, QueuedInput, QueuedRead
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.decision_context import Effect, EphemeralState, Refusal, Reply
 from rollmesh.services.coordinator.core.fleet import WeightGoal
 from rollmesh.services.coordinator.effects import Effects
-from rollmesh.services.coordinator.goals import weight_goal
 from rollmesh.services.coordinator.ledger import Ledger
 from rollmesh.services.coordinator.metrics import APPEND_SECONDS
 from rollmesh.services.coordinator.recovery import Recovered
-from rollmesh.services.coordinator.refusals import to_error
+from rollmesh.services.coordinator.translate import to_error
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Internal, MeshError, NotReady, PayloadTooLarge
 from rollmesh.shared.ledger_head import LedgerHead
@@ -72,7 +71,7 @@ class RunDriver(Callers):
         """`restore` reads the stored state; `on_lost` gets why the run cannot be recovered once this driver has stopped; `on_live` is
         called when the run becomes live, and when it has ended."""
         super().__init__(run, core, clock=clock, limits=limits)
-        self.goal: WeightGoal | None = None
+        self.weight_goal: WeightGoal | None = None
         """What the nodes of this run should serve, as far as stored."""
         self.purged_below = 0
         """Payloads below this sequence of the sample stream are gone, or about to be."""
@@ -81,7 +80,7 @@ class RunDriver(Callers):
         self._on_failure = on_failure
         self._on_lost = on_lost
         self._on_live = on_live
-        self._deciding: Question | None = None
+        self._deciding: QueuedInput | None = None
         """The question that is decided on, or whose decision must not stand."""
         self._releases: asyncio.Queue[_Release] = asyncio.Queue(limits.releases_max)
         self._last_stored: asyncio.Future[int] | None = None
@@ -93,7 +92,7 @@ class RunDriver(Callers):
     @property
     def live(self) -> bool:
         """Whether the run was created and has not ended, as far as stored."""
-        return self.goal is not None and not self.goal.ended
+        return self.weight_goal is not None and not self.weight_goal.ended
 
     @property
     def last_error(self) -> str:
@@ -117,7 +116,7 @@ class RunDriver(Callers):
         try:
             recovered = await self._restore()
             self._ledger.head = recovered.head
-            self._core.state, self._core.volatile = recovered.state, EphemeralState()
+            self._core.state, self._core.ephemeral = recovered.state, EphemeralState()
             now = self._clock.monotonic_s()
             failed = self._core.fail(bug, now) if bug else Decision((), ())
             resumed = self._core.resume(now)
@@ -140,11 +139,11 @@ class RunDriver(Callers):
         self._tasks = [asyncio.create_task(self._guarded(loop), name=f"{self.run} {k}") for k, loop in loops.items()]
         return recovered
 
-    def broken(self, error: BaseException) -> None:
+    def recover_from(self, error: BaseException) -> None:
         """Recover because of a bug beside the core: what is in memory may not be what is true."""
         self._go_back(error, None)
 
-    def _go_back(self, error: BaseException, asked: Question | None) -> None:
+    def _go_back(self, error: BaseException, asked: QueuedInput | None) -> None:
         """Recover, since what is in memory must not stand; `asked` is the question at fault."""
         if self._closed is not None or self._recovering:
             return
@@ -185,15 +184,15 @@ class RunDriver(Callers):
     async def _decide_forever(self) -> None:
         while True:
             item = await self._inputs.get()
-            if isinstance(item, Look):
-                release = self._look(item)
+            if isinstance(item, QueuedRead):
+                release = self._read(item)
             else:
                 self._deciding = item
                 release = await self._decide(item)
                 self._deciding = None
             await self._releases.put(release)
 
-    async def _decide(self, question: Question) -> _Release:
+    async def _decide(self, question: QueuedInput) -> _Release:
         request = question.request
         if isinstance(request, i.ReportEpisodes):
             request = without_purged(request, self.purged_below)
@@ -217,7 +216,7 @@ class RunDriver(Callers):
                 if asked and isinstance(error, PayloadTooLarge):
                     raise
                 raise self._ledger.failure(error) from error
-        goal = weight_goal(self._core) if self._core.state.spec is not None else None
+        goal = self._core.weight_goal() if self._core.state.spec is not None else None
         return _Release(self._ledger.head, stored, decision.effects, goal)
 
     def _time_append(self, stored: asyncio.Future[int]) -> None:
@@ -227,7 +226,7 @@ class RunDriver(Callers):
                 lambda _: metrics.observe(APPEND_SECONDS, self._clock.monotonic_s() - asked_s, self.run)
             )
 
-    def _look(self, item: Look) -> _Release:
+    def _read(self, item: QueuedRead) -> _Release:
         """A read that fails fails its own call alone: it has decided nothing."""
         value, error = None, None
         try:
@@ -253,7 +252,7 @@ class RunDriver(Callers):
             await self._clock.sleep(self._limits.tick_s)
             deadline = self._core.next_deadline()
             if deadline is not None and deadline <= self._clock.monotonic_s():
-                await self.post(i.Tick())
+                await self.enqueue(i.Tick())
 
     # Releasing --------------------------------------------------------------------------------------------------------
 
@@ -269,7 +268,7 @@ class RunDriver(Callers):
 
     def _release(self, release: _Release) -> None:
         if release.goal is not None:
-            was_live, self.goal = self.live, release.goal
+            was_live, self.weight_goal = self.live, release.goal
             if self.live is not was_live:
                 self._on_live()
         for effect in release.effects:
@@ -300,7 +299,7 @@ class RunDriver(Callers):
         except Exception as error:  # noqa: BLE001 (the one recording point for bugs of the core)
             undone = error
         if loop != self._decide_forever:
-            self.broken(undone)
+            self.recover_from(undone)
             return
         asked = self._deciding  # what was decided before is stored and answered first
         await self._releases.put(_Release(self._ledger.head, act=lambda: self._go_back(undone, asked)))

@@ -23,7 +23,7 @@ from rollmesh.services.coordinator.core.decision_context import (
 )
 from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose
 from rollmesh.services.coordinator.core.records import RunSpec
-from rollmesh.services.coordinator.messages_out import (
+from rollmesh.services.coordinator.translate import (
     dead_letter,
     finalize_request,
     group_decided,
@@ -53,9 +53,9 @@ class Outside(Protocol):
 class Inbox(Protocol):
     """Where answers go: the driver."""
 
-    async def post(self, request: i.Input) -> None: ...
+    async def enqueue(self, request: i.Input) -> None: ...
 
-    def broken(self, error: BaseException) -> None: ...
+    def recover_from(self, error: BaseException) -> None: ...
 
 
 class Effects:
@@ -118,7 +118,7 @@ class Effects:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._inbox.broken(error)
+            self._inbox.recover_from(error)
 
     async def _draw(self, effect: DrawTasks, position: int) -> None:
         """Training tasks: one try; the core asks again when it is told that there was nothing."""
@@ -130,12 +130,12 @@ class Effects:
             await self._pause(self._draws_failed)
             self._draws_failed += 1
             exhausted = isinstance(error, OutOfRange)
-            await self._inbox.post(i.DrawFailed(purpose=effect.purpose, cause=str(error), exhausted=exhausted))
+            await self._inbox.enqueue(i.DrawFailed(purpose=effect.purpose, cause=str(error), exhausted=exhausted))
             return
         if not drawn.tasks:
             await self._pause(self._draws_failed)
         self._draws_failed = 0 if drawn.tasks else self._draws_failed + 1
-        await self._inbox.post(drawn)
+        await self._inbox.enqueue(drawn)
 
     async def _draw_eval(self, effect: DrawTasks) -> None:
         """Evaluation tasks: tried until the evaluation's own time is over, then given up."""
@@ -148,13 +148,13 @@ class Effects:
             except MeshError as error:
                 drawn, cause = None, str(error)
             if drawn is not None and drawn.tasks:
-                await self._inbox.post(drawn)
+                await self._inbox.enqueue(drawn)
                 return
             if self._clock.monotonic_s() >= give_up_at:
                 failed = i.DrawFailed(
                     purpose=effect.purpose, cause=cause, step=effect.step, incarnation=effect.incarnation
                 )
-                await self._inbox.post(failed)
+                await self._inbox.enqueue(failed)
                 return
             await self._pause(num_failed)
             num_failed += 1
@@ -166,13 +166,13 @@ class Effects:
         while True:
             request = finalize_request(self._core.state, effect)
             if request is None:  # cancelled meanwhile: the core only wants to hear that the question is settled
-                await self._inbox.post(i.GroupDecided(group=effect.group, decision=GroupDecision.KEEP))
+                await self._inbox.enqueue(i.GroupDecided(group=effect.group, decision=GroupDecision.KEEP))
                 return
             try:
                 async with self._places:
                     answer = await self._outside.finalize_group(request)
                 self.last_error = ""
-                await self._inbox.post(group_decided(effect.group, answer))
+                await self._inbox.enqueue(group_decided(effect.group, answer))
                 return
             except MeshError as error:
                 self.last_error = str(error)
@@ -180,7 +180,7 @@ class Effects:
                 _log.log(level, "group %s is not finalised yet: %s", effect.group, error)
                 num_rejected += isinstance(error, InfraFailure) or not error.retryable
                 if num_rejected >= self._limits.finalize_tries_max:
-                    await self._inbox.post(i.FinalizeFailed(group=effect.group, cause=f"scorer: {error}"))
+                    await self._inbox.enqueue(i.FinalizeFailed(group=effect.group, cause=f"scorer: {error}"))
                     return
             await self._pause(num_failed)
             num_failed += 1

@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 class Run(Protocol):
     """What the keeper needs of a run's driver."""
 
-    async def post(self, request: i.Input) -> None: ...
+    async def enqueue(self, request: i.Input) -> None: ...
 
 
 class NodeStream:
@@ -232,10 +232,10 @@ class FleetKeeper:
             self.send(event.node_id, pb.JoinResponse(weights=self._weight_command(event)))
         elif isinstance(event, fl.NodeDied):
             for run in list(self._runs().values()):
-                await run.post(i.NodeDead(node_id=event.node_id))
+                await run.enqueue(i.NodeDead(node_id=event.node_id))
         elif isinstance(event, fl.Refused):
             if (refusing := self._runs().get(event.run)) is not None:
-                await refusing.post(i.VersionRefused(version=event.version, cause=event.cause))
+                await refusing.enqueue(i.VersionRefused(version=event.version, cause=event.cause))
         else:
             _log.info("node %s is %s %s", event.node_id, event.state.name, event.cause)
 

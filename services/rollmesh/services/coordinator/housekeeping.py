@@ -62,7 +62,7 @@ class Housekeeper:
         return await self._snapshot(records=self._limits.snapshot_records)
 
     async def _snapshot(self, records: int) -> bool:
-        body, position = await self._driver.look(lambda core, at: self._encode_if_due(core, at, records))
+        body, position = await self._driver.read(lambda core, at: self._encode_if_due(core, at, records))
         if not body:
             return False
         await asyncio.to_thread(self._store.save, body, position)
@@ -82,7 +82,7 @@ class Housekeeper:
     async def purge(self) -> int:
         """Drop payloads that are dead; returns the sequence below which they are gone."""
         self._stream_ends.append((self._clock.monotonic_s(), (await self._samples.info()).last_seq))
-        below = await self._driver.look(self._mark)
+        below = await self._driver.read(self._mark)
         if below > self._purged_below:
             await self._samples.purge_below(below)
             self._purged_below = below

@@ -46,7 +46,7 @@ class MeshDescriber:
         """Raises `Unimplemented` without an offer."""
         offer = self._offer()
         runs = [pb.MeshRun(run=run, ended=ended.reason) for run, ended in self._runs.ended.items()]
-        runs += [pb.MeshRun(run=run, ended=await driver.look(_ended)) for run, driver in self._runs.drivers.items()]
+        runs += [pb.MeshRun(run=run, ended=await driver.read(_ended)) for run, driver in self._runs.drivers.items()]
         return pb.GetMeshResponse(
             config_yaml=offer.config_yaml,
             coordinator=offer.coordinator,
@@ -69,7 +69,7 @@ class MeshDescriber:
             what = f"is {spec.policy!r}, but this mesh's inference nodes serve {self._given.policy!r}"
             raise InvalidInput(f"spec.policy {what}", violations=[FieldViolation("spec.policy", what)])
         for run, driver in self._runs.drivers.items():
-            if run != spec.run and not await driver.look(_ended):
+            if run != spec.run and not await driver.read(_ended):
                 raise MeshBusy(
                     f"run {run} is live, and this mesh's inference nodes serve one run at a time; StopRun it first, or use "
                     "another mesh",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rollmesh.services.coordinator.core.decision_context import CancelEpisodes
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
-from rollmesh.services.coordinator.lease_names import to_wire
+from rollmesh.services.coordinator.translate import to_wire
 from rollmesh.shared.errors import NotReady, UnknownBlob
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import MeshChannel, open_channel

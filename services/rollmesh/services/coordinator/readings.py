@@ -6,7 +6,7 @@ from collections import Counter
 
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
-from rollmesh.services.coordinator.core.state import Accounts, EpisodeStatus, State
+from rollmesh.services.coordinator.core.state import EpisodeStatus, SampleCounters, State
 from rollmesh.services.coordinator.metrics import (
     DROPPED,
     GROUPS,
@@ -33,7 +33,7 @@ async def read(node: CoordinatorNode) -> list[Reading]:
     """Every run that is led here, and the fleet."""
     found = _nodes(node.fleet_nodes())
     for run, driver in node.runs.drivers.items():
-        found += await driver.look(lambda core, head, run=run: _run(run, core, head))  # type: ignore[misc]
+        found += await driver.read(lambda core, head, run=run: _run(run, core, head))  # type: ignore[misc]
     return found
 
 
@@ -44,8 +44,8 @@ def _run(run: str, core: Core, head: LedgerHead) -> list[Reading]:
     policy = state.policies[0]
     staleness = {int(lag): int(num) for lag, num in policy.trained_by_staleness.items()}
     return [
-        *_samples(run, core.state.accounts, "train"),
-        *_samples(run, core.state.eval_accounts, "eval"),
+        *_samples(run, core.state.counters, "train"),
+        *_samples(run, core.state.eval_counters, "eval"),
         *(Reading(DROPPED, num, (run, reason)) for reason, num in state.samples.reasons.items()),
         *(Reading(GROUPS, policy.groups.get(phase, 0), (run, phase)) for phase in GROUP_STATES),
         *_queues(run, core),
@@ -56,16 +56,16 @@ def _run(run: str, core: Core, head: LedgerHead) -> list[Reading]:
     ]
 
 
-def _samples(run: str, accounts: Accounts, purpose: str) -> list[Reading]:
-    ends = {end.name.lower(): accounts.ends.get(end, 0) for end in SampleEnd if end is not SampleEnd.LIVE}
+def _samples(run: str, counters: SampleCounters, purpose: str) -> list[Reading]:
+    ends = {end.name.lower(): counters.ends.get(end, 0) for end in SampleEnd if end is not SampleEnd.LIVE}
     return [
-        Reading(SAMPLES, accounts.live, (run, purpose, "live")),
+        Reading(SAMPLES, counters.live, (run, purpose, "live")),
         *(Reading(SAMPLES, num, (run, purpose, end)) for end, num in ends.items()),
     ]
 
 
 def _queues(run: str, core: Core) -> list[Reading]:
-    state, volatile = core.state, core.volatile
+    state, ephemeral = core.state, core.ephemeral
     in_doubt = sum(batch.in_doubt for batch in state.batches.values())
     return [
         Reading(LEASES, _leased(state), (run, "episode")),
@@ -73,8 +73,8 @@ def _queues(run: str, core: Core) -> list[Reading]:
         Reading(LEASES, in_doubt, (run, "in_doubt")),
         Reading(PENDING, len(state.pending_of(Purpose.TRAIN)), (run, "train")),
         Reading(PENDING, len(state.pending_of(Purpose.EVAL)), (run, "eval")),
-        Reading(WAITING, len(volatile.workers), (run, "workers")),
-        Reading(WAITING, len(volatile.trainers), (run, "trainers")),
+        Reading(WAITING, len(ephemeral.workers), (run, "workers")),
+        Reading(WAITING, len(ephemeral.trainers), (run, "trainers")),
     ]
 
 

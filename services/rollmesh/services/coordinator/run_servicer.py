@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
-from rollmesh.services.coordinator import validation, wire
+from rollmesh.services.coordinator import translate, validation
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.facts import ConfigChange
@@ -26,7 +26,7 @@ from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import run_pb2 as pb
 from rollmesh.v1 import run_pb2_grpc
 
-DEFAULT = wire.DEFAULT_NAME
+DEFAULT = translate.DEFAULT_NAME
 
 
 class RunServicer(run_pb2_grpc.RunServiceServicer):
@@ -55,18 +55,18 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         """States of runs that have ended, as last read."""
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
-        spec = wire.run_spec(request.spec)
+        spec = translate.run_spec(request.spec)
         await self._mesh.check_run(spec)
         return pb.CreateRunResponse(created=await self._runs.create(spec))
 
     async def ChangeRun(self, request: pb.ChangeRunRequest, context: Context) -> pb.ChangeRunResponse:
         validation.check_change(request)
-        spec = wire.run_spec(request.spec)
+        spec = translate.run_spec(request.spec)
         driver = await self._runs.get(spec.run)
         await self._mesh.check_run(spec)
         await self._runs.reserve(spec.run)
         changes = tuple(decode(ConfigChange, change) for change in request.changes)
-        changed: i.Changed = await driver.ask(
+        changed: i.Changed = await driver.submit(
             lambda ticket: i.ChangeRun(ticket=ticket, spec=spec, changes=changes, change_id=request.change_id)
         )
         return pb.ChangeRunResponse(recorded=changed.recorded, reopened=changed.reopened)
@@ -75,8 +75,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         validation.check_attach(request)
         driver = await self._runs.get(request.run)
         depot = self._depot(request.run)
-        attached: i.Attached = await driver.ask(lambda ticket: wire.attach_trainer(ticket, request))
-        spec = await driver.look(lambda core, _: core.state.the_spec)
+        attached: i.Attached = await driver.submit(lambda ticket: translate.attach_trainer(ticket, request))
+        spec = await driver.read(lambda core, _: core.state.the_spec)
         return _attached(request, attached, spec, depot)
 
     def _depot(self, run: str) -> str:
@@ -88,15 +88,15 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
         validation.check_trainer(request)
         validation.check_update(request.update)
-        wait_s = wire.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
+        wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         driver = await self._runs.get(request.run)
-        batch: i.Batch = await driver.ask(lambda ticket: wire.lease_batch(ticket, request, wait_s))
-        return wire.batch_response(batch)
+        batch: i.Batch = await driver.submit(lambda ticket: translate.lease_batch(ticket, request, wait_s))
+        return translate.batch_response(batch)
 
     async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:
         validation.check_trainer(request)
         driver = await self._runs.get(request.run)
-        renewed: i.Renewed = await driver.ask(
+        renewed: i.Renewed = await driver.submit(
             lambda ticket: i.RenewBatch(
                 ticket=ticket,
                 policy=request.policy or DEFAULT,
@@ -110,13 +110,13 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def CommitUpdate(self, request: pb.CommitUpdateRequest, context: Context) -> pb.CommitUpdateResponse:
         validation.check_commit(request)
         driver = await self._runs.get(request.run)
-        committed, head = await driver.ask_placed(lambda ticket: wire.commit_update(ticket, request))
+        committed, head = await driver.submit_with_head(lambda ticket: translate.commit_update(ticket, request))
         return pb.CommitUpdateResponse(digest=committed.digest, ledger_position=head.position, ledger_hash=head.hash)
 
     async def ReleaseBatch(self, request: pb.ReleaseBatchRequest, context: Context) -> pb.ReleaseBatchResponse:
         validation.check_trainer(request)
         driver = await self._runs.get(request.run)
-        await driver.ask(
+        await driver.submit(
             lambda ticket: i.ReleaseBatch(
                 ticket=ticket,
                 policy=request.policy or DEFAULT,
@@ -132,7 +132,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     ) -> pb.ReportCheckpointResponse:
         validation.check_checkpoint(request)
         driver = await self._runs.get(request.run)
-        await driver.ask(
+        await driver.submit(
             lambda ticket: i.ReportCheckpoint(
                 ticket=ticket,
                 policy=request.policy or DEFAULT,
@@ -146,7 +146,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
 
     async def PublishVersion(self, request: pb.PublishVersionRequest, context: Context) -> pb.PublishVersionResponse:
         validation.check_publish(request)
-        version = wire.version_of(request)
+        version = translate.version_of(request)
         driver = await self._runs.get(request.run)
         missing = await self._outgoing.missing_blobs(request.run, version.weights_digest)
         if missing:
@@ -156,7 +156,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
                 missing=len(missing),
                 first=missing[0],
             )
-        await driver.ask(
+        await driver.submit(
             lambda ticket: i.PublishVersion(
                 ticket=ticket,
                 policy=version.policy,
@@ -201,7 +201,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         ended, state = self._runs.ended.get(run), self._final.get(run)
         if ended is None or state is None or state.ledger_position != ended.position:
             driver = await self._runs.get(run)
-            state = await driver.look(self._reader(driver))
+            state = await driver.read(self._reader(driver))
             if state.ended:
                 self._final[run] = state
         found = pb.RunState()
@@ -232,7 +232,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         validation.check_run(request.run)
         validation.check_text("reason", request.reason)
         driver = await self._runs.get(request.run)
-        await driver.ask(lambda ticket: i.StopRun(ticket=ticket, reason=request.reason))
+        await driver.submit(lambda ticket: i.StopRun(ticket=ticket, reason=request.reason))
         return pb.StopRunResponse()
 
     async def DeleteRun(self, request: pb.DeleteRunRequest, context: Context) -> pb.DeleteRunResponse:

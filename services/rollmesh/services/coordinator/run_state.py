@@ -8,11 +8,11 @@ from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import FailedAttempts
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.state import (
-    Accounts,
     EpisodeStatus,
     EvalState,
     GroupPhase,
     GroupState,
+    SampleCounters,
     State,
 )
 from rollmesh.shared.ledger_head import LedgerHead
@@ -35,8 +35,8 @@ def run_state(core: Core, head: LedgerHead) -> pb.RunState:
     return pb.RunState(
         run=state.the_spec.run,
         ended=state.ended,
-        samples=sample_counts(state.accounts),
-        eval_samples=sample_counts(state.eval_accounts),
+        samples=sample_counts(state.counters),
+        eval_samples=sample_counts(state.eval_counters),
         policies=[_policy(state)],
         evals=[_eval(result, state) for result in state.evals],
         waiting=core.waiting(),
@@ -47,7 +47,7 @@ def run_state(core: Core, head: LedgerHead) -> pb.RunState:
         stalled=state.stall,
         stopping=state.stopping,
         seconds=state.seconds,
-        failed_attempts=_failed(core.volatile.failed) if core.volatile.failed.num else None,
+        failed_attempts=_failed(core.ephemeral.failed) if core.ephemeral.failed.num else None,
     )
 
 
@@ -55,9 +55,9 @@ def _failed(failed: FailedAttempts) -> pb.FailedAttempts:
     return pb.FailedAttempts(num=failed.num, num_alike=failed.num_alike, cause=failed.cause, traceback=failed.traceback)
 
 
-def sample_counts(accounts: Accounts) -> pb.SampleCounts:
-    ends = {end.name.lower(): accounts.ends.get(end, 0) for end in SampleEnd if end is not SampleEnd.LIVE}
-    return pb.SampleCounts(reserved=accounts.reserved, live=accounts.live, reasons=accounts.reasons, **ends)
+def sample_counts(counters: SampleCounters) -> pb.SampleCounts:
+    ends = {end.name.lower(): counters.ends.get(end, 0) for end in SampleEnd if end is not SampleEnd.LIVE}
+    return pb.SampleCounts(reserved=counters.reserved, live=counters.live, reasons=counters.reasons, **ends)
 
 
 def _policy(state: State) -> pb.PolicyState:

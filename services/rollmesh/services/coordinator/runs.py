@@ -22,7 +22,6 @@ from rollmesh.services.coordinator.core.fleet import Fleet, WeightGoal
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects, Outside
-from rollmesh.services.coordinator.goals import weight_goal
 from rollmesh.services.coordinator.housekeeping import Housekeeper
 from rollmesh.services.coordinator.ledger import Ledger
 from rollmesh.services.coordinator.recovery import Recovered, recover
@@ -59,7 +58,7 @@ class _Led:
             stopped = task not in self.tasks
             self.tasks.discard(task)
             if not stopped and not task.cancelled() and (error := task.exception()) is not None:
-                self.driver.broken(error)
+                self.driver.recover_from(error)
                 self.spawn(loop, name)
 
         task.add_done_callback(ended)
@@ -124,7 +123,7 @@ class Runs:
 
     def goals(self) -> dict[str, WeightGoal]:
         """What nodes should serve: the goals of the live runs, and without one those of the ended runs."""
-        led = {run: led.driver.goal for run, led in self._led.items() if led.driver.goal is not None}
+        led = {run: led.driver.weight_goal for run, led in self._led.items() if led.driver.weight_goal is not None}
         live = {run: goal for run, goal in led.items() if not goal.ended}
         return live or led | {run: ended.goal for run, ended in self._ended.items()}
 
@@ -147,7 +146,7 @@ class Runs:
             driver = await self.get(spec.run)
         except UnknownRun:
             driver = await self._make(spec.run)
-        return bool(await driver.ask(lambda ticket: i.CreateRun(ticket=ticket, spec=spec)))
+        return bool(await driver.submit(lambda ticket: i.CreateRun(ticket=ticket, spec=spec)))
 
     async def get(self, run: str) -> RunDriver:
         """The driver of a run, which is led from now on if it was not. Raises UnknownRun."""
@@ -174,7 +173,7 @@ class Runs:
             except (UnknownRun, DataLoss, Internal):
                 led = None  # nothing that could be live; remove what is left of it
             if led is not None:
-                if await led.driver.look(lambda core, _: core.state.spec is not None and not core.state.ended):
+                if await led.driver.read(lambda core, _: core.state.spec is not None and not core.state.ended):
                     raise RunLive(f"run {run} is live and cannot be deleted; StopRun it first", run=run)
                 await forget(run)
                 del self._led[run]
@@ -247,7 +246,7 @@ class Runs:
                     _log.warning("run %s has ended and keeps its storage for now: %s", run, error)
 
     async def _retire_one(self, run: str, led: _Led) -> None:
-        ended = await led.driver.look(_how_it_ended)
+        ended = await led.driver.read(_how_it_ended)
         if ended is None or not led.driver.idle:
             return
         self._ended[run] = ended
@@ -328,6 +327,6 @@ class Runs:
 
 def _how_it_ended(core: Core, head: LedgerHead) -> Ended | None:
     """None while a batch is leased: its lease has yet to end."""
-    if not core.state.ended or core.volatile.batch_deadlines:
+    if not core.state.ended or core.ephemeral.batch_deadlines:
         return None
-    return Ended(reason=core.state.ended, position=head.position, goal=weight_goal(core))
+    return Ended(reason=core.state.ended, position=head.position, goal=core.weight_goal())

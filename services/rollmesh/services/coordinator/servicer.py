@@ -7,16 +7,16 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from rollmesh.services.coordinator import validation, wire
+from rollmesh.services.coordinator import translate, validation
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.fact_codec import known_member
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper, NodeStream
-from rollmesh.services.coordinator.lease_names import from_wire, to_wire
 from rollmesh.services.coordinator.mesh_description import MeshDescriber
 from rollmesh.services.coordinator.metrics import ACQUIRE_SECONDS
 from rollmesh.services.coordinator.runs import Runs
+from rollmesh.services.coordinator.translate import from_wire, to_wire
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import FieldViolation, InvalidInput, MeshError, Unimplemented, UnknownRun
 from rollmesh.shared.rpc.handlers import Context
@@ -70,9 +70,9 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             stream.end()
 
     async def AcquireRollouts(self, request: pb.AcquireRolloutsRequest, context: Context) -> pb.AcquireRolloutsResponse:
-        if not 1 <= request.num_max <= wire.NUM_MAX:
-            raise wire.invalid("num_max", f"is {request.num_max}; expected 1 to {wire.NUM_MAX}")
-        wait_s = wire.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
+        if not 1 <= request.num_max <= translate.NUM_MAX:
+            raise translate.invalid("num_max", f"is {request.num_max}; expected 1 to {translate.NUM_MAX}")
+        wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         until_s = self._clock.monotonic_s() + wait_s
         while True:
             changed = self._runs.changed
@@ -116,11 +116,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             await asyncio.gather(*asking, *ends, return_exceptions=True)
             for task, driver in asking.items():
                 if not task.cancelled() and task.exception() is None:
-                    driver.give_back(task.result())
+                    driver.return_leases(task.result())
 
     async def _acquire(self, driver: RunDriver, request: pb.AcquireRolloutsRequest, wait_s: float) -> i.Acquired:
         asked_s = self._clock.monotonic_s()
-        acquired: i.Acquired = await driver.ask(
+        acquired: i.Acquired = await driver.submit(
             lambda ticket: i.AcquireRollouts(
                 ticket=ticket, node_id=request.node_id, num_max=request.num_max, wait_s=wait_s
             )
@@ -150,20 +150,20 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return pb.RenewLeasesResponse(gone=gone, lease_s=lease_s)
 
     async def _renew(self, driver: RunDriver, node_id: str, lease_ids: tuple[str, ...]) -> i.Renewed:
-        renewed: i.Renewed = await driver.ask(
+        renewed: i.Renewed = await driver.submit(
             lambda ticket: i.RenewLeases(ticket=ticket, node_id=node_id, lease_ids=lease_ids)
         )
         return renewed
 
     async def ReportEpisodes(self, request: pb.ReportEpisodesRequest, context: Context) -> pb.ReportEpisodesResponse:
         if len(request.reports) > REPORTS_MAX:
-            raise wire.invalid("reports", f"are {len(request.reports)}; expected at most {REPORTS_MAX}")
+            raise translate.invalid("reports", f"are {len(request.reports)}; expected at most {REPORTS_MAX}")
         results = [""] * len(request.reports)
         places: dict[str, list[int]] = {}
         for index, report in enumerate(request.reports):
             places.setdefault(report.key.run, []).append(index)
         for run, indices in places.items():
-            reports = tuple(wire.episode_report(request.reports[index]) for index in indices)
+            reports = tuple(translate.episode_report(request.reports[index]) for index in indices)
             with tracing.spans_below(
                 (request.reports[index].traceparent for index in indices), "record", "coordinator"
             ):
@@ -177,7 +177,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             driver = await self._runs.get(run)
         except UnknownRun:
             return ("UNKNOWN_LEASE",) * len(reports)
-        reported: i.Reported = await driver.ask(
+        reported: i.Reported = await driver.submit(
             lambda ticket: i.ReportEpisodes(ticket=ticket, node_id=node_id, reports=reports)
         )
         return reported.results
@@ -203,14 +203,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         validation.check_epoch(request)
         validation.check_id("lease_id", request.lease_id)
         driver = await self._runs.get(request.run)
-        batch: i.Batch = await driver.ask(
+        batch: i.Batch = await driver.submit(
             lambda ticket: i.GetBatch(
                 ticket=ticket, policy="", learner="", trainer_epoch=request.trainer_epoch, lease_id=request.lease_id
             )
         )
-        return pb.GetBatchResponse(samples=wire.leased_samples(batch.samples))
+        return pb.GetBatchResponse(samples=translate.leased_samples(batch.samples))
 
 
 def _acquired(run: str, acquired: i.Acquired) -> pb.AcquireRolloutsResponse:
-    leases: list[Any] = [wire.episode_lease(run, lease) for lease in acquired.leases]
+    leases: list[Any] = [translate.episode_lease(run, lease) for lease in acquired.leases]
     return pb.AcquireRolloutsResponse(leases=leases, waiting_for=acquired.waiting_for)

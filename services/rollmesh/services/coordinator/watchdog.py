@@ -14,7 +14,7 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.fleet import Fleet
-from rollmesh.services.coordinator.core.waits import Wait, chain, in_words
+from rollmesh.services.coordinator.core.waits import Wait, chain, to_text
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.ledger_head import LedgerHead
@@ -33,9 +33,9 @@ class Run(Protocol):
     @property
     def last_error(self) -> str: ...
 
-    async def post(self, request: i.Input) -> None: ...
+    async def enqueue(self, request: i.Input) -> None: ...
 
-    async def look(self, read: Callable[[Core, LedgerHead], Any]) -> Any: ...
+    async def read(self, read: Callable[[Core, LedgerHead], Any]) -> Any: ...
 
 
 class Watchdog:
@@ -52,22 +52,22 @@ class Watchdog:
         while True:
             await self._clock.sleep(LOOK_S)
             try:
-                await self.look()
+                await self.check()
             except MeshError as error:  # the driver is ending, or overloaded: the next look tells
                 _log.debug("watchdog of run %s: %s", self._run.run, error)
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """One look: tells the core of a stall."""
-        links = await self._run.look(self._if_stalled)
+        links = await self._run.read(self._if_stalled)
         if not links:
             self._told = ""
             return
-        cause = in_words(links)
+        cause = to_text(links)
         if not self._told:
             _log.warning("run %s stands still: %s", self._run.run, cause)
         if cause != self._told:
             self._told = cause
-            await self._run.post(i.Stalled(root=links[-1].who, cause=cause))
+            await self._run.enqueue(i.Stalled(root=links[-1].who, cause=cause))
 
     def _if_stalled(self, core: Core, _: LedgerHead) -> list[Wait]:
         if core.state.spec is None or not core.is_stalled(self._clock.monotonic_s()):
@@ -79,4 +79,4 @@ class Watchdog:
 
 def read_chain(core: Core, fleet: Fleet, clock: Clock, last_error: str) -> list[Wait]:
     """The chain of a run as it is now."""
-    return chain(DecisionContext(core.state, core.volatile, clock.monotonic_s()), fleet, last_error)
+    return chain(DecisionContext(core.state, core.ephemeral, clock.monotonic_s()), fleet, last_error)

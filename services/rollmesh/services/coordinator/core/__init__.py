@@ -23,5 +23,5 @@ simulator alike, and it never decides.
 | commits.py  | decisions about what weights contain: commits, checkpoints, versions                    |
 | ending.py   | decisions about the end of a run                                                       |
 | core.py     | dispatch, waiting lists, deadlines, recovery                                           |
-| fleet.py    | nodes and the weight rollout plan: volatile, rebuilt as nodes join again                |
+| fleet.py    | nodes and the weight rollout plan: ephemeral, rebuilt as nodes join again                |
 """

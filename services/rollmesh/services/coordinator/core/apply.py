@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from functools import singledispatch
 
+import msgspec
+
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, RewardOutcome, SampleEnd
@@ -138,7 +140,7 @@ def _(fact: f.EpisodeEnded, state: State) -> None:
     assert episode.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED), f"{fact.episode} ended twice"
     finish(state, group, episode, EpisodeStatus.ENDED)
     episode.cause = fact.cause
-    state.accounts_of(group.purpose).end(fact.end, fact.reason)
+    state.counters_of(group.purpose).end(fact.end, fact.reason)
     close_eval_episode(state, group)
     settle(state, group)
 
@@ -153,22 +155,12 @@ def _(fact: f.EpisodeScored, state: State) -> None:
     episode.payload = fact.payload
     for meta in fact.samples:
         assert meta.sample_id not in group.samples, f"sample {meta.sample_id} reported twice"
-        group.samples[meta.sample_id] = SampleState(
-            sample_id=meta.sample_id,
-            episode=fact.episode,
-            policy=meta.policy,
-            leaf=meta.leaf,
-            steps=meta.steps,
-            num_tokens=meta.num_tokens,
-            rewards=meta.rewards,
-            trainable=meta.trainable,
-            num_sampled_tokens=meta.num_sampled_tokens,
-        )
+        group.samples[meta.sample_id] = SampleState(meta=meta, episode=fact.episode)
         if group.purpose is Purpose.EVAL:
             count_eval(state, group, meta.rewards)
         else:
             state.the_clock.tokens_generated += meta.num_sampled_tokens
-    state.accounts_of(group.purpose).reserve(len(fact.samples) - 1)
+    state.counters_of(group.purpose).reserve(len(fact.samples) - 1)
     close_eval_episode(state, group)
     settle(state, group)
 
@@ -178,7 +170,8 @@ def _(fact: f.GroupFinalized, state: State) -> None:
     group = state.groups[fact.group]
     assert group.phase is GroupPhase.FINALIZING, f"{fact.group} finalised while {group.phase.name}"
     for adjusted in fact.adjusted:
-        group.samples[adjusted.sample_id].rewards = adjusted.rewards
+        sample = group.samples[adjusted.sample_id]
+        sample.meta = msgspec.structs.replace(sample.meta, rewards=adjusted.rewards)
     if fact.decision is GroupDecision.KEEP:
         group.phase = GroupPhase.READY
     elif fact.decision is GroupDecision.FILTER:
@@ -273,7 +266,7 @@ def _(fact: f.UpdateCommitted, state: State) -> None:
 
 
 def _count_trained(clock: PolicyClock, leased_under: Bound, sample: SampleState, update: int) -> None:
-    spans = bound.trained_spans(sample.steps, update=update, bound=leased_under)
+    spans = bound.trained_spans(sample.meta.steps, update=update, bound=leased_under)
     lag = bound.sample_staleness(spans, update=update)
     clock.trained_by_staleness[lag] = clock.trained_by_staleness.get(lag, 0) + 1
     clock.tokens_trained += sum(span.num_tokens for span in spans)
@@ -283,7 +276,7 @@ def _mean_rewards(groups: list[GroupState]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for group in groups:
         for sample in group.samples.values():
-            for reward in sample.rewards:
+            for reward in sample.meta.rewards:
                 if reward.outcome is RewardOutcome.OK:
                     values.setdefault(reward.name, []).append(reward.value)
     return {name: sum(v) / len(v) for name, v in values.items()}
@@ -312,7 +305,7 @@ def _(fact: f.RolledBack, state: State) -> None:
     for group in bound.out_of_reach(state, fact.to_update):
         group.step_min, group.incarnation_min = fact.to_update, fact.incarnation
     for update in [u for u in clock.updates if u > fact.to_update]:
-        state.accounts.void_trained(clock.updates.pop(update).num_trained)
+        state.counters.void_trained(clock.updates.pop(update).num_trained)
     clock.applied = fact.to_update
     clock.checkpoint = min(clock.checkpoint, fact.to_update)
     clock.incarnation = fact.incarnation

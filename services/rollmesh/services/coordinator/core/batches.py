@@ -7,7 +7,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import RELEASED
 from rollmesh.services.coordinator.core.decision_context import BatchWait, DecisionContext, refuse
-from rollmesh.services.coordinator.core.facts import SampleEnd, SampleMeta
+from rollmesh.services.coordinator.core.facts import SampleEnd
 from rollmesh.services.coordinator.core.guards import check_epoch, check_trains, held_batch, refuse_expired
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
@@ -25,7 +25,7 @@ def lease_batch(ctx: DecisionContext, request: i.LeaseBatch) -> None:
         ctx.reply(request.ticket, _describe_batch(ctx, held))
         return
     _check_update(ctx, request.update)
-    ctx.volatile.trainers.append(BatchWait(request.ticket, request, request.trainer_epoch, ctx.now + request.wait_s))
+    ctx.ephemeral.trainers.append(BatchWait(request.ticket, request, request.trainer_epoch, ctx.now + request.wait_s))
 
 
 def _check_update(ctx: DecisionContext, update: int) -> None:
@@ -48,16 +48,16 @@ def _check_update(ctx: DecisionContext, update: int) -> None:
 def grant_batches(ctx: DecisionContext) -> bool:
     """Answer waiting trainers that can have their batch, or whose wait is over. Whether one of them has none."""
     unserved = False
-    for waiter in list(ctx.volatile.trainers):
+    for waiter in list(ctx.ephemeral.trainers):
         request = waiter.request
         chosen = [] if ctx.state.stopping else _choose(ctx, request)
         if chosen:
-            ctx.volatile.trainers.remove(waiter)
+            ctx.ephemeral.trainers.remove(waiter)
             ctx.reply(waiter.ticket, _lease(ctx, request, chosen))
             continue
         unserved = True
         if ctx.now >= waiter.deadline or ctx.state.ended or ctx.state.stopping:
-            ctx.volatile.trainers.remove(waiter)
+            ctx.ephemeral.trainers.remove(waiter)
             ctx.reply(waiter.ticket, i.Batch(waiting_for=why_no_batch(ctx, request)))
     return unserved
 
@@ -67,7 +67,7 @@ def sweep(ctx: DecisionContext, update: int) -> None:
     for group in ctx.state.training_groups(GroupPhase.READY):
         ended: dict[str, list[str]] = {}
         for sample in group.live_samples():
-            reason = bound.why_inadmissible(sample, update=update, bound=ctx.spec.bound, clock=ctx.clock)
+            reason = bound.why_inadmissible(sample.meta.steps, update=update, bound=ctx.spec.bound, clock=ctx.clock)
             if reason:
                 ended.setdefault(reason, []).append(sample.sample_id)
         for reason, ids in ended.items():
@@ -105,7 +105,7 @@ def _size(group: GroupState, unit: i.GeometryUnit) -> int:
         return 1
     if unit is i.GeometryUnit.SAMPLES:
         return sum(1 for _ in group.live_samples())
-    return sum(span.num_tokens for s in group.live_samples() for span in s.steps)
+    return sum(span.num_tokens for s in group.live_samples() for span in s.meta.steps)
 
 
 def _check_geometry(ctx: DecisionContext, request: i.LeaseBatch) -> None:
@@ -141,7 +141,7 @@ def why_no_batch(ctx: DecisionContext, request: i.LeaseBatch | None = None) -> s
     state = ctx.state
     if state.ended or state.stopping:
         return f"run ended: {state.ended or state.stopping}"
-    request = request or next((waiter.request for waiter in ctx.volatile.trainers), None)
+    request = request or next((waiter.request for waiter in ctx.ephemeral.trainers), None)
     unit, amount = _wanted(ctx, request)
     ready = sum(_size(group, unit) for group in state.training_groups(GroupPhase.READY))
     busy = len(state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING))
@@ -152,7 +152,7 @@ def why_no_batch(ctx: DecisionContext, request: i.LeaseBatch | None = None) -> s
 
 def _why_none(ctx: DecisionContext) -> str:
     admitted = ctx.clock.published is not None and bound.num_admissible(ctx.state) > 0
-    if admitted and not ctx.volatile.workers and not ctx.volatile.data_waiting:
+    if admitted and not ctx.ephemeral.workers and not ctx.ephemeral.data_waiting:
         return "a rollout worker that asks for episodes"
     return rollouts.why_no_work(ctx)
 
@@ -171,7 +171,7 @@ def _lease(ctx: DecisionContext, request: i.LeaseBatch, chosen: list[GroupState]
             sample_ids=sample_ids,
         )
     )
-    ctx.volatile.batch_deadlines[lease_id] = ctx.now + ctx.spec.batch_lease_s
+    ctx.ephemeral.batch_deadlines[lease_id] = ctx.now + ctx.spec.batch_lease_s
     return _describe_batch(ctx, ctx.state.batches[lease_id])
 
 
@@ -181,40 +181,25 @@ def _describe_batch(ctx: DecisionContext, batch: BatchState) -> i.Batch:
         lease_id=batch.lease_id,
         samples=tuple(_leased_sample(g, s, batch) for g in groups for s in g.live_samples()),
         groups=tuple(_members(g) for g in groups),
-        lease_s=max(0.0, ctx.volatile.batch_deadlines[batch.lease_id] - ctx.now),
+        lease_s=max(0.0, ctx.ephemeral.batch_deadlines[batch.lease_id] - ctx.now),
     )
 
 
 def _leased_sample(group: GroupState, sample: SampleState, batch: BatchState) -> i.LeasedSample:
-    spans = bound.trained_spans(sample.steps, update=batch.update, bound=batch.bound)
-    meta = SampleMeta(
-        sample_id=sample.sample_id,
-        policy=sample.policy,
-        leaf=sample.leaf,
-        steps=sample.steps,
-        num_tokens=sample.num_tokens,
-        num_sampled_tokens=sample.num_sampled_tokens,
-        rewards=sample.rewards,
-        trainable=sample.trainable,
-    )
+    spans = bound.trained_spans(sample.meta.steps, update=batch.update, bound=batch.bound)
     return i.LeasedSample(
-        meta=meta,
+        meta=sample.meta,
         group=group.group,
         task=group.task.task_id,
         payload=group.episodes[sample.episode].payload,
         staleness=bound.sample_staleness(spans, update=batch.update),
-        mask_below_step=bound.mask_below_step(sample, update=batch.update, bound=batch.bound),
+        mask_below_step=bound.mask_below_step(sample.meta.steps, update=batch.update, bound=batch.bound),
     )
 
 
 def _members(group: GroupState) -> i.GroupMembers:
     members = tuple(
-        i.Member(
-            sample_id=s.sample_id,
-            rewards=s.rewards,
-            end="ready" if s.end is SampleEnd.LIVE else f"{s.end.name.lower()}/{s.reason}",
-            episode=s.episode,
-        )
+        i.Member(sample_id=s.sample_id, rewards=s.meta.rewards, end=s.end_text, episode=s.episode)
         for s in group.samples.values()
     )
     return i.GroupMembers(group=group.group, task=group.task.task_id, members=members)
@@ -230,7 +215,7 @@ def get_batch(ctx: DecisionContext, request: i.GetBatch) -> None:
 def renew_batch(ctx: DecisionContext, request: i.RenewBatch) -> None:
     check_epoch(ctx, request)
     batch = held_batch(ctx, request.lease_id)
-    ctx.volatile.batch_deadlines[batch.lease_id] = ctx.now + ctx.spec.batch_lease_s
+    ctx.ephemeral.batch_deadlines[batch.lease_id] = ctx.now + ctx.spec.batch_lease_s
     ctx.reply(request.ticket, i.Renewed(gone=(), lease_s=ctx.spec.batch_lease_s))
 
 
@@ -239,6 +224,6 @@ def release_batch(ctx: DecisionContext, request: i.ReleaseBatch) -> None:
     check_epoch(ctx, request)
     if request.lease_id not in ctx.state.released:
         batch = held_batch(ctx, request.lease_id)
-        ctx.volatile.batch_deadlines.pop(batch.lease_id, None)
+        ctx.ephemeral.batch_deadlines.pop(batch.lease_id, None)
         ctx.emit(f.BatchReturned(lease_id=batch.lease_id, reason=RELEASED))
     ctx.reply(request.ticket, i.Done())

@@ -15,7 +15,6 @@ from rollmesh.services.coordinator.core.state import (
     GroupPhase,
     GroupState,
     PolicyClock,
-    SampleState,
     State,
 )
 from rollmesh.shared.versions import intended_update, oldest_admissible, staleness
@@ -51,26 +50,26 @@ def sample_staleness(spans: Sequence[StepSpan], *, update: int) -> int:
     return staleness(update=update, oldest_step=min(span.step for span in spans))
 
 
-def why_inadmissible(sample: SampleState, *, update: int, bound: Bound, clock: PolicyClock) -> str:
-    """Empty if `sample` may be trained at `update`; else the reason it may not. This check is the guarantee."""
-    if not sample.steps:
+def why_inadmissible(steps: Sequence[StepSpan], *, update: int, bound: Bound, clock: PolicyClock) -> str:
+    """Return why a sample of `steps` must not be trained at `update`; empty if it may. This check is the guarantee."""
+    if not steps:
         return ""
-    if any(is_void(span, clock) for span in sample.steps):
+    if any(is_void(span, clock) for span in steps):
         return "VOID_VERSION"
-    if any(span.step > update - 1 for span in sample.steps):
+    if any(span.step > update - 1 for span in steps):
         return "FUTURE_VERSION"
-    spans = trained_spans(sample.steps, update=update, bound=bound)
+    spans = trained_spans(steps, update=update, bound=bound)
     if not spans or sample_staleness(spans, update=update) > bound.max_staleness:
         return "BEYOND_BOUND"
     return ""
 
 
-def mask_below_step(sample: SampleState, *, update: int, bound: Bound) -> int:
+def mask_below_step(steps: Sequence[StepSpan], *, update: int, bound: Bound) -> int:
     """Tokens of steps below this lose their loss at `update`; 0 if none do."""
     if bound.beyond is BoundPolicy.DROP:
         return 0
     oldest = oldest_admissible(update=update, eta=bound.max_staleness)
-    return oldest if any(span.step < oldest for span in sample.steps) else 0
+    return oldest if any(span.step < oldest for span in steps) else 0
 
 
 def next_intended_update(state: State) -> int:

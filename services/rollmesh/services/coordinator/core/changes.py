@@ -53,8 +53,8 @@ def change(ctx: DecisionContext, request: i.ChangeRun) -> None:
     changes = (*request.changes, *unlisted(ctx.spec, request.spec, request.changes))
     ctx.emit(f.RunChanged(change_id=request.change_id, changes=changes, spec=request.spec, reopened=reopened))
     if reopened:
-        ctx.volatile.counted_at = ctx.volatile.progressed_at = ctx.now
-    ctx.volatile.exhausted = False  # the source may have been given more
+        ctx.ephemeral.counted_at = ctx.ephemeral.progressed_at = ctx.now
+    ctx.ephemeral.exhausted = False  # the source may have been given more
     ctx.reply(request.ticket, i.Changed(recorded=True, reopened=reopened))
 
 

@@ -59,7 +59,7 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
         )
     )
     for lease_id in request.lease_ids:
-        ctx.volatile.batch_deadlines.pop(lease_id, None)
+        ctx.ephemeral.batch_deadlines.pop(lease_id, None)
     if ctx.clock.keeps_no_checkpoints:
         note_checkpoint(ctx, request.update)
     ctx.reply(request.ticket, i.Committed(digest=digest))
@@ -94,7 +94,7 @@ def _check_bound(ctx: DecisionContext, batches: list[BatchState], used: tuple[st
     for group, batch in ((ctx.state.groups[name], b) for b in batches for name in b.groups):
         for sample in group.live_samples():
             if sample.sample_id in wanted:
-                reason = bound.why_inadmissible(sample, update=update, bound=batch.bound, clock=ctx.clock)
+                reason = bound.why_inadmissible(sample.meta.steps, update=update, bound=batch.bound, clock=ctx.clock)
                 if reason:
                     found[sample.sample_id] = reason
     if found:

@@ -29,7 +29,9 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import PROGRESS, apply
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, Effect, EphemeralState, Refusal, refuse
+from rollmesh.services.coordinator.core.fleet import WeightGoal
 from rollmesh.services.coordinator.core.state import GroupPhase, State
+from rollmesh.shared.versions import oldest_admissible
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +101,11 @@ class Core:
 
     def __init__(self, state: State | None = None) -> None:
         self.state = state if state is not None else State()
-        self.volatile = EphemeralState()
+        self.ephemeral = EphemeralState()
 
     def handle(self, request: i.Input, now: float) -> Decision:
         """Decide on one input. Raises Refusal, with nothing changed, if it is refused."""
-        ctx = DecisionContext(self.state, self.volatile, now)
+        ctx = DecisionContext(self.state, self.ephemeral, now)
         if self.state.spec is None and not isinstance(request, i.CreateRun):
             refuse("UNKNOWN_RUN", "no such run; CreateRun first")
         if isinstance(request, _AFTER_FAILURE_REFUSED) and ending.has_failed(ctx):
@@ -111,14 +113,14 @@ class Core:
         _HANDLERS[type(request)](ctx, request)
         self._pump(ctx)
         if any(isinstance(fact, PROGRESS) for fact in ctx.facts):
-            self.volatile.progressed_at = now
-            self.volatile.failing.clear()
+            self.ephemeral.progressed_at = now
+            self.ephemeral.failing.clear()
         return Decision(tuple(ctx.facts), tuple(ctx.effects))
 
     def forget(self, ticket: int) -> None:
         """Whoever holds `ticket` has gone away: it is no longer waiting."""
-        self.volatile.workers = [w for w in self.volatile.workers if w.ticket != ticket]
-        self.volatile.trainers = [t for t in self.volatile.trainers if t.ticket != ticket]
+        self.ephemeral.workers = [w for w in self.ephemeral.workers if w.ticket != ticket]
+        self.ephemeral.trainers = [t for t in self.ephemeral.trainers if t.ticket != ticket]
 
     def replay(self, facts: Iterable[f.Fact]) -> None:
         """Recovery: make stored facts true again."""
@@ -127,36 +129,47 @@ class Core:
 
     def resume(self, now: float) -> Decision:
         """After recovery: grace for every lease, and every open question asked again."""
-        ctx = DecisionContext(self.state, self.volatile, now)
-        self.volatile.progressed_at = now
+        ctx = DecisionContext(self.state, self.ephemeral, now)
+        self.ephemeral.progressed_at = now
         if self.state.spec is None:
             return Decision((), ())
         for group, episode in rollouts.leased_episodes(ctx):
-            self.volatile.episode_deadlines[episode.lease_id] = now + ctx.spec.episode_lease_s
-            self.volatile.group_deadlines.setdefault(group.group, now + ctx.spec.group_s_max)
+            self.ephemeral.episode_deadlines[episode.lease_id] = now + ctx.spec.episode_lease_s
+            self.ephemeral.group_deadlines.setdefault(group.group, now + ctx.spec.group_s_max)
         for batch in self.state.batches.values():
             if not batch.in_doubt:
-                self.volatile.batch_deadlines[batch.lease_id] = now + ctx.spec.batch_lease_s
+                self.ephemeral.batch_deadlines[batch.lease_id] = now + ctx.spec.batch_lease_s
         for result in self.state.open_evals():
-            self.volatile.eval_deadlines[(result.step, result.incarnation)] = now + ctx.spec.eval_s_max
+            self.ephemeral.eval_deadlines[(result.step, result.incarnation)] = now + ctx.spec.eval_s_max
         self._pump(ctx)
         return Decision(tuple(ctx.facts), tuple(ctx.effects))
 
     def fail(self, cause: str, now: float) -> Decision:
         """After recovery from a bug: end the run, and decide nothing else."""
-        ctx = DecisionContext(self.state, self.volatile, now)
+        ctx = DecisionContext(self.state, self.ephemeral, now)
         ending.fail(ctx, cause)
         return Decision(tuple(ctx.facts), tuple(ctx.effects))
 
+    def weight_goal(self) -> WeightGoal:
+        """Return what nodes should serve: announced versions without a refusal, pins, and the oldest step that the next update may use."""
+        clock = self.state.the_clock
+        return WeightGoal(
+            versions=[version for version in clock.versions if version not in clock.quarantined],
+            pins=self.pinned(),
+            step_min=oldest_admissible(update=clock.applied + 1, eta=self.state.the_spec.max_staleness),
+            incarnation=clock.incarnation,
+            ended=bool(self.state.ended),
+        )
+
     def pinned(self) -> list[tuple[int, int]]:
         """(step, incarnation) of evaluations that nodes must not run past, oldest first."""
-        return sorted(self.volatile.eval_deadlines, key=lambda key: (key[1], key[0]))
+        return sorted(self.ephemeral.eval_deadlines, key=lambda key: (key[1], key[0]))
 
     def waiting(self) -> dict[str, str]:
         """Who waits for what, for people."""
-        ctx = DecisionContext(self.state, self.volatile, 0.0)
-        found = {f"worker/{w.node_id}": rollouts.why_no_work(ctx) for w in self.volatile.workers}
-        if self.volatile.trainers:
+        ctx = DecisionContext(self.state, self.ephemeral, 0.0)
+        found = {f"worker/{w.node_id}": rollouts.why_no_work(ctx) for w in self.ephemeral.workers}
+        if self.ephemeral.trainers:
             found[f"learner/{ctx.clock.learner}"] = batches.why_no_batch(ctx)
         finalizing = sum(g.phase is GroupPhase.FINALIZING for g in self.state.groups.values())
         if finalizing:
@@ -165,15 +178,15 @@ class Core:
 
     def idle_s(self, now: float) -> float:
         """Seconds since the last progress."""
-        return now - self.volatile.progressed_at
+        return now - self.ephemeral.progressed_at
 
     def is_stalled(self, now: float) -> bool:
         """Whether that is longer than the spec allows."""
-        return stall.is_stalled(DecisionContext(self.state, self.volatile, now))
+        return stall.is_stalled(DecisionContext(self.state, self.ephemeral, now))
 
     def next_deadline(self) -> float | None:
         """The earliest moment at which a Tick changes anything; None if nothing is waiting."""
-        v = self.volatile
+        v = self.ephemeral
         moments = [*v.episode_deadlines.values(), *v.batch_deadlines.values(), *v.group_deadlines.values()]
         if (counting := limits.next_count(self.state, v)) is not None:
             moments.append(counting)

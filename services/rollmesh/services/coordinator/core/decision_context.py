@@ -195,7 +195,7 @@ class DecisionContext:
     """One decision in the making."""
 
     state: State
-    volatile: EphemeralState
+    ephemeral: EphemeralState
     now: float
     facts: list[Fact] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)

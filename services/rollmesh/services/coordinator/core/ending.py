@@ -51,14 +51,14 @@ def finish(ctx: DecisionContext) -> None:
         return
     _cancel_unused(ctx, include_evals=False)
     published = clock.published is not None and clock.published.step == clock.applied
-    if published and clock.checkpoint == clock.applied and not state.batches and not ctx.volatile.eval_deadlines:
+    if published and clock.checkpoint == clock.applied and not state.batches and not ctx.ephemeral.eval_deadlines:
         end_run(ctx, state.stopping)
 
 
 def _end_rest(ctx: DecisionContext, batches: Sequence[BatchState]) -> None:
     """After the end: cancel the samples of `batches`, and those that were released or undone since. A batch that is held may be committed."""
     for batch in batches:
-        ctx.volatile.batch_deadlines.pop(batch.lease_id, None)
+        ctx.ephemeral.batch_deadlines.pop(batch.lease_id, None)
         ctx.emit(f.BatchReturned(lease_id=batch.lease_id, reason=RUN_ENDED))
     _cancel_unused(ctx, include_evals=True)
 
@@ -69,7 +69,7 @@ def _finish_export(ctx: DecisionContext) -> None:
     if state.stopping:
         _cancel_unused(ctx, include_evals=False)
     complete = state.num_groups >= ctx.spec.export_groups
-    if (complete or ctx.volatile.exhausted or state.stopping) and not state.groups:
+    if (complete or ctx.ephemeral.exhausted or state.stopping) and not state.groups:
         end_run(ctx, "EXPORTED" if complete else state.stopping or "TASKS_EXHAUSTED")
 
 

@@ -21,9 +21,9 @@ def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:
     """Make the caller the one trainer and settle what the last one left; its checkpoint is the truth."""
     check_names(ctx, request.policy, request.learner)
     resolution = _resolution(ctx, request)
-    for waiter in ctx.volatile.trainers:
+    for waiter in ctx.ephemeral.trainers:
         ctx.reply(waiter.ticket, i.Batch(waiting_for="fenced: a newer trainer has attached"))
-    ctx.volatile.trainers.clear()
+    ctx.ephemeral.trainers.clear()
     for batch in _open_batches(ctx):
         _doubt(ctx, batch, "FENCED")
     was_forgetful = ctx.clock.keeps_no_checkpoints
@@ -143,12 +143,12 @@ def _open_batches(ctx: DecisionContext) -> list[BatchState]:
 
 
 def _doubt(ctx: DecisionContext, batch: BatchState, reason: str) -> None:
-    ctx.volatile.batch_deadlines.pop(batch.lease_id, None)
+    ctx.ephemeral.batch_deadlines.pop(batch.lease_id, None)
     ctx.emit(f.BatchInDoubt(lease_id=batch.lease_id, reason=reason))
 
 
 def expire(ctx: DecisionContext) -> None:
     """Overdue batch leases are in doubt: their trainer may or may not have used them."""
     for batch in _open_batches(ctx):
-        if ctx.now >= ctx.volatile.batch_deadlines.get(batch.lease_id, ctx.now):
+        if ctx.now >= ctx.ephemeral.batch_deadlines.get(batch.lease_id, ctx.now):
             _doubt(ctx, batch, "LEASE_EXPIRED")

@@ -1,4 +1,4 @@
-"""Nodes and the weight rollout plan. Pure and volatile: nodes say all of it again when they join again.
+"""Nodes and the weight rollout plan. Pure and ephemeral: nodes say all of it again when they join again.
 
 A version goes out in two phases: every node prepares it while serving; the first node (the canary) activates it and scores its
 probes; when they come out right, the rest activate. One node failing is that node's trouble; the canary failing is the

@@ -29,7 +29,7 @@ def add_episodes(state: State, group: GroupState, num: int) -> None:
         group.episodes[episode.episode] = episode
         state.pending_of(group.purpose).append((group.group, episode.episode))
     group.num_unfinished += num
-    state.accounts_of(group.purpose).reserve(num)
+    state.counters_of(group.purpose).reserve(num)
 
 
 def finish(state: State, group: GroupState, episode: EpisodeState, status: EpisodeStatus) -> None:
@@ -60,7 +60,7 @@ def end_sample(state: State, group: GroupState, sample: SampleState, end: Sample
     assert sample.end is SampleEnd.LIVE, f"sample {sample.sample_id} ended twice: {sample.end.name}, then {end.name}"
     sample.end = end
     sample.reason = reason
-    state.accounts_of(group.purpose).end(end, reason)
+    state.counters_of(group.purpose).end(end, reason)
 
 
 def open_eval(state: State, fact: f.GroupReserved) -> None:

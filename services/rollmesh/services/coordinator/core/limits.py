@@ -21,21 +21,21 @@ COUNT_EVERY_S = 10.0
 
 def count_time(ctx: DecisionContext, *, all_of_it: bool = False) -> None:
     """Note the time since it was counted last, if that is long enough. Time before the first decision of a life, or after the end, is none."""
-    began, ctx.volatile.counted_at = ctx.volatile.counted_at, ctx.now
+    began, ctx.ephemeral.counted_at = ctx.ephemeral.counted_at, ctx.now
     if began is None or ctx.state.ended:
         return
     seconds = ctx.now - began
     if seconds > 0 and (all_of_it or seconds >= _term_s(ctx.state)):
         ctx.emit(f.TimeCounted(seconds=seconds))
     else:
-        ctx.volatile.counted_at = began
+        ctx.ephemeral.counted_at = began
 
 
-def next_count(state: State, volatile: EphemeralState) -> float | None:
+def next_count(state: State, ephemeral: EphemeralState) -> float | None:
     """When time is to be counted again, so that a run that stands still ends in time; None if it is not."""
-    if volatile.counted_at is None or state.ended or state.spec is None:
+    if ephemeral.counted_at is None or state.ended or state.spec is None:
         return None
-    return volatile.counted_at + _term_s(state)
+    return ephemeral.counted_at + _term_s(state)
 
 
 def _term_s(state: State) -> float:
@@ -54,8 +54,8 @@ def notice_exhaustion(ctx: DecisionContext, *, unserved: bool) -> None:
 
     READY groups too few for a batch are no reason to go on, but only a trainer knows how many it takes: it must have asked.
     """
-    state, volatile = ctx.state, ctx.volatile
-    if state.ended or state.stopping or ctx.spec.exports or not volatile.exhausted:
+    state, ephemeral = ctx.state, ctx.ephemeral
+    if state.ended or state.stopping or ctx.spec.exports or not ephemeral.exhausted:
         return
     if state.pending or state.replays:
         return
@@ -66,9 +66,9 @@ def notice_exhaustion(ctx: DecisionContext, *, unserved: bool) -> None:
 
 def _stop(ctx: DecisionContext, reason: str) -> None:
     ctx.emit(f.RunStopping(reason=reason))
-    for waiter in ctx.volatile.trainers:
+    for waiter in ctx.ephemeral.trainers:
         ctx.reply(waiter.ticket, i.Batch(waiting_for=f"run ends: {reason}"))
-    ctx.volatile.trainers.clear()
+    ctx.ephemeral.trainers.clear()
 
 
 def _reached(state: State) -> str:

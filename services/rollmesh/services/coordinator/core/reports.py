@@ -32,7 +32,7 @@ def _record(ctx: DecisionContext, report: i.EpisodeReport) -> str:
         return ""
     if episode.status is EpisodeStatus.ENDED:
         return "UNKNOWN_LEASE"
-    ctx.volatile.episode_deadlines.pop(episode.lease_id, None)
+    ctx.ephemeral.episode_deadlines.pop(episode.lease_id, None)
     invalid = report.invalid or _why_invalid(ctx, group, report)
     broken, broken_at = (f"rollout: invalid report: {invalid}", "") if invalid else _broken_reward(report)
     if report.outcome is i.EpisodeOutcome.COMPLETED and not broken:
@@ -74,7 +74,7 @@ def is_finite(reward: Reward) -> bool:
 
 def _complete(ctx: DecisionContext, group: GroupState, episode: EpisodeState, report: i.EpisodeReport) -> None:
     """In an export, scored is finished: whoever streams samples waits for no group, and no finaliser filters them."""
-    ctx.volatile.failed.end_row()
+    ctx.ephemeral.failed.end_row()
     if report.samples:
         ctx.emit(
             f.EpisodeScored(group=group.group, episode=episode.episode, payload=report.payload, samples=report.samples)

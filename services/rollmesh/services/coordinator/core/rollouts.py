@@ -27,12 +27,12 @@ DRAW_MAX = 64
 
 def acquire(ctx: DecisionContext, request: i.AcquireRollouts) -> None:
     """Queue a worker; `grant` answers it in this turn or a later one."""
-    ctx.volatile.workers.append(WorkerWait(request.ticket, request.node_id, request.num_max, ctx.now + request.wait_s))
+    ctx.ephemeral.workers.append(WorkerWait(request.ticket, request.node_id, request.num_max, ctx.now + request.wait_s))
 
 
 def grant(ctx: DecisionContext) -> None:
     """Give pending episodes to waiting workers, first come first served; answer those whose wait is over."""
-    waiting = ctx.volatile.workers
+    waiting = ctx.ephemeral.workers
     while waiting and (ctx.state.pending or ctx.state.pending_eval):
         worker = waiting.pop(0)
         leases = [_lease(ctx, worker.node_id) for _ in range(min(worker.num_max, _num_pending(ctx)))]
@@ -53,8 +53,8 @@ def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
     attempt = episode.attempt + 1
     lease_id = f"{episode_id}#{attempt}"
     ctx.emit(f.EpisodeLeased(group=name, episode=episode_id, attempt=attempt, lease_id=lease_id, node_id=node_id))
-    ctx.volatile.episode_deadlines[lease_id] = ctx.now + ctx.spec.episode_lease_s
-    ctx.volatile.group_deadlines.setdefault(name, ctx.now + ctx.spec.group_s_max)
+    ctx.ephemeral.episode_deadlines[lease_id] = ctx.now + ctx.spec.episode_lease_s
+    ctx.ephemeral.group_deadlines.setdefault(name, ctx.now + ctx.spec.group_s_max)
     return i.EpisodeLease(
         lease_id=lease_id,
         group=name,
@@ -94,7 +94,7 @@ def why_no_work(ctx: DecisionContext) -> str:
         if ctx.spec.exports:
             return f"nothing: all {state.num_groups} groups are admitted, {live} have not ended"
         return f"admission: {live} groups live, published step {clock.published.step}, eta {ctx.spec.max_staleness}"
-    return ctx.volatile.data_waiting or "tasks from the data service"
+    return ctx.ephemeral.data_waiting or "tasks from the data service"
 
 
 def want_tasks(ctx: DecisionContext) -> None:
@@ -104,17 +104,17 @@ def want_tasks(ctx: DecisionContext) -> None:
         if _demand(ctx) > 0 and bound.num_admissible(ctx.state) > 0:
             _reserve(ctx, purpose, replay.task, replay.draw, dead_id=replay.dead_id)
     demand = _demand(ctx)
-    if demand <= 0 or ctx.volatile.drawing or ctx.volatile.exhausted:
+    if demand <= 0 or ctx.ephemeral.drawing or ctx.ephemeral.exhausted:
         return
     num = min(bound.num_admissible(ctx.state), ceil(demand / ctx.spec.group_size), DRAW_MAX)
     if num > 0:
-        ctx.volatile.drawing = True
+        ctx.ephemeral.drawing = True
         ctx.effect(DrawTasks(purpose, ctx.state.next_draw, num, split))
 
 
 def _demand(ctx: DecisionContext) -> int:
     """Episodes that workers wait for and nobody has."""
-    return sum(w.num_max for w in ctx.volatile.workers) - len(ctx.state.pending)
+    return sum(w.num_max for w in ctx.ephemeral.workers) - len(ctx.state.pending)
 
 
 def tasks_drawn(ctx: DecisionContext, answer: i.TasksDrawn) -> None:
@@ -122,8 +122,8 @@ def tasks_drawn(ctx: DecisionContext, answer: i.TasksDrawn) -> None:
     if answer.purpose is Purpose.EVAL:
         _reserve_eval(ctx, answer)
         return
-    ctx.volatile.drawing = False
-    ctx.volatile.data_waiting = "" if answer.tasks else "the data service has no more tasks"
+    ctx.ephemeral.drawing = False
+    ctx.ephemeral.data_waiting = "" if answer.tasks else "the data service has no more tasks"
     for draw, task in answer.tasks:
         if bound.num_admissible(ctx.state) == 0:
             return
@@ -151,12 +151,12 @@ def draw_failed(ctx: DecisionContext, answer: i.DrawFailed) -> None:
     """Nothing was drawn. Training asks again with the next turn; an evaluation without tasks is given up, an export ends."""
     if answer.purpose is Purpose.EVAL:
         key = (answer.step, answer.incarnation)
-        ctx.volatile.eval_deadlines.pop(key, None)
-        ctx.volatile.evals_given_up.add(key)
+        ctx.ephemeral.eval_deadlines.pop(key, None)
+        ctx.ephemeral.evals_given_up.add(key)
     else:
-        ctx.volatile.drawing = False
-        ctx.volatile.exhausted = answer.exhausted
-        ctx.volatile.data_waiting = f"the data service: {answer.cause}"
+        ctx.ephemeral.drawing = False
+        ctx.ephemeral.exhausted = answer.exhausted
+        ctx.ephemeral.data_waiting = f"the data service: {answer.cause}"
 
 
 def want_eval(ctx: DecisionContext) -> None:
@@ -167,15 +167,15 @@ def want_eval(ctx: DecisionContext) -> None:
     last = bool(ctx.state.stopping) and version.step == ctx.clock.applied
     due = version.step % spec.eval_every == 0 or last
     key = (version.step, version.incarnation)
-    asked = key in ctx.volatile.eval_deadlines or key in ctx.volatile.evals_given_up
+    asked = key in ctx.ephemeral.eval_deadlines or key in ctx.ephemeral.evals_given_up
     if due and not asked and ctx.state.eval_of(*key) is None:
-        ctx.volatile.eval_deadlines[key] = ctx.now + spec.eval_s_max
+        ctx.ephemeral.eval_deadlines[key] = ctx.now + spec.eval_s_max
         ctx.effect(DrawTasks(Purpose.EVAL, 0, spec.eval_tasks, spec.eval_split, *key))
 
 
 def _reserve_eval(ctx: DecisionContext, answer: i.TasksDrawn) -> None:
     step, incarnation = key = answer.step, answer.incarnation
-    if key not in ctx.volatile.eval_deadlines or ctx.state.eval_of(*key) is not None:
+    if key not in ctx.ephemeral.eval_deadlines or ctx.state.eval_of(*key) is not None:
         return  # it was cancelled before its tasks came, or they came before
     for draw, task in answer.tasks:
         ctx.emit(
@@ -195,8 +195,8 @@ def _reserve_eval(ctx: DecisionContext, answer: i.TasksDrawn) -> None:
 def renew(ctx: DecisionContext, request: i.RenewLeases) -> None:
     gone = []
     for lease_id in request.lease_ids:
-        if lease_id in ctx.volatile.episode_deadlines:
-            ctx.volatile.episode_deadlines[lease_id] = ctx.now + ctx.spec.episode_lease_s
+        if lease_id in ctx.ephemeral.episode_deadlines:
+            ctx.ephemeral.episode_deadlines[lease_id] = ctx.now + ctx.spec.episode_lease_s
         else:
             gone.append(lease_id)
     ctx.reply(request.ticket, i.Renewed(gone=tuple(gone), lease_s=ctx.spec.episode_lease_s))
@@ -206,9 +206,9 @@ def give_back(
     ctx: DecisionContext, group: GroupState, episode: EpisodeState, *, counts: bool, cause: str, traceback: str = ""
 ) -> None:
     """Give an episode another try, or end it and quarantine its task when its tries are used up."""
-    ctx.volatile.episode_deadlines.pop(episode.lease_id, None)
+    ctx.ephemeral.episode_deadlines.pop(episode.lease_id, None)
     if counts:
-        ctx.volatile.note_failure(cause, traceback)
+        ctx.ephemeral.note_failure(cause, traceback)
     if counts and episode.failures + 1 >= ctx.spec.tries_max:
         ctx.emit(
             f.EpisodeEnded(
@@ -237,33 +237,33 @@ def leased_episodes(ctx: DecisionContext) -> Iterable[tuple[GroupState, EpisodeS
 
 def expire(ctx: DecisionContext) -> None:
     """Take back what is overdue: episode leases, whole groups, evaluations."""
-    overdue = {lease for lease, at in ctx.volatile.episode_deadlines.items() if ctx.now >= at}
+    overdue = {lease for lease, at in ctx.ephemeral.episode_deadlines.items() if ctx.now >= at}
     for group, episode in list(leased_episodes(ctx)) if overdue else ():
         if episode.lease_id in overdue:
             _cancel_at_node(ctx, [episode], "LEASE_EXPIRED")
             give_back(ctx, group, episode, counts=True, cause="LEASE_EXPIRED")
-    for name, deadline in list(ctx.volatile.group_deadlines.items()):
+    for name, deadline in list(ctx.ephemeral.group_deadlines.items()):
         found = ctx.state.groups.get(name)
         if found is None or not found.unfinished:
-            del ctx.volatile.group_deadlines[name]
+            del ctx.ephemeral.group_deadlines[name]
         elif ctx.now >= deadline:
-            ctx.volatile.overdue.add(name)
+            ctx.ephemeral.overdue.add(name)
             cancel_unfinished(ctx, found, "GROUP_DEADLINE")
-    for key, deadline in list(ctx.volatile.eval_deadlines.items()):
+    for key, deadline in list(ctx.ephemeral.eval_deadlines.items()):
         _expire_eval(ctx, key, deadline)
 
 
 def _expire_eval(ctx: DecisionContext, key: tuple[int, int], deadline: float) -> None:
     result = ctx.state.eval_of(*key)
     if result is not None and result.num_open == 0:
-        del ctx.volatile.eval_deadlines[key]
+        del ctx.ephemeral.eval_deadlines[key]
     elif ctx.now >= deadline:
-        ctx.volatile.evals_given_up.add(key)
+        ctx.ephemeral.evals_given_up.add(key)
         _cancel_eval(ctx, key, "EVAL_DEADLINE")
 
 
 def _cancel_eval(ctx: DecisionContext, key: tuple[int, int], reason: str) -> None:
-    del ctx.volatile.eval_deadlines[key]
+    del ctx.ephemeral.eval_deadlines[key]
     for group in list(ctx.state.groups.values()):
         if group.purpose is Purpose.EVAL and (group.step_min, group.incarnation_min) == key:
             cancel_unfinished(ctx, group, reason)
@@ -272,7 +272,7 @@ def _cancel_eval(ctx: DecisionContext, key: tuple[int, int], reason: str) -> Non
 def roll_back(ctx: DecisionContext, to_update: int) -> None:
     """Before a roll-back: end what only weights of the present incarnation could serve. No node serves them afterwards, so open
     evaluations are cancelled, and episodes that are out of reach are leased again; both through no fault of a worker."""
-    for key in list(ctx.volatile.eval_deadlines):
+    for key in list(ctx.ephemeral.eval_deadlines):
         _cancel_eval(ctx, key, "ROLLED_BACK")
     for group in bound.out_of_reach(ctx.state, to_update):
         leased = [e for e in group.episodes.values() if e.status is EpisodeStatus.LEASED]
@@ -286,7 +286,7 @@ def cancel_unfinished(ctx: DecisionContext, group: GroupState, reason: str) -> N
     unfinished = [e for e in group.episodes.values() if e.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED)]
     _cancel_at_node(ctx, [e for e in unfinished if e.status is EpisodeStatus.LEASED], reason)
     for episode in unfinished:
-        ctx.volatile.episode_deadlines.pop(episode.lease_id, None)
+        ctx.ephemeral.episode_deadlines.pop(episode.lease_id, None)
         ctx.emit(f.EpisodeEnded(group=group.group, episode=episode.episode, end=SampleEnd.CANCELLED, reason=reason))
 
 
@@ -312,20 +312,20 @@ def want_finalized(ctx: DecisionContext) -> None:
         if group.purpose is Purpose.EVAL:
             live = tuple(s.sample_id for s in group.live_samples())
             ctx.emit(f.SamplesEnded(group=group.group, sample_ids=live, end=SampleEnd.EXPORTED, reason="EVALUATED"))
-        elif group.group not in ctx.volatile.finalizing:
-            ctx.volatile.finalizing.add(group.group)
-            ctx.effect(FinalizeGroup(group.group, group.group in ctx.volatile.overdue))
+        elif group.group not in ctx.ephemeral.finalizing:
+            ctx.ephemeral.finalizing.add(group.group)
+            ctx.effect(FinalizeGroup(group.group, group.group in ctx.ephemeral.overdue))
 
 
 def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
     """Keep, filter or extend a group."""
-    ctx.volatile.finalizing.discard(answer.group)
+    ctx.ephemeral.finalizing.discard(answer.group)
     group = ctx.state.groups.get(answer.group)
     if group is None or group.phase is not GroupPhase.FINALIZING:
         return  # cancelled meanwhile
     adjusted = {a.sample_id: a.rewards for a in answer.adjusted if a.sample_id in group.samples}
     members = tuple(
-        SampleRewards(sample_id=s.sample_id, rewards=adjusted.get(s.sample_id, s.rewards))
+        SampleRewards(sample_id=s.sample_id, rewards=adjusted.get(s.sample_id, s.meta.rewards))
         for s in group.samples.values()
     )
     extend = answer.decision is GroupDecision.EXTEND and _may_grow(ctx, group, answer.num_extend)
@@ -344,16 +344,16 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
     elif decision is GroupDecision.KEEP:
         _drop_untrainable(ctx, group)
     if group.group not in ctx.state.groups:
-        ctx.volatile.overdue.discard(group.group)
+        ctx.ephemeral.overdue.discard(group.group)
 
 
 def finalize_failed(ctx: DecisionContext, answer: i.FinalizeFailed) -> None:
     """End a group that the reward service cannot decide on. This is an infra failure; the task becomes a dead letter."""
-    ctx.volatile.finalizing.discard(answer.group)
+    ctx.ephemeral.finalizing.discard(answer.group)
     group = ctx.state.groups.get(answer.group)
     if group is None or group.phase is not GroupPhase.FINALIZING:
         return  # cancelled meanwhile
-    ctx.volatile.note_failure(answer.cause)
+    ctx.ephemeral.note_failure(answer.cause)
     live = tuple(s.sample_id for s in group.live_samples())
     ctx.emit(f.SamplesEnded(group=group.group, sample_ids=live, end=SampleEnd.FAILED, reason="NOT_FINALIZED"))
     episode = next(iter(group.episodes))
@@ -362,11 +362,11 @@ def finalize_failed(ctx: DecisionContext, answer: i.FinalizeFailed) -> None:
 
 def _may_grow(ctx: DecisionContext, group: GroupState, num: int) -> bool:
     room = EXTEND_FACTOR_MAX * ctx.spec.group_size - len(group.episodes)
-    return 1 <= num <= room and group.group not in ctx.volatile.overdue
+    return 1 <= num <= room and group.group not in ctx.ephemeral.overdue
 
 
 def _drop_untrainable(ctx: DecisionContext, group: GroupState) -> None:
     """Samples that only inform the baseline never reach a batch; their rewards stay with the group."""
-    idle = tuple(s.sample_id for s in group.live_samples() if not s.trainable)
+    idle = tuple(s.sample_id for s in group.live_samples() if not s.meta.trainable)
     if idle:
         ctx.emit(f.SamplesEnded(group=group.group, sample_ids=idle, end=SampleEnd.FILTERED, reason="NOT_TRAINABLE"))

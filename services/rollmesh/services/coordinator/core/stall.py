@@ -10,15 +10,15 @@ from rollmesh.services.coordinator.core.decision_context import DecisionContext,
 def is_stalled(ctx: DecisionContext) -> bool:
     """Whether the run has made no progress for longer than its spec allows."""
     spec = ctx.spec
-    return 0 < spec.stall_s <= ctx.now - ctx.volatile.progressed_at and not ctx.state.ended
+    return 0 < spec.stall_s <= ctx.now - ctx.ephemeral.progressed_at and not ctx.state.ended
 
 
 def stalled(ctx: DecisionContext, notice: i.Stalled) -> None:
     """Record a stall once; another root only after as long a time again, for what nodes say of each other lags behind."""
     same = notice.root == ctx.state.stall_root
-    if is_stalled(ctx) and not same and ctx.now - ctx.volatile.stall_told_at >= ctx.spec.stall_s:
-        ctx.volatile.stall_told_at = ctx.now
-        stalled_s = ctx.now - ctx.volatile.progressed_at
+    if is_stalled(ctx) and not same and ctx.now - ctx.ephemeral.stall_told_at >= ctx.spec.stall_s:
+        ctx.ephemeral.stall_told_at = ctx.now
+        stalled_s = ctx.now - ctx.ephemeral.progressed_at
         ctx.emit(f.RunStalled(root=notice.root, cause=notice.cause, stalled_s=stalled_s))
 
 

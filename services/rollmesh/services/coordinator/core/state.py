@@ -19,7 +19,7 @@ from enum import IntEnum
 
 import msgspec
 
-from rollmesh.services.coordinator.core.facts import PayloadRef, Purpose, Reward, SampleEnd, StepSpan, Task
+from rollmesh.services.coordinator.core.facts import PayloadRef, Purpose, SampleEnd, SampleMeta, Task
 from rollmesh.services.coordinator.core.records import Bound, RunSpec
 from rollmesh.shared.versions import PolicyVersion
 
@@ -57,18 +57,26 @@ class EpisodeState(msgspec.Struct, kw_only=True):
     payload: PayloadRef = PayloadRef()
 
 
-class SampleState(msgspec.Struct, kw_only=True):
-    sample_id: str
+class SampleState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    meta: SampleMeta
+    """As reported. A finalizer may change the rewards."""
     episode: str
-    policy: str
-    leaf: int
-    steps: tuple[StepSpan, ...]
-    num_tokens: int
-    rewards: tuple[Reward, ...]
-    trainable: bool
-    num_sampled_tokens: int = 0
     end: SampleEnd = SampleEnd.LIVE
     reason: str = ""
+
+    @property
+    def sample_id(self) -> str:
+        return self.meta.sample_id
+
+    @property
+    def end_text(self) -> str:
+        """Return "ready", or end and reason, as in `MemberOutcome.end`."""
+        return "ready" if self.end is SampleEnd.LIVE else end_text(self.end, self.reason)
+
+
+def end_text(end: SampleEnd, reason: str) -> str:
+    """Return, for example, "stale/BEYOND_BOUND", or "trained" without a reason."""
+    return f"{end.name.lower()}/{reason}" if reason else end.name.lower()
 
 
 class GroupState(msgspec.Struct, kw_only=True):
@@ -177,7 +185,7 @@ class PolicyClock(msgspec.Struct, kw_only=True):
         return record.digest if record else ""
 
 
-class Accounts(msgspec.Struct, kw_only=True):
+class SampleCounters(msgspec.Struct, kw_only=True):
     """reserved = live + ends, at every moment; `live` is counted apart so that the equation can fail."""
 
     reserved: int = 0
@@ -192,7 +200,7 @@ class Accounts(msgspec.Struct, kw_only=True):
     def end(self, end: SampleEnd, reason: str, num: int = 1) -> None:
         self.live -= num
         self.ends[end] = self.ends.get(end, 0) + num
-        key = f"{end.name.lower()}/{reason}" if reason else end.name.lower()
+        key = end_text(end, reason)
         self.reasons[key] = self.reasons.get(key, 0) + num
 
     def void_trained(self, num: int) -> None:
@@ -231,8 +239,8 @@ class Replay(msgspec.Struct, kw_only=True, frozen=True):
     draw: int
 
 
-class State(msgspec.Struct, kw_only=True):
-    """Everything durable about one run."""
+class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Everything durable about one run. A snapshot with a field that this version does not have is rejected."""
 
     spec: RunSpec | None = None
     clock: PolicyClock | None = None
@@ -251,8 +259,8 @@ class State(msgspec.Struct, kw_only=True):
     """(group, episode) of training waiting for a worker; retries go to the front."""
     pending_eval: list[tuple[str, str]] = []
     """(group, episode) of evaluation waiting for a worker; served before training."""
-    accounts: Accounts = msgspec.field(default_factory=Accounts)
-    eval_accounts: Accounts = msgspec.field(default_factory=Accounts)
+    counters: SampleCounters = msgspec.field(default_factory=SampleCounters)
+    eval_counters: SampleCounters = msgspec.field(default_factory=SampleCounters)
     evals: list[EvalState] = []
     replays: list[Replay] = []
     """Tasks of dead letters that wait for admission, before any fresh draw."""
@@ -283,8 +291,8 @@ class State(msgspec.Struct, kw_only=True):
     def pending_of(self, purpose: Purpose) -> list[tuple[str, str]]:
         return self.pending_eval if purpose is Purpose.EVAL else self.pending
 
-    def accounts_of(self, purpose: Purpose) -> Accounts:
-        return self.eval_accounts if purpose is Purpose.EVAL else self.accounts
+    def counters_of(self, purpose: Purpose) -> SampleCounters:
+        return self.eval_counters if purpose is Purpose.EVAL else self.counters
 
     def training_groups(self, *phases: GroupPhase) -> list[GroupState]:
         """Training groups in one of `phases`, in order of admission."""

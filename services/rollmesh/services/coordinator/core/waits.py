@@ -45,28 +45,28 @@ class Wait:
 Links = list[Wait]
 
 
-def chain(ctx: DecisionContext, fleet: Fleet, reward_trouble: str = "") -> Links:
-    """The chain of a run; empty once it has ended. `reward_trouble` is why groups could not be finalised the last time."""
+def chain(ctx: DecisionContext, fleet: Fleet, reward_error: str = "") -> Links:
+    """The chain of a run; empty once it has ended. `reward_error` is why groups could not be finalised the last time."""
     if ctx.state.ended:
         return []
-    return _Chain(ctx, fleet, reward_trouble).of_run()
+    return _Chain(ctx, fleet, reward_error).run_links()
 
 
-def in_words(links: Links) -> str:
+def to_text(links: Links) -> str:
     return "; ".join(map(str, links))
 
 
 class _Chain:
-    def __init__(self, ctx: DecisionContext, fleet: Fleet, reward_trouble: str) -> None:
-        self._turn = ctx
+    def __init__(self, ctx: DecisionContext, fleet: Fleet, reward_error: str) -> None:
+        self._ctx = ctx
         self._state = ctx.state
         self._fleet = fleet
-        self._reward_trouble = reward_trouble
+        self._reward_trouble = reward_error
 
     # The run and its trainer ------------------------------------------------------------------------------------------
 
-    def of_run(self) -> Links:
-        clock, spec = self._turn.clock, self._turn.spec
+    def run_links(self) -> Links:
+        clock, spec = self._ctx.clock, self._ctx.spec
         if spec.exports and clock.published is not None:
             return [Wait("run", "waits for episodes to be scored"), *self._groups()]
         last = bool(spec.updates_max) and clock.applied >= spec.updates_max
@@ -81,9 +81,9 @@ class _Chain:
             return self._on_trainer(f"waits for a checkpoint with update {clock.applied}, its last")
         if last:
             return [Wait("run", "waits for its last evaluation"), *self._groups()]
-        if ready >= spec.batch_groups and not self._turn.volatile.trainers:
+        if ready >= spec.batch_groups and not self._ctx.ephemeral.trainers:
             return self._on_trainer(f"waits for update {clock.applied + 1}: {ready} READY groups are not leased")
-        return [Wait(f"learner/{clock.learner}", f"waits for {batches.why_no_batch(self._turn)}"), *self._groups()]
+        return [Wait(f"learner/{clock.learner}", f"waits for {batches.why_no_batch(self._ctx)}"), *self._groups()]
 
     def _batch_out(self) -> str:
         batch = next(iter(self._state.batches.values()))
@@ -95,7 +95,7 @@ class _Chain:
         node = max(self._of(NodeKind.LEARNER), key=lambda n: n.last_seen, default=None)
         if node is None:
             return [Wait("run", what), self._missing(NodeKind.LEARNER)]
-        return [Wait("run", what), self._silence(node) or Wait(node.node_id, _says(node))]
+        return [Wait("run", what), self._silence(node) or Wait(node.node_id, _status_text(node))]
 
     # Groups and their workers -----------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class _Chain:
                 return [silence]
         node = self._fleet.nodes[held.most_common(1)[0][0]]
         waits = node.waiting_on not in (None, NodeKind.LEARNER) and bool(node.waiting_for)
-        what = _says(node) if waits else f"runs {held[node.node_id]} episodes"
+        what = _status_text(node) if waits else f"runs {held[node.node_id]} episodes"
         below = self._service(node.waiting_on) if waits and node.waiting_on is not None else self._gone()
         return [Wait(node.node_id, what), *(below or self._failing())]
 
@@ -141,10 +141,10 @@ class _Chain:
         usable = self._fleet.usable(NodeKind.ROLLOUT)
         if not usable:
             return self._service(NodeKind.ROLLOUT)
-        return [Wait(node.node_id, _says(node)) for node in usable[:_SHOWN_MAX]]
+        return [Wait(node.node_id, _status_text(node)) for node in usable[:_SHOWN_MAX]]
 
     def _no_groups(self) -> Links:
-        why = rollouts.why_no_work(self._turn)
+        why = rollouts.why_no_work(self._ctx)
         head = Wait("groups", f"none is on its way: {why}")
         missing = self._service(NodeKind.ROLLOUT) or (self._service(NodeKind.DATA) if "data service" in why else [])
         return [head, *(missing or self._failing())]
@@ -168,9 +168,9 @@ class _Chain:
         usable = self._fleet.usable(NodeKind.INFERENCE)
         if any(node.active is not None and node.active.step >= needed for node in usable):
             return []
-        newest = str(self._turn.clock.versions[-1]) if self._turn.clock.versions else ""
-        if newest in self._turn.clock.refusals:
-            return [Wait(newest, f"was refused by the nodes: {self._turn.clock.refusals[newest]}")]
+        newest = str(self._ctx.clock.versions[-1]) if self._ctx.clock.versions else ""
+        if newest in self._ctx.clock.refusals:
+            return [Wait(newest, f"was refused by the nodes: {self._ctx.clock.refusals[newest]}")]
         return self._unusable(self._of(NodeKind.INFERENCE)) or [self._missing(NodeKind.INFERENCE)]
 
     def _unusable(self, nodes: list[Node]) -> Links:
@@ -190,14 +190,14 @@ class _Chain:
         if last is None:
             return Wait(name, f"is missing: no {name} node has joined")
         gone = "left" if last.left else "fell silent"
-        return Wait(last.node_id, f"was the last {name} node and {gone} {self._turn.now - last.last_seen:.0f} s ago")
+        return Wait(last.node_id, f"was the last {name} node and {gone} {self._ctx.now - last.last_seen:.0f} s ago")
 
     def _silence(self, node: Node) -> Wait | None:
         if node.state not in (NodeState.SUSPECT, NodeState.DEAD):
             return None
         if node.left:
-            return Wait(node.node_id, f"has left, {self._turn.now - node.last_seen:.0f} s ago")
-        return Wait(node.node_id, f"silent for {self._turn.now - node.last_seen:.0f} s")
+            return Wait(node.node_id, f"has left, {self._ctx.now - node.last_seen:.0f} s ago")
+        return Wait(node.node_id, f"silent for {self._ctx.now - node.last_seen:.0f} s")
 
     def _of(self, kind: NodeKind) -> list[Node]:
         """Nodes of a kind; the dead only if there are no others."""
@@ -208,7 +208,7 @@ class _Chain:
 
     def _failing(self) -> Links:
         """Where most tries have failed since the last progress; what is missing there comes before the failures."""
-        failing = self._turn.volatile.failing
+        failing = self._ctx.ephemeral.failing
         if not failing:
             return []
         where, most = max(failing.items(), key=lambda item: item[1].num)
@@ -217,7 +217,7 @@ class _Chain:
         return missing or [Wait(where, f"failed {most.num} tries since the last progress, the last by {most.last}")]
 
 
-def _says(node: Node) -> str:
+def _status_text(node: Node) -> str:
     if node.waiting_for:
         return f"waits for {node.waiting_for}"
     return f"is at work: {node.doing}" if node.doing else f"is {node.state.name} and names nothing that it waits for"

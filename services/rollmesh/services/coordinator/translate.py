@@ -1,4 +1,4 @@
-"""Requests as inputs of the core, and its answers as replies; the rules of the contract on single fields."""
+"""Messages of the contract to inputs of the core, and its results and effects to messages. No other module knows both shapes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ from collections.abc import Iterable, Sequence
 
 from rollmesh.services.coordinator import validation
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.facts import DroppedSample, PayloadRef, SampleMeta
+from rollmesh.services.coordinator.core.decision_context import DeadLetter, DrawTasks, FinalizeGroup, Refusal
+from rollmesh.services.coordinator.core.facts import (
+    DroppedSample,
+    GroupDecision,
+    PayloadRef,
+    SampleMeta,
+    SampleRewards,
+    Task,
+)
 from rollmesh.services.coordinator.core.records import RunSpec
+from rollmesh.services.coordinator.core.reports import is_finite
+from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, State
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
-from rollmesh.services.coordinator.lease_names import from_wire, to_wire
+from rollmesh.shared import errors
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.refusal import refuse_unknown
-from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec
+from rollmesh.shared.errors import FieldViolation, InvalidInput, InvalidSpec, ScorerFailed
 from rollmesh.shared.versions import PolicyVersion
-from rollmesh.v1 import coordinator_pb2, events_pb2, run_pb2, types_pb2
+from rollmesh.v1 import coordinator_pb2, data_pb2, events_pb2, reward_pb2, run_pb2, types_pb2
 
 DEFAULT_NAME = "main"
 WAIT_S_MAX = 60.0
@@ -187,3 +197,138 @@ def commit_update(ticket: int, request: run_pb2.CommitUpdateRequest) -> i.Commit
 def version_of(request: run_pb2.PublishVersionRequest) -> PolicyVersion:
     version = decode(PolicyVersion, request.version)
     return version if version.policy else dataclasses.replace(version, policy=DEFAULT_NAME)
+
+
+# Calls to other services -----------------------------------------------------------------------------------------------
+
+
+def next_tasks_request(spec: RunSpec, effect: DrawTasks, position: int) -> data_pb2.NextTasksRequest:
+    """Tasks for the draws of `effect`; the selector must have seen the ledger up to `position`."""
+    return data_pb2.NextTasksRequest(
+        run=spec.run,
+        policy=spec.policy,
+        purpose=types_pb2.Purpose.ValueType(effect.purpose),
+        split=effect.split,
+        first_draw=effect.first_draw,
+        num=effect.num,
+        ledger_position=position,
+    )
+
+
+def tasks_drawn(effect: DrawTasks, answer: data_pb2.NextTasksResponse) -> i.TasksDrawn:
+    return i.TasksDrawn(
+        purpose=effect.purpose,
+        tasks=tuple((drawn.draw, decode(Task, drawn.task)) for drawn in answer.tasks),
+        step=effect.step,
+        incarnation=effect.incarnation,
+    )
+
+
+def finalize_request(state: State, effect: FinalizeGroup) -> reward_pb2.FinalizeGroupRequest | None:
+    """The question about a group; None if it no longer waits for a decision."""
+    group = state.groups.get(effect.group)
+    if group is None or group.phase is not GroupPhase.FINALIZING:
+        return None
+    request = reward_pb2.FinalizeGroupRequest(
+        run=state.the_spec.run,
+        num_unscored=sum(e.status is EpisodeStatus.ENDED for e in group.episodes.values()),
+        deadline_passed=effect.deadline_passed,
+    )
+    encode_into(group.task, request.task)
+    request.group.group = group.group
+    request.group.task = group.task.task_id
+    for sample in group.samples.values():
+        member = request.group.members.add(sample_id=sample.sample_id, end=sample.end_text, episode=sample.episode)
+        for reward in sample.meta.rewards:
+            encode_into(reward, member.rewards.add())
+    return request
+
+
+def group_decided(group: str, answer: reward_pb2.FinalizeGroupResponse) -> i.GroupDecided:
+    """The decision as an input. Raises ScorerFailed for an answer that decides nothing."""
+    decision = known_member(GroupDecision, answer.decision)
+    if decision is None:
+        raise ScorerFailed(
+            f"the finaliser answered decision {answer.decision} for group {group}; see the reward service's log"
+        )
+    adjusted = tuple(decode(SampleRewards, adjusted) for adjusted in answer.adjusted)
+    if broken := [r for a in adjusted for r in a.rewards if not is_finite(r)]:
+        raise ScorerFailed(
+            f"the finalizer changed reward {broken[0].name!r} of group {group} to {broken[0].value}, expected a finite number"
+        )
+    return i.GroupDecided(
+        group=group,
+        decision=decision,
+        reason=answer.reason,
+        num_extend=answer.num_extend,
+        adjusted=adjusted,
+    )
+
+
+def dead_letter(letter: DeadLetter, time_unix_s: float) -> events_pb2.DeadLetter:
+    """The letter of a task whose episode used up its tries."""
+    message = events_pb2.DeadLetter(
+        kind=events_pb2.DEAD_KIND_TASK,
+        subject=letter.episode,
+        cause=letter.cause,
+        who="coordinator",
+        time_unix_s=time_unix_s,
+        draw=letter.draw,
+        group=letter.group,
+        tries=letter.tries,
+        purpose=types_pb2.Purpose.ValueType(letter.purpose),
+        traceback=letter.traceback,
+    )
+    encode_into(letter.task, message.task)
+    return message
+
+
+# Lease ids -------------------------------------------------------------------------------------------------------------
+
+
+SEPARATOR = "/"
+
+
+def to_wire(run: str, lease_id: str) -> str:
+    return f"{run}{SEPARATOR}{lease_id}"
+
+
+def from_wire(name: str) -> tuple[str, str]:
+    """(run, lease id of the core); a name without a run has an empty one, which is no run."""
+    run, found, lease_id = name.partition(SEPARATOR)
+    return (run, lease_id) if found else ("", name)
+
+
+# Refusals --------------------------------------------------------------------------------------------------------------
+
+BY_REASON: dict[str, type[errors.MeshError]] = {
+    "RUN_EXISTS": errors.RunExists,
+    "CHANGE_REFUSED": errors.ChangeRefused,
+    "UNKNOWN_RUN": errors.UnknownRun,
+    "NO_LEARNER": errors.NoLearner,
+    "UNKNOWN_LEARNER": errors.UnknownLearner,
+    "UNKNOWN_UPDATE": errors.UnknownUpdate,
+    "DIGEST_MISMATCH": errors.DigestMismatch,
+    "FENCED": errors.Fenced,
+    "LEASE_EXPIRED": errors.LeaseExpired,
+    "UNKNOWN_LEASE": errors.UnknownLease,
+    "RUN_ENDED": errors.RunEnded,
+    "WRONG_UPDATE": errors.WrongUpdate,
+    "NOT_PUBLISHED": errors.NotPublished,
+    "COMMIT_CONFLICT": errors.CommitConflict,
+    "LEASE_OUT": errors.LeaseOut,
+    "INVALID_INPUT": errors.InvalidInput,
+    "UNKNOWN_SAMPLE": errors.InvalidInput,
+    "BEYOND_BOUND": errors.BeyondBound,
+    "WRONG_VERSION": errors.WrongVersion,
+    "VERSION_CONFLICT": errors.VersionConflict,
+}
+
+
+def to_error(refusal: Refusal) -> errors.MeshError:
+    """The typed error a refusal stands for; its reason is kept also where a more general class carries it."""
+    violations = [errors.FieldViolation(refusal.field, refusal.message)] if refusal.field else []
+    error = BY_REASON[refusal.reason](refusal.message, violations=violations)
+    error.reason = refusal.reason
+    error.metadata = dict(refusal.metadata)
+    return error
