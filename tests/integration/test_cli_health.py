@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.cli.health import check_health
+from rollmesh.cli.commands.health import check_health
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ports import lasting_ports
 from rollmesh.shared.rpc.access import Access

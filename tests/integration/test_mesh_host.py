@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.certs import make_certificates
+from rollmesh.cli.certificates import make_certificates
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.parts import NATS, part_names
 from rollmesh.mesh.process_events import STOPPED

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import pytest
 
-from rollmesh.cli.certs import make_certificates
+from rollmesh.cli.certificates import make_certificates
 from rollmesh.services.sandbox.egress.addresses import resolve_by_dns
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
 from rollmesh.services.sandbox.egress.exchange import EgressReply, EgressRequest

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.trace import load_trace, to_json, to_text
+from rollmesh.cli.episode_trace import load_trace, to_json, to_text
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.shared.errors import NotFound
 from rollmesh.shared.telemetry import TelemetryConfig

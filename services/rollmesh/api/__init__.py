@@ -4,7 +4,7 @@
     print(summary.heldout_success_after, summary.checkpoint)
 
 The run folder is the same as the command's: `rollmesh audit`, `show`, `status` and `train` read it.
-Collaborators: `cli.train` (opens the folder), `cli.session` (runs it).
+Collaborators: `cli.open_run` (opens the folder), `cli.session` (runs it).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from rollmesh.cli.app import set_up_compute
 from rollmesh.cli.display import QuietView, View
+from rollmesh.cli.open_run import open_run
 from rollmesh.cli.session import Session
 from rollmesh.cli.summary import Summary
-from rollmesh.cli.train import opened
 
 __all__ = ["Summary", "View", "train"]
 
@@ -41,7 +41,7 @@ async def train(
     set_up_compute()
     folder = Path(out) if out is not None else None
     async with AsyncExitStack() as stack:
-        opening = opened(Path(config), list(overrides), command=sys.argv, out=folder)
+        opening = open_run(Path(config), list(overrides), command=sys.argv, out=folder)
         run = await asyncio.to_thread(stack.enter_context, opening)  # its checks run event loops of their own
         session = Session(
             folder=run.folder,

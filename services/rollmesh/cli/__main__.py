@@ -1,26 +1,37 @@
-"""The `rollmesh` command.
-
-Exit codes: 0 done; 1 a run or an audit failed; 2 bad input; 130 interrupted by Ctrl-C.
-"""
+"""The `rollmesh` command."""
 
 from __future__ import annotations
 
 from rollmesh.cli.app import app
 from rollmesh.cli.commands import (
-    diagnosing,
-    measuring,
-    mending,
-    observing,
-    operating,
-    proving,
-    sampling,
-    securing,
-    training,
+    audit,
+    bench,
+    certs,
+    check,
+    clean,
+    dead,
+    delete,
+    demo,
+    doctor,
+    drain,
+    health,
+    judge,
+    rollout,
+    score,
+    serve,
+    show,
+    status,
+    trace,
+    train,
+    up,
 )
 
 __all__ = ["COMMANDS", "app", "main"]
 
-COMMANDS = (training, operating, sampling, proving, mending, securing, observing, diagnosing, measuring)
+COMMANDS = (
+    demo, train, check, up, serve, drain, delete, status, health, rollout, show, score, audit, judge, clean, certs, trace,
+    doctor, bench, dead,
+)  # fmt: skip
 """In the order of `--help`; importing them registers them."""
 
 _ORDER = [module.__name__ for module in COMMANDS]

@@ -22,10 +22,10 @@ from rich.text import Text
 from rollmesh.cli.causes import failure_words, no_update_words
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.series import Eval, Point, Series, staleness_shares
-from rollmesh.cli.update_words import learner_words
 from rollmesh.cli.watch import Recorder
 from rollmesh.demo.model_process import WarmStep
 from rollmesh.mesh.process_events import ProcessEvent
+from rollmesh.services.learner.metrics_log import newest_metrics
 
 PLAIN_EVERY_S = 10.0
 """Without a terminal: a line at least this often while updates go on, besides those of evaluations."""
@@ -36,6 +36,15 @@ _STALENESS_BAR = 10
 SHOWN_EVENTS = ("restarting", "gave_up")
 """What of its processes a person is told: what the run repairs or dies of. The rest is in processes.jsonl."""
 _EVENTS_SHOWN = 3
+_LEARNER = (
+    ("kl", "kl"),
+    ("entropy", "entropy"),
+    ("gradient norm", "grad_norm"),
+    ("ess", "ess"),
+    ("length", "length/used_mean"),
+    ("lr", "lr"),
+)
+"""Metrics of an update that are always in view, with their labels."""
 
 
 class View(Protocol):
@@ -394,6 +403,13 @@ def eval_text(result: Eval) -> str:
     given_up = "" if result.complete else f" (only {result.num_samples} samples in time)"
     labels = f"  ({', '.join(found)})" if (found := _labels(result)) else ""
     return f"held-out success {result.success:.3f}{given_up}{labels}"
+
+
+def learner_words(path: Path) -> str:
+    """The health of the newest update: drift, spread, step size, length of the answers; what is not measured is left out."""
+    metrics = newest_metrics(path)
+    shown = ((label, metrics.get(name)) for label, name in _LEARNER)
+    return "  ".join(f"{label} {value:.3g}" for label, value in shown if value is not None)
 
 
 def spark(values: Sequence[float], *, low: float, high: float) -> str:

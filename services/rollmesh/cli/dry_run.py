@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.rollout import RolloutOptions, RolloutSummary, prepare, run_rollout
+from rollmesh.cli.export_run import RolloutOptions, RolloutSummary, prepare, run_rollout
 from rollmesh.cli.samples import SampleLine
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.shared.errors import ConfigError
@@ -23,7 +23,7 @@ EPISODE_S_MARGIN = 60.0
 """Beyond the episode's own time limit: for the start of the services and for scoring."""
 
 
-def dry_run(
+def run_dry(
     path: Path,
     overrides: Sequence[str],
     *,

@@ -12,10 +12,13 @@ runs/<name>-<time>/
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +28,7 @@ import msgspec
 from rollmesh.cli.config import TrainConfig, load_train_config
 from rollmesh.shared.config import to_yaml
 from rollmesh.shared.errors import AlreadyExists, ConfigError
+from rollmesh.shared.telemetry import LoggingConfig, set_up_logging
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 
 PACKAGES = ("rollmesh", "torch", "transformers", "grpcio", "protobuf", "nats-py", "msgspec", "numpy")
@@ -146,6 +150,24 @@ def open_folder(root: Path, overrides: list[str]) -> tuple[RunFolder, TrainConfi
     folder = RunFolder(root.resolve())
     origin = folder.read_origin()
     return folder, load_train_config(folder.config, overrides), Path(origin.base_dir)
+
+
+@contextmanager
+def logging_to(path: Path, config: LoggingConfig | None = None) -> Iterator[None]:
+    """Append the log lines of this process to a file; without handlers afterwards."""
+    with path.open("a", encoding="utf-8") as log:
+        set_up_logging(config, stream=log)
+        try:
+            yield
+        finally:
+            logging.shutdown()
+            logging.getLogger().handlers.clear()
+
+
+def shown(path: Path) -> str:
+    """Return the path relative to the working directory if it is below it, else the whole path."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def run_config(folder: RunFolder, config: TrainConfig) -> TrainConfig:

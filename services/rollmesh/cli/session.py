@@ -11,10 +11,11 @@ Collaborators: `mesh` (the run itself: a process for each part, or all in this o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.disk_need import disk_need, in_words
@@ -23,10 +24,9 @@ from rollmesh.cli.interrupts import Interrupts, Stopped
 from rollmesh.cli.results import note_warm_start, write_results
 from rollmesh.cli.run_folder import RunFolder, run_config
 from rollmesh.cli.series import Eval
-from rollmesh.cli.stall import unless_hopeless
 from rollmesh.cli.summary import Outcome, Summary
 from rollmesh.cli.watch import Recorder, Watcher
-from rollmesh.demo.model_process import make_in_process
+from rollmesh.demo.model_process import WarmStep, make_in_process
 from rollmesh.mesh.mesh import Mesh
 from rollmesh.mesh.running import RunningMesh
 from rollmesh.mesh.supervisor import Supervisor
@@ -38,6 +38,12 @@ from rollmesh.shared.model_folder import find_model
 MAKE_MODEL_S_MAX = 1800.0
 END_S_MARGIN = 30.0
 """Beyond the limit of an evaluation: how long the run's end may follow the learner's."""
+
+
+class RunStalled(DeadlineExceeded):
+    """The run made no progress for `run.stall_s`, and its config says that this ends it."""
+
+    reason = "RUN_STALLED"
 
 
 @dataclass(kw_only=True)
@@ -71,19 +77,12 @@ class Session:
         self.view.phase("stopping: finishing the update, writing a checkpoint (Ctrl-C again leaves at once)")
 
     async def _make_model(self) -> None:
-        plan, folder = self.config.model_plan(), self.folder
-        if plan is None or (folder.model / "config.json").is_file():
+        if self.config.made_model is None or (self.folder.model / "config.json").is_file():
             return
         self.view.phase("making the model: supervised warm start on generated demonstrations")
         begin_s = self.clock.monotonic_s()
-        last = await make_in_process(
-            plan,
-            folder.model,
-            seed=plan.seed or self.config.run.seed,
-            limit_s=MAKE_MODEL_S_MAX,
-            on_step=self.view.warm_start,
-        )
-        note_warm_start(folder, last, self.clock.monotonic_s() - begin_s)
+        last = await make_model(self.folder, self.config, self.view.warm_start)
+        note_warm_start(self.folder, last, self.clock.monotonic_s() - begin_s)
 
     def _mesh(self) -> RunningMesh:
         config, root = run_config(self.folder, self.config), self.folder.root
@@ -143,6 +142,16 @@ class Session:
             self.view.phase("stopping the services")
 
 
+async def make_model(
+    folder: RunFolder, config: TrainConfig, on_step: Callable[[WarmStep], None] = lambda _: None
+) -> WarmStep:
+    """Make the model of `made_model` in the run folder, and return the last step of its warm start. Raises ModelNotMade."""
+    plan = config.model_plan()
+    assert plan is not None, "the configuration names a model"
+    seed = plan.seed or config.run.seed
+    return await make_in_process(plan, folder.model, seed=seed, limit_s=MAKE_MODEL_S_MAX, on_step=on_step)
+
+
 async def _ended(watcher: Watcher, limit_s: float) -> None:
     """Waits until the watcher has seen the end of the run: the last evaluation comes after the last update."""
     try:
@@ -152,3 +161,27 @@ async def _ended(watcher: Watcher, limit_s: float) -> None:
         raise DeadlineExceeded(
             f"the learner is done, but the run has not ended in {limit_s:.0f} s; `rollmesh train` on its folder goes on"
         ) from err
+
+
+async def unless_hopeless(
+    work: Coroutine[Any, Any, None], recorder: Recorder, on_stall: Literal["warn", "exit"]
+) -> None:
+    """Awaits `work`. Cancels it and raises the cause once the recorder sees that all samples fail, or under `exit` a stall."""
+    working = asyncio.ensure_future(work)
+    hopeless = asyncio.ensure_future(recorder.hopeless.wait())
+    stalled = asyncio.ensure_future(recorder.stalled.wait())
+    ends = [working, hopeless, *([stalled] if on_stall == "exit" else [])]
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if recorder.failure is not None and not working.done():
+            raise recorder.failure
+        if not working.done():
+            raise RunStalled(
+                f"the run is stalled, and run.on_stall is exit: {recorder.now.stalled}; remove the cause, then continue with "
+                "its folder"
+            )
+        working.result()
+    finally:
+        for task in (working, hopeless, stalled):
+            task.cancel()
+        await asyncio.gather(working, hopeless, stalled, return_exceptions=True)

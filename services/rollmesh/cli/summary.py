@@ -1,4 +1,4 @@
-"""summary.json: a run in one object, for scripts and tables."""
+"""summary.json: a run in one object, for scripts and tables; and the text at the end of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.run_folder import RunFolder
+from rollmesh.cli.run_folder import RunFolder, shown
 from rollmesh.cli.series import Eval, Point, Series
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.progress import PHASES
@@ -133,3 +133,24 @@ def write_summary(folder: RunFolder, summary: Summary) -> None:
 def encode_summary(summary: Summary) -> bytes:
     """Indented JSON."""
     return msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
+
+
+def summary_text(summary: Summary) -> str:
+    """Return the result in a few lines, with the commands to use next."""
+    folder = shown(Path(summary.folder))
+    result = (
+        f"{summary.run}, seed {summary.seed}: {summary.outcome} after {summary.updates} updates, {summary.wall_s:.0f} s"
+    )
+    before, after = summary.heldout_success_before, summary.heldout_success_after
+    if before is not None and after is not None:
+        result += f"; held-out success {before:.3f} -> {after:.3f}"
+    lines = [result]
+    if summary.ended:
+        lines.append(f"  ended by    {summary.ended}")
+    if summary.checkpoint is not None:
+        lines.append(f"  checkpoint  {shown(Path(summary.checkpoint))}")
+    lines.append(f"  report      {shown(Path(summary.report))}")
+    if summary.outcome != "finished":
+        lines.append(f"  resume      rollmesh train {folder}")
+    lines.append(f"  audit       rollmesh audit {folder}")
+    return "\n".join(lines) + "\n"

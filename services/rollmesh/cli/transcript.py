@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.box import ROUNDED
@@ -91,3 +91,14 @@ def rewards_text(rewards: Sequence[RewardLine]) -> Text:
         text.append(f"  {reward.scorer}{about}{evidence}\n", style="dim")
     text.rstrip()
     return text if rewards else Text("no reward", style="dim")
+
+
+def rewards_line(rewards: Sequence[RewardLine]) -> str:
+    """Return all rewards in one line; a failed scorer with its outcome and evidence."""
+    return "  ".join(
+        f"{r.name} {r.value:g}" if r.outcome == "ok" else f"{r.name} {r.outcome}: {r.evidence}" for r in rewards
+    )
+
+
+def means_text(means: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in means.items()) or "none"

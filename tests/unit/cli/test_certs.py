@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.certs import CA, CA_KEY, CERTIFICATE, KEY, TOKEN
+from rollmesh.cli.certificates import CA, CA_KEY, CERTIFICATE, KEY, TOKEN
 from rollmesh.mesh.security import SecurityConfig, open_access
 from rollmesh.shared.config import config_from_dict, load_config
 

@@ -11,14 +11,14 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from rollmesh.cli.clean import CleanOptions, clean_folder
+from rollmesh.cli.commands.clean import CleanOptions, clean_folder
+from rollmesh.cli.commands.train import run_training
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.disk_need import disk_need, in_words
-from rollmesh.cli.resume import open_resumption
+from rollmesh.cli.open_run import open_resumed
 from rollmesh.cli.run_folder import RunFolder, new_folder, origin_now
 from rollmesh.cli.series import Point, encode_line
-from rollmesh.cli.show import list_samples
-from rollmesh.cli.train import train
+from rollmesh.cli.stored_samples import list_samples
 from rollmesh.mesh.config import RunConfig
 from rollmesh.mesh.run_lock import RunFolderBusy, owned
 from rollmesh.services.learner.config import LearnerConfig
@@ -89,7 +89,7 @@ def test_a_run_without_its_ledger_says_so_when_it_is_resumed_or_read(tmp_path: P
     (folder.root / "addresses.json").write_text("{}")
     folder.audit.write_text("{}")
     with pytest.raises(ConfigError, match="was removed by `rollmesh clean --for-good`, so it cannot be resumed"):
-        open_resumption(folder.root, [])
+        open_resumed(folder.root, [])
     with pytest.raises(ConfigError, match=r"were removed by `rollmesh clean --for-good`; what remains is its audit"):
         list_samples(folder.root, 10)
 
@@ -98,7 +98,7 @@ def test_a_second_owner_changes_nothing_in_a_run_that_is_running(tmp_path: Path)
     folder = run_folder(tmp_path)
     before = folder.config.read_text(), left(folder)
     with owned(folder.root), pytest.raises(RunFolderBusy, match="goes on in process"):
-        train(folder.root, ["run.updates_max=7"], command=["rollmesh"], console=Console())
+        run_training(folder.root, ["run.updates_max=7"], console=Console())
     assert (folder.config.read_text(), left(folder)) == (before[0], before[1] | {"owner.lock"})
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.cli.dead import as_text, by_cause
+from rollmesh.cli.dead_letters import as_text, by_cause
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.cli.final_summary import closing_words
 from rollmesh.cli.results import write_results
 from rollmesh.cli.series import Point, Series
-from rollmesh.cli.summary import learner_seconds, milestones, summarise
+from rollmesh.cli.summary import learner_seconds, milestones, summarise, summary_text
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from tests.unit.cli.recorded import encoded, recorded_eval, recorded_folder, recorded_point
 
@@ -107,9 +106,9 @@ def test_report_of_an_empty_run_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("outcome", "told"), [("finished", False), ("interrupted", True)])
-def test_closing_words_name_the_checkpoint_and_how_to_go_on(tmp_path: Path, outcome: str, told: bool) -> None:
+def test_summary_text_name_the_checkpoint_and_how_to_go_on(tmp_path: Path, outcome: str, told: bool) -> None:
     folder, config = recorded_folder(tmp_path / "run")
-    words = closing_words(write_results(folder, config, outcome=outcome))  # type: ignore[arg-type]
+    words = summary_text(write_results(folder, config, outcome=outcome))  # type: ignore[arg-type]
     assert "0.450 -> 0.900" in words
     assert f"checkpoint  {folder.root}/checkpoints/update-00000012.0" in words
     assert (f"rollmesh train {folder.root}" in words) is told

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
-from rollmesh.cli.score import ScoreReport, score_file
+from rollmesh.cli.scoring import ScoreReport, score_file
 from rollmesh.services.data.calc_source import CalcConfig
 from rollmesh.services.data.generated import generated_pool
 from rollmesh.services.data.task import Split

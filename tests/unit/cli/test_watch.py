@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.cli.causes import AllFailed
 from rollmesh.cli.series import read_series
-from rollmesh.cli.stall import RunStalled, unless_hopeless
+from rollmesh.cli.session import RunStalled, unless_hopeless
 from rollmesh.cli.watch import RECORD_EVERY_S, SILENT_S, Recorder, Watcher
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Unavailable

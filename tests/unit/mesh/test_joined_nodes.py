@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from rollmesh.cli.fleet_client import MeshStatus
-from rollmesh.cli.status import status_view
-from rollmesh.cli.trace import load_trace
+from rollmesh.cli.episode_trace import load_trace
+from rollmesh.cli.mesh_client import MeshStatus
+from rollmesh.cli.status_view import status_view
 from rollmesh.mesh.joined_nodes import keep_joined, read_joined_folders
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import NotFound

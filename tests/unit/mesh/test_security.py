@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.cli.certs import make_certificates
+from rollmesh.cli.certificates import make_certificates
 from rollmesh.cli.config import TrainConfig
 from rollmesh.mesh import MeshConfig
 from rollmesh.mesh.run_layout import open_place

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rollmesh.cli.samples import encode_sample_line, sample_lines
-from rollmesh.cli.score import score_file
+from rollmesh.cli.scoring import score_file
 from rollmesh.services.rollout.agent import LimitReached, Task, load_agent
 from rollmesh.services.rollout.agents.single_turn import SingleTurnAgent
 from rollmesh.services.rollout.agents.tool_calling import ToolCall, parse_call

@@ -1,1 +1,4 @@
-"""The sub-commands, by what a person wants; each file registers its own on `app`. Heavy imports stay inside the functions."""
+"""One module per command, named after it; importing a module registers its command on `app`.
+
+Imports that take time stay inside the functions. Logic with many such imports stands in a module of `rollmesh.cli`.
+"""

@@ -1,26 +1,79 @@
-"""What `status`, `drain` and `delete` ask of a mesh: one address, read-only but for Drain and DeleteRun.
+"""A client of a running mesh for `status`, `drain` and `delete`, at the folder of a run on this host or at an address.
 
-Collaborators: `status` shows what is found here.
+It only reads, except for Drain and DeleteRun. Collaborators: `run_folder` (the address of a run), `mesh.security` (TLS files
+from `security.*` overrides), `status_view` (shows the result).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from rollmesh.cli.mesh_address import MeshAddress
+from rollmesh.cli.run_folder import open_folder
+from rollmesh.mesh.joining import own_security
+from rollmesh.mesh.run_layout import open_place
+from rollmesh.mesh.run_lock import is_owned
+from rollmesh.mesh.security import open_access
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import DeadlineExceeded, MeshError, Unimplemented, UnknownRun
+from rollmesh.shared.errors import ConfigError, DeadlineExceeded, MeshError, Unavailable, Unimplemented, UnknownRun
+from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2, run_pb2_grpc
 
+T = TypeVar("T")
+
+REMEDY = "name the folder of a run on this host, or --join HOST:PORT and --token-file FILE"
 CALL_S_MAX = 5.0
 DELETE_S_MAX = 60.0
 POLL_S = 0.5
 GONE = coordinator_pb2.NODE_STATE_DEAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshAddress:
+    """One public address of a mesh, and what lets a caller in."""
+
+    address: str
+    access: Access
+    run: Path | None = None
+    """The folder of the run, if it was named by that."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around calls: says in plain words that nothing serves at the address."""
+        try:
+            yield
+        except Unavailable as err:
+            if self.run is None:
+                raise Unavailable(
+                    f"no mesh answers at {self.address}: {err}; check the address, and that the mesh is running",
+                    address=self.address,
+                ) from err
+            if is_owned(self.run):
+                raise  # it is running, and cannot answer now
+            raise Unavailable(
+                f"the run in {self.run} is not running: nothing answers at {self.address}; `rollmesh train {self.run}` continues "
+                f"it, `rollmesh audit {self.run}` and `rollmesh show {self.run}` read what it left",
+                address=self.address,
+            ) from err
+
+
+def find_mesh(run: Path | None, join: str, token_file: Path | None, overrides: Sequence[str]) -> MeshAddress:
+    """Raises ConfigError for both, neither or half of them."""
+    if run is not None and not join and token_file is None:
+        folder, config, base_dir = open_folder(run, [])
+        layout = open_place(config, run_dir=folder.root, base_dir=base_dir)
+        return MeshAddress(address=layout.gateway, access=layout.access, run=run)
+    if run is None and join and token_file is not None:
+        access = open_access(own_security(overrides), base_dir=Path.cwd(), run_token=token_file)
+        return MeshAddress(address=join, access=access)
+    raise ConfigError(f"which mesh? {REMEDY}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,3 +150,14 @@ class FleetClient:
                 return state
         except UnknownRun:  # streams without a beginning: somebody is creating it now
             return None
+
+
+def call_mesh(mesh: MeshAddress, call: Callable[[FleetClient], Awaitable[T]]) -> T:
+    """Run one call against a mesh. Raises MeshError."""
+
+    async def run() -> T:
+        async with FleetClient(mesh) as client:
+            return await call(client)
+
+    with mesh.running():
+        return asyncio.run(run())

@@ -19,13 +19,12 @@ from typing import Any, BinaryIO
 import msgspec
 
 from rollmesh.cli.causes import failure_text, failure_words, refuse_if_all_failed
-from rollmesh.cli.check import check
 from rollmesh.cli.config import TrainConfig, load_train_config
+from rollmesh.cli.config_checks import check
 from rollmesh.cli.interrupts import Interrupts, Stopped
-from rollmesh.cli.run_folder import RunFolder, new_folder, origin_now
+from rollmesh.cli.run_folder import RunFolder, logging_to, new_folder, origin_now, run_config
 from rollmesh.cli.samples import RewardLine, SampleLine, encode_sample_line, mean_rewards, sample_lines
-from rollmesh.cli.session import MAKE_MODEL_S_MAX
-from rollmesh.demo.model_process import WarmStep, make_in_process
+from rollmesh.cli.session import make_model
 from rollmesh.mesh.mesh import Mesh
 from rollmesh.services.data.config import build_pools
 from rollmesh.services.data.task import Split
@@ -34,7 +33,6 @@ from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.shared.telemetry import set_up_logging
 from rollmesh.v1 import run_pb2, run_pb2_grpc
 
 RESUME_S = 0.5
@@ -57,8 +55,6 @@ class RolloutOptions(msgspec.Struct, frozen=True, kw_only=True):
     split: str = "test"
     model: Path | None = None
     """A model folder in place of the configuration's."""
-    samples: Path | None = None
-    """File for one JSON line per sample."""
     folder: Path | None = None
     """Of the run."""
 
@@ -132,17 +128,12 @@ class Rollout:
         return summary
 
     async def _make_model(self) -> None:
-        plan = self.config.made_model
-        if plan is None:
+        if self.config.made_model is None:
             return
-
-        def told(step: WarmStep) -> None:
-            self.on_phase(f"making the model: supervised warm start, step {step.step}")
-
-        self.on_phase("making the model: supervised warm start")
-        seed = plan.seed or self.config.run.seed
-        await make_in_process(plan, self.folder.model, seed=seed, limit_s=MAKE_MODEL_S_MAX, on_step=told)
-        self.config = msgspec.structs.replace(self.config, made_model=None, model=str(self.folder.model))
+        words = "making the model: supervised warm start"
+        self.on_phase(words)
+        await make_model(self.folder, self.config, lambda step: self.on_phase(f"{words}, step {step.step}"))
+        self.config = run_config(self.folder, self.config)
 
     async def _generate(self, file: BinaryIO | None) -> None:
         self.on_phase("starting the services")
@@ -275,20 +266,6 @@ def _check_split(config: TrainConfig, base_dir: Path, options: RolloutOptions) -
         )
 
 
-def rollout(
-    path: Path,
-    overrides: Sequence[str],
-    options: RolloutOptions,
-    *,
-    command: list[str],
-    on_sample: Callable[[SampleLine], None],
-    on_phase: Callable[[str], None],
-) -> RolloutSummary:
-    """Rolls out. Raises MeshError."""
-    folder, config, base_dir = prepare(path, overrides, options, command)
-    return run_rollout(folder, config, base_dir, options.samples, on_sample=on_sample, on_phase=on_phase)
-
-
 def run_rollout(
     folder: RunFolder,
     config: TrainConfig,
@@ -299,18 +276,6 @@ def run_rollout(
     on_phase: Callable[[str], None],
 ) -> RolloutSummary:
     """Rolls out in a folder that `prepare` made. Raises MeshError."""
-    with folder.log.open("a", encoding="utf-8") as log:
-        set_up_logging(stream=log)
-        try:
-            work = Rollout(
-                folder=folder,
-                config=config,
-                base_dir=base_dir,
-                out=out,
-                on_sample=on_sample,
-                on_phase=on_phase,
-            )
-            return asyncio.run(work.run())
-        finally:
-            logging.shutdown()
-            logging.getLogger().handlers.clear()
+    work = Rollout(folder=folder, config=config, base_dir=base_dir, out=out, on_sample=on_sample, on_phase=on_phase)
+    with logging_to(folder.log):
+        return asyncio.run(work.run())

@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from rollmesh.cli.causes import failure_words, no_update_words
-from rollmesh.cli.fleet_client import MeshStatus
+from rollmesh.cli.mesh_client import MeshStatus
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
 _COLOURS = {"READY": "green", "STALE": "yellow", "JOINING": "yellow", "DRAINING": "cyan", "DEAD": "dim"}

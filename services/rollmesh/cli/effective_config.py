@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.cli.check import engine_options
-from rollmesh.cli.check_model import model_folder
 from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.config_checks import engine_options
 from rollmesh.cli.disk_need import weights_of
+from rollmesh.cli.model_checks import model_folder
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.config import SELECTORS
 from rollmesh.services.learner.config import TORCH_TRAINER
@@ -30,7 +30,7 @@ _MADE_TURN_END = "<|end|>"
 """Of the model that `made_model` makes."""
 
 
-def in_force(config: TrainConfig, base_dir: Path) -> TrainConfig:
+def effective_config(config: TrainConfig, base_dir: Path) -> TrainConfig:
     """The configuration with every default written out. It is one that passes `check`."""
     replace = msgspec.structs.replace
     reward, data, rollout = config.reward, config.data, rollout_config(config)

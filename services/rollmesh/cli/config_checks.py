@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rollmesh.cli.check_model import check_made_model, check_model
 from rollmesh.cli.config import TrainConfig, read_train_config
+from rollmesh.cli.model_checks import check_made_model, check_model
 from rollmesh.mesh.parts import reward_config
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.task import Split, TaskPool

@@ -1,4 +1,4 @@
-"""`rollmesh doctor`: what this host gives to a mesh, and what falls away where it gives less."""
+"""`rollmesh doctor`: whether this host can run a mesh."""
 
 from __future__ import annotations
 
@@ -9,29 +9,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmesh.cli.app import FAILED, AsJson, app, console, told_once
+from rollmesh.cli.app import FAILED, AsJson, app, console, report_errors
 
 if TYPE_CHECKING:
-    from rollmesh.cli.doctor import Finding
+    from rollmesh.cli.host_checks import Finding
 
 
 @app.command()
 def doctor(
     user: Annotated[
-        str,
-        typer.Option(
-            "--user", metavar="NAME", help="Probe the isolation mechanisms as this user of the host; needs root."
-        ),
+        str, typer.Option("--user", metavar="NAME", help="Run the sandbox checks as this user of the host. Needs root.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Probe every isolation mechanism of the sandbox and every program that a mesh needs; report what is missing, its consequence and its remedy.
+    """Check whether this host can run a mesh. The output says what is missing, what it disables and how to fix it.
 
-    Exit code 1 if something required is missing: a sandbox service would refuse to start.
+    The exit code is 1 if a required item is missing. A sandbox service does not start then.
     """
-    from rollmesh.cli.doctor import Asked, find, is_fit, user_named
+    from rollmesh.cli.host_checks import Asked, find, is_fit, user_named
 
-    with told_once():
+    with report_errors():
         from rollmesh.services.sandbox.config import SandboxConfig
 
         findings = find(Asked(sandbox=SandboxConfig(), user=user_named(user) if user else None))

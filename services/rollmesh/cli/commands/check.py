@@ -1,0 +1,43 @@
+"""`rollmesh check`: find the mistakes in a configuration before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollmesh.cli.app import Overrides, app, console, report_errors, set_up_compute
+
+
+@app.command()
+def check(
+    config: Annotated[Path, typer.Argument(help="A configuration file.")],
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Also run one episode, and print its transcript and rewards.")
+    ] = False,
+) -> None:
+    """Find every mistake in a configuration, and print each setting with its effective value."""
+    with report_errors():
+        set_up_compute()
+        from rollmesh.cli.config_checks import load_checked, notes
+        from rollmesh.cli.effective_config import effective_config, headline
+        from rollmesh.shared.config import to_yaml
+
+        settings, base_dir = load_checked(config, overrides or []), config.parent
+        typer.echo(to_yaml(effective_config(settings, base_dir)), nl=False)
+        for line in (headline(settings, base_dir), *notes(settings, base_dir)):
+            typer.echo(line, err=True)
+        if dry_run:
+            from rollmesh.cli.dry_run import run_dry
+            from rollmesh.cli.transcript import transcript
+
+            terminal = console(as_json=True)
+            with terminal.status("dry run") as status:
+                run_dry(
+                    config,
+                    overrides or [],
+                    on_sample=lambda line: terminal.print(transcript(line)),
+                    on_phase=lambda phase: status.update(f"dry run: {phase}"),
+                )

@@ -1,0 +1,92 @@
+"""`rollmesh up`: a mesh without a run, for trainers that connect over the gateway."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollmesh.cli.app import Out, Overrides, app, report_errors, set_up_compute
+
+if TYPE_CHECKING:
+    from rollmesh.cli.config import TrainConfig
+    from rollmesh.cli.run_folder import RunFolder
+    from rollmesh.mesh.supervisor import Supervisor
+
+READY_POLL_S = 0.2
+
+
+@app.command()
+def up(
+    config: Annotated[Path, typer.Argument(help="A configuration file.")], overrides: Overrides = None, out: Out = None
+) -> None:
+    """Start a mesh without a run. External trainers connect to the gateway with CreateRun and AttachTrainer.
+
+    The learner and the run of the configuration are not started. A run may have any name. Its policy must be `inference.policy`
+    of the configuration, and one run at a time gets the inference nodes.
+    """
+    with report_errors():
+        import asyncio
+
+        set_up_compute()
+        from rollmesh.cli.config_checks import load_checked, notes
+        from rollmesh.cli.run_folder import logging_to, new_folder, origin_now
+
+        settings, base_dir = load_checked(config, overrides or [], learner=False), config.parent.resolve()
+        folder = new_folder(settings, origin_now(sys.argv, base_dir), out)
+        for line in notes(settings, base_dir):
+            typer.echo(line)
+        with logging_to(folder.log):
+            asyncio.run(_up(folder, settings, base_dir))
+
+
+async def _up(folder: RunFolder, config: TrainConfig, base_dir: Path) -> None:
+    """Run the mesh until a signal stops it. Raises MeshError."""
+    from rollmesh.cli.interrupts import Interrupts, Stopped
+    from rollmesh.cli.run_folder import run_config
+    from rollmesh.cli.session import make_model
+    from rollmesh.mesh.supervisor import Supervisor, all_parts
+
+    with Interrupts(notice=lambda: typer.echo("stopping (press Ctrl-C again to exit at once)")) as interrupts:
+        try:
+            if config.made_model is not None:
+                await interrupts.unless_stopped(make_model(folder, config))
+                config = run_config(folder, config)
+            parts = [part for part in all_parts(config) if part != "learner"]
+            async with Supervisor(config, run_dir=folder.root, base_dir=base_dir, parts=parts) as mesh:
+                await interrupts.unless_stopped(_until_ready(mesh))
+                typer.echo(_how_to_reach(folder, mesh))
+                await interrupts.unless_stopped(mesh.finished())
+        except Stopped:
+            return
+
+
+async def _until_ready(mesh: Supervisor) -> None:
+    """Wait until the gateway reaches the coordinator. Ctrl-C or a failure of the mesh cancels the wait."""
+    from rollmesh.cli.mesh_client import FleetClient, MeshAddress
+    from rollmesh.shared.clock import SystemClock
+    from rollmesh.shared.errors import MeshError
+
+    clock = SystemClock()
+    async with FleetClient(MeshAddress(address=mesh.layout.gateway, access=mesh.layout.access)) as client:
+        while True:
+            try:
+                await client.status()
+                return
+            except MeshError:
+                await clock.sleep(READY_POLL_S)
+
+
+def _how_to_reach(folder: RunFolder, mesh: Supervisor) -> str:
+    security = mesh.layout.config.security
+    token = mesh.layout.base_dir / security.token_file if security.token_file else folder.root / "token"
+    tls = " security.ca=FILE security.certificate=FILE security.key=FILE" if security.has_tls else ""
+    return (
+        f"gateway    {mesh.layout.gateway}\n"
+        f"token      {token}\n"
+        f"add a node rollmesh serve inference --join {mesh.layout.gateway} --token-file {token}{tls}\n"
+        f"status     rollmesh status {folder.root} --watch\n"
+        "Ctrl-C stops the mesh."
+    )
