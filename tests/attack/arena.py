@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.config import PoolsConfig, ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.errors import InvalidInput, MeshError, SandboxFailed, UnknownSession
 from rollmesh.shared.ids import SeededIds
 

@@ -52,7 +52,7 @@ def test_others():
 
 @pytest.fixture
 async def judge(tmp_path: Path) -> AsyncIterator[Judge]:
-    config, clock, ids = SandboxConfig(grace_s=0.3, judgements_inflight_max=3), SystemClock(), RandomIds()
+    config, clock, ids = SandboxConfig(grace_s=0.3, judgments_inflight_max=3), SystemClock(), RandomIds()
     async with SandboxCore(config, state_dir=tmp_path, clock=clock, ids=ids) as core:
         yield Judge(core.sessions, config, clock=clock, ids=ids)
         assert core.sessions.counts().live == 0

@@ -9,9 +9,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.config import PoolsConfig, SandboxConfig
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.ids import RandomIds

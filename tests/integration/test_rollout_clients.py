@@ -11,9 +11,8 @@ from typing import Any
 import grpc
 import pytest
 
-from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.config import SandboxConfig, TenantQuota, TenantsConfig
 from rollmesh.services.sandbox.node import SandboxNode
-from rollmesh.services.sandbox.tenants_config import TenantQuota, TenantsConfig
 from rollmesh.shared.clients.reward import RewardClient, RewardClientConfig
 from rollmesh.shared.clients.sandbox import ExecOutcome, SandboxClient, SandboxClientConfig, Session
 from rollmesh.shared.clock import SystemClock

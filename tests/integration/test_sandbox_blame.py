@@ -12,11 +12,10 @@ import pytest
 
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.config import PoolsConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.engines.zygote_process import SessionExit
-from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.services.sandbox.sessions import SessionEnd, Sessions
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import SandboxFailed
@@ -110,7 +109,7 @@ async def begun(node: Node, code: str) -> asyncio.Task[object]:
 
 async def refused(command: Awaitable[object]) -> None:
     async with asyncio.timeout(WAIT_S):
-        with pytest.raises(SandboxFailed, match="killed from outside"):
+        with pytest.raises(SandboxFailed, match="another process killed"):
             await command
 
 

@@ -18,14 +18,13 @@ import pytest
 from rollmesh.sandbox_runtime import landlock, reaper
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox import capability_probe
-from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.config import PoolsConfig, ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.describe import describe
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.file_trees import remove_tree
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
-from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.errors import SandboxFailed
 from rollmesh.shared.ids import SeededIds
 
@@ -215,7 +214,7 @@ async def test_a_killed_warden_is_an_infra_failure(engine: JailEngine) -> None:
     pid = int((await run(engine, "import os; os.getppid()")).result)
     os.kill(pid, signal.SIGKILL)
     await engine._live["s"].ended
-    with pytest.raises(SandboxFailed, match="killed from outside"):
+    with pytest.raises(SandboxFailed, match="another process killed"):
         await run(engine, "6*7")
 
 

@@ -15,10 +15,9 @@ import pytest
 
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.config import PoolsConfig, ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.ids import SeededIds
 
 LIMITS: dict[str, int | float] = {

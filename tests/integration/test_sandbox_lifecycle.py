@@ -15,11 +15,10 @@ import pytest
 
 from rollmesh.sandbox_runtime import cgroups
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.config import PoolsConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.cleanup import StateDir, start_ticks
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError, Overloaded, SandboxFailed, UnknownSession
 from rollmesh.shared.ids import RandomIds
@@ -156,7 +155,7 @@ from pathlib import Path
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.pools_config import PoolsConfig
+from rollmesh.services.sandbox.config import PoolsConfig
 from rollmesh.shared.ids import RandomIds
 
 async def main():
@@ -296,7 +295,7 @@ async def test_profile_that_cannot_start_is_an_infra_failure_with_its_reason(
 async def test_jail_that_cannot_be_made_is_an_infra_failure_naming_the_step(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, uid_base=2**32 - 1)  # -1 is no uid
     await engine.start()
-    with pytest.raises(SandboxFailed, match="could not be made: "):
+    with pytest.raises(SandboxFailed, match="cannot create the jail: "):
         await open_session(engine, "s")
     await engine.close()
 

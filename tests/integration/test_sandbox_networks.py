@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.config import PoolsConfig, SandboxConfig
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
-from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.ids import RandomIds
 
 from .process_tree import descendants

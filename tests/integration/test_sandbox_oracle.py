@@ -115,9 +115,9 @@ async def test_node_without_a_free_place_gives_no_verdict(tmp_path: Path) -> Non
             await judged(stub, ADD)
 
 
-async def test_judgements_beyond_the_queue_are_refused(tmp_path: Path) -> None:
+async def test_judgments_beyond_the_queue_are_refused(tmp_path: Path) -> None:
     slow = "import time\ndef add(a, b): time.sleep(0.5); return a + b"
-    async with serving(tmp_path, judgements_inflight_max=1, judgements_queued_max=1) as (_, stub, _):
+    async with serving(tmp_path, judgments_inflight_max=1, judgments_queued_max=1) as (_, stub, _):
         given = await asyncio.gather(*(judged(stub, ADD, slow) for _ in range(3)), return_exceptions=True)
         assert sum(isinstance(answer, Overloaded) for answer in given) == 1
         assert [outcomes(answer) for answer in given if isinstance(answer, pb.RunTestsResponse)] == [
@@ -220,7 +220,7 @@ async def test_program_is_judged_by_its_output_and_its_end(tmp_path: Path) -> No
             assert outcomes(await judged(stub, manifest, program)) == [outcome], program
 
 
-async def test_cancelled_judgement_leaves_no_session(tmp_path: Path) -> None:
+async def test_cancelled_judgment_leaves_no_session(tmp_path: Path) -> None:
     async with serving(tmp_path) as (core, stub, _):
         task = asyncio.create_task(judged(stub, ADD, "def add(a, b):\n    while True: pass"))
         await until_live(core, 1)

@@ -13,14 +13,13 @@ import msgspec
 import pytest
 
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.config import ProfileConfig, RepositoryConfig, SandboxConfig
 from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.environments import environment_digest
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.oracle.judge import Judge
 from rollmesh.services.sandbox.oracle.manifest import ManifestError, RepositoryManifest, manifest_of
 from rollmesh.services.sandbox.oracle.verdict import JudgeVerdict
-from rollmesh.services.sandbox.repository_config import RepositoryConfig
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import SandboxFailed, UnknownProfile

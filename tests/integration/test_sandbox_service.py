@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig, TenantQuota, TenantsConfig
 from rollmesh.services.sandbox.node import SandboxCore
 from rollmesh.services.sandbox.output_relay import OutputRelay
 from rollmesh.services.sandbox.sessions import SessionEnd
-from rollmesh.services.sandbox.tenants_config import TenantQuota, TenantsConfig
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, UnknownProfile
 from rollmesh.shared.ids import RandomIds

@@ -15,12 +15,11 @@ import pytest
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.sandbox_runtime.records import LENGTH, RECORD_BYTES
 from rollmesh.services.sandbox.branches import Branches
-from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig, SnapshotsConfig
 from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.sessions import SessionEnd, Sessions
 from rollmesh.services.sandbox.snapshots import SessionSnapshot, Snapshots
-from rollmesh.services.sandbox.snapshots_config import SnapshotsConfig
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, UnknownSession, UnknownSnapshot
 from rollmesh.shared.ids import RandomIds

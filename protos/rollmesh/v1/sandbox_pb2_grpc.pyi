@@ -54,7 +54,7 @@ class SandboxServiceStub:
     RunTests: _grpc.UnaryUnaryMultiCallable[_sandbox_pb2.RunTestsRequest, _sandbox_pb2.RunTestsResponse]
     """Judges a candidate by hidden tests: the candidate runs in a sandbox of its own and sees inputs, one at a time; expected
     results and checkers live in another, or in the service. Nothing the candidate prints, patches or leaves behind is a verdict.
-    Errors, all of them of the whole judgement and never a verdict: as the reasons of Work, as status, and
+    Errors, all of them of the whole judgment and never a verdict: as the reasons of Work, as status, and
       UNKNOWN_ORACLE (NOT_FOUND): the node's store has no such reference.
       BROKEN_ORACLE (FAILED_PRECONDITION): a checker or hidden test file does not load; mend the manifest.
     """
@@ -87,7 +87,7 @@ class SandboxServiceAsyncStub(SandboxServiceStub):
     RunTests: _aio.UnaryUnaryMultiCallable[_sandbox_pb2.RunTestsRequest, _sandbox_pb2.RunTestsResponse]  # type: ignore[assignment]
     """Judges a candidate by hidden tests: the candidate runs in a sandbox of its own and sees inputs, one at a time; expected
     results and checkers live in another, or in the service. Nothing the candidate prints, patches or leaves behind is a verdict.
-    Errors, all of them of the whole judgement and never a verdict: as the reasons of Work, as status, and
+    Errors, all of them of the whole judgment and never a verdict: as the reasons of Work, as status, and
       UNKNOWN_ORACLE (NOT_FOUND): the node's store has no such reference.
       BROKEN_ORACLE (FAILED_PRECONDITION): a checker or hidden test file does not load; mend the manifest.
     """
@@ -135,7 +135,7 @@ class SandboxServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_sandbox_pb2.RunTestsResponse, _abc.Awaitable[_sandbox_pb2.RunTestsResponse]]:
         """Judges a candidate by hidden tests: the candidate runs in a sandbox of its own and sees inputs, one at a time; expected
         results and checkers live in another, or in the service. Nothing the candidate prints, patches or leaves behind is a verdict.
-        Errors, all of them of the whole judgement and never a verdict: as the reasons of Work, as status, and
+        Errors, all of them of the whole judgment and never a verdict: as the reasons of Work, as status, and
           UNKNOWN_ORACLE (NOT_FOUND): the node's store has no such reference.
           BROKEN_ORACLE (FAILED_PRECONDITION): a checker or hidden test file does not load; mend the manifest.
         """

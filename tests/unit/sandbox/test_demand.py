@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.config import PoolsConfig, SandboxConfig
 from rollmesh.services.sandbox.engines.demand import Demand, shares
-from rollmesh.services.sandbox.pools_config import PoolsConfig
 from rollmesh.shared.clock import ManualClock
 
 HALFLIFE_S = 60.0

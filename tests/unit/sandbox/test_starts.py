@@ -73,7 +73,7 @@ async def test_beyond_the_queue_is_refused_with_a_time_to_come_back() -> None:
     starts = make(queued_max=2)
     crowd = Crowd(starts)
     await crowd.come("a1", "a2", "a3")
-    with pytest.raises(Overloaded, match="2 starts of sessions wait") as refused:
+    with pytest.raises(Overloaded, match="2 sessions already wait for a start") as refused:
         async with starts.permit("b"):
             pass
     assert (refused.value.retry_after_s, refused.value.metadata["tenant"]) == (0.5, "b")

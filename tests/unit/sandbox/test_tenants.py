@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.services.sandbox.config import SandboxConfig
+from rollmesh.services.sandbox.config import SandboxConfig, TenantQuota, TenantsConfig
 from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.sessions import Sessions
-from rollmesh.services.sandbox.tenants_config import TenantQuota, TenantsConfig
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Overloaded, SandboxFailed, UnknownSession
 from rollmesh.testing.fake_sandbox import FakeSandboxEngine
@@ -58,7 +57,7 @@ async def test_live_sessions_of_a_tenant_are_bounded_and_it_is_named() -> None:
     sessions, _, _ = make()
     await open_session(sessions, "a1", "a")
     await open_session(sessions, "a2", "a")
-    with pytest.raises(Overloaded, match="tenant 'a' has all its 2 sessions") as refused:
+    with pytest.raises(Overloaded, match="tenant 'a' has reached its quota of 2 sessions") as refused:
         await open_session(sessions, "a3", "a")
     assert (refused.value.retry_after_s, refused.value.metadata) == (0.25, {"tenant": "a"})
     await open_session(sessions, "b1", "b")
@@ -83,7 +82,7 @@ async def test_starts_of_a_tenant_are_bounded_while_they_last() -> None:
     sessions, engine, _ = make()
     slow = asyncio.create_task(open_session(sessions, "slow", "busy"))
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="all its 1 starts in flight"):
+    with pytest.raises(Overloaded, match="reached its quota of 1 starts in flight"):
         await open_session(sessions, "next", "busy")
     await open_session(sessions, "other", "other")
     engine.gate.set()
@@ -97,7 +96,7 @@ async def test_commands_of_a_tenant_are_bounded_and_closing_is_always_possible()
         await open_session(sessions, name, "busy")
     calls = [asyncio.create_task(sessions.call("s", "call", ["1+1"], 0)) for _ in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="all its 2 commands in flight"):
+    with pytest.raises(Overloaded, match="reached its quota of 2 commands in flight"):
         await sessions.call("t", "call", ["1+1"], 0)
     with pytest.raises(UnknownSession):
         await sessions.call("nobody's", "call", ["1+1"], 0)

@@ -1,4 +1,4 @@
-"""The candidate's side of a judgement: loads its file and answers one question at a time. Runs inside the candidate's jail.
+"""The candidate's side of a judgment: loads its file and answers one question at a time. Runs inside the candidate's jail.
 
 Nothing here knows an expected answer, a test's name or how many tests there are, and nothing here is trusted: the candidate
 shares the process and may replace any of it. All it gains is another answer, which the service compares like every answer.

@@ -1,4 +1,4 @@
-"""The oracle's side of a judgement by checker. Runs inside the oracle's jail, where no candidate's code ever is."""
+"""The oracle's side of a judgment by checker. Runs inside the oracle's jail, where no candidate's code ever is."""
 
 from __future__ import annotations
 

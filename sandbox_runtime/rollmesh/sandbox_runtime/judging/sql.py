@@ -1,4 +1,4 @@
-"""Runs one query on a fresh database for a judgement. The candidate's and the reference query have a session each.
+"""Runs one query on a fresh database for a judgment. The candidate's and the reference query have a session each.
 
 The database is made by the operator's statements, then read-only: an authorizer refuses everything but reading, so that a query can't
 attach files, change rows or set pragmas. Rows travel as JSON.

@@ -1,1 +1,1 @@
-"""The sandbox service: sessions with leases over an engine that makes jails."""
+"""The sandbox service: leased sessions over an engine that creates jails."""

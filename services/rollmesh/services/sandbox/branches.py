@@ -1,7 +1,8 @@
-"""Snapshot, fork and restore of sessions: leases on one side, snapshots on the other.
+"""Snapshot, fork and restore sessions: connects leases and snapshots.
 
-A fork is a session of its own from the beginning: own jail, place, lease, quota. A restore replaces the jail under a lease: the old
-one is gone before the new one is made, so a session never has two, and if the new one can't be made the session is lost.
+A fork is a separate session with its own jail, slot, lease and quota. A restore replaces the jail under a lease. It
+ends the old jail before it creates the new one, so a session never has two. If the new jail cannot be created, the
+session is lost.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rollmesh.shared.errors import InvalidInput
 
 
 class Branches:
-    """What the verbs about snapshots do."""
+    """Implements the snapshot commands of the service."""
 
     def __init__(self, engine: SandboxEngine, sessions: Sessions, snapshots: Snapshots) -> None:
         self._engine = engine
@@ -23,7 +24,7 @@ class Branches:
         self._snapshots = snapshots
 
     async def snapshot(self, session_id: str, *, ttl_s: float) -> SessionSnapshot:
-        """Save a session, which goes on. Raises UnknownSession, Overloaded, InvalidInput, SandboxFailed."""
+        """Save a session, which continues to run. Raises UnknownSession, Overloaded, InvalidInput, SandboxFailed."""
         async with self._sessions.using(session_id) as lease:
             return await self._snapshots.take(
                 self._engine,
@@ -37,7 +38,8 @@ class Branches:
     async def fork(
         self, session_id: str, snapshot_id: str, *, ttl_s: float, owner: str, holder: Holder | None = None
     ) -> None:
-        """A new session like the saved one, of the same tenant. Raises UnknownSnapshot, and as `Sessions.open`."""
+        """Open a new session from a snapshot, for the same tenant. Raises UnknownSnapshot and the errors of
+        `Sessions.open`."""
         with self._snapshots.using(snapshot_id) as snapshot:
             async with aclosing(snapshot.pieces()) as pieces:
                 await self._sessions.open(
@@ -52,12 +54,13 @@ class Branches:
                 )
 
     async def restore(self, session_id: str, snapshot_id: str) -> None:
-        """Put a session back. Raises UnknownSnapshot and InvalidInput before anything is done; afterwards what `open` raises."""
+        """Restore a session to a snapshot. Raises UnknownSnapshot and InvalidInput before any change, and afterwards
+        the errors of `Sessions.open`."""
         with self._snapshots.using(snapshot_id) as snapshot:
             async with self._sessions.using(session_id) as lease:
                 if snapshot.profile != lease.profile:
                     raise InvalidInput(
-                        f"snapshot {snapshot_id!r} is of profile {snapshot.profile!r}, the session of {lease.profile!r}"
+                        f"snapshot {snapshot_id!r} has profile {snapshot.profile!r}, but the session has {lease.profile!r}"
                     )
                 with self._sessions.replacing(session_id):
                     await self._engine.end(session_id)
@@ -65,5 +68,5 @@ class Branches:
                         await self._engine.open(session_id, lease.profile, lease.limits, pieces, tenant=lease.tenant)
 
     async def drop(self, snapshot_id: str) -> None:
-        """Forget a snapshot."""
+        """Drop a snapshot."""
         await self._snapshots.drop(snapshot_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 import msgspec
@@ -9,32 +10,55 @@ import msgspec
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.mechanisms import DRIVERS, LANDLOCK, MECHANISMS
 from rollmesh.services.sandbox.egress.config import EgressConfig
-from rollmesh.services.sandbox.pools_config import PoolsConfig
-from rollmesh.services.sandbox.repository_config import RepositoryConfig
-from rollmesh.services.sandbox.snapshots_config import SnapshotsConfig
-from rollmesh.services.sandbox.tenants_config import TenantsConfig
+
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class RepositoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Files of a repository. Every session gets its own copy at /session/<name>."""
+
+    path: str
+    """Absolute path of a git repository on the node, bare or with a working tree. It must belong to the service's user,
+    otherwise git rejects it."""
+    commit: str
+    """Full commit id, because a branch would give one profile two environments. Sessions get only the files of the
+    commit. The history could hold later commits with the solutions."""
+    name: str = "repository"
+    """Directory below /session."""
+
+    def __post_init__(self) -> None:
+        if not self.path.startswith("/"):
+            raise ValueError(f"repository.path must be absolute, got {self.path!r}")
+        if not _COMMIT.fullmatch(self.commit):
+            raise ValueError(f"repository.commit must be a full commit id in lower-case hex, got {self.commit!r}")
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(f"repository.name must be a plain directory name, got {self.name!r}")
 
 
 class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What sessions of a profile find ready. All of it is the operator's code, run once before containment."""
+    """The environment of a profile's sessions. All of it is code of the operator and runs once before containment."""
 
     preload: tuple[str, ...] = ()
-    """Modules imported ahead. More of them make a session's fork dearer (about 1 ms per 30 MB) and first imports free."""
+    """Modules imported before the fork. They make their import free for sessions, and a fork slower by about 1 ms per
+    30 MB."""
     library_paths: tuple[str, ...] = ()
-    """Absolute directories put on sys.path and shown read-only in the jail, e.g. a site-packages. Never one with secrets."""
+    """Absolute directories added to sys.path and readable in the jail, e.g. a site-packages. They must not contain
+    secrets."""
     tools: tuple[str, ...] = ()
     """Modules whose public functions every session can call."""
     prelude: str = ""
-    """Source executed once; every session starts with what it defines."""
+    """Source executed once per zygote; every session starts with its definitions."""
     library_lock: str = ""
-    """Absolute path of a file that stands for the content of `library_paths` in the environment's digest, e.g. a lock file of exact versions.
-    Empty: every file of them is hashed."""
+    """Absolute path of a file that represents the content of `library_paths` in the environment's digest, e.g. a lock
+    file with exact versions. If empty, every file of the libraries is hashed."""
     repository: RepositoryConfig | None = None
-    """Files of a repository at a commit, in every fresh session."""
+    """Repository whose files every new session gets."""
     egress: str = ""
-    """Policy of `egress` for what sessions may reach outside. Empty: nothing, and no socket that could lead there."""
+    """Name of a policy in `egress` for network access. If empty, sessions have no network access and no socket to a
+    proxy."""
     limits: dict[str, int | float] = {}
-    """Changes to the default limits, by field of `rollmesh.sandbox_runtime.limits.Limits`."""
+    """Limits that differ from the defaults, by field of `rollmesh.sandbox_runtime.limits.Limits`."""
 
     def __post_init__(self) -> None:
         known = {field.name for field in fields(Limits)}
@@ -49,7 +73,7 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         self.resolved_limits()
 
     def resolved_limits(self) -> Limits:
-        """The defaults with this profile's changes."""
+        """Return the default limits with this profile's changes."""
         return Limits(**self.limits)  # type: ignore[arg-type]
 
 
@@ -98,85 +122,181 @@ PROFILES = {
         },
     ),
 }
-"""The profiles every node has unless its configuration names others: plain Python, the demo's calculator, a shell with the host's
-compilers, and databases (duckdb too where `library_paths` and `preload` are changed to name it)."""
+"""Default profiles: plain Python, the calculator of the demo, a shell with the host's compilers, and databases (duckdb
+too if `library_paths` and `preload` name it)."""
+
+
+class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sessions created before they are requested, and the lifetime of idle zygotes."""
+
+    ready_max: int = 8
+    """Maximum number of ready sessions on a node, all profiles together; 0 disables them. Their number follows demand.
+    Each uses a slot that no live session needs, and a few MB. Profiles with egress have no ready sessions, because the
+    fork binds a session to its proxy."""
+    making_max: int = 2
+    """Maximum number of ready sessions being created at a time. More of them fill a pool faster and take more CPU from
+    live sessions. If `starts_inflight_max` is above 1, one start is reserved for requested sessions."""
+    by_profile: dict[str, int] = {}
+    """Maximum number of ready sessions by profile; other profiles are bounded by `ready_max` alone. 0 disables them for
+    a profile."""
+    halflife_s: float = 60.0
+    """Half-life of the measured demand, in seconds. A longer half-life keeps sessions ready over longer pauses between
+    bursts."""
+    zygote_idle_s: float = 600.0
+    """Seconds without an open after which a zygote without sessions ends, which frees its memory (tens of MB with large
+    preloads). The next open starts a new one in about 0.1 s. 0 keeps all zygotes. Zygotes named in `warm` always stay.
+    """
+
+    def __post_init__(self) -> None:
+        if self.halflife_s <= 0:
+            raise ValueError(f"halflife_s must be positive, got {self.halflife_s}")
+        if self.making_max < 1:
+            raise ValueError(f"making_max must be at least 1, got {self.making_max}; ready_max=0 keeps none")
+        numbers = {"ready_max": self.ready_max, "zygote_idle_s": self.zygote_idle_s}
+        numbers |= {f"by_profile.{name}": num for name, num in self.by_profile.items()}
+        for name, value in numbers.items():
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+
+
+class TenantQuota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Quota of one tenant. Requests beyond it are rejected as OVERLOADED with the name of the tenant. 0 means that only
+    the bound of the node applies."""
+
+    sessions_max: int = 0
+    """Live sessions, including those being opened."""
+    starts_inflight_max: int = 0
+    """Sessions being opened, including those that wait for a start."""
+    commands_inflight_max: int = 0
+    """Runs, calls and file transfers in progress, including those that wait for their session."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+
+
+class TenantsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Quotas by tenant. The workers of a run open sessions under the run's name. Sessions without a tenant share one
+    quota."""
+
+    default: TenantQuota = TenantQuota()
+    """Quota of each tenant that `by_name` does not list."""
+    by_name: dict[str, TenantQuota] = {}
+    """Quotas of individual tenants. Each replaces `default` completely."""
+
+    def quota(self, tenant: str) -> TenantQuota:
+        """Return the quota of a tenant."""
+        return self.by_name.get(tenant, self.default)
+
+
+class SnapshotsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Number, size and lifetime of the snapshots on a node."""
+
+    snapshots_max: int = 1024
+    """Maximum number of snapshots on the node. More are rejected as OVERLOADED; the node never drops one to free space."""
+    tenant_snapshots_max: int = 256
+    """Maximum number of snapshots per tenant. Sessions without a tenant count as one tenant."""
+    bytes_max: int = 8 << 30
+    """Maximum bytes of all snapshots, on the disk of the node's state directory."""
+    tenant_bytes_max: int = 2 << 30
+    """Maximum bytes of the snapshots of one tenant."""
+    snapshot_bytes_max: int = 256 << 20
+    """Maximum bytes of one snapshot, files and pickled values together."""
+    ttl_s: float = 600.0
+    """Default time to live: seconds without a fork or restore after which a snapshot is dropped."""
+    ttl_s_max: float = 7200.0
+    """Maximum time to live that a request may set, in seconds."""
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"snapshots.{name} must be positive, got {getattr(self, name)}")
+        if self.ttl_s > self.ttl_s_max:
+            raise ValueError(f"snapshots.ttl_s must not exceed snapshots.ttl_s_max {self.ttl_s_max}, got {self.ttl_s}")
 
 
 class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One node: its places, leases and profiles."""
+    """Settings of one node: slots, leases and profiles."""
 
     engine: str = "jail"
-    """`jail`; `landlock`, for hosts that forbid namespaces: it holds less, see docs/sandbox.md; `none`: no isolation, for code that is
-    trusted with the host; `fake`: the calculator in the service's own process, for tests."""
+    """Driver: `jail`; `landlock`, which guarantees less, for hosts that forbid namespaces (see docs/sandbox); `none`,
+    without isolation, for trusted code; or `fake`, the calculator in the service's process, for tests."""
     sessions_dir: str = ""
-    """Absolute directory that every user can enter, where `landlock` and `none` make a private directory per session. Empty: the system's
-    temporary directory. Sessions are not bounded in bytes there: give it a file system of its own."""
+    """Absolute directory that every user can enter, in which `landlock` and `none` create a private directory per
+    session. If empty, the temporary directory of the system. These sessions have no bound on disk use, so use a
+    separate file system."""
     without: tuple[str, ...] = ()
-    """Walls given up, by the names that `rollmesh doctor` shows: the service starts without them, and says so at each start. By default
-    it refuses to start where one that the engine requires does not stand."""
+    """Mechanisms to disable, by the names that `rollmesh doctor` shows. The service starts without them and logs them
+    at each start. If a required mechanism is missing and not disabled, the service does not start."""
     profiles: dict[str, ProfileConfig] = msgspec.field(default_factory=lambda: dict(PROFILES))
-    """By name."""
+    """Profiles by name."""
     egress: dict[str, EgressConfig] = {}
-    """Egress policies by name, for profiles to name."""
+    """Egress policies by name. Profiles refer to them."""
     warm: tuple[str, ...] = ()
-    """Profiles whose zygote starts with the service (about 0.1 s each); others start at their first session."""
+    """Profiles whose zygotes start with the service (about 0.1 s each). Other zygotes start with their first session."""
     sessions_max: int = 256
-    """Live sessions; more are refused as OVERLOADED. Each costs about 3 MB and a uid."""
+    """Maximum number of live sessions; more are rejected as OVERLOADED. Each costs about 3 MB and a uid."""
     starts_inflight_max: int = 4
-    """Sessions being made at a time: a storm of starts must not starve the calls of live sessions."""
+    """Maximum number of sessions being created at a time. It leaves CPU for the calls of live sessions when many
+    sessions start."""
     starts_queued_max: int = 256
-    """Sessions that wait to be made; more are refused as OVERLOADED. Tenants are served in turn."""
+    """Maximum number of sessions that wait for a start; more are rejected as OVERLOADED. Tenants are served
+    round-robin."""
     pools: PoolsConfig = PoolsConfig()
-    """Sessions kept ready ahead of demand, and the end of unused zygotes."""
+    """Ready sessions and the lifetime of zygotes."""
     tenants: TenantsConfig = TenantsConfig()
     """Quotas of tenants."""
     ttl_s: float = 120.0
-    """Seconds without use after which a session is ended, where its opener names none."""
+    """Default time to live: seconds without use after which a session ends."""
     ttl_s_max: float = 3600.0
-    """Longest time to live an opener may ask for."""
+    """Maximum time to live that a request may set, in seconds."""
     orphan_s: float = 60.0
-    """Seconds without use after which a session is ended whose stream broke, if that is sooner: its worker has probably died, and its
-    places are wanted. Long enough for a worker that lives to come back to it with the next call."""
+    """Seconds without use after which a session ends whose stream broke, if that is sooner than its time to live. The
+    worker has probably crashed, and others need the slot. A running worker can return with its next call in this time.
+    """
     reap_every_s: float = 1.0
-    """Time between looks for expired sessions: how late one may end."""
+    """Seconds between checks for expired sessions, and so the maximum delay of their end."""
     grace_s: float = 1.0
-    """Between the moment the jail interrupts code that is out of time and the moment the service kills the session."""
+    """Seconds between the interrupt of code that is out of time and the kill of its session."""
     start_timeout_s: float = 30.0
-    """For a zygote to import its preloads and contain itself, and for a session to be made."""
+    """Timeout for a zygote to import its preloads and contain itself, and for the start of a session, in seconds."""
     retry_after_s: float = 0.5
-    """What a refused opener is told to wait."""
+    """Back-off that rejected callers should use, in seconds."""
     commands_inflight_max: int = 256
-    """Commands of one stream in progress; then the stream is not read."""
+    """Maximum number of commands in progress per stream; the service then stops reading the stream."""
     files_bytes_max: int = 4 << 20
-    """Bytes of files in one message, each way."""
+    """Maximum bytes of files in one message, in each direction."""
     snapshots: SnapshotsConfig = SnapshotsConfig()
-    """Quotas of saved sessions."""
+    """Quotas of snapshots."""
     drain_s: float = 120.0
-    """After a command to drain: how long open sessions may go on, seconds; those that are left end, and their episodes are tried again
-    elsewhere."""
+    """Seconds that open sessions may continue after a drain command. The remaining sessions are then ended, and their
+    episodes are retried elsewhere."""
     stop_s: float = 2.0
-    """How long commands in progress may go on when the node stops; then their sessions are ended."""
+    """Seconds that commands in progress may continue when the node stops. Their sessions are then ended."""
     uid_base: int = 0
-    """As root: session in place n runs as uid and gid uid_base + n. 0 takes a range that no other sandbox node on this host holds
-    and that systemd's allocation leaves unused (60578-61183, then 65536-524287). `landlock` and `none` take two uids per place. As an ordinary user each session gets a user
-    namespace instead."""
+    """First uid of sessions if the service runs as root: the session in slot n has uid and gid uid_base + n. 0 claims a
+    range that no other sandbox node on this host uses and that systemd does not allocate (60578-61183, then
+    65536-524287). `landlock` and `none` use two uids per slot. Without root, each session gets a user namespace
+    instead.
+    """
     cgroups: bool = True
-    """Bound each session's memory and processes by cgroup where one is writable."""
+    """Whether to bound the memory and processes of each session by control groups, where they are writable."""
     oracles: str = ""
-    """Directory, or JSONL file, with the manifests of hidden tests (`oracle/store.py` has the layout). Read by the service alone: it must
-    lie outside everything that jails are shown. Empty means that callers send manifests with their candidates."""
-    judgements_inflight_max: int = 16
-    """Judgements under way; each holds at most two sessions at a time."""
-    judgements_queued_max: int = 1024
-    """Judgements that wait for one of those places; more are refused as OVERLOADED."""
+    """Directory or JSONL file with the manifests of hidden tests (`oracle/store.py` describes the layout). Only the
+    service reads it, and no jail may be able to see it. If empty, callers send manifests with their candidates."""
+    judgments_inflight_max: int = 16
+    """Maximum number of judgments in progress. Each uses at most two sessions at a time."""
+    judgments_queued_max: int = 1024
+    """Maximum number of waiting judgments; more are rejected as OVERLOADED."""
     python: str = ""
-    """Interpreter of the zygotes; empty means the service's own. It must be readable by the service's user."""
+    """Path of the interpreter of the zygotes, readable by the service's user. If empty, the interpreter of the service."""
 
     def __post_init__(self) -> None:
         for name in (
             "sessions_max", "starts_inflight_max", "starts_queued_max", "ttl_s", "orphan_s", "reap_every_s", "grace_s", "start_timeout_s",
-            "retry_after_s", "drain_s", "stop_s", "commands_inflight_max", "files_bytes_max", "judgements_inflight_max",
-            "judgements_queued_max",
+            "retry_after_s", "drain_s", "stop_s", "commands_inflight_max", "files_bytes_max", "judgments_inflight_max",
+            "judgments_queued_max",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

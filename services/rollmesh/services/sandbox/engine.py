@@ -1,11 +1,11 @@
-"""The engine port: what the sandbox service asks of whatever contains foreign code.
+"""The engine port: the interface between the sandbox service and an implementation that contains foreign code.
 
-An engine makes, uses and ends sessions; it knows nothing of owners, leases and streams. One conformance suite
-(`tests/conformance/test_sandbox_engine.py`) runs on every engine. What a program did, good or bad, is a `RunResult`; what
-went wrong with the jail itself is `SandboxFailed`: an infra failure, never held against the program.
+An engine creates, uses and ends sessions. It does not know owners, leases or streams. One conformance suite
+(`tests/conformance/test_sandbox_engine.py`) runs on every engine. A `RunResult` describes what a program did.
+`SandboxFailed` reports an error of the jail, which is an infrastructure failure and never counts against the program.
 
-Every method runs on the event loop, must not block it, and ends within the limits of the session plus a grace. Cancelling a
-`run` or `call` ends the session, since its state is then unknown.
+Every method runs on the event loop, does not block it, and ends within the limits of the session plus a grace period.
+Cancelling a `run` or `call` ends the session, because its state is then unknown.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
 
 SavePiece = Callable[[bytes], Awaitable[None]]
-"""Takes the bytes of a snapshot, one piece at a time."""
+"""Callback that stores one piece of a snapshot."""
 
 
 class SnapshotTooLarge(Exception):
-    """The session does not fit into the bytes allowed. `Snapshots` knows whose fault that is."""
+    """The session exceeds the allowed bytes. `Snapshots` decides which quota is the cause."""
 
 
 class RunOutcome(Enum):
-    """How a piece of code ended. All of these are the program's own doing."""
+    """How a command ended. All outcomes are caused by the program itself."""
 
     OK = "ok"
     ERROR = "error"
-    """It raised."""
+    """It raised an exception or exited with a non-zero status."""
     TIME = "time"
-    """Wall or CPU time used up."""
+    """It used up its wall or CPU time."""
     MEMORY = "memory"
     PROCESSES = "processes"
     OUTPUT = "output"
     """It printed more than the flood limit."""
     EXITED = "exited"
-    """It ended its own session: os._exit, a fatal signal, or garbage on the session's socket."""
+    """It ended its session by os._exit, a fatal signal, or invalid data on the session's socket."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What one piece of code did. Texts are cut at the session's `output_bytes` and `truncated` then says so."""
+    """Result of one command. Texts are cut at the session's `output_bytes`, and `truncated` is then True."""
 
     outcome: RunOutcome
     stdout: str = ""
@@ -54,60 +54,62 @@ class RunResult:
     error_type: str = ""
     error_message: str = ""
     traceback: str = ""
-    """With the user's own line numbers and source lines."""
+    """With the line numbers and source lines of the user's code."""
     truncated: bool = False
     wall_s: float = 0.0
     """Seconds inside the jail."""
     cpu_s: float = 0.0
-    """CPU seconds of the interpreter or the program, and of those of its children that it has waited for."""
+    """CPU seconds of the interpreter or program and of the children that it has reaped."""
     exit_status: int = 0
-    """Of the program, or minus the signal that ended it; 0 where the language has none."""
+    """Exit status of the program, or minus the signal that ended it; 0 if the language has no exit status."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Those of `Program.return_paths` that exist as regular files, cut at the node's limit; `truncated` then says so."""
+    """The files of `Program.return_paths` that exist as regular files, cut at the limit of the node; `truncated` is
+    then True."""
     session_alive: bool = True
 
 
 OnOutput = Callable[[int, str], None]
-"""Gets a piece of output: its descriptor (1 or 2) and its text. Must not wait."""
+"""Callback for a piece of output: descriptor (1 or 2) and text. It must not block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCounts:
-    """Sessions kept ready ahead of demand. made = taken + dropped + the sum of `ready`."""
+    """Counters of ready sessions. made = taken + dropped + the sum of `ready`."""
 
     ready: Mapping[str, int] = field(default_factory=dict)
-    """Now, by profile."""
+    """Current number by profile."""
     made: int = 0
     taken: int = 0
-    """Opens that found one ready."""
+    """Opens that got a ready session."""
     missed: int = 0
-    """Opens that one would have served and that found none."""
+    """Opens that a ready session could have served, but none existed."""
     dropped: int = 0
-    """Ended unused: no longer wanted, their place wanted, or lost with their zygote."""
+    """Ready sessions that ended unused: no longer needed, evicted for their slot, or lost with their zygote."""
 
 
 class SandboxEngine(Protocol):
-    """Sessions by id. Ids are the caller's and unique among live sessions."""
+    """Sessions by id. The caller chooses ids, which are unique among live sessions."""
 
     async def start(self) -> None:
-        """Make ready and clear what an earlier life left. Raises SandboxFailed where this host can't contain."""
+        """Start the engine and clean up after a crashed predecessor. Raises SandboxFailed if this host cannot contain
+        sessions."""
         ...
 
     async def close(self) -> None:
-        """End every session; nothing of them is left when this returns."""
+        """End every session. When this returns, none of their processes is left."""
         ...
 
     @property
     def num_queued(self) -> int:
-        """Sessions that wait for their turn to be made."""
+        """Number of sessions that wait for their start."""
         ...
 
     def pool_counts(self) -> PoolCounts:
-        """Of sessions kept ready; all zero where none are."""
+        """Return the counters of ready sessions; all 0 if the engine has none."""
         ...
 
     def limits(self, profile: str) -> Limits:
-        """A profile's limits, which are also the most a session may ask for. Raises UnknownProfile."""
+        """Return the limits of a profile, which are also the maximum for its sessions. Raises UnknownProfile."""
         ...
 
     async def open(
@@ -119,40 +121,43 @@ class SandboxEngine(Protocol):
         *,
         tenant: str = "",
     ) -> None:
-        """A fresh session, brought to the state of a snapshot of the same profile if one is given. Where starts must wait for
-        each other, tenants take turns; egress counts against the tenant's rate.
+        """Open a fresh session, restored from a snapshot of the same profile if one is given. Waiting starts are served
+        round-robin by tenant. Egress counts against the rate of the tenant.
 
-        Raises SandboxFailed if the jail can't be made, Overloaded without a free place, InvalidInput for a snapshot that does not
-        load, and what `snapshot` raises; no session is left then.
+        Raises SandboxFailed if the jail cannot be created, Overloaded without a free slot, InvalidInput if the snapshot
+        does not load, and the errors of `snapshot`. After an error no session is left.
         """
         ...
 
     async def snapshot(self, session_id: str, bytes_max: int, save: SavePiece) -> tuple[str, ...]:
-        """Hand the session's files and python state to `save`, opaque bytes, at most `bytes_max`; the session goes on.
+        """Pass the session's files and Python state to `save` as opaque bytes, at most `bytes_max`. The session
+        continues.
 
-        Returns what could not be saved. Raises SnapshotTooLarge, InvalidInput, UnknownSession, SandboxFailed, and what
-        `save` raises, which ends the session.
+        Returns the names that could not be saved. Raises SnapshotTooLarge, InvalidInput, UnknownSession, SandboxFailed,
+        and the errors of `save`, which end the session.
         """
         ...
 
     async def run(
         self, session_id: str, program: Program, wall_s: float, on_output: OnOutput | None = None
     ) -> RunResult:
-        """Execute source text; `on_output` gets what it prints, as far as it is kept, while it prints it. Raises SandboxFailed if the jail was lost, UnknownSession, InvalidInput for a language not here."""
+        """Execute source text. `on_output` gets the retained output while it is printed. Raises SandboxFailed if the
+        jail was lost, UnknownSession, and InvalidInput for a language that this host lacks."""
         ...
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
-        """Call a function that the profile or earlier code defined. Also raises InvalidInput if there is none."""
+        """Call a function that the profile or earlier code defined. Also raises InvalidInput if it does not exist."""
         ...
 
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
-        """Write files by relative path. Raises InvalidInput if the session refuses them (full, not a directory, ...)."""
+        """Write files by relative path. Raises InvalidInput if the session rejects them (disk full, not a directory,
+        ...)."""
         ...
 
     async def get_files(self, session_id: str, paths: Sequence[str], bytes_max: int) -> dict[str, bytes]:
-        """Read files. Raises InvalidInput for a missing one or more than `bytes_max` bytes together."""
+        """Read files. Raises InvalidInput for a missing file or more than `bytes_max` bytes in total."""
         ...
 
     async def end(self, session_id: str) -> None:
-        """End a session and all its processes; unknown ids are ignored. Nothing of it is left when this returns."""
+        """End a session and all its processes; ignore unknown ids. When this returns, none of its processes is left."""
         ...

@@ -1,4 +1,5 @@
-"""The digest of a profile's environment: what a result depends on beside the code that ran. Blocking: call from a thread."""
+"""Compute the digest of a profile's environment: everything that a result depends on besides the executed code.
+Blocking: call from a thread."""
 
 from __future__ import annotations
 
@@ -21,10 +22,12 @@ _SKIPPED = "__pycache__"
 
 
 def environment_digest(profile: ProfileConfig, python: str = "") -> str:
-    """SHA-256 over the profile, the sources of its tools, its libraries' files, the repository's commit, and interpreter and machine.
+    """Return the SHA-256 of the profile, its tools' sources, its libraries' files, the repository's commit, the
+    interpreter and the machine.
 
-    `python` is `SandboxConfig.python`. Libraries count by their content, or, where the profile names a `library_lock`, by that file's.
-    Not in it: the host's /usr and kernel; and of a repository where it lies, since the commit says all. Raises OSError.
+    `python` is `SandboxConfig.python`. Libraries are hashed by content, or by `library_lock` if the profile names one.
+    The digest does not cover the host's /usr and kernel, or the path of the repository, because the commit determines
+    its files. Raises OSError.
     """
     digest = hashlib.sha256()
     declared = msgspec.to_builtins(profile)
@@ -52,7 +55,7 @@ def _interpreter(python: str) -> str:
 
 
 def _sources(profile: ProfileConfig) -> Iterator[tuple[str, str]]:
-    """Tools of the operator are found on the service's path, others in the profile's libraries, which are counted as such."""
+    """Hash the tools on the service's path. Other tools are in the profile's libraries, which are hashed there."""
     for name in profile.tools:
         try:
             spec = importlib.util.find_spec(name)

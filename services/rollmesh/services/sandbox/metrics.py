@@ -6,7 +6,7 @@ from rollmesh.services.sandbox.egress import metrics as egress
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.shared.telemetry.metrics import count, counter, gauge, histogram, observe
 
-CREATED = counter("rollmesh_sandbox_sessions_created_total", "Sessions asked for and admitted.")
+CREATED = counter("rollmesh_sandbox_sessions_created_total", "Admitted sessions.")
 LIVE = gauge("rollmesh_sandbox_sessions_live", "Sessions open or being opened.")
 ENDED = counter(
     "rollmesh_sandbox_sessions_ended_total",
@@ -14,19 +14,21 @@ ENDED = counter(
     "end",
 )
 START_SECONDS = histogram("rollmesh_sandbox_session_start_seconds", "Time to open a session.")
-QUEUED = gauge("rollmesh_sandbox_starts_queued", "Sessions that wait for their turn to be started.")
-START_WAIT_SECONDS = histogram("rollmesh_sandbox_start_wait_seconds", "Wait of a session for its turn to be started.")
-READY = gauge("rollmesh_sandbox_pool_ready", "Sessions kept ready for whoever opens one.", "profile")
+QUEUED = gauge("rollmesh_sandbox_starts_queued", "Sessions that wait for their start.")
+START_WAIT_SECONDS = histogram("rollmesh_sandbox_start_wait_seconds", "Time that a session waits for its start.")
+READY = gauge("rollmesh_sandbox_pool_ready", "Ready sessions by profile.", "profile")
 POOL_OPENS = counter(
-    "rollmesh_sandbox_pool_opens_total", "Opens that a ready session could serve: hit (there was one), miss.", "found"
+    "rollmesh_sandbox_pool_opens_total",
+    "Opens that a ready session can serve: hit if one existed, otherwise miss.",
+    "found",
 )
-POOL_MADE = counter("rollmesh_sandbox_pool_made_total", "Sessions made ahead: made = hits + dropped + ready.")
-POOL_DROPPED = counter("rollmesh_sandbox_pool_dropped_total", "Ready sessions ended unused.")
+POOL_MADE = counter("rollmesh_sandbox_pool_made_total", "Ready sessions created: made = hits + dropped + ready.")
+POOL_DROPPED = counter("rollmesh_sandbox_pool_dropped_total", "Ready sessions that ended unused.")
 COMMANDS = counter("rollmesh_sandbox_commands_total", "Runs and calls by outcome.", "outcome")
 COMMAND_SECONDS = histogram("rollmesh_sandbox_command_seconds", "Wall time of runs and calls in the jail.", "outcome")
 KILLS = counter(
     "rollmesh_sandbox_kills_total",
-    "Sessions ended for a limit that a command met, by the limit: time, memory, processes, output.",
+    "Sessions ended because a command reached a limit: time, memory, processes, output.",
     "reason",
 )
 _LIMITS = (RunOutcome.TIME, RunOutcome.MEMORY, RunOutcome.PROCESSES, RunOutcome.OUTPUT)
@@ -49,7 +51,7 @@ METRICS = (
 
 
 def note_result(result: RunResult) -> None:
-    """Count what a command did."""
+    """Count the outcome of a command."""
     outcome = result.outcome.name.lower()
     count(COMMANDS, outcome)
     observe(COMMAND_SECONDS, result.wall_s, outcome)

@@ -32,7 +32,8 @@ from rollmesh.v1 import coordinator_pb2, sandbox_pb2_grpc
 
 
 class SandboxCore:
-    """What a node serves. `state_dir` is its own and kept over restarts: leftovers of an earlier life are found through it."""
+    """Engine, sessions, snapshots and servicer of a node. `state_dir` belongs to this node alone and persists over
+    restarts, so that a restart can clean up after a crash."""
 
     def __init__(
         self,
@@ -61,11 +62,11 @@ class SandboxCore:
 
     @property
     def num_queued(self) -> int:
-        """Sessions that wait for their turn to be made."""
+        """Number of sessions that wait for their start."""
         return self._engine.num_queued
 
     def pool_counts(self) -> PoolCounts:
-        """Of sessions kept ready."""
+        """Return the counters of ready sessions."""
         return self._engine.pool_counts()
 
     async def __aenter__(self) -> Self:

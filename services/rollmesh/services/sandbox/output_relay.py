@@ -1,7 +1,8 @@
-"""What a command prints, on its way to the client of its stream.
+"""Relay the output of a command to the client of its stream.
 
-The queue of a stream holds at most one relay per command; what comes while it waits there joins what it has. So a client that reads
-slowly makes nobody wait and nothing grow: a command has at most its kept output here, since the engine passes on no more than that.
+The queue of a stream holds at most one relay per command. Output that arrives while the relay is queued is appended to
+it. A slow client therefore neither blocks commands nor grows the queue: the engine emits at most the retained output of
+a command.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import asyncio
 from rollmesh.v1 import sandbox_pb2
 
 _CHARACTER_BYTES_MAX = 4
-"""In UTF-8."""
+"""Maximum size of a character in UTF-8."""
 
 
 class OutputRelay:
-    """For one command. `pass_on` is what the engine calls; a message of a stream has at most `bytes_max` bytes of text."""
+    """Relay of one command. The engine calls `pass_on`. A message has at most `bytes_max` bytes of text."""
 
     def __init__(self, request: sandbox_pb2.WorkRequest, answers: asyncio.Queue[Answer], bytes_max: int) -> None:
         self._chars_max = max(1, bytes_max // _CHARACTER_BYTES_MAX)
@@ -25,7 +26,7 @@ class OutputRelay:
         self._pieces: list[tuple[int, list[str]]] = []
 
     def pass_on(self, descriptor: int, text: str) -> None:
-        """Queue a piece, behind what was queued before."""
+        """Append a piece to the queued output."""
         if not self._pieces:
             self._answers.put_nowait(self)
         if not self._pieces or self._pieces[-1][0] != descriptor:
@@ -33,7 +34,7 @@ class OutputRelay:
         self._pieces[-1][1].append(text)
 
     def take(self) -> list[sandbox_pb2.WorkResponse]:
-        """All that waits, in order."""
+        """Return all queued output in order."""
         pieces, self._pieces = self._pieces, []
         return [
             sandbox_pb2.WorkResponse(
@@ -48,4 +49,4 @@ class OutputRelay:
 
 
 Answer = sandbox_pb2.WorkResponse | OutputRelay | None
-"""In a stream's queue: an answer that is a request's last, output ahead of one, or the end."""
+"""Element of a stream's queue: a final response, output before one, or None at the end."""

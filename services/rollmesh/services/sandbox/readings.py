@@ -9,7 +9,7 @@ from rollmesh.shared.telemetry.metrics import Reading
 
 
 async def read(node: SandboxNode) -> list[Reading]:
-    """The books of sessions: created = live + the sum of ends."""
+    """Read the session counters: created = live + the sum of ends."""
     counts = node.core.sessions.counts()
     return [
         Reading(CREATED, counts.created),

@@ -1,11 +1,12 @@
-"""The files of a repository at a commit, checked out once per node and unpacked into each fresh session that wants them.
+"""Check out the files of a repository at a commit once per node and unpack them into each fresh session that needs
+them.
 
-An image has the form of a snapshot without python state, so a session gets it by the way a fork gets its files: unpacked inside the
-jail, into the private directory, within disk_bytes and inodes_max. That works alike for root and ordinary users,
-and a session's changes are its own and part of its snapshots. Images are keyed by commit and name and kept over restarts.
+An image has the format of a snapshot without Python state, so a session gets it as a fork gets its files: unpacked
+inside the jail, into the private directory, within disk_bytes and inodes_max. This works with and without root. Changes
+of a session are private and part of its snapshots. Images are keyed by commit and name and persist over restarts.
 
-git runs on the service's side, on the operator's repository, with hooks and the reader's configuration switched off. Submodules are empty
-directories; content filters (LFS) that the repository's own configuration does not define leave pointers.
+git runs in the service, on the operator's repository, with hooks and user configuration disabled. Submodules are empty
+directories. Content filters (LFS) that the repository's configuration does not define leave pointers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import BinaryIO
 
 from rollmesh.sandbox_runtime import tree
 from rollmesh.sandbox_runtime.records import RecordWriter, TooLarge
-from rollmesh.services.sandbox.repository_config import RepositoryConfig
+from rollmesh.services.sandbox.config import RepositoryConfig
 from rollmesh.shared.errors import SandboxFailed
 
 _GIT_S = 300.0
@@ -36,18 +37,18 @@ _ENVIRONMENT = {
 
 
 class RepositoryImages:
-    """Images in `directory`, which is theirs alone."""
+    """Images in `directory`, which contains nothing else."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._lock = asyncio.Lock()
 
     async def image(self, repository: RepositoryConfig, bytes_max: int) -> AsyncGenerator[bytes]:
-        """An image, for a fresh session; made at its first use. Raises SandboxFailed with what git said."""
+        """Return an image for a fresh session; the first use creates it. Raises SandboxFailed with the output of git."""
         return _pieces(await self._made(repository, bytes_max))
 
     async def _made(self, repository: RepositoryConfig, bytes_max: int) -> Path:
-        key = f"{repository.name}\0{repository.commit}"  # a commit's id says what its files are, wherever it lies
+        key = f"{repository.name}\0{repository.commit}"  # the commit id determines the files, whatever the path of the repository
         path = self._directory / hashlib.sha256(key.encode()).hexdigest()
         async with self._lock:
             if not await asyncio.to_thread(path.exists):
@@ -78,7 +79,8 @@ def _make(repository: RepositoryConfig, path: Path, bytes_max: int) -> None:
 
 
 def _check_out(repository: RepositoryConfig, scratch: Path) -> None:
-    """Through an index of its own: the repository itself is only read. `git archive` would leave out what export-ignore names."""
+    """Check out through a temporary index, so that the repository is only read. `git archive` would omit paths with
+    export-ignore."""
     target = scratch / "tree" / repository.name
     target.mkdir(parents=True)
     for arguments in (

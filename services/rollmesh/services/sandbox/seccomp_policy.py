@@ -1,26 +1,26 @@
-"""Which system calls a session may make: an allow list, compiled to BPF by libseccomp, once per node.
+"""The system calls that a session may make: an allow list that libseccomp compiles to BPF, once per node.
 
-What is not listed does not exist: ENOSYS, so that a libc that is newer than this list falls back to older calls. What is known
-and dangerous is refused: EPERM. `clone3` is ENOSYS too, since its flags lie in memory where no filter can read them; libc
-then uses `clone`, whose flags are checked. Calls of a foreign architecture kill the process.
+A call that is not listed returns ENOSYS, so that a newer libc falls back to older calls. A call that is known to be
+dangerous returns EPERM. `clone3` returns ENOSYS too, because its flags are in memory, where no filter can read them;
+libc then uses `clone`, whose flags are checked. Calls of a foreign architecture kill the process. Arguments of which
+the kernel reads 32 bits are compared in 32 bits, because otherwise a set upper half would evade the comparison.
 
-Arguments of which the kernel reads 32 bits are compared in 32 bits: otherwise a set upper half would slip past the comparison.
+The list contains the calls that python, bash, gcc, g++, node, sqlite, duckdb and numpy were observed to need, and
+similar calls. It excludes other processes' memory, mounts, namespaces, kernel modules, keys, clocks, BPF (also as a
+socket option), io_uring, memory that no limit counts (memfd, System V), watches on files that the host and other
+sessions share (inotify, dnotify), calls that wait for the host's disks (sync), calls that read or change its page cache
+(fadvise, preadv2), and sockets except connected pairs. A session gets network access only as a connected descriptor.
 
-Allowed is what python, bash, gcc, g++, node, sqlite, duckdb and numpy were seen to need, with room for their kin. Out of reach stay
-other processes' memory, mounts, namespaces, kernel modules, keys, clocks, BPF (as an option of a socket too), io_uring, memory that no
-limit counts (memfd, System V), watches on files, which the host and other sessions share (inotify, dnotify), what waits for the host's
-disks (sync) or tells and changes what its page cache holds (fadvise, preadv2), and sockets, but for connected pairs; what a session may
-reach outside comes to it as a connected descriptor.
-
-Record locks stay allowed, though the kernel counts them in no limit: sqlite and duckdb open no database without them, and answering
-that a lock is taken without taking it would corrupt databases that two processes write. They cost time that grows with their number and
+Record locks stay allowed, although the kernel counts them in no limit: sqlite and duckdb cannot open a database without
+them, and a faked lock would corrupt databases that two processes write. Their cost grows with their number, and they
 end with the session.
 
-Where a session shares its uid with others and no namespace hides them (`shares_uid`), the uid permits what neither Landlock nor signals'
-rules hold back: limits and priorities of other processes, modes, owners and times of files. There the first are allowed for the caller
-alone, the second not at all.
+If a session shares its uid with other processes and no namespace hides them (`shares_uid`), the uid permits operations
+that neither Landlock nor signal scoping prevents: limits and priorities of other processes, and modes, owners and times
+of files. The filter then allows the first for the caller alone and rejects the second.
 
-The service compiles, the jail installs (`rollmesh.sandbox_runtime.seccomp`). Not covered: a kernel bug behind an allowed call.
+The service compiles the filter and the jail installs it (`rollmesh.sandbox_runtime.seccomp`). Not covered: kernel bugs
+behind allowed calls.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _PAIRED_SOCKETS = """
     getpeername getsockname getsockopt recvfrom recvmmsg recvmsg sendmmsg sendmsg sendto shutdown
 """
 ALLOWED = _words(f"{_FILES} {_WAITING} {_MEMORY} {_PROCESSES} {_TIME} {_PAIRED_SOCKETS}")
-"""Whatever their arguments."""
+"""Calls that are allowed with any arguments."""
 
 REFUSED = _words("""
     accept accept4 acct add_key adjtimex bind bpf chroot clock_adjtime clock_settime connect delete_module fanotify_init
@@ -92,10 +92,11 @@ REFUSED = _words("""
     setdomainname sethostname setns settimeofday shmat shmctl shmdt shmget socket stime swapoff swapon sync syncfs syslog umount
     umount2 unshare uselib userfaultfd vhangup vmsplice
 """)
-"""Known and refused: EPERM. The rest of the kernel's calls are ENOSYS."""
+"""Calls that return EPERM. All other calls return ENOSYS."""
 
 UNSUPPORTED = ("setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr")
-"""EOPNOTSUPP, as on a file system without them: they hold bytes that no limit counts, and `cp -p` then goes without."""
+"""Calls that return EOPNOTSUPP, as on a file system without extended attributes, because no limit counts their bytes.
+`cp -p` then continues without them."""
 
 _FILE_OWNERS = frozenset(
     _words("""
@@ -107,7 +108,7 @@ _PROCESS_OWNERS = frozenset(
     prlimit64 sched_setaffinity sched_setattr sched_setparam sched_setscheduler setpriority
 """)
 )
-"""What owning a file or a process permits."""
+"""Calls that the ownership of a file or a process permits."""
 
 _IOCTLS = (
     0x5401, 0x5402, 0x5403, 0x5404,  # TCGETS, TCSETS, TCSETSW, TCSETSF
@@ -120,7 +121,7 @@ _IOCTLS = (
     0x802C542A, 0x402C542B, 0x402C542C, 0x402C542D,  # TCGETS2, TCSETS2, TCSETSW2, TCSETSF2
 )  # fmt: skip
 _REFUSED_IOCTLS = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX: typing into the terminal of somebody else."""
+"""TIOCSTI and TIOCLINUX: type into the terminal of another process."""
 _PRCTLS = (
     1, 2, 3, 7, 15, 16,  # PDEATHSIG set and get, GET_DUMPABLE, GET_KEEPCAPS, NAME set and get
     21, 23, 27, 29, 30, 38, 39,  # GET_SECCOMP, CAPBSET_READ, GET_SECUREBITS, TIMERSLACK set and get, NO_NEW_PRIVS set and get
@@ -138,14 +139,15 @@ _OTHER_FCNTLS = (1030, 1031, 1032)
 """F_DUPFD_CLOEXEC, F_SETPIPE_SZ, F_GETPIPE_SZ."""
 _SOCKET_LEVEL = 1
 _SOCKET_OPTIONS = ((0xFFFFFFF0, 0), (0xFFFFFFF8, 16))
-"""As masks and values: 0 to 15 and 16 to 23, sizes, credentials and timeouts of buffers among them. Above are those that attach programs."""
+"""Masks and values of allowed options: 0 to 15 and 16 to 23, among them buffer sizes, credentials and timeouts. Options
+above attach programs."""
 _FILE_KIND, _FIFO, _REGULAR, _DEVICES = 0o170000, 0o010000, 0o100000, (0o020000, 0o060000)
 _INT = 0xFFFFFFFF
 _UNIX = 1
 _PAIR_TYPES, _OTHER_TYPES = (1, 5), (2, 3, 4)
-"""Stream and sequenced packets; datagrams, raw and reliable datagrams."""
+"""Stream and sequenced-packet sockets; datagram, raw and reliable-datagram sockets."""
 _TYPE = 0xF
-"""Without the flags for close-on-exec and non-blocking."""
+"""Mask of the socket type without the flags for close-on-exec and non-blocking."""
 
 
 class _Version(ctypes.Structure):
@@ -153,7 +155,7 @@ class _Version(ctypes.Structure):
 
 
 def library_version() -> str:
-    """Of libseccomp. Raises SandboxFailed where it is missing."""
+    """Return the version of libseccomp. Raises SandboxFailed if it is missing."""
     _binding()
     lib = ctypes.CDLL(ctypes.util.find_library("seccomp"))
     lib.seccomp_version.restype = ctypes.POINTER(_Version)
@@ -163,7 +165,8 @@ def library_version() -> str:
 
 @functools.cache
 def compiled(machine: str = "", *, shares_uid: bool = False) -> bytes:
-    """The filter as BPF, 8 bytes per instruction; `machine` as of uname, this host's by default. Raises SandboxFailed, with the remedy."""
+    """Return the filter as BPF, 8 bytes per instruction, for a `machine` as named by uname (default: this host). Raises
+    SandboxFailed with the remedy."""
     try:
         return _Compiler(_binding(), machine or platform.machine()).compile(shares_uid=shares_uid)
     except (OSError, ValueError) as error:
@@ -179,7 +182,7 @@ def _binding() -> ModuleType:
 
 
 class _Compiler:
-    """One filter for one architecture."""
+    """Builds one filter for one architecture."""
 
     def __init__(self, binding: ModuleType, machine: str) -> None:
         self._lib: Any = binding
@@ -223,10 +226,10 @@ class _Compiler:
         self._filter.set_attr(self._lib.Attr.ACT_BADARCH, self._lib.KILL_PROCESS)
         self._filter.set_attr(
             self._lib.Attr.CTL_OPTIMIZE, 2
-        )  # a binary search over the calls, not a list of comparisons
+        )  # a binary search over the calls instead of a list of comparisons
 
     def _rule(self, action: int, name: str, *conditions: object) -> None:
-        """Skips calls that the architecture, or this libseccomp, doesn't have: they are ENOSYS then."""
+        """Add a rule. Calls that the architecture or this libseccomp lacks are skipped; they return ENOSYS."""
         if self._lib.resolve_syscall(self._arch, name) >= 0:
             self._filter.add_rule(action, name, *conditions)
 
@@ -240,7 +243,7 @@ class _Compiler:
             self._rule(self._refuse, name, self._when(argument, mask, value))
 
     def _owners(self) -> None:
-        """Of files none, of processes the caller, which is number 0."""
+        """Reject owner operations on files, and allow those on processes only for the caller, which is number 0."""
         for name in _FILE_OWNERS:
             self._rule(self._refuse, name)
         for name in _PROCESS_OWNERS - {"setpriority"}:
@@ -248,13 +251,14 @@ class _Compiler:
         self._rule(self._lib.ALLOW, "setpriority", self._when(0, _INT, 0), self._when(1, _INT, 0))
 
     def _processes(self) -> None:
-        """Forks and threads, but no namespaces."""
+        """Allow forks and threads without new namespaces."""
         self._rule(self._lib.ALLOW, "clone", self._when(0, sum(_NAMESPACES), 0))
         for flag in _NAMESPACES:
             self._rule(self._refuse, "clone", self._when(0, flag, flag))
 
     def _socket_pairs(self) -> None:
-        """Connected ones of the Unix family. No datagrams: such a pair can name any address of its network namespace."""
+        """Allow connected socket pairs of the Unix family. Datagram pairs are rejected, because they can name any
+        address of their network namespace."""
         family = self._lib.Arg(0, self._lib.EQ, _UNIX)
         for kind in _PAIR_TYPES:
             self._rule(self._lib.ALLOW, "socketpair", family, self._when(1, _TYPE, kind))

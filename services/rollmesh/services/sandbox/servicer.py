@@ -1,9 +1,10 @@
-"""SandboxService over gRPC: protobuf to domain and back, many sessions multiplexed over one stream.
+"""SandboxService over gRPC: translates protobuf to the domain and back, and multiplexes many sessions over one stream.
 
-Work: every command of a stream is a task of its own, so that a slow session holds up no other; at most
-`commands_inflight_max` of them, then the stream is not read (back-pressure by flow control). Tasks start in the order of
-their commands, and the sessions' locks are fair: commands of one session keep their order. When a stream breaks its commands
-run to their end, bounded by their limits, and their answers are dropped; its sessions end soon unless another stream uses them.
+Work runs every command of a stream as a separate task, so that a slow session delays no other. At
+`commands_inflight_max` commands it stops reading the stream (back-pressure by flow control). Tasks start in the order
+of their commands, and the locks of sessions are fair, so the commands of one session keep their order. When a stream
+breaks, its commands run to their end, bounded by their limits, and their responses are dropped. Its sessions end soon
+unless another stream uses them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _LIMITS = {
 
 
 class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
-    """See the module's docstring and protos/rollmesh/v1/sandbox.proto."""
+    """Implements protos/rollmesh/v1/sandbox.proto; see the module docstring."""
 
     def __init__(
         self,
@@ -70,7 +71,8 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         ids: IdSource,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
-        """`message_bytes_max` is the server's: an answer above it would end its stream, and with it the commands of other sessions."""
+        """`message_bytes_max` is the server's limit. A larger response would end its stream, and with it the commands
+        of other sessions."""
         self._sessions = sessions
         self._branches = branches
         self._config = config
@@ -126,7 +128,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         return await asyncio.to_thread(describe, self._config)
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait for the commands in progress, at most so long."""
+        """Wait at most `timeout_s` for the commands in progress."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
@@ -137,7 +139,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         permits: asyncio.Semaphore,
         holder: Holder,
     ) -> None:
-        """Start a task per command; after the client's last one wait for all answers, then end the stream."""
+        """Start a task per command. After the last command of the client wait for all responses, then end the stream."""
         started: set[asyncio.Task[None]] = set()
         try:
             async for request in requests:
@@ -159,7 +161,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         answers: asyncio.Queue[Answer],
         holder: Holder,
     ) -> None:
-        """Never raises: a refusal and a bug are answers, too."""
+        """Execute one command and queue its response. Never raises: errors and bugs are responses, too."""
         verb = request.WhichOneof("command") or ""
         with log_context(session=request.session_id), tracing.span_below(request.traceparent, verb, "sandbox"):
             relay = OutputRelay(request, answers, self._message_bytes_max // 2)
@@ -174,16 +176,16 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             self._require_sendable(answer)
         except MeshError as error:
             answer.failure.CopyFrom(_failure(error))
-        except Exception:  # noqa: BLE001 - a bug of ours in one command must not take the others' stream along
+        except Exception:  # noqa: BLE001 - a bug in one command must not end the stream of the others
             _log.exception("command %s failed", request.WhichOneof("command"))
             answer.failure.CopyFrom(_failure(Internal("the command failed inside the sandbox service; see its log")))
         return answer
 
     def _require_sendable(self, answer: sandbox_pb2.WorkResponse) -> None:
-        """Raise PayloadTooLarge for an answer that gRPC would not send."""
+        """Raise PayloadTooLarge for a response that gRPC would not send."""
         if (size := answer.ByteSize()) > self._message_bytes_max:
             raise PayloadTooLarge(
-                f"the command was carried out, but its answer has {size} bytes and a message at most {self._message_bytes_max}; "
+                f"the command was executed, but its response has {size} bytes, and a message must have at most {self._message_bytes_max}; "
                 "request less at once, or raise `message_bytes_max` on both sides"
             )
 

@@ -1,11 +1,13 @@
-"""Sessions as leases: owner, time to live, order of commands, counters. Over any engine.
+"""Sessions as leases: owner, time to live, order of commands, counters. Works over any engine.
 
-A session lives from `open` to exactly one of five ends: CLOSED by its user, DIED of its own program, REAPED when its lease ran out,
-LOST with its jail (an infra failure), REFUSED if it never came to be. created = live + the sum of ends, at every moment.
+A session exists from `open` to exactly one of five ends: CLOSED by its user, EXITED by its program, EXPIRED with its
+lease, LOST with its jail (an infrastructure failure), or REJECTED if it never opened. At every moment created = live +
+the sum of ends.
 
-Commands of one session run one after another, in the order in which they were called: each takes the session's lock, and
-asyncio locks are fair. A lease is renewed by use and can't run out during one; every use is bounded by the session's limits. A lease
-whose holder (the stream that used it last) is gone runs out after `orphan_s`, unless another holder uses it before.
+Commands of one session run one after another, in the order of their calls: each takes the session's lock, and asyncio
+locks are fair. Use renews a lease, and a lease cannot expire during use. Every use is bounded by the session's limits.
+If the holder of a lease (the stream that used it last) is gone, the lease expires after `orphan_s` unless another
+holder uses it before.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from rollmesh.shared.errors import AlreadyExists, Draining, InvalidInput, Overlo
 
 _DRAIN_POLL_S = 0.1
 _PATHS_MAX = 4096
-"""Files of one command: their names are checked on the event loop, which all sessions share."""
+"""Maximum number of files per command. Their names are checked on the event loop, which all sessions share."""
 
 
 class SessionEnd(Enum):
@@ -43,7 +45,7 @@ class SessionEnd(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """created = live + sum(ended.values())."""
+    """Counters of sessions: created = live + sum(ended.values())."""
 
     created: int
     live: int
@@ -52,14 +54,14 @@ class Counts:
 
 @dataclass(slots=True, eq=False)
 class Holder:
-    """A stream, as far as leases care."""
+    """The stream that uses a lease."""
 
     alive: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
 class SessionLease:
-    """One live session."""
+    """Lease of one live session."""
 
     profile: str
     tenant: str
@@ -86,15 +88,15 @@ class Sessions:
         self._ends: Counter[SessionEnd] = Counter()
 
     def counts(self) -> Counts:
-        """Since start."""
+        """Return the counters since the start."""
         return Counts(created=self._created, live=len(self._leases), ended={end: self._ends[end] for end in SessionEnd})
 
     def owners(self) -> dict[str, str]:
-        """Who holds each live session."""
+        """Return the owner of each live session."""
         return {session_id: lease.owner for session_id, lease in self._leases.items()}
 
     async def drain(self) -> None:
-        """Take no new session; until the last one has ended, or `drain_s` is over."""
+        """Reject new sessions and wait until the last session has ended, at most `drain_s`."""
         self._draining = True
         end_s = self._clock.monotonic_s() + self._config.drain_s
         while self._leases and self._clock.monotonic_s() < end_s:
@@ -112,8 +114,8 @@ class Sessions:
         holder: Holder | None = None,
         snapshot: AsyncIterator[bytes] | None = None,
     ) -> None:
-        """Make a session under a lease, in the state of a snapshot if one is given. `limits` and `ttl_s` of 0 mean the profile's and
-        the node's.
+        """Open a session under a lease, restored from a snapshot if one is given. 0 in `limits` and `ttl_s` means the
+        default of the profile and the node.
 
         Raises InvalidInput, AlreadyExists, UnknownProfile, Overloaded, Draining, SandboxFailed.
         """
@@ -129,32 +131,33 @@ class Sessions:
     async def run(
         self, session_id: str, program: Program, wall_s: float, on_output: OnOutput | None = None
     ) -> RunResult:
-        """Execute source text; `wall_s` 0 means the session's limit. Raises as the engine does, InvalidInput for a path that leads out."""
+        """Execute source text. `wall_s` 0 means the session's limit. Raises the errors of the engine, and InvalidInput
+        for a path outside the session's directory."""
         _require_inside(program.return_paths)
         async with self._commanding(session_id) as lease:
             result = await self._engine.run(session_id, program, _checked_wall_s(lease.limits, wall_s), on_output)
             return self._recorded(session_id, lease, result)
 
     async def call(self, session_id: str, function: str, arguments: Sequence[str], wall_s: float) -> RunResult:
-        """Call a function of the session. Raises as the engine does."""
+        """Call a function of the session. Raises the errors of the engine."""
         async with self._commanding(session_id) as lease:
             result = await self._engine.call(session_id, function, arguments, _checked_wall_s(lease.limits, wall_s))
             return self._recorded(session_id, lease, result)
 
     async def put_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
-        """Write files. Raises as the engine does, InvalidInput for a path that leads out."""
+        """Write files. Raises the errors of the engine, and InvalidInput for a path outside the session's directory."""
         _require_inside(files)
         async with self._commanding(session_id):
             await self._engine.put_files(session_id, files)
 
     async def get_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
-        """Read files. Raises as the engine does, InvalidInput for a path that leads out."""
+        """Read files. Raises the errors of the engine, and InvalidInput for a path outside the session's directory."""
         _require_inside(paths)
         async with self._commanding(session_id):
             return await self._engine.get_files(session_id, paths, self._config.files_bytes_max)
 
     async def close(self, session_id: str) -> None:
-        """End a session after the commands called before; closing what is not there succeeds."""
+        """End a session after its pending commands. Closing an unknown session succeeds."""
         if session_id not in self._leases:
             return
         with suppress(UnknownSession):
@@ -163,26 +166,26 @@ class Sessions:
                 await self._engine.end(session_id)
 
     def renew(self, session_id: str) -> None:
-        """Prolong the lease by its whole time to live, from now. Raises UnknownSession."""
+        """Extend the lease to its full time to live from now. Raises UnknownSession."""
         lease = self._leases.get(session_id)
         if lease is None:
             raise _unknown(session_id)
         lease.expires_s = self._expiry_s(lease)
 
     def set_holder(self, session_id: str, holder: Holder) -> None:
-        """Who uses the session now, if there is one."""
+        """Record the stream that uses the session; ignore unknown sessions."""
         if (lease := self._leases.get(session_id)) is not None:
             lease.holder = holder
 
     def release_holder(self, holder: Holder) -> None:
-        """The holder is gone; what it held and nobody else uses ends soon."""
+        """Record that the holder is gone. Its sessions expire soon unless another holder uses them."""
         holder.alive = False
         for lease in self._leases.values():
             if lease.holder is holder:
                 lease.expires_s = min(lease.expires_s, self._expiry_s(lease))
 
     async def sweep(self) -> int:
-        """End the sessions whose lease ran out unused; how many."""
+        """End the sessions whose lease expired unused. Return their number."""
         now_s = self._clock.monotonic_s()
         expired = [(key, lease) for key, lease in self._leases.items() if not lease.in_use and lease.expires_s <= now_s]
         for session_id, lease in expired:
@@ -191,7 +194,7 @@ class Sessions:
         return len(expired)
 
     async def reap(self) -> None:
-        """Sweep for ever: the task that guarantees that no lease outlives its time by more than `reap_every_s`."""
+        """Sweep until cancelled. No lease exceeds its time by more than `reap_every_s`."""
         while True:
             await self._clock.sleep(self._config.reap_every_s)
             await self.sweep()
@@ -209,15 +212,15 @@ class Sessions:
         if not session_id:
             raise InvalidInput("session_id must not be empty: use the episode's id and attempt")
         if session_id in self._leases:
-            raise AlreadyExists(f"session {session_id!r} is open already, by {self._leases[session_id].owner!r}")
+            raise AlreadyExists(f"session {session_id!r} is already open, by {self._leases[session_id].owner!r}")
         if not 0 <= ttl_s <= self._config.ttl_s_max:
-            raise InvalidInput(f"ttl_s must be between 0 and {self._config.ttl_s_max}, got {ttl_s}")
+            raise InvalidInput(f"ttl_s must be in [0, {self._config.ttl_s_max}], got {ttl_s}")
         narrowed = _narrow(self._engine.limits(profile), limits)
         if self._draining:
-            raise Draining("this sandbox node is leaving: it takes no new sessions; go to another node")
+            raise Draining("this sandbox node is draining and accepts no new sessions; use another node")
         if len(self._leases) >= self._config.sessions_max:
             raise Overloaded(
-                f"all {self._config.sessions_max} places of this sandbox node are taken; wait or go to another node",
+                f"all {self._config.sessions_max} slots of this sandbox node are in use; wait or use another node",
                 retry_after_s=self._config.retry_after_s,
             )
         self._tenants.begin_session(tenant)
@@ -237,7 +240,7 @@ class Sessions:
 
     @asynccontextmanager
     async def _commanding(self, session_id: str) -> AsyncIterator[SessionLease]:
-        """`using`, counted against the quota of the session's tenant."""
+        """Use a session and count the command against the quota of its tenant."""
         lease = self._leases.get(session_id)
         with self._tenants.commanding(lease.tenant) if lease is not None else nullcontext():
             async with self.using(session_id) as used:
@@ -245,7 +248,7 @@ class Sessions:
 
     @asynccontextmanager
     async def using(self, session_id: str) -> AsyncIterator[SessionLease]:
-        """Hold a session for one command; whatever shows that it is no more is noted here."""
+        """Lock a session for one command and record its end if the command shows that it is gone."""
         lease = self._leases.get(session_id)
         if lease is None:
             raise _unknown(session_id)
@@ -262,7 +265,7 @@ class Sessions:
 
     @contextmanager
     def replacing(self, session_id: str) -> Iterator[None]:
-        """Within `using`, around ending a session's jail and making another: if that fails, whyever, the session is lost."""
+        """Use inside `using` around replacing a session's jail. After any error the session is lost."""
         try:
             yield
         except BaseException:
@@ -286,7 +289,7 @@ class Sessions:
         except asyncio.CancelledError:
             self._finish(
                 session_id, lease, SessionEnd.CLOSED
-            )  # the engine ends what was cancelled: its state is unknown
+            )  # the engine ends a cancelled session, because its state is unknown
             raise
 
     def _recorded(self, session_id: str, lease: SessionLease, result: RunResult) -> RunResult:
@@ -295,7 +298,7 @@ class Sessions:
         return result
 
     def _finish(self, session_id: str, lease: SessionLease, end: SessionEnd) -> None:
-        """The one place where a lease ends; the first end counts."""
+        """End a lease. The first recorded end counts. No other code ends leases."""
         if self._leases.get(session_id) is lease:
             del self._leases[session_id]
             self._tenants.end_session(lease.tenant)
@@ -308,23 +311,24 @@ def _unknown(session_id: str) -> UnknownSession:
 
 def _checked_wall_s(limits: Limits, wall_s: float) -> float:
     if not 0 <= wall_s <= limits.call_s:
-        raise InvalidInput(f"wall_s must be between 0 and the session's limit {limits.call_s}, got {wall_s}")
+        raise InvalidInput(f"wall_s must be in [0, {limits.call_s}], the session's limit, got {wall_s}")
     return wall_s or limits.call_s
 
 
 def _narrow(profile: Limits, asked: Mapping[str, float]) -> Limits:
-    """The profile's limits with lower ones where asked; 0 means the profile's."""
+    """Return the profile's limits, lowered where requested; 0 means the profile's limit."""
     for name, value in asked.items():
         most = getattr(profile, name)
         if not 0 <= value <= most:
-            raise InvalidInput(f"limits.{name} must be between 0 and the profile's {most}, got {value}")
+            raise InvalidInput(f"limits.{name} must be in [0, {most}], the profile's limit, got {value}")
     return replace(profile, **{name: type(getattr(profile, name))(value) for name, value in asked.items() if value})
 
 
 def _require_inside(paths: Collection[str]) -> None:
-    """A hint to the honest: the guarantee is that files are handled inside the jail. Raise InvalidInput for the first bad path."""
+    """Raise InvalidInput for the first path outside the session's directory. This is only an early error; the guarantee
+    is that files are handled inside the jail."""
     if len(paths) > _PATHS_MAX:
-        raise InvalidInput(f"a command handles at most {_PATHS_MAX} files, got {len(paths)}; split it")
+        raise InvalidInput(f"a command must have at most {_PATHS_MAX} files, got {len(paths)}; split it")
     for path in paths:
         parts = PurePosixPath(path).parts
         if not parts or path.startswith("/") or ".." in parts or "\0" in path:

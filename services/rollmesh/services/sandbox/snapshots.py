@@ -1,9 +1,9 @@
-"""The snapshots a node keeps: opaque bytes out of one jail, for another. Files in the node's state directory, under quotas.
+"""Snapshots of a node: opaque bytes of one jail for another, stored as files in the state directory, under quotas.
 
-The bytes are hostile. They are never parsed, let alone unpickled, on this side: they are counted while they arrive, hashed, written to
-a file that only this user can read, and sent back as they are. A snapshot lives from `take` until it is dropped, expires
-unused, or the node ends; after a crash the next start deletes what is left. Room is reserved for the largest snapshot
-possible before any byte is taken, so that two at once can't pass a quota together.
+The bytes are hostile. The service never parses or unpickles them. It counts and hashes them on arrival, writes them to
+a file that only its user can read, and returns them unchanged. A snapshot exists from `take` until it is dropped,
+expires unused, or the node ends. After a crash the next start deletes all snapshots. Space for the largest possible
+snapshot is reserved first, so that two concurrent snapshots cannot exceed a quota together.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rollmesh.sandbox_runtime.limits import Limits
+from rollmesh.services.sandbox.config import SnapshotsConfig
 from rollmesh.services.sandbox.engine import SandboxEngine, SnapshotTooLarge
-from rollmesh.services.sandbox.snapshots_config import SnapshotsConfig
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import InvalidInput, Overloaded, SandboxFailed, UnknownSnapshot
 from rollmesh.shared.ids import IdSource
@@ -41,14 +41,14 @@ class SessionSnapshot:
     ttl_s: float
     expires_s: float
     num_bytes: int
-    """Once complete; the room reserved for it until then."""
+    """Size of the complete snapshot; until then the reserved bytes."""
     sha256: str = ""
-    """Of its bytes; empty until they are complete."""
+    """SHA-256 of the bytes; empty until they are complete."""
     lost: tuple[str, ...] = ()
     in_use: int = 0
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """Its bytes. Raises SandboxFailed, before the last piece, if they are not those that were written."""
+        """Yield the bytes. Raises SandboxFailed before the last piece if they differ from what was written."""
         file = await asyncio.to_thread(self._open)
         try:
             digest = hashlib.sha256()
@@ -66,11 +66,11 @@ class SessionSnapshot:
         try:
             return self.path.open("rb")
         except OSError as error:
-            raise SandboxFailed(f"snapshot {self.snapshot_id!r} can't be read: {error}") from error
+            raise SandboxFailed(f"snapshot {self.snapshot_id!r} cannot be read: {error}") from error
 
 
 class Snapshots:
-    """All of one node. `directory` is its own and holds nothing else."""
+    """All snapshots of one node. `directory` contains nothing else."""
 
     def __init__(self, directory: Path, config: SnapshotsConfig, *, clock: Clock, ids: IdSource) -> None:
         self._directory = directory
@@ -81,27 +81,27 @@ class Snapshots:
 
     @property
     def num_kept(self) -> int:
-        """Complete or being taken."""
+        """Number of snapshots, complete or being taken."""
         return len(self._kept)
 
     @property
     def num_bytes(self) -> int:
-        """Of all, with what is reserved for those being taken."""
+        """Bytes of all snapshots, including reserved bytes."""
         return sum(kept.num_bytes for kept in self._kept.values())
 
     async def start(self) -> None:
-        """Delete what an earlier life left."""
+        """Delete the snapshots of a previous process."""
         await asyncio.to_thread(self._clear)
 
     async def close(self) -> None:
-        """Delete all."""
+        """Delete all snapshots."""
         self._kept.clear()
         await asyncio.to_thread(self._clear)
 
     async def take(
         self, engine: SandboxEngine, session_id: str, *, profile: str, limits: Limits, tenant: str, ttl_s: float
     ) -> SessionSnapshot:
-        """Save a session. Raises Overloaded beyond a quota, InvalidInput, and as the engine does."""
+        """Save a session. Raises Overloaded beyond a quota, InvalidInput, and the errors of the engine."""
         snapshot = self._reserve(profile, limits, tenant, ttl_s)
         try:
             await self._write(engine, session_id, snapshot)
@@ -114,11 +114,12 @@ class Snapshots:
 
     @contextmanager
     def using(self, snapshot_id: str) -> Iterator[SessionSnapshot]:
-        """A complete snapshot, not dropped for its age meanwhile, and young again. Raises UnknownSnapshot."""
+        """Use a complete snapshot: it does not expire meanwhile, and its time to live restarts afterwards. Raises
+        UnknownSnapshot."""
         snapshot = self._kept.get(snapshot_id)
         if snapshot is None or not snapshot.sha256:
             raise UnknownSnapshot(
-                f"no snapshot {snapshot_id!r} on this node: it was dropped, has expired, or was taken on another node"
+                f"no snapshot {snapshot_id!r} on this node: it was dropped, expired, or was taken on another node"
             )
         snapshot.in_use += 1
         try:
@@ -128,12 +129,12 @@ class Snapshots:
             snapshot.expires_s = self._clock.monotonic_s() + snapshot.ttl_s
 
     async def drop(self, snapshot_id: str) -> None:
-        """Forget one; of an unknown one it succeeds. Who reads it may read on."""
+        """Drop a snapshot; ignore an unknown one. A reader that has it open can finish."""
         if (snapshot := self._kept.pop(snapshot_id, None)) is not None:
             await asyncio.to_thread(snapshot.path.unlink, missing_ok=True)
 
     async def sweep(self) -> int:
-        """Drop those whose time is over; how many."""
+        """Drop the expired snapshots. Return their number."""
         now_s = self._clock.monotonic_s()
         expired = [
             key for key, kept in self._kept.items() if kept.sha256 and not kept.in_use and kept.expires_s <= now_s
@@ -143,7 +144,7 @@ class Snapshots:
         return len(expired)
 
     async def reap(self, every_s: float) -> None:
-        """Sweep for ever."""
+        """Sweep until cancelled."""
         while True:
             await self._clock.sleep(every_s)
             await self.sweep()
@@ -151,7 +152,7 @@ class Snapshots:
     def _reserve(self, profile: str, limits: Limits, tenant: str, ttl_s: float) -> SessionSnapshot:
         config = self._config
         if not 0 <= ttl_s <= config.ttl_s_max:
-            raise InvalidInput(f"ttl_s must be between 0 and {config.ttl_s_max}, got {ttl_s}")
+            raise InvalidInput(f"ttl_s must be in [0, {config.ttl_s_max}], got {ttl_s}")
         theirs = [kept for kept in self._kept.values() if kept.tenant == tenant]
         if len(self._kept) >= config.snapshots_max or len(theirs) >= config.tenant_snapshots_max:
             raise self._overloaded("number")
@@ -186,7 +187,7 @@ class Snapshots:
             with file:
                 lost = await engine.snapshot(session_id, snapshot.num_bytes, save)
         except OSError as error:
-            raise SandboxFailed(f"the snapshot can't be written: {error}", session=session_id) from error
+            raise SandboxFailed(f"cannot write the snapshot: {error}", session=session_id) from error
         assert num_bytes <= snapshot.num_bytes, "engines keep to bytes_max"
         snapshot.num_bytes, snapshot.lost = num_bytes, lost
         snapshot.expires_s = self._clock.monotonic_s() + snapshot.ttl_s
@@ -197,12 +198,12 @@ class Snapshots:
         if snapshot.num_bytes < most:
             return self._overloaded("bytes")
         return InvalidInput(
-            f"the session's files and values need more than the {most} bytes of sandbox.snapshots.snapshot_bytes_max"
+            f"the files and values of the session exceed sandbox.snapshots.snapshot_bytes_max ({most} bytes)"
         )
 
     def _overloaded(self, what: str) -> Overloaded:
         return Overloaded(
-            f"the quota of snapshots ({what}) is used up on this node; drop some, or raise the limits in sandbox.snapshots",
+            f"the snapshot quota ({what}) of this node is exhausted; drop snapshots, or raise the limits in sandbox.snapshots",
             retry_after_s=_RETRY_AFTER_S,
         )
 

@@ -1,7 +1,7 @@
-"""Turns to start a session: a bounded number at a time on a node, a bounded queue behind it, tenants served in turn.
+"""Permits to start sessions: a bounded number per node, a bounded queue, and round-robin between tenants.
 
-A storm of starts costs CPU that the calls of live sessions need; and a tenant that opens a thousand sessions at once must not put another
-tenant's one start behind them. Within a tenant the order is that of asking.
+Many simultaneous starts would take the CPU that live sessions need, and one tenant that opens a thousand sessions must
+not delay the single start of another. Within a tenant the order is first come, first served.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollmesh.shared.telemetry.metrics import observe
 
 
 class Starts:
-    """At most `inflight_max` holders of a turn, at most `queued_max` who wait for one."""
+    """At most `inflight_max` permits in use and at most `queued_max` waiting starts."""
 
     def __init__(self, *, inflight_max: int, queued_max: int, retry_after_s: float, clock: Clock) -> None:
         self._inflight_max = inflight_max
@@ -30,17 +30,17 @@ class Starts:
 
     @property
     def num_queued(self) -> int:
-        """Who waits."""
+        """Number of waiting starts."""
         return sum(map(len, self._queues.values()))
 
     @property
     def idle(self) -> bool:
-        """Whether a turn is free and nobody waits: what is done ahead of demand may use it then."""
+        """Whether a permit is free and no start waits. Ready sessions use such permits."""
         return self._num_inflight < self._inflight_max and not self._queues
 
     @asynccontextmanager
     async def permit(self, tenant: str) -> AsyncIterator[None]:
-        """Wait for a turn and hold it. Raises Overloaded if too many wait already."""
+        """Wait for a permit and hold it. Raises Overloaded if too many starts wait."""
         began_s = self._clock.monotonic_s()
         await self._take(tenant)
         observe(START_WAIT_SECONDS, self._clock.monotonic_s() - began_s)
@@ -50,7 +50,7 @@ class Starts:
             self.release()
 
     def take_idle_permit(self) -> None:
-        """Hold a turn that nobody waits for, until `release`; only while `idle`."""
+        """Hold a free permit until `release`. Call only while `idle`."""
         assert self.idle
         self._num_inflight += 1
 
@@ -60,7 +60,7 @@ class Starts:
             return
         if self.num_queued >= self._queued_max:
             raise Overloaded(
-                f"{self._queued_max} starts of sessions wait on this sandbox node already; wait, go to another node, or raise "
+                f"{self._queued_max} sessions already wait for a start on this sandbox node; wait, use another node, or raise "
                 "sandbox.starts_queued_max",
                 retry_after_s=self._retry_after_s,
                 tenant=tenant,
@@ -74,18 +74,18 @@ class Starts:
             raise
 
     def _abandon(self, tenant: str, permit: asyncio.Future[None]) -> None:
-        """Cancelled while it waited, or in the moment in which the turn came: then it is the next one's."""
+        """Handle a cancelled wait. A permit that was granted at the same moment passes to the next start."""
         if permit.done() and not permit.cancelled():
             self.release()
             return
         queue = self._queues.get(tenant, deque())
-        with suppress(ValueError):  # a turn that was given back meanwhile passed it by
+        with suppress(ValueError):  # a release meanwhile removed it
             queue.remove(permit)
         if not queue:
             self._queues.pop(tenant, None)
 
     def release(self) -> None:
-        """The end of a turn; the next is for who waits longest, tenant by tenant."""
+        """Return a permit and grant it to the longest-waiting start of the next tenant."""
         self._num_inflight -= 1
         while self._queues and self._num_inflight < self._inflight_max:
             tenant, queue = self._queues.popitem(last=False)

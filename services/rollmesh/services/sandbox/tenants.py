@@ -1,6 +1,6 @@
-"""Whose sessions, starts and commands are under way, and refusal of what is beyond a tenant's quota.
+"""Count sessions, starts and commands by tenant and reject requests beyond a quota.
 
-Counting is exact: everything counted is uncounted in the same block or, for sessions, by the one place where a lease ends.
+Counting is exact: the same block that counts also uncounts, and the one function that ends leases uncounts sessions.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rollmesh.services.sandbox.tenants_config import TenantsConfig
+from rollmesh.services.sandbox.config import TenantsConfig
 from rollmesh.shared.errors import Overloaded
 
 
 class Tenants:
-    """Counts by tenant; whoever has nothing under way is forgotten."""
+    """Counters by tenant. Tenants without activity are removed."""
 
     def __init__(self, config: TenantsConfig, retry_after_s: float) -> None:
         self._config = config
@@ -24,7 +24,7 @@ class Tenants:
         self._commands: Counter[str] = Counter()
 
     def num_live(self) -> dict[str, int]:
-        """Sessions by tenant."""
+        """Return the number of sessions by tenant."""
         return dict(self._sessions)
 
     def begin_session(self, tenant: str) -> None:
@@ -37,18 +37,18 @@ class Tenants:
         self._sessions[tenant] += 1
 
     def end_session(self, tenant: str) -> None:
-        """One less."""
+        """Uncount a session."""
         _take_one(self._sessions, tenant)
 
     @contextmanager
     def starting(self, tenant: str) -> Iterator[None]:
-        """Around the start of a session that `begin_session` admitted at this moment."""
+        """Count the start of a session that `begin_session` has just admitted."""
         with _counted(self._starts, tenant):
             yield
 
     @contextmanager
     def commanding(self, tenant: str) -> Iterator[None]:
-        """Around a command. Raises Overloaded before it begins: it was not carried out."""
+        """Count a command. Raises Overloaded before the command is executed."""
         most = self._config.quota(tenant).commands_inflight_max
         self._require(self._commands[tenant], most, tenant, "commands in flight", "commands_inflight_max")
         with _counted(self._commands, tenant):
@@ -57,7 +57,7 @@ class Tenants:
     def _require(self, num: int, most: int, tenant: str, what: str, setting: str) -> None:
         if most and num >= most:
             raise Overloaded(
-                f"tenant {tenant!r} has all its {most} {what} on this sandbox node; wait, or raise {setting} in sandbox.tenants",
+                f"tenant {tenant!r} has reached its quota of {most} {what} on this sandbox node; wait, or raise {setting} in sandbox.tenants",
                 retry_after_s=self._retry_after_s,
                 tenant=tenant,
             )

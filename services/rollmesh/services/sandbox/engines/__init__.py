@@ -1,1 +1,1 @@
-"""Engines behind the port of `rollmesh.services.sandbox.engine`."""
+"""Implementations of the port in `rollmesh.services.sandbox.engine`."""

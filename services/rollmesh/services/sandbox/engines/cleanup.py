@@ -1,8 +1,9 @@
-"""What an earlier life of the service left: found through a state directory, ended at start.
+"""Clean up after a previous process of the service, through records in a state directory.
 
-The kernel kills a service's launchers, zygotes and sessions with it (see `sandbox_runtime.contain`); what can survive a
-SIGKILL of everything are empty cgroups, recorded before they are made, and, should that chain ever fail, launchers, recorded once
-they run. A lock keeps two services from one directory; the kernel drops it with its holder.
+The kernel kills a service's launchers, zygotes and sessions together with the service (see `sandbox_runtime.contain`).
+After a SIGKILL of all of them, empty cgroups can remain; they are recorded before they are created. If that chain ever
+fails, launchers can remain; they are recorded once they run. A lock prevents two services from using one directory; the
+kernel releases it when the holder exits.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ _END_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cleared:
-    """What a start found and ended."""
+    """What a start found and removed."""
 
     num_processes: int
     num_groups: int
 
 
 class StateDir:
-    """The directory of one service, locked for its life. Blocking: call from a thread."""
+    """The state directory of one service, locked while it runs. Blocking: call from a thread."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_fd = -1
 
     def acquire(self) -> None:
-        """Make it and lock it. Raises ConfigError if another service holds it."""
+        """Create and lock the directory. Raises ConfigError if another service has locked it."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         fd = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         try:
@@ -54,13 +55,13 @@ class StateDir:
         self._lock_fd = fd
 
     def release(self) -> None:
-        """Unlock."""
+        """Release the lock."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
     def clean_up(self, hierarchy: Hierarchy | None) -> Cleared:
-        """End recorded launchers that still live and delete recorded cgroups."""
+        """Kill recorded launchers that still run and delete recorded cgroups and directories."""
         num_processes = num_groups = 0
         for record in sorted(self.path.glob("launcher-*.json")):
             num_processes += _end_recorded(json.loads(record.read_text()))
@@ -74,33 +75,33 @@ class StateDir:
         return Cleared(num_processes=num_processes, num_groups=num_groups)
 
     def record_groups(self, name: str) -> None:
-        """Before the first cgroup of that name is made."""
+        """Record cgroups. Call before the first cgroup of that name is created."""
         (self.path / f"groups-{name}").touch()
 
     def forget_groups(self, name: str) -> None:
-        """When they are deleted."""
+        """Remove the record of deleted cgroups."""
         (self.path / f"groups-{name}").unlink(missing_ok=True)
 
     def record_launcher(self, pid: int) -> None:
-        """As soon as it runs. Its start time tells it from a later process with the same number."""
+        """Record a running launcher. Its start time distinguishes it from a later process with the same pid."""
         text = json.dumps({"pid": pid, "start_ticks": start_ticks(pid)})
         (self.path / f"launcher-{pid}.json").write_text(text)
 
     def forget_launcher(self, pid: int) -> None:
-        """When it has ended."""
+        """Remove the record of a launcher that has exited."""
         (self.path / f"launcher-{pid}.json").unlink(missing_ok=True)
 
     def record_folders(self, name: str, path: str) -> None:
-        """As soon as it is made: where sessions have their private directories."""
+        """Record the directory that holds the private directories of sessions, right after its creation."""
         (self.path / f"folders-{name}").write_text(path)
 
     def forget_folders(self, name: str) -> None:
-        """When it is deleted."""
+        """Remove the record of a deleted directory."""
         (self.path / f"folders-{name}").unlink(missing_ok=True)
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is none."""
+    """Return the start time of a process in clock ticks since boot; 0 if it does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -109,7 +110,7 @@ def start_ticks(pid: int) -> int:
 
 
 def _end_recorded(record: dict[str, int]) -> bool:
-    """Kill a launcher if it is still the recorded one; whether it was."""
+    """Kill a launcher if it is still the recorded one. Return whether it was."""
     pid = record["pid"]
     try:
         pidfd = os.pidfd_open(pid)
@@ -126,7 +127,7 @@ def _end_recorded(record: dict[str, int]) -> bool:
 
 
 def _end_folders(record: Path) -> None:
-    """What can't be deleted stays recorded. A directory that is not ours is none that we left."""
+    """Delete a recorded directory. It stays recorded if it cannot be deleted. A directory of another user is skipped."""
     path = record.read_text()
     try:
         if os.lstat(path).st_uid == os.geteuid():
@@ -134,7 +135,7 @@ def _end_folders(record: Path) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        _log.warning("what sessions of an earlier life left in %s can't be deleted: %s", path, error)
+        _log.warning("cannot delete the files of earlier sessions in %s: %s", path, error)
         return
     record.unlink()
 
@@ -142,6 +143,6 @@ def _end_folders(record: Path) -> None:
 def _end_groups(hierarchy: Hierarchy, name: str) -> int:
     groups = list(hierarchy.find(f"{name}-"))
     for group in groups:
-        with contextlib.suppress(OSError):  # what can't be ended stays, and is tried again at the next start
+        with contextlib.suppress(OSError):  # it stays recorded, and the next start retries
             cgroups.kill_all(group)
     return cgroups.remove_all(groups)

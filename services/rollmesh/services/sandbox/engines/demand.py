@@ -1,8 +1,8 @@
-"""How many ready sessions of a profile are worth keeping, from when it was opened. Arithmetic only.
+"""Compute how many ready sessions of a profile are worth keeping, from the times of its opens. Arithmetic only.
 
-Opens drain a pool while one maker refills it, a session per `make_s`. What the opens have taken that the maker has not yet brought back is
-the backlog; a pool as large as the highest backlog would have served every one of them. That height is remembered and fades. Where several are
-made at a time this keeps a few more than needed.
+Opens drain a pool while one creator refills it, one session per `make_s`. The backlog is the number of sessions that
+opens have taken and the creator has not yet replaced. A pool as large as the highest backlog would have served every
+open. This peak decays over time. If several sessions are created at a time, this keeps a few more than needed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import math
 from collections.abc import Mapping
 
 _MAKE_S = 0.01
-"""Until one was made."""
+"""Seconds to create a session, until one was measured."""
 _LATEST = 0.2
-"""Weight of the latest making time in their average."""
+"""Weight of the latest creation time in the moving average."""
 
 
 class Demand:
-    """Of one profile. Times are a clock's monotonic seconds."""
+    """Demand for one profile. Times are monotonic seconds of a clock."""
 
     def __init__(self, halflife_s: float) -> None:
         self._halflife_s = halflife_s
@@ -27,7 +27,7 @@ class Demand:
         self._at_s = 0.0
 
     def opened(self, now_s: float) -> None:
-        """A session was asked for."""
+        """Record that a session was requested."""
         passed_s = now_s - self._at_s
         self._peak = self._faded(now_s)
         self._backlog = max(0.0, self._backlog - passed_s / self._make_s) + 1
@@ -35,11 +35,11 @@ class Demand:
         self._at_s = now_s
 
     def made(self, took_s: float) -> None:
-        """A ready session took so long to make."""
+        """Record the time that the creation of a ready session took, in seconds."""
         self._make_s += _LATEST * (took_s - self._make_s)
 
     def wanted(self, now_s: float) -> int:
-        """Sessions that should be ready; 0 a half-life after a lone open."""
+        """Return the number of sessions that should be ready; 0 one half-life after a single open."""
         return round(self._faded(now_s))
 
     def _faded(self, now_s: float) -> float:
@@ -47,7 +47,7 @@ class Demand:
 
 
 def shares(wanted: Mapping[str, int], most: int) -> dict[str, int]:
-    """What each gets where all together get at most `most`: those who want most give first."""
+    """Distribute at most `most` sessions over the profiles. Profiles that want the most are reduced first."""
     given = dict(wanted)
     for _ in range(sum(given.values()) - most):
         given[max(given, key=given.__getitem__)] -= 1

@@ -1,7 +1,8 @@
-"""Deleting what a session left on the host's file system: a hostile tree, however deep, when nobody uses it any more.
+"""Delete the directory tree that a session left on the host. The tree is hostile and may have any depth. No process
+uses it any more.
 
-Directories are brought up to the top before they are emptied, so neither the stack, nor the number of descriptors, nor the length of
-a path grows with the depth. Symbolic links are deleted, never followed.
+Directories are moved to the top before they are emptied, so that neither the stack, nor the number of descriptors, nor
+path lengths grow with the depth. Symbolic links are deleted, never followed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove_tree(path: str) -> None:
-    """Blocking: call from a thread. Raises OSError."""
+    """Delete a tree. Blocking: call from a thread. Raises OSError."""
     top = os.open(path, _FOLDER)
     try:
         _empty(top)
@@ -40,7 +41,8 @@ def _empty(top: int) -> None:
 
 
 def _strip(folder: int) -> list[str]:
-    """Delete all but the directories in it; their names. They are opened to their owner, who may have shut himself out."""
+    """Delete all files and return the names of the remaining directories. They are made accessible to their owner,
+    because the session may have removed permissions."""
     folders = []
     with os.scandir(folder) as entries:
         found = list(entries)

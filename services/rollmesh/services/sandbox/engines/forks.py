@@ -1,7 +1,8 @@
-"""Sessions as processes: forked from a zygote into a place, awaited until they are contained, and gone when the kernel has reaped them.
+"""Sessions as processes: fork them from a zygote into a slot, wait until they are contained, and wait until the kernel
+has reaped them.
 
-Who uses a session, and under what name, is not known here: one that was made ahead is like one that was made when asked for. The zygote
-knows it by a number.
+This module does not know the user and the name of a session, so ready and requested sessions are alike. The zygote
+identifies a session by a number.
 """
 
 from __future__ import annotations
@@ -25,58 +26,58 @@ from rollmesh.shared.errors import SandboxFailed
 
 @dataclass(slots=True, eq=False)
 class LiveSession:
-    """A session from its fork until nothing of it is left."""
+    """A session from its fork until all its processes are gone."""
 
     key: str
-    """The zygote's name for it."""
+    """Id of the session in the zygote."""
     session: JailSession
     zygote: ZygoteProcess
     slot: SessionSlot
     limits: Limits
     ended: asyncio.Future[SessionExit]
-    """Done when nothing of the session is left and its place is free."""
+    """Done when all processes of the session are gone and its slot is free."""
     memory_kills: MemoryKills
     out_of_memory: bool = False
-    """Whether the kernel has killed a process of the session for the session's own memory limit, as far as was asked."""
+    """Whether a check has found that the kernel killed a process because of the memory limit of the session."""
     closing: bool = False
-    """Whether we have begun to end it."""
+    """Whether the service has requested its end."""
 
     def kill(self) -> None:
-        """Have it killed; `ended` tells when nothing of it is left."""
+        """Request the kill; `ended` is done when all its processes are gone."""
         self.closing = True
         self.zygote.kill(self.key)
 
     def killed_for_memory(self) -> bool:
-        """Return whether the kernel has killed for memory since this was last asked. `out_of_memory` remembers every such kill: a forged
-        reply can make the service ask at a moment that the program chooses."""
+        """Return whether the kernel has killed for memory since the last call. `out_of_memory` remembers every such
+        kill, because a forged reply can make the service check at a moment that the program chooses."""
         new = self.memory_kills.any_new()
         self.out_of_memory = self.out_of_memory or new
         return new
 
     @property
     def quiet(self) -> bool:
-        """Whether it lives and has said nothing since it was ready, as far as can be told without waiting."""
+        """Whether the session runs and has sent nothing since it was ready, as far as a non-blocking check can show."""
         return not self.closing and not self.ended.done() and self.session.quiet
 
 
 class Forks:
-    """Makes sessions. `slots` is set before the first."""
+    """Creates sessions. Set `slots` before the first one."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._keys = itertools.count()
         self._slots: SessionSlots | None = None
         self._memory_kills: dict[int, MemoryKills] = {}
-        """By place, whose sessions come one after another."""
+        """Memory kills by slot. The sessions of a slot run one after another."""
 
     @property
     def started(self) -> bool:
-        """Whether there are places."""
+        """Whether `slots` is set."""
         return self._slots is not None
 
     @property
     def slots(self) -> SessionSlots:
-        """Where sessions are."""
+        """The slots of the engine."""
         assert self._slots is not None, "start() comes first"
         return self._slots
 
@@ -87,7 +88,8 @@ class Forks:
     def fork(
         self, zygote: ZygoteProcess, slot: SessionSlot, limits: Limits, egress_fds: tuple[int, ...] = ()
     ) -> LiveSession:
-        """Begin a session in a place, which is given back when it has ended. Raises SandboxFailed; the place is the caller's then."""
+        """Start a session in a slot, which is released when the session has ended. Raises SandboxFailed; the caller
+        then still owns the slot."""
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
@@ -117,17 +119,17 @@ class Forks:
         return live
 
     def _release(self, live: LiveSession, ended: SessionExit) -> None:
-        """Nothing of the session is left: the one place where a place is given back. Only then is `live.ended` done, so that whoever
-        reads it finds the whole account."""
+        """Release the slot of a session whose processes are all gone. No other code releases slots of sessions.
+        `live.ended` is set last, so that its readers see all other changes."""
         live.killed_for_memory()
         live.session.close()
         self.slots.release(live.slot)
         live.ended.set_result(replace(ended, out_of_memory=live.out_of_memory))
 
     async def ready(self, live: LiveSession, session_id: str = "") -> None:
-        """Wait until it is contained. Raises SandboxFailed when it has ended instead; ends it if cancelled.
+        """Wait until the session is contained. Raises SandboxFailed if it has ended instead; kills it if cancelled.
 
-        Before it is ready a session runs no foreign code: whatever goes wrong is ours.
+        Before it is ready a session runs no foreign code, so every error is an infrastructure failure.
         """
         reason = "the session was not ready in time"
         try:
@@ -144,10 +146,10 @@ class Forks:
             raise
         live.kill()
         ended = await self.gone(live)
-        raise SandboxFailed(f"the jail could not be made: {ended.refused or reason}", session=session_id)
+        raise SandboxFailed(f"cannot create the jail: {ended.refused or reason}", session=session_id)
 
     async def gone(self, live: LiveSession) -> SessionExit:
-        """Wait for the kernel to have reaped everything; a zygote that does not report it is ended itself."""
+        """Wait until the kernel has reaped all processes. If the zygote does not report this in time, kill the zygote."""
         waiting: Awaitable[SessionExit] = asyncio.shield(live.ended)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.start_timeout_s):

@@ -1,10 +1,11 @@
-"""The engine of every driver: sessions forked from warm, contained zygotes, one zygote per profile.
+"""The engine of all drivers: sessions are forked from warm, contained zygotes, one zygote per profile.
 
-    open   a ready session (`pools`); or place -> zygote of the profile (started if there is none) -> fork -> contained -> "ready"
-    run    request on the session's own socket; the zygote is not involved
-    end    kill through the zygote -> the kernel, or its warden, has reaped all of it -> place free again
+    open   a ready session (`pools`); or slot -> zygote of the profile (started if needed) -> fork -> contained -> "ready"
+    run    request on the session's own socket, without the zygote
+    end    kill through the zygote -> the kernel, or the session's reaper, has reaped all processes -> slot free
 
-A zygote that dies takes its sessions along: each of them is then an infra failure, and the next `open` starts another zygote.
+When a zygote exits, its sessions end with it. Each is then an infrastructure failure, and the next `open` starts
+another zygote.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 
 class JailEngine:
-    """The default engine; implements `SandboxEngine`. `state_dir` is its own, kept over restarts."""
+    """The default engine; implements `SandboxEngine`. `state_dir` belongs to this engine alone and persists over
+    restarts."""
 
     def __init__(self, config: SandboxConfig, *, state_dir: Path, ids: IdSource, clock: Clock | None = None) -> None:
         self._config = config
@@ -73,7 +75,7 @@ class JailEngine:
         await asyncio.to_thread(self._state.acquire)
         cleared = await asyncio.to_thread(self._state.clean_up, hierarchy)
         if cleared.num_processes or cleared.num_groups:
-            _log.warning("ended what an earlier life left: %s", cleared)
+            _log.warning("cleaned up after a previous process: %s", cleared)
         self._state.record_groups(self._name)
         await self._ports.start()
         config = self._config
@@ -111,7 +113,7 @@ class JailEngine:
     def limits(self, profile: str) -> Limits:
         if profile not in self._config.profiles:
             known = ", ".join(self._config.profiles)
-            raise UnknownProfile(f"no sandbox profile {profile!r} is configured; known: {known}", profile=profile)
+            raise UnknownProfile(f"sandbox profile {profile!r} is not configured; known: {known}", profile=profile)
         return self._config.profiles[profile].resolved_limits()
 
     async def open(
@@ -161,7 +163,7 @@ class JailEngine:
             return reply.decoded_files()
         except ProtocolBroken as error:
             await self.end(session_id)
-            raise InvalidInput(f"the session answered garbage and was ended: {error}") from error
+            raise InvalidInput(f"the session sent an invalid reply and was ended: {error}") from error
 
     async def snapshot(self, session_id: str, bytes_max: int, save: SavePiece) -> tuple[str, ...]:
         live = self._find(session_id)
@@ -170,7 +172,7 @@ class JailEngine:
         if reply.too_large:
             raise SnapshotTooLarge
         if reply.refused:
-            raise InvalidInput(f"the session can't be saved: {reply.refused}", session=session_id)
+            raise InvalidInput(f"cannot save the session: {reply.refused}", session=session_id)
         return tuple(reply.lost)
 
     async def end(self, session_id: str) -> None:
@@ -183,10 +185,10 @@ class JailEngine:
 
     def _begin_end(self, session_id: str, live: LiveSession) -> None:
         if live.ended.done() and self._live.get(session_id) is live:
-            del self._live[session_id]  # it ended unasked; its user has learned of it now
+            del self._live[session_id]  # it ended by itself, and its user knows that now
         live.kill()
 
-    # Making sessions ----------------------------------------------------------------------------------------------
+    # Create sessions ----------------------------------------------------------------------------------------------
 
     async def _make(self, session_id: str, profile: str, limits: Limits, tenant: str) -> LiveSession:
         slots = self._forks.slots
@@ -207,16 +209,17 @@ class JailEngine:
         return live
 
     def _adopt(self, session_id: str, live: LiveSession) -> None:
-        """From now on it is known by this name, until it ends; one that ends unasked stays listed, so that its user learns why."""
+        """Register a session under its id until it ends. A session that ends by itself stays registered, so that its
+        user gets the reason."""
         self._live[session_id] = live
         live.ended.add_done_callback(lambda _: self._forget(session_id, live))
 
     def _forget(self, session_id: str, live: LiveSession) -> None:
         self._ports.close(session_id)
-        if live.closing and self._live.get(session_id) is live:  # its user may have learned of the end before
+        if live.closing and self._live.get(session_id) is live:  # its user may already know the end
             del self._live[session_id]
 
-    # Using sessions -----------------------------------------------------------------------------------------------
+    # Use sessions -------------------------------------------------------------------------------------------------
 
     def _find(self, session_id: str) -> LiveSession:
         live = self._live.get(session_id)
@@ -236,7 +239,7 @@ class JailEngine:
         try:
             reply = await self._exchange(session_id, live, message, wall_s + self._config.grace_s, on_output)
             if reply.refused and not _may_be_refused(message):
-                raise ProtocolBroken("a refusal of a program that every session runs")
+                raise ProtocolBroken("the session rejected a program that every session can run")
         except TimeoutError:
             await self._ended_by_itself(session_id, live)
             return killed(RunOutcome.TIME, wall_s + self._config.grace_s)
@@ -262,7 +265,8 @@ class JailEngine:
         return reply
 
     async def _restore(self, session_id: str, live: LiveSession, snapshot: AsyncIterator[bytes]) -> None:
-        """Not under `_starts`: foreign code runs while values load, for as long as a call may take."""
+        """Restore a snapshot. This needs no start permit, because foreign code may run while values load, for the time
+        of a whole call."""
         restoring = live.session.restore(snapshot, live.limits.call_s + self._config.grace_s)
         try:
             reply = await self._handled(session_id, live, restoring)
@@ -279,12 +283,12 @@ class JailEngine:
     async def _handled(
         self, session_id: str, live: LiveSession, exchange: Coroutine[Any, Any, SessionReply]
     ) -> SessionReply:
-        """The reply to what is no program; a session that fails us then, or is left in the middle, is ended."""
+        """Return the reply to a request that runs no program. A session that fails or is left in the middle is ended."""
         try:
             return await exchange
         except (TimeoutError, SessionGone, ProtocolBroken) as error:
             await self._ended_by_itself(session_id, live, gone=isinstance(error, SessionGone))
-            raise UnknownSession(f"session {session_id!r} ended while it handled files: {error}") from error
+            raise UnknownSession(f"session {session_id!r} ended during a file transfer: {error}") from error
         except BaseException:
             self._begin_end(session_id, live)
             raise
@@ -299,8 +303,9 @@ class JailEngine:
             raise
 
     async def _ended_by_itself(self, session_id: str, live: LiveSession, *, gone: bool = False) -> SessionExit:
-        """Make sure that a session which failed us is gone. Raises UnknownSession if somebody else was ending it anyway, and
-        SandboxFailed if it was no doing of its program. `gone`: its socket has ended, so it is dying, unless it only closed it."""
+        """Ensure that a session which failed a request is gone. Raises UnknownSession if another call was ending it,
+        and SandboxFailed if its program did not cause the end. `gone` means that its socket has ended, so the session
+        is exiting, unless it only closed the socket."""
         closing = live.closing
         if gone and not closing:
             with contextlib.suppress(TimeoutError):
@@ -310,15 +315,15 @@ class JailEngine:
         self._begin_end(session_id, live)
         ended = await self._forks.gone(live)
         if closing:
-            raise UnknownSession(f"session {session_id!r} was closed while it was used")
+            raise UnknownSession(f"session {session_id!r} was closed during a command")
         if ended.lost:
             raise SandboxFailed("the session was lost with its zygote", session=session_id)
         if unasked and killed_externally(ended, live.limits):
-            raise SandboxFailed("the session was killed from outside; is the host out of memory?", session=session_id)
+            raise SandboxFailed("another process killed the session; the host may be out of memory", session=session_id)
         return ended
 
 
 def _may_be_refused(message: Mapping[str, Any]) -> bool:
-    """Return whether a session can refuse this request by itself. A refusal is the caller's mistake and never held against the program, which
-    in python could write one."""
+    """Return whether a session may reject this request. A rejection is the caller's mistake and never counts against
+    the program. In Python the program could forge one."""
     return message["verb"] != "run" or message["language"] != PYTHON or bool(message["stdin"] or message["arguments"])

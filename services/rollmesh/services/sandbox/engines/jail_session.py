@@ -1,8 +1,8 @@
-"""One session as the service sees it: requests and replies on its socket, under a deadline. What it replies is hostile.
+"""The service's side of one session: requests and replies on its socket, under a deadline. The replies are hostile.
 
-Replies are bounded in length before they are read, in the number of their strings before they are decoded into a strict schema, and in
-every field before they are returned. A deadline passed, a reply that does not fit or a cancelled request ends the session: afterwards
-its next answer cannot be foreseen.
+A reply is bounded in length before it is read, in its number of strings before it is decoded into a strict schema, and
+in every field before it is returned. After a missed deadline, an invalid reply or a cancelled request the session must
+be ended, because its next reply is unpredictable.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rollmesh.services.sandbox.engines.wire import Wire
 
 _OVERHEAD_BYTES = 1 << 16
 _NOTICES_MAX = 4096
-"""Characters that a jail adds of its own to what a program printed."""
+"""Maximum characters that a jail adds to the output of a program."""
 _QUOTES_MAX = 200 + 2 * (LOST_MAX + 1)
-"""Of a reply without files: of the names and texts of its fields, and of `lost`."""
+"""Maximum quotes of a reply without files: names and texts of its fields, and `lost`."""
 _ESCAPED_MAX = 12
-"""Bytes of a character in JSON."""
+"""Maximum bytes of a character in JSON."""
 
 _Text = Annotated[str, msgspec.Meta(max_length=framing.REFUSAL_BYTES_MAX)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a session may say; absent fields have no meaning for the request at hand."""
+    """All fields of a reply. Absent fields do not apply to the request."""
 
     ready: bool = False
     reason: _Text = ""
@@ -53,7 +53,7 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     wall_s: _Seconds = 0.0
     cpu_s: _Seconds = 0.0
     descriptor: int = 0
-    """1 or 2: no reply but a piece of output ahead of it, in `text`."""
+    """1 or 2 if this is a piece of output, in `text`, that precedes the reply."""
     text: str = ""
     exit_status: Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)] = 0
     files: dict[str, str] = {}
@@ -61,7 +61,7 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
     too_large: bool = False
 
     def decoded_files(self) -> dict[str, bytes]:
-        """Their content. Raises ProtocolBroken."""
+        """Return the decoded contents by path. Raises ProtocolBroken."""
         try:
             return {path: base64.b64decode(text, validate=True) for path, text in self.files.items()}
         except (binascii.Error, ValueError) as error:
@@ -69,11 +69,11 @@ class SessionReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionGone(Exception):
-    """The socket ended: pid 1 is dead or dying."""
+    """The socket ended because pid 1 has exited or is exiting."""
 
 
 class ProtocolBroken(Exception):
-    """The session wrote something that is no reply."""
+    """The session wrote an invalid reply."""
 
 
 _decoder = msgspec.json.Decoder(SessionReply)
@@ -81,14 +81,14 @@ _encoder = msgspec.json.Encoder()
 
 
 def _frame(message: dict[str, Any]) -> bytes:
-    """As `framing.encode`, faster."""
+    """Encode a frame like `framing.encode`, but faster."""
     body = _encoder.encode(message)
     return framing.LENGTH.pack(len(body)) + body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bounds:
-    """What the reply to a request may hold."""
+    """Bounds of the reply to a request."""
 
     frame_bytes: int
     wall_s: float
@@ -97,10 +97,11 @@ class _Bounds:
 
 
 def _decoded(data: bytearray, end: int, paths: frozenset[str] = frozenset()) -> SessionReply:
-    """The frame that ends there. Every string, of which a decoder makes an object, shows at least one quote that is not escaped."""
+    """Decode the frame that ends at `end`. Each string, for which the decoder creates an object, has at least one
+    unescaped quote."""
     quotes = data.count(b'"', 0, end) - data.count(b'\\"', 0, end)
     if quotes > _QUOTES_MAX + 4 * len(paths):
-        raise ProtocolBroken(f"a reply of more strings than its request has answers: {quotes} quotes")
+        raise ProtocolBroken(f"a reply with more strings than its request allows: {quotes} quotes")
     try:
         return _decoder.decode(memoryview(data)[framing.LENGTH.size : end])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -108,7 +109,7 @@ def _decoded(data: bytearray, end: int, paths: frozenset[str] = frozenset()) -> 
 
 
 class JailSession:
-    """The service's end of one session's socket. One request at a time."""
+    """The service's end of one session's socket. It handles one request at a time."""
 
     def __init__(self, connection: socket.socket, limits: Limits, files_bytes_max: int) -> None:
         self._wire = Wire(connection)
@@ -121,7 +122,7 @@ class JailSession:
         self._frame_bytes_max = 6 * _ESCAPED_MAX * limits.output_bytes + _OVERHEAD_BYTES
 
     async def receive(self, timeout_s: float) -> SessionReply:
-        """The next reply. Raises TimeoutError, SessionGone, ProtocolBroken."""
+        """Return the next reply. Raises TimeoutError, SessionGone, ProtocolBroken."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
                 return await self._read(self._bounds({}, timeout_s))
@@ -129,8 +130,8 @@ class JailSession:
     async def request(
         self, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None = None
     ) -> SessionReply:
-        """Send a request, return its reply; pieces of output ahead of it go to `on_output`, together at most four times what the
-        session keeps of a text: two descriptors, each with Python's own writes and its children's.
+        """Send a request and return its reply. Pieces of output before it go to `on_output`, in total at most four
+        times the retained bytes of a text: two descriptors, each with Python's own writes and those of child processes.
 
         Raises TimeoutError, SessionGone, ProtocolBroken.
         """
@@ -144,7 +145,8 @@ class JailSession:
                 return await self._read(provided, data)
 
     async def save(self, bytes_max: int, save: SavePiece, timeout_s: float) -> SessionReply:
-        """Request a snapshot, hand its records to `save`, return the reply. Raises as `request`, and what `save` raises."""
+        """Request a snapshot, pass its records to `save`, and return the reply. Raises the errors of `request` and of
+        `save`."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
                 await self._send(_frame({"verb": "snapshot", "bytes_max": bytes_max}))
@@ -152,7 +154,7 @@ class JailSession:
                 return await self._read(self._bounds({}, timeout_s), data)
 
     async def restore(self, snapshot: AsyncIterator[bytes], timeout_s: float) -> SessionReply:
-        """Send a snapshot into a fresh session. Raises as `request`, and what `snapshot` raises."""
+        """Send a snapshot to a fresh session. Raises the errors of `request` and of `snapshot`."""
         with self._in_use():
             async with asyncio.timeout(timeout_s):
                 await self._send(_frame({"verb": "restore"}))
@@ -162,14 +164,14 @@ class JailSession:
 
     @property
     def quiet(self) -> bool:
-        """Whether the session is there and owes nothing it was not asked for."""
+        """Whether the socket is open and has no unrequested data."""
         return not self._closed and self._wire.quiet
 
     def close(self) -> None:
-        """Give up the socket; a request in progress ends with SessionGone.
+        """Close the socket; a request in progress fails with SessionGone.
 
-        Its descriptor is closed only when nobody waits on it: the loop would go on watching the number, which may soon be
-        another session's.
+        The descriptor is closed only when no request waits on it. Otherwise the event loop would continue to watch the
+        number, which another session may soon use.
         """
         self._closed = True
         if self._busy:
@@ -197,7 +199,7 @@ class JailSession:
             raise SessionGone(str(error)) from error
 
     async def _records(self, bytes_max: int, save: SavePiece) -> bytearray:
-        """Pass on both sections as they come; what was read behind them is the beginning of the reply."""
+        """Pass both sections to `save` on arrival. Return the bytes read after them, which begin the reply."""
         data, room, num_ended = bytearray(), bytes_max, 0
         while num_ended < NUM_SECTIONS:
             data = await self._piece(records.LENGTH.size, data)
@@ -207,7 +209,7 @@ class JailSession:
             end = records.LENGTH.size + size
             room -= end
             if size > records.RECORD_BYTES or room < 0:
-                raise ProtocolBroken("the snapshot's records are longer than allowed")
+                raise ProtocolBroken("the records of the snapshot exceed the allowed length")
             data = await self._piece(end, data)
             await save(bytes(data[:end]))
             del data[:end]
@@ -215,7 +217,7 @@ class JailSession:
         return data
 
     async def _pass_on(self, on_output: OnOutput, provided: _Bounds) -> bytearray:
-        """Take pieces of output until a frame is none; that frame's bytes."""
+        """Pass on pieces of output until another frame arrives. Return that frame's bytes."""
         data, room = bytearray(), 4 * self._output_bytes
         while True:
             end, data = await self._whole_frame(provided, data)
@@ -224,12 +226,12 @@ class JailSession:
                 return data
             room -= len(piece.text)
             if piece.descriptor not in (1, 2) or not piece.text or room < 0:
-                raise ProtocolBroken("output that is none, or more than is kept")
+                raise ProtocolBroken("invalid or oversized output frame")
             on_output(piece.descriptor, piece.text)
             del data[:end]
 
     async def _whole_frame(self, provided: _Bounds, data: bytearray) -> tuple[int, bytearray]:
-        """`data` read on until it holds a frame, and where that ends."""
+        """Read until `data` holds a whole frame. Return the end of the frame and the data."""
         data = await self._piece(framing.LENGTH.size, data)
         (size,) = framing.LENGTH.unpack_from(data)
         if size > provided.frame_bytes:
@@ -239,15 +241,15 @@ class JailSession:
     async def _read(self, provided: _Bounds, data: bytearray | None = None) -> SessionReply:
         end, data = await self._whole_frame(provided, data or bytearray())
         if len(data) != end:
-            raise ProtocolBroken("an unasked frame")
+            raise ProtocolBroken("an unrequested frame")
         reply = _decoded(data, end, provided.paths)
         if reply.descriptor:
-            raise ProtocolBroken("unasked output")
+            raise ProtocolBroken("unrequested output")
         self._require_bounded(reply, provided)
         return reply
 
     def _bounds(self, message: dict[str, Any], timeout_s: float) -> _Bounds:
-        """Of the reply to `message`, which comes within `timeout_s`."""
+        """Return the bounds of the reply to `message`, which must arrive within `timeout_s`."""
         paths = message.get("paths") or message.get("return_paths")
         if not paths:
             return _Bounds(frame_bytes=self._frame_bytes_max, wall_s=timeout_s)
@@ -260,9 +262,10 @@ class JailSession:
         )
 
     def _require_bounded(self, reply: SessionReply, provided: _Bounds) -> None:
-        """Code in the jail can write replies itself: names and sizes that were not asked for end here. Raises ProtocolBroken."""
+        """Check a reply that code in the jail may have forged: reject names and sizes that were not requested. Raises
+        ProtocolBroken."""
         if not provided.paths.issuperset(reply.files):
-            raise ProtocolBroken("files that were not asked for")
+            raise ProtocolBroken("files that were not requested")
         if sum(len(text) * 3 // 4 - 2 for text in reply.files.values()) > provided.files_bytes:
             raise ProtocolBroken(f"files of more than {provided.files_bytes} bytes")
         texts = (reply.stdout, reply.stderr, reply.result, reply.error_type, reply.error_message, reply.traceback)
@@ -274,7 +277,8 @@ class JailSession:
             raise ProtocolBroken(f"a command of {reply.wall_s} s that was answered within {provided.wall_s} s")
 
     async def _piece(self, num_bytes: int, data: bytearray) -> bytearray:
-        """Read on until `data` has that many bytes. Nothing follows a reply, so more than asked for is never lost silently."""
+        """Read until `data` has `num_bytes` bytes. A reply is the last data on the socket, so additional bytes are
+        never lost silently."""
         while len(data) < num_bytes:
             try:
                 piece = await self._wire.receive()

@@ -1,10 +1,12 @@
-"""Ready sessions: made and contained before somebody asks for them, as many as demand has lately called for, one pool per profile.
+"""Ready sessions: created and contained before they are requested, in a number that follows recent demand, one pool per
+profile.
 
-A ready session has run nothing but the making of its jail; taken, it is the opener's fresh session. It has its profile's own limits, so
-an open that narrows them is made as ever; so is a session with egress, whose way out is named after it and handed over at the fork.
+A ready session has executed only the creation of its jail. When it is taken, it is the fresh session of the caller. It
+has the limits of its profile, so an open with lower limits creates a session as usual. The same holds for a profile
+with egress, because the proxy connection is bound to the session at its fork.
 
-Live sessions come first: ready ones are made when nobody waits for a turn to start and places are left over, a few at a time, and give
-their places up when an open finds none free. made = taken + dropped + ready, at every moment.
+Live sessions have priority. Ready sessions are created only while no start waits and slots are left over, a few at a
+time, and they are evicted when an open finds no free slot. At every moment made = taken + dropped + ready.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ _log = logging.getLogger(__name__)
 
 
 class Pools:
-    """Those of a node, and the end of zygotes that nobody uses. Between `start` and `close` a task tends them every `reap_every_s`."""
+    """The pools of a node, and the shutdown of idle zygotes. Between `start` and `close` a task maintains them every
+    `reap_every_s`."""
 
     def __init__(self, config: SandboxConfig, forks: Forks, zygotes: Zygotes, starts: Starts, clock: Clock) -> None:
         self._config = config
@@ -41,21 +44,21 @@ class Pools:
         self._pools = _pools(config)
         self._opened_s = dict.fromkeys(config.profiles, clock.monotonic_s())
         self._held: set[LiveSession] = set()
-        """Ours, from their fork until they are taken or nothing of them is left."""
+        """Sessions of the pools, from their fork until they are taken or have ended."""
         self._maintenance: asyncio.Task[None] | None = None
         self._making: dict[asyncio.Task[None], None] = {}
-        """The oldest first."""
+        """Sessions being created, the oldest first."""
         self._making_max = min(config.pools.making_max, max(1, config.starts_inflight_max - 1))
         self._planned = False
         self._made = self._taken = self._missed = self._dropped = 0
 
     def start(self) -> None:
-        """Begin to tend."""
+        """Start the maintenance task."""
         self._maintenance = asyncio.create_task(self._maintain(), name="sandbox pools")
         self._maintenance.add_done_callback(_log_failure)
 
     async def close(self) -> None:
-        """Nothing is ready or being made when this returns, and nothing will be."""
+        """Stop the maintenance and end all ready sessions, including those being created. No new ones follow."""
         tending, self._maintenance = self._maintenance, None
         tasks = [*self._making, *([tending] if tending is not None else [])]
         for task in tasks:
@@ -67,13 +70,13 @@ class Pools:
         await asyncio.gather(*(self._forks.gone(live) for live in list(self._held)))
 
     def counts(self) -> PoolCounts:
-        """Since the start."""
+        """Return the counters since the start."""
         ready = {profile: len(pool.ready) for profile, pool in self._pools.items()}
         return PoolCounts(ready=ready, made=self._made, taken=self._taken, missed=self._missed, dropped=self._dropped)
 
     async def take(self, profile: str, limits: Limits) -> LiveSession | None:
-        """A ready session, the caller's own from now on, if there is one that will do; or one that is just being made, which is there
-        sooner than another that would have to share the cores with it."""
+        """Return a ready session, which the caller then owns, or None. If one is being created, wait for it: that is
+        faster than a second creation on the same cores."""
         now_s = self._clock.monotonic_s()
         self._opened_s[profile] = now_s
         pool = self._pools.get(profile)
@@ -98,7 +101,7 @@ class Pools:
         return None
 
     async def acquire_slot(self) -> SessionSlot:
-        """A free place; where there is none a ready session gives up its own. Raises Overloaded, SandboxFailed."""
+        """Acquire a slot. If none is free, evict a ready session and take its slot. Raises Overloaded, SandboxFailed."""
         while True:
             try:
                 return self._forks.slots.acquire()
@@ -107,24 +110,25 @@ class Pools:
                     raise
 
     def refill(self) -> None:
-        """Somebody took a session or gave back a place: see whether sessions should be made, as soon as what is under way has gone on."""
+        """Schedule a check whether sessions should be created, after the current callbacks."""
         if self._maintenance is not None and not self._planned:
             self._planned = True
             asyncio.get_running_loop().call_soon(self._refill)
 
-    # Making -------------------------------------------------------------------------------------------------------
+    # Create -------------------------------------------------------------------------------------------------------
 
     def _refill(self) -> None:
         self._planned = False
         while self._maintenance is not None and (profile := self._next()) is not None:
             try:
                 self._make(self._pools[profile])
-            except SandboxFailed as error:  # an open that meets the same tells its user
+            except SandboxFailed as error:  # an open with the same error reports it to its caller
                 _cannot_keep(profile, error)
                 return
 
     def _next(self) -> str | None:
-        """The profile that lacks most, if one more can be made now: it has a zygote, a turn is free, and places are left over."""
+        """Return the profile that lacks the most sessions, if one more can be created now: it has a zygote, a permit is
+        free, and slots are left over."""
         if len(self._making) >= self._making_max or len(self._held) >= self._config.pools.ready_max:
             return None
         if not self._starts.idle or self._spare_slots() <= 0:
@@ -139,7 +143,7 @@ class Pools:
         return max(lacking, key=lacking.__getitem__, default=None)
 
     def _make(self, pool: ReadyPool) -> None:
-        """Fork one and see to it that it becomes ready. Raises SandboxFailed."""
+        """Fork a session and wait in the background until it is ready. Raises SandboxFailed."""
         zygote = self._zygotes.running(pool.profile)
         assert zygote is not None
         slot = self._forks.slots.acquire()
@@ -165,7 +169,8 @@ class Pools:
         pool.demand.made(self._clock.monotonic_s() - began_s)
 
     def _record_result(self, task: asyncio.Task[None], pool: ReadyPool, live: LiveSession) -> None:
-        """It is ready, or was cancelled, before its first step perhaps, or failed."""
+        """Handle the end of a creation: the session is ready, or it failed or was cancelled, perhaps before its first
+        step."""
         del self._making[task]
         self._starts.release()
         if task.cancelled() or task.exception() is not None:
@@ -179,7 +184,7 @@ class Pools:
         else:
             self.refill()
 
-    # Ending -------------------------------------------------------------------------------------------------------
+    # End ----------------------------------------------------------------------------------------------------------
 
     async def _maintain(self) -> None:
         while True:
@@ -201,16 +206,16 @@ class Pools:
             await self._zygotes.end_if(profile, functools.partial(self._unused, profile))
 
     def _unused(self, profile: str) -> bool:
-        """Whether its zygote should end, if nothing lives in it."""
+        """Return whether the zygote of a profile should end once it has no sessions."""
         idle_s = self._config.pools.zygote_idle_s
         unused_s = self._clock.monotonic_s() - self._opened_s[profile]
         return 0 < idle_s <= unused_s and profile not in self._config.warm
 
     async def _evict_and_wait(self) -> bool:
-        """Wait until a session of ours is gone; whether one is."""
+        """Evict a ready session and wait until one of the pools has ended. Return whether one has."""
         if not self._evict_one():
-            going_on = [task for task in self._making if not task.done() and not task.cancelling()]
-            for task in going_on[-1:]:
+            running = [task for task in self._making if not task.done() and not task.cancelling()]
+            for task in running[-1:]:
                 task.cancel()
         if not self._held:
             return False
@@ -219,7 +224,7 @@ class Pools:
         return bool(done)
 
     def _evict_one(self) -> bool:
-        """End one ready session; False if there is none."""
+        """End a ready session of the largest pool. Return False if there is none."""
         largest = max(self._pools.values(), key=lambda pool: len(pool.ready), default=None)
         if largest is None or not largest.ready:
             return False
@@ -235,7 +240,7 @@ class Pools:
         live.kill()
 
     def _forget(self, pool: ReadyPool, live: LiveSession) -> None:
-        """It has ended, if not as somebody's: asked to, or with its zygote."""
+        """Handle the end of a pooled session that no client acquired."""
         self._held.discard(live)
         if live in pool.ready:
             pool.ready.remove(live)
@@ -249,16 +254,16 @@ class Pools:
         return shares(asked, self._config.pools.ready_max)
 
     def _spare_slots(self) -> int:
-        """Slots beyond those left free for the sessions that may be asked for at once."""
+        """Return the number of free slots beyond those reserved for sessions that may be requested at once."""
         return self._forks.slots.num_free - self._config.starts_inflight_max
 
 
 def _cannot_keep(profile: str, error: SandboxFailed) -> None:
-    _log.warning("profile %r: no session can be kept ready: %s", profile, error)
+    _log.warning("profile %r: cannot create a ready session: %s", profile, error)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:
-    """Opens do without ready sessions then."""
+    """Log an unexpected error. Opens then work without ready sessions."""
     if not task.cancelled() and (error := task.exception()) is not None:
         _log.error("%s failed", task.get_name(), exc_info=error)
 

@@ -1,7 +1,8 @@
-"""The ready sessions of one profile, and the opens that wait for one in the making. Bookkeeping only: nothing is made or ended here.
+"""The ready sessions of one profile, and the opens that wait for one. Bookkeeping only: this module creates and ends
+nothing.
 
-An open that finds none ready waits for one in the making, if there is one that nobody waits for: whichever is ready first belongs to who has waited
-longest, and nobody who comes meanwhile can take it.
+An open that finds no ready session waits for one that is being created, if there is one without a waiter. The first one
+that becomes ready belongs to the longest waiter, and later opens cannot take it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rollmesh.services.sandbox.engines.forks import LiveSession
 
 
 class ReadyPool:
-    """Of one profile."""
+    """The pool of one profile."""
 
     def __init__(self, profile: str, limits: Limits, most: int, halflife_s: float) -> None:
         self.profile = profile
@@ -24,25 +25,26 @@ class ReadyPool:
         self.most = most
         self.demand = Demand(halflife_s)
         self.ready: deque[LiveSession] = deque()
-        """The oldest first."""
+        """Ready sessions, the oldest first."""
         self.num_making = 0
         self._waiting: deque[asyncio.Future[bool]] = deque()
-        """Opens, no more than there are sessions in the making; told whether they have got one."""
+        """Waiting opens, at most one per session being created. The result of the future says whether the open got a
+        session."""
         self._num_reserved = 0
-        """Of the ready ones, those of opens that were told so and have not come yet."""
+        """Ready sessions that are reserved for opens whose future is done, but which have not resumed yet."""
 
     @property
     def has_unreserved(self) -> bool:
-        """Whether a ready one is for whoever comes."""
+        """Whether a ready session is not reserved."""
         return len(self.ready) > self._num_reserved
 
     @property
     def num_free(self) -> int:
-        """Ready or in the making for whoever comes."""
+        """Number of sessions, ready or being created, that are not reserved."""
         return len(self.ready) - self._num_reserved + self.num_making - len(self._waiting)
 
     def made(self, live: LiveSession) -> None:
-        """One in the making is ready."""
+        """Record that a session being created is ready."""
         self.num_making -= 1
         self.ready.append(live)
         while self._waiting:
@@ -51,13 +53,14 @@ class ReadyPool:
                 return
 
     def not_made(self) -> None:
-        """One in the making will not be ready: who came last has waited in vain, if there are not enough others."""
+        """Record that a creation failed. If too few sessions remain, reject the most recent waiter."""
         self.num_making -= 1
         while len(self._waiting) > self.num_making:
             _notify(self._waiting.pop(), False)
 
     async def next_made(self) -> bool:
-        """Wait until one is ready for the caller, or will not be, and say which; bounded by what a session is given to become ready."""
+        """Wait until a session is ready for the caller, or will not be. Return which. Bounded by the start timeout of a
+        session."""
         turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(turn)
         try:
@@ -70,7 +73,7 @@ class ReadyPool:
 
 
 def _notify(turn: asyncio.Future[bool], got: bool) -> bool:
-    """Whether somebody still waits."""
+    """Set the result of a waiting open. Return whether it still waited."""
     if turn.done():
         return False
     turn.set_result(got)

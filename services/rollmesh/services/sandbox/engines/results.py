@@ -1,4 +1,4 @@
-"""What a session's replies, and its end, mean as results. Replies are hostile; see `jail_session`."""
+"""Translate replies and ends of sessions to results. Replies are hostile; see `jail_session`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmesh.services.sandbox.engines.zygote_process import SessionExit
 
 
 def to_result(reply: SessionReply, killed_for_memory: Callable[[], bool]) -> RunResult:
-    """What the session says; a SIGKILL that the kernel sent for memory is none of its own."""
+    """Translate a reply. A SIGKILL that the kernel sent for memory is a memory limit, whatever the session reports."""
     try:
         outcome, files = RunOutcome(reply.outcome), reply.decoded_files()
     except (ValueError, ProtocolBroken):
@@ -33,13 +33,13 @@ def to_result(reply: SessionReply, killed_for_memory: Callable[[], bool]) -> Run
         cpu_s=reply.cpu_s,
         exit_status=reply.exit_status,
         files=files,
-        # Out of processes means that strays are left which would compete with every later call.
+        # After a process limit, leftover processes would compete with every later call.
         session_alive=outcome is not RunOutcome.PROCESSES,
     )
 
 
 def explain(ended: SessionExit, limits: Limits) -> RunResult:
-    """Why a session ended by itself: the kernel's memory or CPU limit, or its own doing."""
+    """Explain why a session ended by itself: the kernel's memory or CPU limit, or its program."""
     if ended.status < 0 and ended.out_of_memory:
         return killed(RunOutcome.MEMORY)
     if ended.status < 0 and used_up(ended.cpu_s, limits.cpu_total_s):
@@ -49,7 +49,7 @@ def explain(ended: SessionExit, limits: Limits) -> RunResult:
 
 
 def killed(outcome: RunOutcome, wall_s: float = 0.0) -> RunResult:
-    """Ended from outside, for a limit."""
+    """Return the result of a session that was killed for a limit."""
     message = f"the session was killed: out of {outcome.value}"
     return RunResult(
         outcome=outcome, error_type="LimitReached", error_message=message, wall_s=wall_s, session_alive=False
@@ -57,5 +57,5 @@ def killed(outcome: RunOutcome, wall_s: float = 0.0) -> RunResult:
 
 
 def exited(message: str) -> RunResult:
-    """Ended by its own doing."""
+    """Return the result of a session that its program ended."""
     return RunResult(outcome=RunOutcome.EXITED, error_type="SessionEnded", error_message=message, session_alive=False)

@@ -1,7 +1,7 @@
-"""The places of a jail engine: what one live session occupies, reused by the next.
+"""The slots of a jail engine: the resources of one live session, reused by the next.
 
-A place is a number, the uid that goes with it, and its cgroups where they are writable. A place is free again only when nothing
-of its last session is left, so that two sessions never share a uid or a memory limit.
+A slot is a number, its uid, and its cgroups if they are writable. A slot becomes free only when all processes of its
+last session are gone, so that two sessions never share a uid or a memory limit.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from rollmesh.shared.errors import Overloaded, SandboxFailed
 
 @dataclass(slots=True)
 class SessionSlot:
-    """One session's worth of room."""
+    """Resources for one session at a time."""
 
     index: int
     uid: int
     group: Cgroup | None
     private_dir: str = PRIVATE_DIR
-    """Of its present session."""
+    """Private directory of the current session."""
 
 
 class SessionSlots:
-    """At most `num_max` of them, made on first use."""
+    """At most `num_max` slots, created on first use."""
 
     def __init__(
         self,
@@ -37,7 +37,8 @@ class SessionSlots:
         retry_after_s: float,
         folders: PrivateFolders | None = None,
     ) -> None:
-        """With `folders` each session gets one, and each place two uids: the second is for whoever kills the first's processes."""
+        """With `folders` each session gets a directory, and each slot two uids: the second is used to kill processes of
+        the first."""
         self._folders = folders
         self._num_max = num_max
         self._uid_base = uid_base
@@ -49,21 +50,21 @@ class SessionSlots:
 
     @property
     def num_used(self) -> int:
-        """Slots with a session, or with what is left of one."""
+        """Number of slots with a session or its remaining processes."""
         return len(self._made) - len(self._free)
 
     @property
     def num_free(self) -> int:
-        """Slots to take."""
+        """Number of free slots."""
         return self._num_max - self.num_used
 
     def acquire(self) -> SessionSlot:
-        """A free place. Raises Overloaded, SandboxFailed."""
+        """Acquire a free slot. Raises Overloaded, SandboxFailed."""
         if self._free:
             return self._with_folder(self._free.pop())
         if len(self._made) == self._num_max:
             raise Overloaded(
-                f"all {self._num_max} places of this sandbox node are taken; wait, go to another node, or raise sessions_max",
+                f"all {self._num_max} slots of this sandbox node are in use; wait, use another node, or raise sessions_max",
                 retry_after_s=self._retry_after_s,
             )
         slot = self._make(len(self._made))
@@ -71,7 +72,7 @@ class SessionSlots:
         return self._with_folder(slot)
 
     def release(self, slot: SessionSlot) -> None:
-        """The caller vouches that its session is gone."""
+        """Release a slot. The caller guarantees that its session is gone."""
         assert slot not in self._free
         self._free.append(slot)
         if self._folders is not None:
@@ -84,11 +85,11 @@ class SessionSlots:
             slot.private_dir = self._folders.make(slot.uid)
         except OSError as error:
             self._free.append(slot)
-            raise SandboxFailed(f"cannot make a session's directory: {error}") from error
+            raise SandboxFailed(f"cannot create a session's directory: {error}") from error
         return slot
 
     def remove_groups(self) -> None:
-        """Delete all cgroups, when every session is gone."""
+        """Delete all cgroups. Call when every session is gone."""
         for slot in self._made:
             if slot.group is not None:
                 slot.group.remove()
@@ -99,5 +100,5 @@ class SessionSlots:
             try:
                 group = self._hierarchy.make(f"{self._name}-{index}")
             except OSError as error:
-                raise SandboxFailed(f"cannot make a cgroup: {error}") from error
+                raise SandboxFailed(f"cannot create a cgroup: {error}") from error
         return SessionSlot(index, self._uid_base + index * (2 if self._folders else 1), group)

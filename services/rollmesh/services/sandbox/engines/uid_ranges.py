@@ -1,7 +1,7 @@
-"""Uids of a sandbox node's sessions, apart from those of every other node on this host.
+"""Uids of a sandbox node's sessions, separate from those of every other node on this host.
 
-A range is claimed block by block with file locks, which the kernel gives back however the process ends. The blocks lie where
-systemd's allocation of uids leaves room: 60578-61183 first, then 65536-524287.
+A range is claimed block by block with file locks, which the kernel releases when the process exits. The blocks are in
+ranges that systemd does not allocate: 60578-61183 first, then 65536-524287.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ _LOCKS = Path("/run/lock")
 
 
 class UidRange:
-    """At least `num` uids from `base` on, ours until `release`."""
+    """At least `num` uids from `base`, claimed until `release`."""
 
     def __init__(self, base: int, locks: list[int]) -> None:
         self.base = base
         self._locks = locks
 
     def release(self) -> None:
-        """Idempotent."""
+        """Release the range. Idempotent."""
         while self._locks:
             os.close(self._locks.pop())
 
 
 def claim_uids(num: int, folder: Path | None = None) -> UidRange:
-    """The first room for `num` uids that nobody on this host holds. ConfigError if there is none. `folder` holds the locks."""
+    """Claim the first range of `num` uids that no process on this host holds. Raises ConfigError if there is none.
+    `folder` holds the locks."""
     where = folder or (_LOCKS if os.access(_LOCKS, os.W_OK) else Path(tempfile.gettempdir()))
     num_blocks = -(-num // BLOCK)
     for room in ROOM:
@@ -41,11 +42,13 @@ def claim_uids(num: int, folder: Path | None = None) -> UidRange:
             locks = _lock_all(where, range(base, base + num_blocks * BLOCK, BLOCK))
             if locks:
                 return UidRange(base, locks)
-    raise ConfigError(f"no {num} uids are free for sandbox sessions on this host; name others in sandbox.uid_base")
+    raise ConfigError(
+        f"no range of {num} uids is free for sandbox sessions on this host; set sandbox.uid_base to another range"
+    )
 
 
 def _lock_all(folder: Path, starts: Iterable[int]) -> list[int]:
-    """All of them or none."""
+    """Lock all blocks or none."""
     locks: list[int] = []
     for start in starts:
         lock = os.open(folder / f"rollmesh-uids-{start}", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -1,8 +1,9 @@
-"""The service's end of a session's socket on the event loop: watched once for the life of the session.
+"""The service's end of a session's socket on the event loop, watched once for the lifetime of the session.
 
-`loop.sock_recv` adds and removes the descriptor around every wait; for short calls these system calls cost more than the call. (The descriptor as
-a number: asyncio describes a socket object for an error that it raises to itself.) What arrives
-while nobody waits stays in the socket, and it is no longer watched until somebody does: a dead or babbling session must not keep the loop busy.
+`loop.sock_recv` adds and removes the descriptor around every wait; for short calls these system calls cost more than
+the call. (The descriptor is passed as a number, because asyncio formats a socket object for an error that it catches
+itself.) Data that arrives while no call waits stays in the socket, which is then not watched until the next call: a
+crashed or flooding session must not keep the loop busy.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _PIECE_BYTES = 1 << 16
 
 
 class Wire:
-    """One user at a time, either way. Must be closed on the loop, when nobody waits."""
+    """One sender and one receiver at a time. Close it on the loop, while no call waits."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -22,7 +23,7 @@ class Wire:
         self._waiting: asyncio.Future[bytes] | None = None
 
     async def send(self, data: bytes) -> None:
-        """All of it. Raises OSError."""
+        """Send all data. Raises OSError."""
         try:
             num_sent = self._socket.send(data)
         except BlockingIOError:
@@ -31,7 +32,7 @@ class Wire:
             await asyncio.get_running_loop().sock_sendall(self._socket, memoryview(data)[num_sent:])
 
     async def receive(self) -> bytes:
-        """What there is, as soon as there is any; empty at the end of the stream. Raises OSError."""
+        """Return the available data as soon as there is any; empty at the end of the stream. Raises OSError."""
         loop = asyncio.get_running_loop()
         if not self._watched:
             try:
@@ -47,7 +48,7 @@ class Wire:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing has come, nor the end, since the last receive."""
+        """Whether neither data nor the end of the stream has arrived since the last receive."""
         try:
             self._socket.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -57,11 +58,11 @@ class Wire:
         return False
 
     def shutdown(self) -> None:
-        """The stream ends for whoever waits."""
+        """End the stream for a waiting call."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the descriptor up."""
+        """Close the descriptor."""
         self._unwatch()
         self._socket.close()
 

@@ -1,7 +1,8 @@
-"""One zygote as the service sees it: started, spoken to over its control socket, and certain to end.
+"""The service's side of one zygote: start it, exchange packets over its control socket, and ensure that it ends.
 
-All on the event loop: packets arrive by reader callback, packets out are small and never wait. The launcher is started from
-the loop's thread on purpose, because its death signal fires when the thread that started it ends.
+Everything runs on the event loop: packets arrive by reader callback, and outgoing packets are small and never block.
+The launcher is started from the loop's thread on purpose, because its death signal fires when the thread that started
+it ends.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from rollmesh.services.sandbox.engines.slots import SessionSlot
 from rollmesh.shared.errors import SandboxFailed
 
 _END_S = 5.0
-"""For the kernel to kill and reap a whole zygote."""
+"""Seconds for the kernel to kill and reap a whole zygote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionExit:
-    """How a session's pid 1 ended. `lost`: with its zygote, so through no doing of its own."""
+    """How a session's pid 1 ended. `lost` means that it ended with its zygote and did not cause this itself."""
 
     status: int = 0
     """Exit status, or minus the signal."""
     cpu_s: float = 0.0
     cpu_limit_s: float = 0.0
-    """At which the kernel would have killed it."""
+    """CPU limit at which the kernel would have killed it."""
     lost: bool = False
     out_of_memory: bool = False
     """Whether the kernel killed a process of the session for the session's own memory limit."""
     refused: str = ""
-    """Why it never began."""
+    """Why it never started; empty if it did."""
 
 
 class ZygoteProcess:
-    """A running zygote. Make one with `start`."""
+    """A running zygote. Create one with `start`."""
 
     def __init__(self, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -62,7 +63,7 @@ class ZygoteProcess:
     async def start(
         cls, python: str, profile: Mapping[str, Any], plan: IsolationPlan, log: Path, timeout_s: float
     ) -> ZygoteProcess:
-        """Execute a launcher and wait until its zygote is contained. Raises SandboxFailed with its reason."""
+        """Execute a launcher and wait until its zygote is contained. Raises SandboxFailed with the zygote's reason."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs, log.open("wb") as errors:
@@ -81,24 +82,24 @@ class ZygoteProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether sessions can be made."""
+        """Whether sessions can be created."""
         return not self._gone.done() and not self._fatal and self._ready.done()
 
     @property
     def num_sessions(self) -> int:
-        """Those not gone yet."""
+        """Number of sessions that are not gone."""
         return len(self._sessions)
 
     @property
     def pid(self) -> int:
-        """The launcher's."""
+        """Pid of the launcher."""
         return self._process.pid
 
     def open(
         self, session_id: str, slot: SessionSlot, limits: Limits, fds: Sequence[int], egress_fds: Sequence[int] = ()
     ) -> asyncio.Future[SessionExit]:
-        """Ask for a session around `fds` = [its socket, entrances of its cgroups ...] and its egress port, if it has one; the future ends
-        with the session."""
+        """Request a session with the descriptors `fds` = [its socket, entry files of its cgroups ...] and its egress
+        port, if it has one. The returned future is done when the session has ended."""
         packet = {
             "op": "open", "id": session_id, "slot": slot.index, "uid": slot.uid, "limits": limits.as_dict(),
             "egress": len(egress_fds), "private_dir": slot.private_dir,
@@ -106,13 +107,14 @@ class ZygoteProcess:
         try:
             framing.send_packet(self._control, packet, (*fds, *egress_fds))
         except OSError as error:
-            raise SandboxFailed(f"the zygote does not take requests: {error}") from error
+            raise SandboxFailed(f"the zygote does not accept requests: {error}") from error
         ended: asyncio.Future[SessionExit] = self._loop.create_future()
         self._sessions[session_id] = ended
         return ended
 
     def kill(self, session_id: str) -> None:
-        """Kill a session; its future tells when nothing of it is left. A zygote that can't be told is ended altogether."""
+        """Kill a session; its future is done when all its processes are gone. If the zygote is unreachable, it is
+        killed with all its sessions."""
         if session_id not in self._sessions:
             return
         try:
@@ -121,7 +123,7 @@ class ZygoteProcess:
             self._kill_all()
 
     async def close(self) -> None:
-        """End it with all its sessions."""
+        """End the zygote with all its sessions."""
         self._close_control()
         try:
             async with asyncio.timeout(_END_S):
@@ -131,12 +133,12 @@ class ZygoteProcess:
             await asyncio.shield(self._gone)
 
     def _kill_all(self) -> None:
-        """The launcher's death kills the zygote, and that the sessions."""
+        """Kill the launcher. Its exit kills the zygote, whose exit kills the sessions."""
         if not self._gone.done():
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _read_packet(self) -> bool:
-        """Take one packet; whether there may be another."""
+        """Handle one packet. Return whether there may be another."""
         try:
             packet, _ = framing.receive_packet(self._control)
         except BlockingIOError:
@@ -172,17 +174,17 @@ class ZygoteProcess:
             self._control.close()
 
     def _on_exit(self) -> None:
-        """The launcher has reaped the zygote, which is after the kernel has reaped every session."""
+        """Handle the exit of the launcher, which has reaped the zygote after the kernel has reaped every session."""
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         status = self._process.wait()
         while self._control.fileno() >= 0 and self._read_packet():
-            pass  # last words, which say why
+            pass  # its last packets contain the reason
         self._close_control()
         self._gone.set_result(None)
         if not self._ready.done():
             self._ready.set_exception(
-                SandboxFailed(f"the zygote ended at its start: {self._fatal or f'status {status}'}")
+                SandboxFailed(f"the zygote ended during its start: {self._fatal or f'status {status}'}")
             )
         for session_id in list(self._sessions):
             self._finish(session_id, SessionExit(lost=True))
@@ -199,5 +201,5 @@ def _execute(
         env=launcher.ENVIRONMENT | launcher.AT_START,
         pass_fds=[control_fd],
         cwd="/",
-        start_new_session=True,  # a Ctrl-C at the terminal is the service's to handle
+        start_new_session=True,  # the service handles a Ctrl-C at the terminal
     )

@@ -1,4 +1,5 @@
-"""The zygotes of a jail engine: one per profile, started when it is first needed, or anew when it has died or was ended for want of use."""
+"""The zygotes of a jail engine: one per profile, started on first use, and restarted after it exited or was ended as
+idle."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.zygote_process import ZygoteProcess
 
 _SERVICE_FIELDS = ("limits", "egress", "library_lock", "repository")
-"""Fields of a profile that are no business of its zygote."""
+"""Fields of a profile that its zygote does not need."""
 
 
 class Zygotes:
-    """By profile. `plan` is set before the first is wanted."""
+    """Zygotes by profile. Set `plan` before the first use."""
 
     def __init__(self, config: SandboxConfig, state: StateDir) -> None:
         self.plan: IsolationPlan | None = None
@@ -30,7 +31,8 @@ class Zygotes:
         self._locks = {name: asyncio.Lock() for name in config.profiles}
 
     async def get(self, profile: str) -> ZygoteProcess:
-        """One that lives, started if there is none. Raises SandboxFailed. It is sure to live on only until the caller waits again."""
+        """Return a running zygote, started if needed. Raises SandboxFailed. It is guaranteed to run only until the
+        caller awaits again."""
         async with self._locks[profile]:
             if (zygote := self.running(profile)) is not None:
                 return zygote
@@ -39,19 +41,20 @@ class Zygotes:
             return await self._start(profile)
 
     def running(self, profile: str) -> ZygoteProcess | None:
-        """The present one, if sessions can be made in it."""
+        """Return the current zygote if sessions can be created in it."""
         zygote = self._running.get(profile)
         return zygote if zygote is not None and zygote.alive else None
 
     async def end_if(self, profile: str, unwanted: Callable[[], bool]) -> None:
-        """End it, unless it has sessions or `unwanted` says no at the moment in which nobody can be about to use it."""
+        """End a zygote if it has no sessions and `unwanted` returns True at a moment when no caller can be about to use
+        it."""
         async with self._locks[profile]:
             zygote = self._running.get(profile)
             if zygote is not None and not zygote.num_sessions and unwanted():
                 await self._end(profile)
 
     async def close(self) -> None:
-        """End them all, with their sessions."""
+        """End all zygotes with their sessions."""
         self._ending.update(self._running.values())
         self._running.clear()
         await asyncio.gather(*(self._ended(zygote) for zygote in list(self._ending)))

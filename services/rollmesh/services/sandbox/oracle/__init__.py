@@ -1,1 +1,1 @@
-"""Hidden tests: manifests, their store, and judgements whose verdict no candidate can forge."""
+"""Hidden tests: manifests, their store, and judgments whose verdict no candidate can forge."""

@@ -1,4 +1,4 @@
-"""The candidate of a judgement: its files in a jail of their own, asked one question at a time.
+"""The candidate of a judgment: its files in a jail of their own, asked one question at a time.
 
 A fresh session for each test, or one for all, as the manifest says; a session that died is replaced for the next test. A candidate
 that does not load fails every test alike, and is not loaded again.

@@ -1,4 +1,4 @@
-"""RunTests: protobuf to a judgement and back."""
+"""RunTests: protobuf to a judgment and back."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Judgements: a manifest's tests put to a candidate, in the manifest's order, at most so many judgements at a time.
+"""Judgments: a manifest's tests put to a candidate, in the manifest's order, at most so many judgments at a time.
 
     candidate's session   the candidate's files; each input as it is asked
     this process          expected answers; compares plain data
     oracle's session      checkers and hidden test code; answers as data
 
-Verdicts are made here and in the oracle's session only. A jail lost, no place free, a broken manifest: the judgement as a whole is an
+Verdicts are made here and in the oracle's session only. A jail lost, no place free, a broken manifest: the judgment as a whole is an
 error, never a verdict.
 """
 
@@ -67,7 +67,7 @@ class Judge:
         self._config = config
         self._clock = clock
         self._ids = ids
-        self._permits = asyncio.Semaphore(config.judgements_inflight_max)
+        self._permits = asyncio.Semaphore(config.judgments_inflight_max)
         self._num_asked = 0
 
     async def judge(
@@ -79,9 +79,9 @@ class Judge:
             require_room(manifest, int(request.limits["output_bytes"]) or self._limits(manifest.profile).output_bytes)
         except ManifestError as error:
             raise InvalidInput(f"`manifest`: {error}", violations=[FieldViolation("manifest", str(error))]) from None
-        if self._num_asked >= self._config.judgements_inflight_max + self._config.judgements_queued_max:
+        if self._num_asked >= self._config.judgments_inflight_max + self._config.judgments_queued_max:
             raise Overloaded(
-                f"{self._num_asked} judgements wait or go on at this sandbox node; wait or go to another node",
+                f"{self._num_asked} judgments wait or go on at this sandbox node; wait or go to another node",
                 retry_after_s=self._config.retry_after_s,
             )
         self._num_asked += 1

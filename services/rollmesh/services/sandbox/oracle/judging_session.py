@@ -1,4 +1,4 @@
-"""One session of a judgement: made for it, ended with it, and asked through it.
+"""One session of a judgment: made for it, ended with it, and asked through it.
 
 What the program in it does wrong is a `RunResult`; a session that was lost or closed by somebody else is an infra failure.
 """
@@ -15,7 +15,7 @@ from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import SandboxFailed, UnknownSession
 
-_LOST = "a session of the judgement was closed under it; judge again"
+_LOST = "a session of the judgment was closed under it; judge again"
 
 
 @dataclass(slots=True, eq=False)

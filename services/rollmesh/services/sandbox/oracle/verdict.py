@@ -1,6 +1,6 @@
 """Verdicts, and what a candidate's end means as one.
 
-A verdict says what the candidate did. What went wrong with a jail or with the node is a `MeshError` of the whole judgement and
+A verdict says what the candidate did. What went wrong with a jail or with the node is a `MeshError` of the whole judgment and
 never gets here.
 """
 
