@@ -51,7 +51,7 @@ async def _killing(options: argparse.Namespace, folder: Path) -> list[Result]:
     until = time.monotonic() + 60 * options.minutes
 
     async with process_mesh(folder) as (ends, mesh):
-        killer = asyncio.create_task(kill_at_random(mesh, random.Random(options.seed), killed))
+        killer = asyncio.create_task(kill_at_random(ends, mesh, random.Random(options.seed), killed))
         try:
             while time.monotonic() < until:  # one after the other: such a mesh serves one run at a time
                 results.append(await play(ends, Plan(next(seeds), options.calls, kills=True)))

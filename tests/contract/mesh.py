@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
+import grpc
+
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
+from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc, run_pb2_grpc
 
 from ..chaos.world import World, mesh_config, save_model_folder, world
@@ -22,6 +26,9 @@ HOSTS = {name: (name,) for name in ("nats", "coordinator", "gateway", "depot", "
 """Processes of the mesh in which services are killed; the player is its worker and its trainer."""
 NATS_SERVER = "nats-server"
 READY_S = 60.0
+SERVES_S = 300.0
+BURST = 4
+"""Kills after which the mesh may recover."""
 
 
 @asynccontextmanager
@@ -58,10 +65,16 @@ async def process_mesh(folder: Path) -> AsyncIterator[tuple[Ends, World]]:
         )
 
 
-async def kill_at_random(mesh: World, rng: random.Random, killed: Counter[str]) -> None:
-    """SIGKILL a process of the mesh every one to four seconds, until cancelled."""
-    while True:
+async def kill_at_random(ends: Ends, mesh: World, rng: random.Random, killed: Counter[str]) -> None:
+    """SIGKILL a process of the mesh every one to four seconds, until cancelled.
+
+    After each `BURST` kills, wait until the mesh serves again. Without it, a slow host would never have a whole mesh, and every call
+    would end as UNAVAILABLE, which is correct and tests nothing.
+    """
+    for num in itertools.count(1):
         await asyncio.sleep(rng.uniform(1.0, 4.0))
+        if num % BURST == 0:
+            await _until_it_serves(ends)
         victim = rng.choice([*HOSTS, NATS_SERVER])
         with suppress(ProcessLookupError, KeyError, ValueError):  # it has not been restarted yet
             if victim == NATS_SERVER:
@@ -69,3 +82,15 @@ async def kill_at_random(mesh: World, rng: random.Random, killed: Counter[str]) 
             else:
                 mesh.kill(victim)
             killed[victim] += 1
+
+
+async def _until_it_serves(ends: Ends) -> None:
+    """Wait until the coordinator lists a ready node of each kind that a trainer needs."""
+    needed = {pb.NODE_KIND_GATEWAY, pb.NODE_KIND_DEPOT, pb.NODE_KIND_DATA, pb.NODE_KIND_REWARD}
+    async with asyncio.timeout(SERVES_S):
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                fleet = await ends.coordinator.GetFleet(pb.GetFleetRequest(), timeout=5.0)
+                if needed <= {node.kind for node in fleet.nodes if node.state == pb.NODE_STATE_READY}:
+                    return
+            await asyncio.sleep(0.2)
