@@ -17,9 +17,9 @@ PARAMS = SamplingParams(seed=7)
 
 def sampled(parent: int, version: PolicyVersion, start: int, num: int = 6) -> Segment:
     """What the fake engine would have written there."""
-    token_ids, logprobs = FakePolicy(version, VOCAB_SIZE).draw(PARAMS, np.arange(start, start + num))
+    token_ids, columns = FakePolicy(version, VOCAB_SIZE).draw(PARAMS, np.arange(start, start + num))
     return Segment(
-        parent=parent, role=Role.ACTION, source=Source.POLICY, token_ids=token_ids, logprobs=logprobs, sampling=0,
+        parent=parent, role=Role.ACTION, source=Source.POLICY, token_ids=token_ids, logprobs=columns["logprobs"], sampling=0,
         loss_mask=np.ones(num, np.uint8), version=version,
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ from rollmesh.services.inference.engine import (
 )
 from rollmesh.services.inference.engines.torch_config import Forward, TorchEngineConfig
 from rollmesh.services.inference.engines.torch_engine import TorchEngine
+from rollmesh.shared.codec.checks import check_segment
 from rollmesh.shared.trajectory import FinishReason, SamplingParams
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.testing.fake_engine import FakeEngine, FakeEngineConfig
@@ -80,7 +81,14 @@ class Kit:
     num_calls: int = 0
 
     def call(
-        self, token_ids: Sequence[int], *, session: str = "", name: str = "", num_resumed: int = 0, **params: Any
+        self,
+        token_ids: Sequence[int],
+        *,
+        session: str = "",
+        name: str = "",
+        num_resumed: int = 0,
+        outputs: tuple[str, ...] = (),
+        **params: Any,
     ) -> Call:
         self.num_calls += 1
         params.setdefault("max_tokens", 12)
@@ -89,6 +97,7 @@ class Kit:
             token_ids=np.array(token_ids, np.int32),
             params=SamplingParams(**params),
             session=session,
+            outputs=outputs,
             num_resumed=num_resumed,
         )
         call = Call(request)
@@ -221,6 +230,24 @@ async def test_logprobs_agree_with_score(kit: Kit) -> None:
         np.testing.assert_allclose(model, scored.logprobs[len(PROMPT) :], atol=1e-4)
     np.testing.assert_allclose(plain.logprobs, model_logprobs(plain), atol=1e-6)
     assert sum(shaped.logprobs) > sum(model_logprobs(shaped))
+
+
+async def test_every_token_has_the_requested_outputs_and_no_others(kit: Kit) -> None:
+    names = tuple(sorted(kit.engine.outputs))
+    some = [names[i : i + 1] for i in range(len(names))]
+    calls = [kit.call(PROMPT, seed=i, outputs=wanted, max_tokens=9) for i, wanted in enumerate([(), names, *some])]
+    await kit.activate(1)
+    await kit.end(*calls)
+    for call in calls:
+        for delta in call.deltas:
+            check_segment(delta.segment(), "segment", index=0, num_params=0)
+            assert set(delta.arrays) == (set(call.request.outputs) if len(delta.token_ids) else set())
+    assert (await kit.run(PROMPT, seed=0)).tokens == (await kit.run(PROMPT, seed=0, outputs=names)).tokens
+
+
+async def test_a_request_for_an_unknown_output_is_rejected(kit: Kit) -> None:
+    with pytest.raises(ValueError, match=r"outputs must be among .*got \[no_such_output\]"):
+        kit.call(PROMPT, outputs=("no_such_output",))
 
 
 def model_logprobs(call: Call) -> list[float]:

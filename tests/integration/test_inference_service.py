@@ -13,7 +13,7 @@ import pytest
 
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import GenerateRequest, KvPolicy
-from rollmesh.services.inference.generate_stream import Continuations
+from rollmesh.services.inference.generate_stream import GenerateStream
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
 from rollmesh.shared.errors import (
@@ -104,7 +104,7 @@ class Stream:
         return [delta for frame in self.frames for delta in frame.deltas if delta.request_id == request_id]
 
     def tokens(self, request_id: str) -> list[int]:
-        data = b"".join(delta.token_ids for delta in self.of(request_id))
+        data = b"".join(delta.segment.token_ids for delta in self.of(request_id))
         return [int(token) for token in np.frombuffer(data, "<i4")]
 
     async def next(self) -> None:
@@ -189,7 +189,7 @@ async def test_a_refused_request_leaves_its_stream_alive(tmp_path: Path) -> None
 async def test_a_client_that_does_not_read_loses_its_stream(tmp_path: Path) -> None:
     async with served(tmp_path, context_max=LONG) as it:
         config = InferenceConfig(directory=str(tmp_path), outbox_tokens_max=1000)
-        stream = Continuations(it.node.state, config)
+        stream = GenerateStream(it.node.state, config)
         stream.submit(submission("a", max_tokens=5000))
         it.engine.submit(_engine_request(), lambda delta: None)
         await asyncio.wait_for(it.engine.ended.wait(), 20)
@@ -215,7 +215,7 @@ async def test_a_sequence_over_an_update_is_stamped_token_by_token(tmp_path: Pat
         await stream.next()
         await it.activate(1)
         await stream.end("a")
-        steps = [delta.version.step for delta in stream.of("a") if delta.token_ids]
+        steps = [delta.segment.version.step for delta in stream.of("a") if delta.segment.token_ids]
         assert steps == sorted(steps)
         assert set(steps) == {4, 5}
         assert len(stream.tokens("a")) == 400
@@ -229,7 +229,7 @@ async def test_an_exact_request_ends_when_weights_change(tmp_path: Path) -> None
         await it.activate(1)
         last = await stream.end("exact")
         assert (last.finish, last.failure.reason) == (ERROR, "STALE_WEIGHTS")
-        assert {delta.version.step for delta in stream.of("exact") if delta.token_ids} == {4}
+        assert {delta.segment.version.step for delta in stream.of("exact") if delta.segment.token_ids} == {4}
         await stream.submit(submission("old", exactly(4)), submission("new", exactly(5)))
         await stream.end("old", "new")
         assert stream.of("old")[-1].failure.reason == "STALE_WEIGHTS"
@@ -245,7 +245,7 @@ async def test_no_token_of_wrong_weights_leaves_the_node(tmp_path: Path) -> None
             await it.activate(1)
         last = await stream.end("a")
         assert last.failure.reason == "PROBE_MISMATCH"
-        assert {delta.version.step for delta in stream.of("a") if delta.token_ids} == {4}
+        assert {delta.segment.version.step for delta in stream.of("a") if delta.segment.token_ids} == {4}
         assert it.node.engine.load().num_running == 0
         await stream.submit(submission("b"))
         assert (await stream.end("b")).failure.reason == "PROBE_MISMATCH"
@@ -261,7 +261,7 @@ async def test_tokens_wait_for_the_verdict_and_then_all_come(tmp_path: Path) -> 
         it.node.state.announce_swap(it.versions[1])  # as before a swap, with a verdict that takes its time
         await it.node.engine.activate(it.versions[1], KvPolicy.RECOMPUTE)
         await asyncio.wait_for(it.engine.ended.wait(), 20)
-        seen = {delta.version.step for delta in stream.of("a") if delta.token_ids}
+        seen = {delta.segment.version.step for delta in stream.of("a") if delta.segment.token_ids}
         assert seen == {4}
         it.node.state.gate.release()
         await stream.end("a")
@@ -278,8 +278,8 @@ async def test_generate_one_answers_by_version(tmp_path: Path) -> None:
         await asyncio.wait_for(it.engine.emitted.wait(), 20)
         await it.activate(1)
         answer = await answering
-        assert [decode_version(delta.version).step for delta in answer.deltas] == [4, 5]
-        assert sum(len(delta.token_ids) for delta in answer.deltas) == 4 * 400
+        assert [decode_version(delta.segment.version).step for delta in answer.deltas] == [4, 5]
+        assert sum(len(delta.segment.token_ids) for delta in answer.deltas) == 4 * 400
         assert answer.deltas[-1].finish == LENGTH
 
 

@@ -22,12 +22,13 @@ from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
-from rollmesh.shared.codec.arrays import decode_ints, encode_floats, encode_ints
-from rollmesh.shared.codec.trajectory import episode_from_bytes
+from rollmesh.shared.codec.arrays import decode_ints
+from rollmesh.shared.codec.trajectory import encode_segment, episode_from_bytes
 from rollmesh.shared.errors import UnknownNode
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
-from rollmesh.shared.trajectory import text_view
+from rollmesh.shared.trajectory import sampled_segment, text_view
+from rollmesh.shared.versions import PolicyVersion
 from rollmesh.testing.rollout import CharTokenizer
 from rollmesh.v1 import (
     coordinator_pb2,
@@ -73,12 +74,11 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     def answer(self, submission: inference_pb2.Submission) -> inference_pb2.GenerateDelta:
         text = solve(self.tokenizer.decode(decode_ints(submission.token_ids, "token_ids")))
         token_ids = self.tokenizer.encode_markup(text)
+        logprobs = np.full(token_ids.shape, -0.1, dtype=np.float32)
+        segment = sampled_segment(token_ids, logprobs, PolicyVersion(policy="main", step=3), kv_step_oldest=3)
         return inference_pb2.GenerateDelta(
             request_id=submission.request_id,
-            token_ids=encode_ints(token_ids),
-            logprobs=encode_floats(np.full(token_ids.shape, -0.1, dtype=np.float32)),
-            version=types_pb2.PolicyVersion(policy="main", step=3),
-            kv_step_oldest=3,
+            segment=encode_segment(segment),
             finish=types_pb2.FINISH_REASON_STOP,
         )
 

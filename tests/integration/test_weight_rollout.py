@@ -68,7 +68,7 @@ async def test_published_weights_reach_every_node_and_late_ones_too(tmp_path: Pa
         assert depot is not None
         version = await publish(parts, depot, 0)
         async with InferenceRouter(early.fleet, access=ACCESS) as router:
-            assert (await answer(router)).spans[0].version == version
+            assert (await answer(router)).segments[0].version == version
             async with joining(parts, "inf-1") as late:
                 await asyncio.wait_for(in_use(early.fleet, "inf-1"), 20)
                 assert late.state.active == version

@@ -140,6 +140,7 @@ class Submission(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     NUM_RESUMED_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    OUTPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique on its stream."""
     token_ids: _builtins.bytes
@@ -166,6 +167,12 @@ class Submission(_message.Message):
     def labels(self) -> Global___RequestLabels:
         """Whom it serves."""
 
+    @_builtins.property
+    def outputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of further per-token outputs that the engine must return in Segment.arrays, e.g. "entropy". Each one must be an output of
+        the node's engine; else the request is rejected as INVALID_INPUT. Empty means none.
+        """
+
     def __init__(
         self,
         *,
@@ -178,10 +185,11 @@ class Submission(_message.Message):
         labels: Global___RequestLabels | None = ...,
         num_resumed: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        outputs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "params", b"params", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "num_resumed", b"num_resumed", "params", b"params", "priority", b"priority", "request_id", b"request_id", "session", b"session", "target", b"target", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "num_resumed", b"num_resumed", "outputs", b"outputs", "params", b"params", "priority", b"priority", "request_id", b"request_id", "session", b"session", "target", b"target", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -250,56 +258,43 @@ class GenerateDelta(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
-    LOGPROBS_MODEL_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    KV_STEP_OLDEST_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_CACHED_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_PREFILLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """The request."""
-    token_ids: _builtins.bytes
-    """New tokens, i32le [n]; n may be 0 in the last delta."""
-    logprobs: _builtins.bytes
-    """Log-probs under the sampling distribution, f32le [n]."""
-    logprobs_model: _builtins.bytes
-    """Log-probs under the plain softmax, f32le [n]; absent if the engine does not give them."""
-    kv_step_oldest: _builtins.int
-    """Oldest step behind the cache attended to."""
+    """Submission.request_id."""
     finish: _types_pb2.FinishReason.ValueType
-    """Set in the last delta of a request: anything but UNSPECIFIED."""
+    """Set in the last delta of a request, to a value other than UNSPECIFIED."""
     num_prompt_cached: _builtins.int
-    """Prefix tokens found in the cache; first delta only."""
+    """Prefix tokens found in the cache. Set in the first delta only."""
     num_prompt_prefilled: _builtins.int
-    """Prefix tokens computed; first delta only."""
+    """Prefix tokens computed for this request. Set in the first delta only."""
     @_builtins.property
-    def version(self) -> _types_pb2.PolicyVersion:
-        """The weights that sampled them."""
+    def segment(self) -> _types_pb2.Segment:
+        """The new tokens with their log-probs, version, kv_step_oldest and the requested `arrays`. The node sets source POLICY and role
+        ACTION, and leaves parent and sampling at -1 and finish, loss_mask and messages unset. Absent if there are no new tokens, which
+        only the last delta of a request may have.
+        """
 
     @_builtins.property
     def failure(self) -> _types_pb2.Failure:
-        """Why, if finish is ERROR."""
+        """Cause of the failure. Set if finish is ERROR."""
 
     def __init__(
         self,
         *,
         request_id: _builtins.str = ...,
-        token_ids: _builtins.bytes = ...,
-        logprobs: _builtins.bytes = ...,
-        logprobs_model: _builtins.bytes = ...,
-        version: _types_pb2.PolicyVersion | None = ...,
-        kv_step_oldest: _builtins.int = ...,
+        segment: _types_pb2.Segment | None = ...,
         finish: _types_pb2.FinishReason.ValueType = ...,
         failure: _types_pb2.Failure | None = ...,
         num_prompt_cached: _builtins.int = ...,
         num_prompt_prefilled: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish", b"finish", "kv_step_oldest", b"kv_step_oldest", "logprobs", b"logprobs", "logprobs_model", b"logprobs_model", "num_prompt_cached", b"num_prompt_cached", "num_prompt_prefilled", b"num_prompt_prefilled", "request_id", b"request_id", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "finish", b"finish", "num_prompt_cached", b"num_prompt_cached", "num_prompt_prefilled", b"num_prompt_prefilled", "request_id", b"request_id", "segment", b"segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -350,14 +350,14 @@ class TokenArray(_message.Message):
     INLINE_FIELD_NUMBER: _builtins.int
     BLOB_DIGEST_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
-    """Element type: "f32le", "f16le", "i32le", "u8"."""
+    """Element type: "f32le", "f16le", "i32le" or "u8". Floats MUST be finite."""
     inline: _builtins.bytes
-    """The values themselves, at most 64 KiB."""
+    """The values in row-major order, at most 1 MiB."""
     blob_digest: _builtins.str
-    """Hex SHA-256 of a blob (BlobService)."""
+    """Hex SHA-256 of a blob (BlobService). Not implemented: a message that sets it is rejected."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Shape; the first axis is the token."""
+        """[n], or [n, k] for k >= 1 values per token, where n is the number of tokens of the segment."""
 
     def __init__(
         self,
@@ -484,7 +484,9 @@ class Segment(_message.Message):
 
     @_builtins.property
     def arrays(self) -> _containers.MessageMap[_builtins.str, Global___TokenArray]:
-        """Further per-token arrays by name: entropy, top-k, kept mass, routed experts, hidden states."""
+        """Further per-token outputs of the engine, by name, as the run requested them (rollout.outputs). A name matches
+        [a-z][a-z0-9_]{0,63}; a segment has at most 16 arrays. Absent if the run requested none, and for tokens that were not sampled.
+        """
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaRef]:

@@ -13,10 +13,19 @@ from typing import Self
 from rollmesh.services.inference.engine import Engine, GenerateDelta, GenerateRequest
 from rollmesh.services.reward.config import RewardConfig, build_engine
 from rollmesh.services.reward.item import ScoreItem, TaskView
-from rollmesh.shared.clients.generated import Span, Target
+from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.codec.trajectory import decode_key, episode_from_bytes
 from rollmesh.shared.errors import EngineFailed
-from rollmesh.shared.trajectory import Episode, EpisodeKey, FinishReason, IntArray, Message, Reward, SamplingParams
+from rollmesh.shared.trajectory import (
+    Episode,
+    EpisodeKey,
+    FinishReason,
+    IntArray,
+    Message,
+    Reward,
+    SamplingParams,
+    Segment,
+)
 from rollmesh.v1 import reward_pb2
 
 
@@ -56,7 +65,7 @@ class EngineGeneration:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Span:
+    async def __anext__(self) -> Segment:
         while self.finish is FinishReason.UNFINISHED:
             delta = await self._deltas.get()
             if delta.finish is not None:
@@ -64,13 +73,7 @@ class EngineGeneration:
             if delta.error:
                 raise EngineFailed(delta.error)
             if delta.token_ids.size:
-                return Span(
-                    token_ids=delta.token_ids,
-                    logprobs=delta.logprobs,
-                    logprobs_model=delta.logprobs_model,
-                    version=delta.version,
-                    kv_step_oldest=delta.kv_step_oldest,
-                )
+                return delta.segment()
         raise StopAsyncIteration
 
 

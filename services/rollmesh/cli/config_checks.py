@@ -181,7 +181,15 @@ class _Check:
     def _engine(self) -> Any:
         """The torch engine's settings; None for another engine."""
         config, inference = self._config, self._config.inference
-        load_object(inference.engine, self._base_dir)
+        known = sorted(getattr(load_object(inference.engine, self._base_dir), "outputs", ()))
+        if any(name not in known for name in config.rollout.outputs):
+            self.mistakes.append(
+                ConfigError(
+                    f"`rollout.outputs` must be among [{', '.join(known)}], which the engine can return; got "
+                    f"[{', '.join(config.rollout.outputs)}]",
+                    key="rollout.outputs",
+                )
+            )
         if not inference.engine.endswith(":TorchEngine"):
             return None
         options = engine_options(inference, self._base_dir)
@@ -246,8 +254,12 @@ def _check_learner(config: TrainConfig, base_dir: Path) -> None:
             "`learner.engine_options`: the torch trainer has none; remove them", key="learner.engine_options"
         )
     from rollmesh.services.learner.engines.recipe import resolve_recipe
+    from rollmesh.trainer.losses import check_outputs, make_loss
 
     try:
-        resolve_recipe(learner.recipe, learner.recipe_options)
+        recipe = resolve_recipe(learner.recipe, learner.recipe_options)
+        check_outputs(make_loss(recipe.loss), config.rollout.outputs)
     except ConfigError as err:
         raise ConfigError(f"`learner`: {err.message}", violations=err.violations, key="learner") from err
+    except ValueError as err:
+        raise ConfigError(str(err), key="rollout.outputs") from err

@@ -6,6 +6,7 @@ Read and written here alone. The arrays of a segment are lists of one entry per 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,6 +56,8 @@ class SegmentLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     """Index into the line's `sampling`; -1 where nothing was sampled."""
     finish: str = ""
     """stop, length, cancelled, error; unfinished goes on in the next segment. Empty where nothing was sampled."""
+    arrays: dict[str, list[Any]] = {}
+    """Further outputs of the engine by name (`rollout.outputs`): one number, or a list of numbers, per token."""
 
 
 class SamplingLine(Line, frozen=True, kw_only=True, omit_defaults=True):
@@ -182,6 +185,7 @@ def _segment(segment: Segment) -> SegmentLine:
         version=_version(segment.version),
         sampling=segment.sampling,
         finish="" if segment.version is None else segment.finish.name.lower(),
+        arrays={name: values.tolist() for name, values in sorted(segment.arrays.items())},
     )
 
 

@@ -190,6 +190,10 @@ class MeshConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         check_exposure(self.security, self.servers())
+        if self.learner.outputs:
+            raise ValueError(
+                f"learner.outputs must be empty, got {list(self.learner.outputs)}: it is set to `rollout.outputs`, name them there"
+            )
         if self.learner.reward_weights:
             raise ValueError(
                 f"learner.reward_weights must be empty, got {self.learner.reward_weights}: `reward.weights` serves the trainer "

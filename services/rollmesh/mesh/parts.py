@@ -231,6 +231,7 @@ def learner_config(layout: RunLayout) -> LearnerConfig:
         model=config.model or (str(layout.model_dir()) if layout.config.model else ""),
         seed=config.seed or layout.config.run.seed,
         reward_weights=layout.config.reward.weights,
+        outputs=layout.config.rollout.outputs,
     )
 
 

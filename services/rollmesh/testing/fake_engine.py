@@ -37,7 +37,7 @@ from rollmesh.services.inference.engines.stop import STOP_ID, StopRules
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray
 from rollmesh.shared.versions import PolicyVersion
-from rollmesh.testing.fake_policy import FakePolicy
+from rollmesh.testing.fake_policy import OUTPUTS, FakePolicy
 from rollmesh.testing.fake_weights import check_files
 
 
@@ -89,6 +89,8 @@ class _Running:
 class FakeEngine:
     """Implements `rollmesh.services.inference.engine.Engine`."""
 
+    outputs = frozenset(OUTPUTS)
+
     def __init__(self, config: FakeEngineConfig, clock: Clock | None = None) -> None:
         self._config = config
         self._clock = clock or SystemClock()
@@ -131,7 +133,7 @@ class FakeEngine:
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
         self._check_alive()
-        check_request(request, vocab_size=self._config.vocab_size, context_max=self.context_max)
+        check_request(request, vocab_size=self._config.vocab_size, context_max=self.context_max, outputs=self.outputs)
         if request.request_id in self._live:
             raise ValueError(
                 f"request {request.request_id!r} is running already: ids must be unique among live requests"
@@ -252,13 +254,13 @@ class FakeEngine:
         start = len(running.request.token_ids) + len(running.new)
         end = min(len(running.request.token_ids) + params.max_tokens, self.context_max)
         positions = np.arange(start, min(end, start + self._config.tokens_per_step))
-        tokens, logprobs = policy.draw(params, positions)
+        tokens, columns = policy.draw(params, positions, running.request.outputs)
         num, stopped = self._until_stop(running, tokens)
-        tokens, logprobs = tokens[:num], logprobs[:num]
+        tokens, columns = tokens[:num], {name: values[:num] for name, values in columns.items()}
         running.new += tokens.tolist()
         self._num_generated += num
         finish = FinishReason.STOP if stopped else FinishReason.LENGTH if start + num >= end else None
-        self._emit(running, tokens, logprobs, policy.logprobs_model(tokens, positions[:num]), finish)
+        self._emit(running, tokens, columns, finish)
 
     def _until_stop(self, running: _Running, tokens: IntArray) -> tuple[int, bool]:
         """How many of the tokens count, and whether the last of them ends the request."""
@@ -278,15 +280,10 @@ class FakeEngine:
         running = self._live.get(request_id)
         if running is not None:
             none = np.empty(0, np.float32)
-            self._emit(running, np.empty(0, np.int32), none, none, finish)
+            self._emit(running, np.empty(0, np.int32), {"logprobs": none, "logprobs_model": none}, finish)
 
     def _emit(
-        self,
-        running: _Running,
-        tokens: IntArray,
-        logprobs: FloatArray,
-        logprobs_model: FloatArray,
-        finish: FinishReason | None,
+        self, running: _Running, tokens: IntArray, columns: dict[str, FloatArray], finish: FinishReason | None
     ) -> None:
         request = running.request
         version = self.active or NO_VERSION
@@ -297,8 +294,9 @@ class FakeEngine:
             GenerateDelta(
                 request_id=request.request_id,
                 token_ids=tokens,
-                logprobs=logprobs,
-                logprobs_model=logprobs_model,
+                logprobs=columns.pop("logprobs"),
+                logprobs_model=columns.pop("logprobs_model"),
+                arrays=columns,
                 version=version,
                 kv_step_oldest=running.kv_step_oldest if len(tokens) else version.step,
                 finish=finish,

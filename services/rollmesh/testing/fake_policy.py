@@ -8,6 +8,7 @@ as in the real engine: SplitMix64 (Steele, Lea, Flood 2014), here with one unifo
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from rollmesh.shared.trajectory import SamplingParams
 from rollmesh.shared.versions import PolicyVersion
 
+OUTPUTS: tuple[str, ...] = ()
+"""Columns that `FakePolicy.draw` can compute beside the log-probs."""
 _PERIOD = 64
 """Positions that differ by this share a distribution."""
 _SPREAD = 4.0
@@ -52,18 +55,22 @@ class FakePolicy:
         return picked.astype(np.float32)
 
     def draw(
-        self, params: SamplingParams, positions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-        """Tokens at these positions and their log-probs under the sampling distribution."""
+        self, params: SamplingParams, positions: NDArray[np.int64], outputs: Sequence[str] = ()
+    ) -> tuple[NDArray[np.int32], dict[str, NDArray[np.float32]]]:
+        """Draw tokens [n] at these positions. Also return columns [n]: `logprobs` under the sampling distribution,
+        `logprobs_model` under the plain softmax, and `outputs`."""
+        rows = np.arange(len(positions))
         if params.temperature == 0.0:
             tokens = self._logits[positions % _PERIOD].argmax(axis=1).astype(np.int32)
-            return tokens, self.logprobs_model(tokens, positions)
-        logprobs = truncate(self._logits[positions % _PERIOD] / params.temperature, params)
-        cumulative = np.exp(logprobs).cumsum(axis=1)
-        # Scaled by the total, so that rounding can not push a draw past the last token that has mass.
-        marks = uniforms(params.seed, positions)[:, None] * cumulative[:, -1:]
-        tokens = (cumulative <= marks).sum(axis=1).astype(np.int32)
-        return tokens, logprobs[np.arange(len(positions)), tokens].astype(np.float32)
+            logprobs = self._plain[positions % _PERIOD]
+        else:
+            logprobs = truncate(self._logits[positions % _PERIOD] / params.temperature, params)
+            cumulative = np.exp(logprobs).cumsum(axis=1)
+            # Scaled by the total, so that rounding can not push a draw past the last token that has mass.
+            marks = uniforms(params.seed, positions)[:, None] * cumulative[:, -1:]
+            tokens = (cumulative <= marks).sum(axis=1).astype(np.int32)
+        columns = {"logprobs": logprobs[rows, tokens], "logprobs_model": self._plain[positions % _PERIOD, tokens]}
+        return tokens, {name: values.astype(np.float32) for name, values in columns.items()}
 
 
 def truncate(logits: Floats, params: SamplingParams) -> Floats:

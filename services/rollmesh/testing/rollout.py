@@ -33,7 +33,7 @@ from rollmesh.services.rollout.progress import Progress
 from rollmesh.services.rollout.recorder import mix64
 from rollmesh.services.rollout.stages import Stages
 from rollmesh.services.rollout.worker import RolloutWorker
-from rollmesh.shared.clients.generated import Span, Target
+from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult, Snapshot
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.trajectory import episode_from_bytes
@@ -46,6 +46,8 @@ from rollmesh.shared.trajectory import (
     Message,
     Reward,
     SamplingParams,
+    Segment,
+    sampled_segment,
 )
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2, reward_pb2, types_pb2
@@ -167,22 +169,20 @@ class ScriptedGenerator:
         finish = FinishReason.STOP if cut.size == said.size else FinishReason.LENGTH
         return ScriptedGeneration(self.gate, list(self._spans(cut)), finish)
 
-    def _spans(self, token_ids: IntArray) -> Iterator[Span]:
+    def _spans(self, token_ids: IntArray) -> Iterator[Segment]:
         last = len(self.steps) - 1
         for number, step in enumerate(self.steps):
             part = token_ids[number:] if number == last else token_ids[number : number + 1]
             if part.size:
                 logprobs = np.full(part.shape, -0.5, dtype=np.float32)
                 version = PolicyVersion(policy="main", step=step)
-                yield Span(
-                    token_ids=part, logprobs=logprobs, logprobs_model=logprobs, version=version, kv_step_oldest=step
-                )
+                yield sampled_segment(part, logprobs, version, logprobs_model=logprobs, kv_step_oldest=step)
 
 
 class ScriptedGeneration:
     """Gives its spans one by one; each of them passes the gate."""
 
-    def __init__(self, gate: Gate, spans: list[Span], finish: FinishReason) -> None:
+    def __init__(self, gate: Gate, spans: list[Segment], finish: FinishReason) -> None:
         self.finish = FinishReason.UNFINISHED
         self._gate = gate
         self._spans = spans
@@ -199,7 +199,7 @@ class ScriptedGeneration:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Span:
+    async def __anext__(self) -> Segment:
         if not self._spans:
             self.finish = self._end
             raise StopAsyncIteration

@@ -143,6 +143,29 @@ class Segment:
         return 0 if self.loss_mask is None else int(self.loss_mask.sum())
 
 
+def sampled_segment(
+    token_ids: IntArray,
+    logprobs: FloatArray,
+    version: PolicyVersion,
+    *,
+    kv_step_oldest: int,
+    logprobs_model: FloatArray | None = None,
+    arrays: Columns | None = None,
+) -> Segment:
+    """Return an action of the policy as an engine reports it, without its place in an episode."""
+    return Segment(
+        parent=ROOT,
+        role=Role.ACTION,
+        source=Source.POLICY,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        logprobs_model=logprobs_model,
+        version=version,
+        kv_step_oldest=kv_step_oldest,
+        arrays=arrays or {},
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
     """One named number about a sample or one of its segments, with the evidence it rests on. Never aggregated here."""

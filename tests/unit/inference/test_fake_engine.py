@@ -78,7 +78,8 @@ async def test_failure_ends_every_request_with_the_cause() -> None:
 def test_draws_follow_the_reported_logprobs(params: SamplingParams) -> None:
     policy = FakePolicy(version(0), vocab_size=12)
     positions = 5 + 64 * np.arange(40_000)  # one distribution, many draws
-    tokens, logprobs = policy.draw(params, positions)
+    tokens, columns = policy.draw(params, positions)
+    logprobs = columns["logprobs"]
     counts = np.bincount(tokens, minlength=12)
     probs = np.zeros(12)
     probs[tokens] = np.exp(logprobs.astype(np.float64))

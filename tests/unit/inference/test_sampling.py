@@ -1,13 +1,10 @@
 """The random stream and the distributions drawn from it."""
 
-from typing import NamedTuple
-
 import numpy as np
 import pytest
 import torch
 
-from rollmesh.services.inference.engines.sampling import Rules, mix64, uniforms
-from rollmesh.services.inference.engines.sampling import sample as draw
+from rollmesh.services.inference.engines.sampling import Rules, mix64, sample, uniforms
 
 
 def rules(num: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 11) -> Rules:
@@ -20,17 +17,8 @@ def rules(num: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int 
         any_tempered=temperature != 1.0,
         any_truncated=top_p < 1.0 or top_k > 0,
         any_greedy=temperature == 0.0,
+        outputs=[],
     )
-
-
-class Drawn(NamedTuple):
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
-    logprobs_model: torch.Tensor
-
-
-def sample(logits: torch.Tensor, rules: Rules) -> Drawn:
-    return Drawn(*draw(logits, rules))
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
@@ -70,32 +58,32 @@ def test_uniforms_are_flat_and_independent_along_each_axis(axis: str) -> None:
 def test_draws_follow_the_stated_distribution(temperature: float, top_p: float, top_k: int) -> None:
     n = 40_000
     row = torch.linspace(2.0, -2.0, 12)[torch.randperm(12, generator=torch.Generator().manual_seed(0))]
-    drawn = sample(row.expand(n, -1), rules(n, temperature=temperature, top_p=top_p, top_k=top_k))
+    tokens, columns = sample(row.expand(n, -1), rules(n, temperature=temperature, top_p=top_p, top_k=top_k))
     probs = np.exp(row.double().numpy() / temperature)
     order = np.argsort(-probs)[: top_k or None]
     kept = probs[order] / probs[order].sum()
     kept = kept[: int(np.searchsorted(np.cumsum(kept), top_p)) + 1]
     order, kept = order[: len(kept)], kept / kept.sum()
-    counts = np.bincount(drawn.tokens.numpy(), minlength=12)
+    counts = np.bincount(tokens.numpy(), minlength=12)
     assert counts[order].sum() == n
     assert chi_square(counts[order], kept) < 38  # at most 11 degrees of freedom: p < 0.0001
     np.testing.assert_allclose(
-        drawn.logprobs[:50].exp(), kept[[list(order).index(t) for t in drawn.tokens[:50]]], rtol=1e-4
+        columns["logprobs"][:50].exp(), kept[[list(order).index(t) for t in tokens[:50]]], rtol=1e-4
     )
 
 
 def test_greedy_rows_take_the_mode_and_report_the_plain_model() -> None:
     logits = torch.randn(6, 30, generator=torch.Generator().manual_seed(1))
-    drawn = sample(logits, rules(6, temperature=0.0, top_p=0.1, top_k=1))
-    assert torch.equal(drawn.tokens, logits.argmax(-1))
-    torch.testing.assert_close(drawn.logprobs, logits.log_softmax(-1).max(-1).values)
-    torch.testing.assert_close(drawn.logprobs, drawn.logprobs_model)
+    tokens, columns = sample(logits, rules(6, temperature=0.0, top_p=0.1, top_k=1))
+    assert torch.equal(tokens, logits.argmax(-1))
+    torch.testing.assert_close(columns["logprobs"], logits.log_softmax(-1).max(-1).values)
+    torch.testing.assert_close(columns["logprobs"], columns["logprobs_model"])
 
 
 def test_rows_are_drawn_independently_of_their_neighbours() -> None:
     logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(2))
     whole = rules(8, temperature=0.9, top_p=0.9, seed=2**62)
-    drawn = sample(logits, whole)
+    tokens, _ = sample(logits, whole)
     for row in range(8):
         alone = whole._replace(
             **{
@@ -103,4 +91,4 @@ def test_rows_are_drawn_independently_of_their_neighbours() -> None:
                 for name in ("seeds", "positions", "temperature", "top_p", "top_k")
             }
         )
-        assert int(sample(logits[row : row + 1], alone).tokens) == int(drawn.tokens[row])
+        assert int(sample(logits[row : row + 1], alone)[0]) == int(tokens[row])

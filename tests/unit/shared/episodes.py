@@ -47,6 +47,10 @@ def sampled(parent: int, tokens: list[int], step: int, *, source: Source = Sourc
         kv_step_oldest=max(0, step - 1),
         sampling=0,
         finish=FinishReason.STOP,
+        arrays={
+            "entropy": np.array([(i + 1) / 2 for i in range(n)], np.float32),
+            "top": np.array([[i, i + 1] for i in range(n)], np.int32),
+        },
     )
 
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hypothesis_numpy
+from numpy.typing import NDArray
 
 from rollmesh.shared import trajectory as domain
 from rollmesh.shared.codec import trajectory as codec
@@ -30,6 +32,8 @@ def equal(a: Any, b: Any) -> bool:
         return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b)
     if dataclasses.is_dataclass(a):
         return type(a) is type(b) and all(equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
     if isinstance(a, tuple):
         return isinstance(b, tuple) and len(a) == len(b) and all(map(equal, a, b))
     return bool(a == b)
@@ -80,6 +84,19 @@ rewards = st.lists(
 
 
 @st.composite
+def arrays(draw: st.DrawFn, num_tokens: int) -> NDArray[Any]:
+    dtype = draw(st.sampled_from([np.float32, np.float16, np.int32, np.uint8]))
+    shape = draw(st.sampled_from([(num_tokens,), (num_tokens, 1), (num_tokens, 3)]))
+    return draw(
+        hypothesis_numpy.arrays(
+            dtype,
+            shape,
+            elements={"allow_nan": False, "allow_infinity": False} if dtype in (np.float32, np.float16) else None,
+        )
+    )
+
+
+@st.composite
 def segments(draw: st.DrawFn, index: int) -> domain.Segment:
     source = draw(st.sampled_from(domain.Source))
     n = draw(st.integers(1, 5))
@@ -101,6 +118,7 @@ def segments(draw: st.DrawFn, index: int) -> domain.Segment:
         kv_step_oldest=draw(st.integers(0, version.step)) if version else None,
         sampling=0 if is_sampled else -1,
         finish=draw(st.sampled_from(domain.FinishReason)),
+        arrays=draw(st.dictionaries(st.from_regex(r"[a-z][a-z0-9_]{0,7}", fullmatch=True), arrays(n), max_size=3)),
         messages=tuple(domain.Message(role="user", content=c) for c in draw(st.lists(texts, max_size=2))),
     )
 
@@ -166,6 +184,14 @@ NAN = np.array([np.nan] * 3, "<f4").tobytes()
 Break = Callable[[types_pb2.Episode], object]
 
 
+def array_of(episode: types_pb2.Episode, **changes: Any) -> None:
+    """Overwrite fields of one array: its original is f32le [2]."""
+    values = {"dtype": "f32le", "shape": [2], "inline": bytes(8), **changes}
+    if "blob_digest" in changes:
+        del values["inline"]
+    episode.segments[1].arrays["entropy"].CopyFrom(types_pb2.TokenArray(**values))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -192,7 +218,34 @@ Break = Callable[[types_pb2.Episode], object]
         (lambda e: setattr(e.segments[0], "logprobs", bytes(12)), "segments[0].logprobs: present, but PROMPT"),
         (lambda e: e.segments[1].ClearField("version"), "segments[1].kv_step_oldest: is set exactly where"),
         (lambda e: setattr(e.segments[1].version, "step", -1), "segments[1].version.step: -1 is negative"),
-        (lambda e: e.segments[1].arrays["entropy"].SetInParent(), "segments[1].arrays: not supported"),
+        (lambda e: e.segments[1].arrays["new"].SetInParent(), "segments[1].arrays[new].dtype: must be one of f32le"),
+        (
+            lambda e: array_of(e, dtype="f64le"),
+            "segments[1].arrays[entropy].dtype: must be one of f32le, f16le, i32le, u8",
+        ),
+        (lambda e: array_of(e, shape=[]), "segments[1].arrays[entropy].shape: must be [n] or [n, k], got []"),
+        (lambda e: array_of(e, shape=[2, 1, 1]), "segments[1].arrays[entropy].shape: must be [n] or [n, k]"),
+        (lambda e: array_of(e, shape=[-2]), "segments[1].arrays[entropy].shape: must be [n] or [n, k], got [-2]"),
+        (lambda e: array_of(e, shape=[2**62, 2**62]), "segments[1].arrays[entropy].inline: 8 bytes do not match f32le"),
+        (
+            lambda e: array_of(e, shape=[3], inline=bytes(12)),
+            "segments[1].arrays[entropy].shape: must be [2] or [2, k]",
+        ),
+        (lambda e: array_of(e, shape=[2, 0], inline=b""), "segments[1].arrays[entropy].shape: must be [2] or [2, k]"),
+        (lambda e: array_of(e, inline=NAN[:8]), "segments[1].arrays[entropy]: value 0 is nan"),
+        (lambda e: array_of(e, blob_digest="ab" * 32), "segments[1].arrays[entropy].blob_digest: not supported"),
+        (
+            lambda e: array_of(e, dtype="u8", shape=[2, 2**19 + 1], inline=bytes(2**20 + 2)),
+            "segments[1].arrays[entropy]: must have at most 1048576 bytes, got 1048578",
+        ),
+        (
+            lambda e: e.segments[1].arrays["No!"].CopyFrom(e.segments[1].arrays["entropy"]),
+            "segments[1].arrays: a name must match [a-z][a-z0-9_]{0,63}, got 'No!'",
+        ),
+        (
+            lambda e: [e.segments[1].arrays[f"a{i}"].CopyFrom(e.segments[1].arrays["entropy"]) for i in range(15)],
+            "segments[1].arrays: must have at most 16 entries, got 17",
+        ),
         (lambda e: e.segments[1].media.add(), "segments[1].media: not supported"),
         (lambda e: setattr(e.samples[1], "leaf", 7), "episode.samples[1].leaf: 7, but there are 7 segments"),
         (lambda e: setattr(e.samples[1], "sample_id", "e9.0"), "samples[1].sample_id: 'e9.0' is given twice"),

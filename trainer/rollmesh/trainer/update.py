@@ -15,7 +15,7 @@ Collaborators: `samples`, `packing`, `self_test`, `forward`, `advantages`, `loss
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -34,6 +34,7 @@ from rollmesh.trainer.losses import (
     LossInputs,
     Normalization,
     PpoClipConfig,
+    check_outputs,
     engine_outputs,
     make_loss,
     token_weights,
@@ -101,8 +102,17 @@ class UpdateResult:
 class Trainer:
     """Owns a model and its optimiser; not thread-safe: one thread calls it."""
 
-    def __init__(self, model: PreTrainedModel, config: UpdateConfig, *, seed: int, step: int = 0) -> None:
-        """`step` is the number of updates already in the weights. Raises ValueError for a model that cannot be trained.
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: UpdateConfig,
+        *,
+        seed: int,
+        step: int = 0,
+        outputs: Collection[str] = (),
+    ) -> None:
+        """`step` is the number of updates already in the weights; `outputs` are the engine outputs that samples carry. Raises
+        ValueError for a model that cannot be trained, or if the loss needs another output.
 
         The model is run in evaluation mode throughout: its behaviour log-probs are of an engine without dropout. A few short
         sequences are run through it to choose `forward_choice` (see `self_test`).
@@ -117,6 +127,7 @@ class Trainer:
         self.optimizer = make_adamw(model, config.optimizer)
         self._advantage = make_advantage(config.advantage)
         self._loss = make_loss(config.loss)
+        check_outputs(self._loss, outputs)
         self._outputs = engine_outputs(self._loss)
 
     def update(self, k: int, samples: Sequence[TrainingSample], groups: Sequence[GroupContext]) -> UpdateResult:

@@ -13,12 +13,20 @@ or process, so that a busy engine never expires a lease. `emit` is called on the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray, SamplingParams
+from rollmesh.shared.trajectory import (
+    Columns,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    SamplingParams,
+    Segment,
+    sampled_segment,
+)
 from rollmesh.shared.versions import PolicyVersion
 
 NO_VERSION = PolicyVersion(policy="", step=0)
@@ -45,6 +53,8 @@ class GenerateRequest:
     """Turns of one session share their prefix; a hint for cache retention, never needed for correctness."""
     priority: int = 0
     """Higher runs first when the batch is full."""
+    outputs: tuple[str, ...] = ()
+    """Names of the further per-token arrays that the deltas must have, each one of `Engine.outputs`."""
     num_resumed: int = 0
     """The last so many of `token_ids` are the answer so far, sampled elsewhere: a stop string may begin in them."""
 
@@ -64,6 +74,8 @@ class GenerateDelta:
     logprobs_model: FloatArray | None
     version: PolicyVersion
     kv_step_oldest: int
+    arrays: Columns = field(default_factory=dict)
+    """Exactly the requested outputs by name, each [n] or [n, k], of type float32, float16, int32 or uint8, floats finite."""
     finish: FinishReason | None = None
     error: str = ""
     """Set with FinishReason.ERROR: what broke, for an infra failure."""
@@ -74,6 +86,17 @@ class GenerateDelta:
     tokens and the last sampled one, which was never fed."""
     queued_s: float = 0.0
     """Seconds it waited for a slot; on the first delta only."""
+
+    def segment(self) -> Segment:
+        """Return the new tokens as a segment."""
+        return sampled_segment(
+            self.token_ids,
+            self.logprobs,
+            self.version,
+            kv_step_oldest=self.kv_step_oldest,
+            logprobs_model=self.logprobs_model,
+            arrays=self.arrays,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +143,11 @@ Emit = Callable[[GenerateDelta], None]
 
 class Engine(Protocol):
     """Continuous batching over one model, with a second buffer for the next weights."""
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """Names of the per-token arrays that it can return beside log-probs; an attribute of the class, which `check` reads."""
+        ...
 
     @property
     def active(self) -> PolicyVersion | None:

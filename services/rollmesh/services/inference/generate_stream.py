@@ -20,9 +20,9 @@ from rollmesh.services.inference.engine import EngineBroken, EngineBusy, Generat
 from rollmesh.services.inference.metrics import QUEUE_SECONDS
 from rollmesh.services.inference.request_trace import RequestTrace
 from rollmesh.services.inference.state import NodeState
-from rollmesh.shared.codec.arrays import decode_ints, encode_floats, encode_ints
+from rollmesh.shared.codec.arrays import decode_ints
 from rollmesh.shared.codec.failure import encode_failure
-from rollmesh.shared.codec.trajectory import decode_sampling_params, encode_version
+from rollmesh.shared.codec.trajectory import decode_sampling_params, encode_segment
 from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded, StaleWeights
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import observe
@@ -53,7 +53,7 @@ class _Waiting:
     num_tokens: int
 
 
-class Continuations:
+class GenerateStream:
     """Requests of one Generate stream, or of one GenerateOne."""
 
     def __init__(self, state: NodeState, config: InferenceConfig) -> None:
@@ -166,6 +166,7 @@ class Continuations:
             params=decode_sampling_params(submission.params),
             session=submission.session,
             priority=submission.priority,
+            outputs=tuple(submission.outputs),
             num_resumed=submission.num_resumed,
         )
 
@@ -251,11 +252,7 @@ class Continuations:
 def _encode(live: _Live, delta: GenerateDelta) -> inference_pb2.GenerateDelta:
     message = inference_pb2.GenerateDelta(
         request_id=live.request_id,
-        token_ids=encode_ints(delta.token_ids),
-        logprobs=encode_floats(delta.logprobs),
-        logprobs_model=b"" if delta.logprobs_model is None else encode_floats(delta.logprobs_model),
-        version=encode_version(delta.version),
-        kv_step_oldest=delta.kv_step_oldest,
+        segment=encode_segment(delta.segment()) if delta.token_ids.size else None,
         num_prompt_cached=delta.num_prompt_cached,
         num_prompt_prefilled=delta.num_prompt_prefilled,
     )

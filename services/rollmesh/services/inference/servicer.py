@@ -7,14 +7,15 @@ from collections.abc import AsyncIterator
 
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import EngineBroken, ScoreResult
-from rollmesh.services.inference.generate_stream import Continuations
+from rollmesh.services.inference.generate_stream import GenerateStream
 from rollmesh.services.inference.state import NodeState, mismatch
+from rollmesh.shared.clients.generated import merged
 from rollmesh.shared.codec.arrays import decode_ints, encode_floats
 from rollmesh.shared.codec.failure import decode_failure
-from rollmesh.shared.codec.trajectory import encode_version
+from rollmesh.shared.codec.trajectory import decode_segment, encode_segment, encode_version
 from rollmesh.shared.errors import EngineFailed, InvalidInput, MeshError, Overloaded
 from rollmesh.shared.rpc.handlers import Context
-from rollmesh.shared.trajectory import IntArray
+from rollmesh.shared.trajectory import FinishReason, IntArray
 from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 
@@ -24,7 +25,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, state: NodeState, config: InferenceConfig) -> None:
         self._state = state
         self._config = config
-        self._streams: set[Continuations] = set()
+        self._streams: set[GenerateStream] = set()
 
     async def Generate(
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
@@ -45,18 +46,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.GenerateOneRequest, context: Context
     ) -> inference_pb2.GenerateOneResponse:
         stream = self._open()
-        answer = inference_pb2.GenerateOneResponse()
+        deltas: list[inference_pb2.GenerateDelta] = []
         try:
             stream.submit(request.submission)
             stream.end_input()
-            while deltas := await stream.frame():
-                for delta in deltas:
-                    _extend(answer, delta)
+            while frame := await stream.frame():
+                deltas += frame
         finally:
             self._close(stream)
-        if answer.deltas[-1].finish == types_pb2.FINISH_REASON_ERROR:
-            raise decode_failure(answer.deltas[-1].failure)
-        return answer
+        if deltas[-1].finish == types_pb2.FINISH_REASON_ERROR:
+            raise decode_failure(deltas[-1].failure)
+        return inference_pb2.GenerateOneResponse(deltas=_joined(deltas))
 
     async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
         self._state.check_target(request.target)
@@ -104,17 +104,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except EngineBroken as err:
             raise EngineFailed(f"{err}; go to another node") from err
 
-    def _open(self) -> Continuations:
-        stream = Continuations(self._state, self._config)
+    def _open(self) -> GenerateStream:
+        stream = GenerateStream(self._state, self._config)
         self._streams.add(stream)
         return stream
 
-    def _close(self, stream: Continuations) -> None:
+    def _close(self, stream: GenerateStream) -> None:
         self._streams.discard(stream)
         stream.close()
 
 
-async def _read(requests: AsyncIterator[inference_pb2.GenerateRequest], stream: Continuations) -> None:
+async def _read(requests: AsyncIterator[inference_pb2.GenerateRequest], stream: GenerateStream) -> None:
     failure: BaseException | None = None
     try:
         async for request in requests:
@@ -127,16 +127,15 @@ async def _read(requests: AsyncIterator[inference_pb2.GenerateRequest], stream: 
     stream.end_input(failure)
 
 
-def _extend(answer: inference_pb2.GenerateOneResponse, delta: inference_pb2.GenerateDelta) -> None:
-    """Adds a delta to the answer's last one if both are of the same weights."""
-    if answer.deltas and (answer.deltas[-1].version == delta.version or not delta.token_ids):
-        last = answer.deltas[-1]
-        last.token_ids += delta.token_ids
-        last.logprobs += delta.logprobs
-        last.logprobs_model += delta.logprobs_model
-        last.kv_step_oldest = min(last.kv_step_oldest, delta.kv_step_oldest) if delta.token_ids else last.kv_step_oldest
-        last.finish = delta.finish
-        if delta.HasField("failure"):
-            last.failure.CopyFrom(delta.failure)
-    else:
-        answer.deltas.append(delta)
+def _joined(deltas: list[inference_pb2.GenerateDelta]) -> list[inference_pb2.GenerateDelta]:
+    """Return one delta per version; the first has the prompt counts, the last the finish."""
+    pieces = [decode_segment(delta.segment) for delta in deltas if delta.HasField("segment")]
+    segments = merged(pieces, FinishReason.UNFINISHED)
+    joined = [inference_pb2.GenerateDelta(segment=encode_segment(segment)) for segment in segments]
+    joined = joined or [inference_pb2.GenerateDelta()]
+    joined[0].num_prompt_cached = deltas[0].num_prompt_cached
+    joined[0].num_prompt_prefilled = deltas[0].num_prompt_prefilled
+    joined[-1].finish = deltas[-1].finish
+    for delta in joined:
+        delta.request_id = deltas[0].request_id
+    return joined

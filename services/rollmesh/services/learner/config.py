@@ -68,6 +68,8 @@ class LearnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Changes to the recipe, nested as in `UpdateConfig`, e.g. {"optimizer": {"lr": 1e-4}}."""
     reward_weights: dict[str, float] = {}
     """Reward name -> weight in the advantage. A mesh sets it to `reward.weights`, where both the finalizer and the trainer find it."""
+    outputs: tuple[str, ...] = ()
+    """Per-token outputs of the engine that samples carry. A mesh sets it to `rollout.outputs`."""
     seed: int = 0
     """Key of the trainer's draws (minibatches). A checkpoint is only resumed under its own."""
     device: str = "cpu"

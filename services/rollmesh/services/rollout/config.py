@@ -218,6 +218,9 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Changes to the words of the conversation, which come from the model's chat template."""
     sampling: SamplingConfig = msgspec.field(default_factory=SamplingConfig)
     """How training episodes sample."""
+    outputs: tuple[str, ...] = ()
+    """Per-token outputs of the engine that are recorded beside log-probs, in `Segment.arrays`; each one that the loss needs must be
+    here. The engine must be able to return them."""
     eval_sampling: SamplingConfig | None = None
     """How evaluation episodes sample; unset means as in training."""
     limits: LimitsConfig = msgspec.field(default_factory=LimitsConfig)

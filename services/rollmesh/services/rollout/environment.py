@@ -28,7 +28,7 @@ from rollmesh.services.rollout.ports import Generator
 from rollmesh.services.rollout.recorder import Recorder
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tools import ToolBox, shorten
-from rollmesh.shared.clients.generated import Span, Target, merged
+from rollmesh.shared.clients.generated import Target, merged
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import EngineFailed
 from rollmesh.shared.fault_points import Hook, noop
@@ -43,6 +43,7 @@ from rollmesh.shared.trajectory import (
     Role,
     Sample,
     SamplingParams,
+    Segment,
     Source,
 )
 
@@ -267,10 +268,10 @@ class Environment:
             seed=state.recorder.draw_key(self._head),
         )
 
-    async def _ask(self, params: SamplingParams, *, train: bool) -> tuple[Span, ...]:
+    async def _ask(self, params: SamplingParams, *, train: bool) -> tuple[Segment, ...]:
         """When the episode's time is over in the middle, what was sampled until then is recorded all the same."""
         state = self._state
-        pieces: list[Span] = []
+        pieces: list[Segment] = []
         session = f"{state.key.episode}.{state.key.attempt}"
         try:
             async with state.generator.open(
@@ -288,16 +289,18 @@ class Environment:
             raise EngineFailed(f"the engine ended with {generation.finish.name} after {len(pieces)} pieces; retry")
         return merged(pieces, generation.finish)
 
-    def _record(self, spans: Sequence[Span], params: SamplingParams, *, train: bool) -> Turn:
+    def _record(self, segments: Sequence[Segment], params: SamplingParams, *, train: bool) -> Turn:
         state = self._state
-        token_ids = spans[0].token_ids if len(spans) == 1 else np.concatenate([span.token_ids for span in spans])
+        token_ids = (
+            segments[0].token_ids if len(segments) == 1 else np.concatenate([segment.token_ids for segment in segments])
+        )
         text = state.tokenizer.decode(token_ids)
         message = Message(role=state.format.assistant_role, content=state.format.without_end(text))
-        self._head = state.recorder.add_generated(self._head, spans, params, train=train, message=message)
+        self._head = state.recorder.add_generated(self._head, segments, params, train=train, message=message)
         self._grow(token_ids)
         state.num_tokens += token_ids.size
         self._check_segments()
-        return Turn(text=text, finish=spans[-1].finish, token_ids=token_ids)
+        return Turn(text=text, finish=segments[-1].finish, token_ids=token_ids)
 
     def _give(self, role: Role, source: Source, token_ids: IntArray, messages: Sequence[Message]) -> None:
         self._state.check()
@@ -314,9 +317,9 @@ class Environment:
             raise self._state.end_at("segments")
 
 
-def _of_generation(spans: Sequence[Span], turn: int, num_prompt_tokens: int) -> dict[str, str | int]:
-    last = spans[-1]
-    num_tokens = sum(int(span.token_ids.size) for span in spans)
+def _of_generation(segments: Sequence[Segment], turn: int, num_prompt_tokens: int) -> dict[str, str | int]:
+    last = segments[-1]
+    num_tokens = sum(int(segment.token_ids.size) for segment in segments)
     return {
         "turn": turn,
         "prompt_tokens": num_prompt_tokens,

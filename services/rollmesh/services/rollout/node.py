@@ -83,7 +83,12 @@ class RolloutNode(JoinedNode):
     async def build(self, stack: AsyncExitStack) -> None:
         config, clock = self._config, self.clock
         self._router = InferenceRouter(
-            self.fleet, access=self.access, clock=clock, config=config.router, open_node=self._open_node
+            self.fleet,
+            access=self.access,
+            clock=clock,
+            config=config.router,
+            open_node=self._open_node,
+            outputs=config.outputs,
         )
         self._sandbox = SandboxClient(
             lambda: self.ready(coordinator_pb2.NODE_KIND_SANDBOX), self._open_node, clock, config.sandbox

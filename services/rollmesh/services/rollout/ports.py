@@ -12,9 +12,9 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Protocol, Self
 
-from rollmesh.shared.clients.generated import Span, Target
+from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.clients.sandbox import ExecResult, Snapshot
-from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, Reward, SamplingParams
+from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, Reward, SamplingParams, Segment
 from rollmesh.v1 import coordinator_pb2, reward_pb2
 
 
@@ -34,7 +34,7 @@ class Generation(Protocol):
 
     def __aiter__(self) -> Self: ...
 
-    async def __anext__(self) -> Span:
+    async def __anext__(self) -> Segment:
         """New tokens of one version, at least one."""
         ...
 

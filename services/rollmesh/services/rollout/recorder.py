@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollmesh.shared.clients.generated import Span
 from rollmesh.shared.trajectory import (
     ROOT,
     IntArray,
@@ -66,15 +65,17 @@ class Recorder:
         return self._place(parent).next_key()
 
     def add_generated(
-        self, parent: int, spans: Sequence[Span], params: SamplingParams, *, train: bool, message: Message
+        self, parent: int, pieces: Sequence[Segment], params: SamplingParams, *, train: bool, message: Message
     ) -> int:
-        """Records a generation, a segment per span; returns the last one."""
-        assert spans, "a generation has at least one span"
+        """Records a generation, given as one segment per version; returns the index of the last one."""
+        assert pieces, "a generation has at least one segment"
         sampling = self._sampling_of(params)
-        for span in spans[:-1]:
-            parent = self._append(_sampled(parent, span, sampling, train=train), mix64(params.seed))
-        last = _sampled(parent, spans[-1], sampling, train=train)
-        return self._append(replace(last, messages=(message,)), mix64(params.seed))
+        for piece in pieces:
+            mask = np.ones(piece.token_ids.shape, dtype=np.uint8) if train else None
+            messages = (message,) if piece is pieces[-1] else ()
+            segment = replace(piece, parent=parent, loss_mask=mask, sampling=sampling, messages=messages)
+            parent = self._append(segment, mix64(params.seed))
+        return parent
 
     def path(self, leaf: int) -> list[int]:
         """Segments from the root to `leaf`."""
@@ -138,19 +139,3 @@ def mix64(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
     return value ^ (value >> 31)
-
-
-def _sampled(parent: int, span: Span, sampling: int, *, train: bool) -> Segment:
-    return Segment(
-        parent=parent,
-        role=Role.ACTION,
-        source=Source.POLICY,
-        token_ids=span.token_ids,
-        logprobs=span.logprobs,
-        logprobs_model=span.logprobs_model,
-        loss_mask=np.ones(span.token_ids.shape, dtype=np.uint8) if train else None,
-        version=span.version,
-        kv_step_oldest=span.kv_step_oldest,
-        sampling=sampling,
-        finish=span.finish,
-    )

@@ -1,12 +1,14 @@
-"""What the inference router is asked for and gives back: targets, spans of tokens by version, whole answers."""
+"""Requests and results of the inference router: targets, and whole generations as segments by version."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray, Role, Segment, Source
+from rollmesh.shared.trajectory import FinishReason, IntArray, Segment
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import inference_pb2
 
@@ -39,64 +41,33 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Sampled tokens of one version, [n] each, as in `rollmesh.shared.trajectory.Segment`.
+class Generated:
+    """One finished generation: one action segment per version that sampled a part of it, in order, each with tokens.
 
-    `finish` is UNFINISHED unless this is the last span of an answer.
+    The segments have no place in an episode yet: `parent` is ROOT, and `sampling`, `loss_mask` and `messages` are unset.
     """
 
-    token_ids: IntArray
-    logprobs: FloatArray
-    logprobs_model: FloatArray | None
-    version: PolicyVersion
-    kv_step_oldest: int
-    finish: FinishReason = FinishReason.UNFINISHED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
-    """One continuation: a span per version that sampled a part of it, in order. No span holds no tokens."""
-
-    spans: tuple[Span, ...]
+    segments: tuple[Segment, ...]
     finish: FinishReason
     num_failovers: int = 0
-    """Times it went on at another node."""
+    """How often another node continued it."""
     num_prompt_cached: int = 0
-    """Prefix tokens found in caches, over all nodes it ran on."""
+    """Prefix tokens found in caches, over all nodes that it ran on."""
     num_prompt_prefilled: int = 0
-    """Prefix tokens computed for it, received tokens sent again included."""
+    """Prefix tokens computed for it, including received tokens that were sent again."""
 
     @property
     def token_ids(self) -> IntArray:
         """All new tokens, [n]."""
-        return np.concatenate([np.empty(0, np.int32), *(span.token_ids for span in self.spans)]).astype(np.int32)
-
-    def segments(self, *, parent: int, index: int, sampling: int, trainable: bool = True) -> tuple[Segment, ...]:
-        """The answer as a chain of action segments: the first one's parent is `parent`, its own place in the episode `index`."""
-        return tuple(
-            Segment(
-                parent=parent if i == 0 else index + i - 1,
-                role=Role.ACTION,
-                source=Source.POLICY,
-                token_ids=span.token_ids,
-                logprobs=span.logprobs,
-                logprobs_model=span.logprobs_model,
-                loss_mask=np.full(span.token_ids.shape, int(trainable), np.uint8),
-                version=span.version,
-                kv_step_oldest=span.kv_step_oldest,
-                sampling=sampling,
-                finish=span.finish,
-            )
-            for i, span in enumerate(self.spans)
-        )
+        return np.concatenate([np.empty(0, np.int32), *(s.token_ids for s in self.segments)]).astype(np.int32)
 
 
-def merged(pieces: list[Span], finish: FinishReason) -> tuple[Span, ...]:
-    """Neighbouring pieces of one version as one span; the last one gets the finish.
+def merged(pieces: Sequence[Segment], finish: FinishReason) -> tuple[Segment, ...]:
+    """Join adjacent pieces of one version to one segment each; the last one gets `finish`. Pieces without tokens are dropped.
 
-    `kv_step_oldest` of a span is the oldest of its pieces: under kv policy `keep` a node that took over has a fresher cache.
+    `kv_step_oldest` of a segment is the oldest of its pieces: under kv policy `keep`, a node that took over has a fresher cache.
     """
-    runs: list[list[Span]] = []
+    runs: list[list[Segment]] = []
     for piece in pieces:
         if not piece.token_ids.size:
             continue
@@ -108,13 +79,16 @@ def merged(pieces: list[Span], finish: FinishReason) -> tuple[Span, ...]:
     return tuple(_joined(run, finish if i == last else FinishReason.UNFINISHED) for i, run in enumerate(runs))
 
 
-def _joined(run: list[Span], finish: FinishReason) -> Span:
-    model = [piece.logprobs_model for piece in run if piece.logprobs_model is not None]
-    return Span(
-        token_ids=np.concatenate([piece.token_ids for piece in run]),
-        logprobs=np.concatenate([piece.logprobs for piece in run]),
-        logprobs_model=np.concatenate(model) if len(model) == len(run) else None,
-        version=run[0].version,
-        kv_step_oldest=min(piece.kv_step_oldest for piece in run),
+def _joined(run: list[Segment], finish: FinishReason) -> Segment:
+    def column(name: str) -> Any:
+        parts = [getattr(piece, name) for piece in run]
+        return None if any(part is None for part in parts) else np.concatenate(parts)
+
+    steps = [piece.kv_step_oldest for piece in run if piece.kv_step_oldest is not None]
+    return replace(
+        run[0],
+        **{name: column(name) for name in ("token_ids", "logprobs", "logprobs_model")},
+        arrays={name: np.concatenate([piece.arrays[name] for piece in run]) for name in run[0].arrays},
+        kv_step_oldest=min(steps, default=None),
         finish=finish,
     )

@@ -3,7 +3,7 @@
     router = InferenceRouter(membership.fleet, access=access)
     answer = await router.generate(prompt, params, target=Target(step=3), session="e7")     # Generated
     async with router.open(prompt, params, target=Target()) as generation:                  # or piece by piece
-        async for span in generation: ...
+        async for segment in generation: ...
 
 A request goes to the node that had its session last, while that one may be used, else to the least loaded. When the node is lost
 or refuses, the request goes on at another one with the received tokens appended to its prefix and `max_tokens` reduced. Sampling
@@ -17,22 +17,22 @@ Cancelling the awaiting task, or leaving the context, cancels the request at the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 import grpc
 
-from rollmesh.shared.clients.generated import Generated, Span, Target, merged
+from rollmesh.shared.clients.generated import Generated, Target, merged
 from rollmesh.shared.clients.inference_nodes import KnownNode, NodePool, PendingRequest, RouterConfig
 from rollmesh.shared.clients.inference_stream import Reply, StreamRequest
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.codec.arrays import decode_floats, decode_ints
+from rollmesh.shared.codec import checks
 from rollmesh.shared.codec.failure import decode_failure
-from rollmesh.shared.codec.trajectory import decode_version
+from rollmesh.shared.codec.trajectory import decode_segment
 from rollmesh.shared.errors import (
     DeadlineExceeded,
+    EngineFailed,
     InfraFailure,
     InvalidInput,
     MeshError,
@@ -46,8 +46,8 @@ from rollmesh.shared.errors import (
 from rollmesh.shared.fleet import Fleet
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, SamplingParams
-from rollmesh.v1 import inference_pb2
+from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, SamplingParams, Segment
+from rollmesh.v1 import inference_pb2, types_pb2
 
 _FINAL = (InvalidInput, NotFound, PayloadTooLarge, PermissionDenied, Unauthenticated, Unimplemented)
 """Errors that every node would answer alike."""
@@ -64,8 +64,10 @@ class InferenceRouter:
         clock: Clock | None = None,
         config: RouterConfig | None = None,
         open_node: Callable[[str], grpc.aio.Channel] | None = None,
+        outputs: Sequence[str] = (),
     ) -> None:
-        """`open_node` opens a channel to host:port; by default with `token`."""
+        """`open_node` opens a channel to host:port, by default with `access`. Every request asks for the engine `outputs`."""
+        self._outputs = tuple(outputs)
         self._config = config or RouterConfig()
         open_node = open_node or (lambda address: open_channel(address, access=access))
         self._pool = NodePool(fleet, clock or SystemClock(), self._config, open_node)
@@ -93,7 +95,7 @@ class InferenceRouter:
         async with generation:
             pieces = [piece async for piece in generation]
         return Generated(
-            spans=merged(pieces, generation.finish),
+            segments=merged(pieces, generation.finish),
             finish=generation.finish,
             num_failovers=generation.num_failovers,
             num_prompt_cached=generation.num_prompt_cached,
@@ -117,7 +119,7 @@ class InferenceRouter:
             labels = inference_pb2.RequestLabels(run=key.run, group=key.group, episode=key.episode)
         limit_s = self._config.deadline_s if deadline_s is None else deadline_s
         until_s = asyncio.get_running_loop().time() + limit_s
-        request = PendingRequest(token_ids, params, target, session, priority, labels, until_s)
+        request = PendingRequest(token_ids, params, target, session, priority, labels, until_s, self._outputs)
         return Generation(self._pool, request, failures_max=self._config.failures_max)
 
     async def close(self) -> None:
@@ -164,7 +166,7 @@ class Generation:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Span:
+    async def __anext__(self) -> Segment:
         """New tokens of one version, at least one."""
         while self.finish is FinishReason.UNFINISHED:
             try:
@@ -172,11 +174,11 @@ class Generation:
                     piece = await self._step()
             except TimeoutError as err:
                 raise DeadlineExceeded(f"no whole answer in time; {self._state()}") from err
-            if piece is not None and piece.token_ids.size:
+            if piece is not None:
                 return piece
         raise StopAsyncIteration
 
-    async def _step(self) -> Span | None:
+    async def _step(self) -> Segment | None:
         """One reply of the node, or one fail-over."""
         if self._try is None:
             node_id, node = await self._pool.take(self._request)
@@ -186,15 +188,18 @@ class Generation:
         if isinstance(reply, MeshError):
             self._fail_over(reply)
             return None
-        piece = self._decode(reply)
-        if piece.token_ids.size:
+        self.num_prompt_cached += reply.num_prompt_cached
+        self.num_prompt_prefilled += reply.num_prompt_prefilled
+        segment = self._decode(reply.segment) if reply.HasField("segment") else None
+        if segment is not None:
             node.num_failures = self._request.num_failures = 0
-        if piece.finish in (FinishReason.STOP, FinishReason.LENGTH):
-            self.finish, self._try = piece.finish, None
-        elif piece.finish is not FinishReason.UNFINISHED:
-            cancelled = Unavailable(f"node {node_id} gave the request up")  # this side has not asked for it
+        finish = FinishReason(reply.finish)
+        if finish in (FinishReason.STOP, FinishReason.LENGTH):
+            self.finish, self._try = finish, None
+        elif finish is not FinishReason.UNFINISHED:
+            cancelled = Unavailable(f"node {node_id} cancelled the request, which this side did not ask for")
             self._fail_over(decode_failure(reply.failure) if reply.HasField("failure") else cancelled)
-        return replace(piece, finish=self.finish)
+        return segment
 
     def _fail_over(self, err: MeshError) -> None:
         assert self._try is not None
@@ -210,20 +215,17 @@ class Generation:
         if self._request.num_failures >= self._failures_max:
             raise InfraFailure(f"inference failed {self._failures_max} times in a row; the last: {err}") from err
 
-    def _decode(self, delta: inference_pb2.GenerateDelta) -> Span:
-        self.num_prompt_cached += delta.num_prompt_cached
-        self.num_prompt_prefilled += delta.num_prompt_prefilled
-        token_ids = decode_ints(delta.token_ids, "token_ids")
-        self._request.received += token_ids.tolist()
-        model = decode_floats(delta.logprobs_model, "logprobs_model") if delta.logprobs_model else None
-        return Span(
-            token_ids=token_ids,
-            logprobs=decode_floats(delta.logprobs, "logprobs"),
-            logprobs_model=model,
-            version=decode_version(delta.version),
-            kv_step_oldest=delta.kv_step_oldest,
-            finish=FinishReason(delta.finish),
-        )
+    def _decode(self, message: types_pb2.Segment) -> Segment:
+        """Return the new tokens. Raises InvalidInput for a malformed segment, EngineFailed for other arrays than requested."""
+        segment = decode_segment(message, "segment")
+        checks.check_segment(segment, "segment", index=0, num_params=0)
+        if set(segment.arrays) != set(self._request.outputs):
+            raise EngineFailed(
+                f"the node returned the arrays [{', '.join(segment.arrays)}], requested were "
+                f"[{', '.join(self._request.outputs)}]; fix its engine"
+            )
+        self._request.received += segment.token_ids.tolist()
+        return segment
 
     def _state(self) -> str:
         request = self._request

@@ -74,6 +74,7 @@ class PendingRequest:
     labels: inference_pb2.RequestLabels
     deadline_s: float
     """Of the event loop's clock."""
+    outputs: tuple[str, ...] = ()
     received: list[int] = field(default_factory=list)
     num_failures: int = 0
     """Infrastructure failures in a row, without a new token."""
@@ -96,6 +97,7 @@ class PendingRequest:
             priority=self.priority,
             labels=self.labels,
             num_resumed=len(self.received),
+            outputs=self.outputs,
         )
 
     def ended(self) -> FinishReason | None:

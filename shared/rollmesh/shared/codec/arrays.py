@@ -5,6 +5,8 @@ Decoded arrays are views of the message's bytes, hence read-only; copy before wr
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,16 @@ from numpy.typing import NDArray
 
 from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.trajectory import FloatArray, IntArray, MaskArray
+from rollmesh.v1 import types_pb2
+
+DTYPES: Mapping[str, np.dtype[Any]] = {
+    "f32le": np.dtype("<f4"),
+    "f16le": np.dtype("<f2"),
+    "i32le": np.dtype("<i4"),
+    "u8": np.dtype("u1"),
+}
+"""Element types of `TokenArray.dtype`."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def encode_ints(values: IntArray) -> bytes:
@@ -42,6 +54,27 @@ def decode_floats(data: bytes, field: str) -> FloatArray:
 def decode_mask(data: bytes) -> MaskArray:
     """u8 [n]."""
     return np.frombuffer(data, dtype="u1")
+
+
+def encode_array(values: NDArray[Any]) -> types_pb2.TokenArray:
+    """Encode an array of one of `DTYPES`, shape [n] or [n, k]; `checks.check_array` rejects others."""
+    dtype = values.dtype.newbyteorder("<")
+    data = np.ascontiguousarray(values, dtype=dtype).tobytes()
+    return types_pb2.TokenArray(dtype=_NAMES[dtype], shape=values.shape, inline=data)
+
+
+def decode_array(message: types_pb2.TokenArray, field: str) -> NDArray[Any]:
+    """Decode an inline array. Raises `InvalidInput` unless its bytes match its type and shape."""
+    if message.HasField("blob_digest"):
+        invalid(f"{field}.blob_digest", "not supported by this version; send the values inline")
+    if message.dtype not in DTYPES:
+        invalid(f"{field}.dtype", f"must be one of {', '.join(DTYPES)}; got {message.dtype[:32]!r}")
+    dtype, shape = DTYPES[message.dtype], tuple(message.shape)
+    if len(shape) not in (1, 2) or min(shape) < 0:
+        invalid(f"{field}.shape", f"must be [n] or [n, k], got {list(shape[:8])}")
+    if math.prod(shape) * dtype.itemsize != len(message.inline):
+        invalid(f"{field}.inline", f"{len(message.inline)} bytes do not match {message.dtype} of shape {list(shape)}")
+    return np.frombuffer(message.inline, dtype=dtype).reshape(shape)
 
 
 def _decode(data: bytes, dtype: str, name: str, field: str) -> NDArray[Any]:

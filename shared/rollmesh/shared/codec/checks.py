@@ -6,10 +6,14 @@ Every refusal is an `InvalidInput` naming the field by its path in the proto (`e
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from rollmesh.shared.codec.arrays import DTYPES
 from rollmesh.shared.codec.refusal import invalid
 from rollmesh.shared.trajectory import (
     ROOT,
@@ -30,6 +34,12 @@ SAMPLED_SOURCES = frozenset({Source.POLICY, Source.PEER})
 """Sources whose tokens were drawn from a distribution, so that they have log-probs."""
 
 TEMPERATURE_MAX = 10.0
+
+ARRAYS_MAX = 16
+"""Most `Segment.arrays` of one segment."""
+ARRAY_BYTES_MAX = 1 << 20
+"""Largest of them, in bytes: 262144 tokens of float32. A whole episode must fit into one message."""
+_ARRAY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 def check_episode(episode: Episode, field: str = "episode") -> None:
@@ -129,6 +139,26 @@ def _check_arrays(segment: Segment, field: str) -> None:
             invalid(f"{field}.{name}", f"value {where} is {float(floats[where])}, expected finite numbers")
     if segment.loss_mask is not None and bool((segment.loss_mask > 1).any()):
         invalid(f"{field}.loss_mask", f"holds {int(segment.loss_mask.max())}, expected 0 or 1")
+
+    if len(segment.arrays) > ARRAYS_MAX:
+        invalid(f"{field}.arrays", f"must have at most {ARRAYS_MAX} entries, got {len(segment.arrays)}")
+    for name, values in segment.arrays.items():
+        if not _ARRAY_NAME.fullmatch(name):
+            invalid(f"{field}.arrays", f"a name must match {_ARRAY_NAME.pattern}, got {name[:80]!r}")
+        check_array(values, f"{field}.arrays[{name}]", segment.num_tokens)
+
+
+def check_array(values: NDArray[Any], field: str, num_tokens: int) -> None:
+    """Check type, shape [n] or [n, k], size and finite values of a per-token array."""
+    if values.dtype.newbyteorder("<") not in DTYPES.values():
+        invalid(f"{field}.dtype", f"must be one of {', '.join(DTYPES)}; got {values.dtype}")
+    if values.ndim not in (1, 2) or values.shape[0] != num_tokens or values.shape[1:] == (0,):
+        invalid(f"{field}.shape", f"must be [{num_tokens}] or [{num_tokens}, k] with k >= 1, got {list(values.shape)}")
+    if values.nbytes > ARRAY_BYTES_MAX:
+        invalid(field, f"must have at most {ARRAY_BYTES_MAX} bytes, got {values.nbytes}")
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        where = int(np.flatnonzero(~np.isfinite(values))[0])
+        invalid(field, f"value {where} is {float(values.flat[where])}, expected finite numbers")
 
 
 def _check_origin(segment: Segment, field: str, num_params: int) -> None:

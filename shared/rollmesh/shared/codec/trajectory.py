@@ -16,9 +16,11 @@ from google.protobuf.message import DecodeError
 
 from rollmesh.shared.codec import checks
 from rollmesh.shared.codec.arrays import (
+    decode_array,
     decode_floats,
     decode_ints,
     decode_mask,
+    encode_array,
     encode_floats,
     encode_ints,
     encode_mask,
@@ -129,6 +131,8 @@ def encode_segment(segment: Segment) -> types_pb2.Segment:
         message.logprobs_model = encode_floats(segment.logprobs_model)
     if segment.loss_mask is not None:
         message.loss_mask = encode_mask(segment.loss_mask)
+    for name, values in segment.arrays.items():
+        message.arrays[name].CopyFrom(encode_array(values))
     if segment.version is not None:
         message.version.CopyFrom(encode_version(segment.version))
         message.kv_step_oldest = segment.kv_step_oldest or 0
@@ -137,9 +141,8 @@ def encode_segment(segment: Segment) -> types_pb2.Segment:
 
 def decode_segment(message: types_pb2.Segment, field: str = "segment") -> Segment:
     """Shapes and enums only; `checks.check_segment` holds it against its episode. Raises `InvalidInput`."""
-    # Refused, not dropped: whoever sent them relies on them, and the domain type has no place for them yet.
-    if message.arrays or message.media:
-        invalid(f"{field}.{'arrays' if message.arrays else 'media'}", "not supported by this version; leave it empty")
+    if message.media:  # rejected, not dropped, because the sender relies on it
+        invalid(f"{field}.media", "not supported by this version; leave it empty")
     source = _known(Source, message.source, f"{field}.source")
     has_logprobs = bool(message.logprobs) or (source in checks.SAMPLED_SOURCES and not message.token_ids)
     has_version = message.HasField("version")
@@ -159,6 +162,7 @@ def decode_segment(message: types_pb2.Segment, field: str = "segment") -> Segmen
         kv_step_oldest=message.kv_step_oldest if has_version else None,
         sampling=message.sampling,
         finish=_known(FinishReason, message.finish, f"{field}.finish"),
+        arrays={name: decode_array(a, f"{field}.arrays[{name[:80]}]") for name, a in message.arrays.items()},
         messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
     )
 

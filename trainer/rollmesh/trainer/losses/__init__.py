@@ -12,6 +12,7 @@ from rollmesh.trainer.losses.base import (
     Normalization,
     PolicyLoss,
     TokenStats,
+    check_outputs,
     engine_outputs,
     token_weights,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "PpoClipConfig",
     "TisConfig",
     "TokenStats",
+    "check_outputs",
     "engine_outputs",
     "make_loss",
     "token_weights",

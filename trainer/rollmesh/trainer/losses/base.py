@@ -7,7 +7,7 @@ micro-batches equal those of one big batch, whatever the split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -59,6 +59,15 @@ class PolicyLoss(Protocol):
 def engine_outputs(loss: PolicyLoss) -> tuple[str, ...]:
     """Return the names of the engine outputs that a loss needs."""
     return tuple(name for name in loss.needs if name not in FEATURES)
+
+
+def check_outputs(loss: PolicyLoss, outputs: Collection[str]) -> None:
+    """Raise ValueError if a loss needs an engine output that is not among `outputs`, which the run records."""
+    if missing := [name for name in engine_outputs(loss) if name not in outputs]:
+        raise ValueError(
+            f"`rollout.outputs` must contain {', '.join(missing)}, which the loss needs, got [{', '.join(outputs)}]; "
+            "add it, if the engine can return it"
+        )
 
 
 class Normalization(Enum):

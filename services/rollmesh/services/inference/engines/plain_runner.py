@@ -59,8 +59,7 @@ class PlainRunner:
             last = [self._feed(weights, span, number in wanted) for number, span in enumerate(spans)]
             logits = [last[number] for number in drawing.tolist()]
             if not logits:
-                none = torch.empty(0, device=self._device)
-                return drawn(none, none, none)
+                return drawn(torch.empty(0, device=self._device), {})
             return drawn(*sample(torch.stack(logits), sampling_rules(rules, self._device)))
 
     def score(self, weights: Any, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:

@@ -10,7 +10,7 @@ from rollmesh.shared.trajectory import IntArray, SamplingParams
 _SEED_MAX = 2**64
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, context_max: int) -> None:
+def check_request(request: GenerateRequest, *, vocab_size: int, context_max: int, outputs: frozenset[str]) -> None:
     """Raises ValueError naming the request, the field and the remedy."""
     where = f"request {request.request_id!r}"
     check_tokens(request.token_ids, where=where, vocab_size=vocab_size)
@@ -18,6 +18,11 @@ def check_request(request: GenerateRequest, *, vocab_size: int, context_max: int
         raise ValueError(
             f"{where}: the prefix has {request.token_ids.shape[0]} tokens, which leaves no room in a context of "
             f"{context_max}: shorten it or raise context_max"
+        )
+    if unknown := set(request.outputs) - outputs:
+        raise ValueError(
+            f"{where}: outputs must be among [{', '.join(sorted(outputs))}], which this engine can return, got "
+            f"[{', '.join(sorted(unknown))}]"
         )
     _check_params(request.params, where=where, vocab_size=vocab_size)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from rollmesh.services.inference.engine import GenerateRequest
 from rollmesh.services.inference.engines.runner import RowRules
-from rollmesh.shared.trajectory import SamplingParams
+from rollmesh.services.inference.engines.sampling import OUTPUTS
 
 
 class SlotRules:
@@ -22,8 +23,10 @@ class SlotRules:
         self._temperature = np.ones(slots_max, np.float32)
         self._top_p = np.ones(slots_max, np.float32)
         self._top_k = np.zeros(slots_max, np.int64)
+        self._outputs = np.zeros((slots_max, len(OUTPUTS)), bool)
 
-    def set(self, slot: int, params: SamplingParams, *, length_max: int, marks: NDArray[np.uint8]) -> None:
+    def set(self, slot: int, request: GenerateRequest, *, length_max: int, marks: NDArray[np.uint8]) -> None:
+        params = request.params
         self.ends[slot] = marks
         self.length_max[slot] = length_max
         self.flush_at[slot] = 0
@@ -31,6 +34,7 @@ class SlotRules:
         self._temperature[slot] = params.temperature
         self._top_p[slot] = params.top_p
         self._top_k[slot] = params.top_k
+        self._outputs[slot] = [name in request.outputs for name in OUTPUTS]
 
     def sampling(self, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> RowRules:
         return RowRules(
@@ -39,4 +43,5 @@ class SlotRules:
             temperature=self._temperature[slots],
             top_p=self._top_p[slots],
             top_k=self._top_k[slots],
+            outputs=tuple(name for i, name in enumerate(OUTPUTS) if self._outputs[slots, i].any()),
         )

@@ -6,6 +6,7 @@ alone, except `lay_out`, which the loader thread calls.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from rollmesh.services.inference.engines.sampling import Rules
 from rollmesh.services.inference.engines.slots import PrefixReuse
+from rollmesh.shared.trajectory import Columns
 
 Ints = NDArray[np.int64]
 LoadedWeights = Any
@@ -40,15 +42,16 @@ class RowRules:
     temperature: NDArray[np.float32]
     top_p: NDArray[np.float32]
     top_k: Ints
+    outputs: tuple[str, ...] = ()
+    """Names of `sampling.OUTPUTS` that some row wants; every row gets them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """Host arrays [B]."""
+    """Host arrays: `tokens` [B], and columns [B] or [B, k] as `sampling.sample` names them."""
 
     tokens: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    logprobs_model: NDArray[np.float32]
+    columns: Columns
 
 
 class Runner(Protocol):
@@ -93,13 +96,13 @@ def sampling_rules(rules: RowRules, device: torch.device) -> Rules:
         any_tempered=bool((rules.temperature != 1.0).any()),
         any_truncated=bool((rules.top_p < 1.0).any() or (rules.top_k > 0).any()),
         any_greedy=bool((rules.temperature <= 0.0).any()),
+        outputs=list(rules.outputs),
     )
 
 
-def drawn(tokens: Tensor, logprobs: Tensor, logprobs_model: Tensor) -> Drawn:
-    """Sampled tensors [B] as host arrays."""
+def drawn(tokens: Tensor, columns: Mapping[str, Tensor]) -> Drawn:
+    """Return sampled tensors as host arrays."""
     return Drawn(
         tokens=tokens.to(dtype=torch.int32, device="cpu").numpy(),
-        logprobs=logprobs.cpu().numpy(),
-        logprobs_model=logprobs_model.cpu().numpy(),
+        columns={name: values.cpu().numpy() for name, values in columns.items()},
     )

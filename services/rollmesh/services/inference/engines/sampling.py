@@ -26,6 +26,11 @@ class Rules(NamedTuple):
     any_tempered: bool
     any_truncated: bool
     any_greedy: bool
+    outputs: list[str]  # names of `OUTPUTS` that some row wants
+
+
+OUTPUTS: tuple[str, ...] = ()
+"""Columns that `sample` can compute beside the log-probs."""
 
 
 def mix64(z: Tensor) -> Tensor:
@@ -59,11 +64,12 @@ def truncate(scaled: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     return torch.empty_like(ordered).scatter_(1, order, ordered)
 
 
-def sample(logits: Tensor, rules: Rules) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token per row of float32 logits [B, vocab]: ids [B] int64, log-probs [B] float32 under the sampling
-    distribution (the plain model for greedy rows), and under the plain softmax.
+def sample(logits: Tensor, rules: Rules) -> tuple[Tensor, dict[str, Tensor]]:
+    """Draw one token per row of float32 logits [B, vocab].
 
-    A plain tuple: for a named one TorchScript would make a new Python class at every call (0.2 ms).
+    Returns the ids [B] int64 and columns [B] or [B, k] by name: `logprobs` float32 under the sampling distribution (the plain
+    model for greedy rows), `logprobs_model` under the plain softmax, and `rules.outputs`.
+    Not a named tuple, for which TorchScript would create a new Python class at every call (0.2 ms).
     """
     plain = torch.softmax(logits, dim=-1)
     probs = plain
@@ -79,4 +85,5 @@ def sample(logits: Tensor, rules: Rules) -> tuple[Tensor, Tensor, Tensor]:
     if rules.any_greedy:
         tokens = torch.where(rules.temperature > 0, tokens, logits.argmax(dim=-1))
     picked = tokens[:, None]
-    return tokens, probs.gather(1, picked)[:, 0].log(), plain.gather(1, picked)[:, 0].log()
+    columns = {"logprobs": probs.gather(1, picked)[:, 0].log(), "logprobs_model": plain.gather(1, picked)[:, 0].log()}
+    return tokens, columns

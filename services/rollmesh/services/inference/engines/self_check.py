@@ -126,7 +126,7 @@ class SelfCheck:
 
         def judge(slots: list[int], drawn: Drawn) -> float:
             expected = [plain[slot][ends[slot] - 1, token] for slot, token in zip(slots, drawn.tokens, strict=True)]
-            return max(worst, _distance(drawn.logprobs_model, np.array(expected)))
+            return max(worst, _distance(drawn.columns["logprobs_model"], np.array(expected)))
 
         for share in (0.4, 0.6):
             spans = []

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,8 +47,8 @@ class TorchCore:
         self._config, self._runner, self._stop_rules = config, runner, stop_rules
         self._slots = Slots(config.slots_max, config.context_max, config.resident_slots_max, runner.reuse)
         self._rules = SlotRules(config.slots_max, runner.vocab_size)
-        self._logprobs = np.zeros((2, config.slots_max, config.context_max), np.float32)
-        """Under the sampling distribution and the plain softmax, by slot and position."""
+        self._columns: dict[str, NDArray[Any]] = {}
+        """What the runner computed per sampled token, by name: [slots, context] or [slots, context, k]."""
         self._scheduler = Scheduler(self._slots, config.prefill_tokens_max)
         self._sequences: dict[str, Sequence] = {}
         self._control: deque[Iterator[object]] = deque()
@@ -138,7 +139,7 @@ class TorchCore:
     def _begin(self, sequence: Sequence) -> None:
         request, slot = sequence.request, sequence.slot
         length_max = min(sequence.num_prompt + request.params.max_tokens, self._config.context_max)
-        self._rules.set(slot, request.params, length_max=length_max, marks=self._stop_rules.marks(request.params))
+        self._rules.set(slot, request, length_max=length_max, marks=self._stop_rules.marks(request.params))
         self._num_hit += sequence.num_cached
         sequence.queued_s = time.perf_counter() - sequence.asked_s
 
@@ -194,8 +195,10 @@ class TorchCore:
         slots, rules = self._slots, self._rules
         positions = slots.length[rows]
         slots.tokens[rows, positions] = drawn.tokens
-        self._logprobs[0, rows, positions] = drawn.logprobs
-        self._logprobs[1, rows, positions] = drawn.logprobs_model
+        for name, values in drawn.columns.items():
+            if name not in self._columns:
+                self._columns[name] = np.zeros((*slots.tokens.shape, *values.shape[1:]), values.dtype)
+            self._columns[name][rows, positions] = values
         slots.length[rows] = lengths = positions + 1
         self._num_generated += len(rows)
         marks = rules.ends[rows, drawn.tokens]
@@ -235,12 +238,16 @@ class TorchCore:
         if slot >= 0:
             self._rules.flush_at[slot] = end + self._config.flush_tokens
         sequence.num_emitted = end
+        names = ("logprobs", "logprobs_model", *sequence.request.outputs) if end > start else ()
+        arrays = {name: self._columns[name][slot, start:end].copy() for name in names}
+        none = np.empty(0, np.float32)
         self._deltas.append(
             GenerateDelta(
                 request_id=sequence.request.request_id,
                 token_ids=self._slots.tokens[slot, start:end].copy(),
-                logprobs=self._logprobs[0, slot, start:end].copy(),
-                logprobs_model=self._logprobs[1, slot, start:end].copy(),
+                logprobs=arrays.pop("logprobs", none),
+                logprobs_model=arrays.pop("logprobs_model", none),
+                arrays=arrays,
                 version=self.version,
                 kv_step_oldest=int(self._slots.kv_step_oldest[slot]) if end > start else self.version.step,
                 finish=finish,

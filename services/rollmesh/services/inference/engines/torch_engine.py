@@ -37,6 +37,7 @@ from rollmesh.services.inference.engine import (
 from rollmesh.services.inference.engines.execution import open_runner
 from rollmesh.services.inference.engines.requests import check_request, check_tokens
 from rollmesh.services.inference.engines.runner import LoadedWeights
+from rollmesh.services.inference.engines.sampling import OUTPUTS
 from rollmesh.services.inference.engines.stop import Decode, StopRules
 from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch_core import TorchCore
@@ -51,6 +52,8 @@ _Command = Callable[[TorchCore], None]
 
 class TorchEngine:
     """Implements `rollmesh.services.inference.engine.Engine`."""
+
+    outputs = frozenset(OUTPUTS)
 
     def __init__(self, config: TorchEngineConfig) -> None:
         self._config = config
@@ -96,7 +99,7 @@ class TorchEngine:
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
         self._check_alive()
-        check_request(request, vocab_size=self._runner.vocab_size, context_max=self.context_max)
+        check_request(request, vocab_size=self._runner.vocab_size, context_max=self.context_max, outputs=self.outputs)
         self._stop_rules.check(request.params, where=f"request {request.request_id!r}")
         if request.request_id in self._emits:
             raise ValueError(

@@ -130,10 +130,10 @@ class TorchRunner:
     def _draw(self, weights: Weights, batch: Batch, picks: Ints, rules: RowRules) -> Drawn:
         tensors = sampling_rules(rules, self.device)
         with torch.inference_mode():
-            tokens, logprobs, logprobs_model = self._sample_step(
+            tokens, columns = self._sample_step(
                 weights, self._shape, self._rotary, self.keys, self.values, batch, self._ints(picks), tensors
             )
-        return drawn(tokens, logprobs, logprobs_model)
+        return drawn(tokens, columns)
 
     def _ints(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)

@@ -12,7 +12,7 @@ from rollmesh.services.inference.engines.torch_model import Batch, Rotary, Shape
 
 def sample_step(
     w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: Batch, picks: Tensor, rules: Rules
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Forward, then draw the token after each of the packed tokens numbered `picks` [B]."""
     hidden = forward(w, shape, rotary, keys, values, batch)
     return sample(logits_of(w, shape, hidden.index_select(0, picks)), rules)

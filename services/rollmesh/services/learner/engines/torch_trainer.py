@@ -130,7 +130,7 @@ def _resumed(config: LearnerConfig, recipe: UpdateConfig, found: Checkpoint) -> 
 
 def _trainer(config: LearnerConfig, recipe: UpdateConfig, folder: Path) -> Trainer:
     try:
-        return Trainer(load_model(folder, device=config.device), recipe, seed=config.seed)
+        return Trainer(load_model(folder, device=config.device), recipe, seed=config.seed, outputs=config.outputs)
     except ValueError as err:
         raise ConfigError(f"model: {err}", key="model") from err
 
