@@ -20,7 +20,7 @@ EXTRAS = ("rollout", "verify", "sandbox", "telemetry")
 CONFIG = """
 model: model
 counts: {sandbox: 0}
-data: {source: {kind: jsonl, path: tasks.jsonl}}
+data: {source: {name: jsonl, options: {path: tasks.jsonl}}}
 rollout: {agent: "agent.py:Agent"}
 reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}]}
 inference:

@@ -42,7 +42,7 @@ model: model
 run: {name: cli, max_staleness: 2, batch_groups: 2, group_size: 4, updates_max: 4, eval_every: 2, eval_tasks: 4}
 counts: {sandbox: 0}
 processes: {enabled: false}
-data: {source: {kind: jsonl, path: tasks.jsonl, labels: {parity: parity}, validation_share: 0.1, test_share: 0.3}}
+data: {source: {name: jsonl, options: {path: tasks.jsonl, labels: {parity: parity}, validation_share: 0.1, test_share: 0.3}}}
 rollout: {agent: "agent.py:Agent"}
 reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}]}
 inference:

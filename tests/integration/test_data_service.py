@@ -36,7 +36,7 @@ from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import data_pb2, data_pb2_grpc, events_pb2, reward_pb2, types_pb2
 
 CALC = {
-    "source": {"kind": "calc", "num_train": 40, "num_validation": 5, "num_test": 7},
+    "source": {"name": "calc", "options": {"num_train": 40, "num_validation": 5, "num_test": 7}},
     "selector": {"name": "thompson"},
 }
 OK = types_pb2.REWARD_OUTCOME_OK
@@ -142,15 +142,16 @@ async def test_evaluation_takes_the_first_tasks_of_a_split_whatever_the_run_does
 async def test_the_answer_of_a_file_is_in_no_message(bus: Bus, tmp_path: Path) -> None:
     lines = [{"question": f"q{i}", "answer": f"#### Zanzibar{i}", "level": i % 3} for i in range(20)]
     (tmp_path / "mine.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    source = {
-        "kind": "jsonl",
+    options = {
         "path": str(tmp_path / "mine.jsonl"),
         "answer_pattern": r"#### (\S+)",
         "labels": {"level": "level"},
         "validation_share": 0.2,
         "test_share": 0.2,
     }
-    async with serving({"source": source, "selector": {"name": "thompson"}}, bus) as stub:
+    async with serving(
+        {"source": {"name": "jsonl", "options": options}, "selector": {"name": "thompson"}}, bus
+    ) as stub:
         drawn = await stub.NextTasks(ask(0, 20))
         held_out = await stub.NextTasks(ask_eval(0, 20))
         snapshot = await stub.Snapshot(data_pb2.SnapshotRequest(run="r"))

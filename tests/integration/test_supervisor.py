@@ -185,7 +185,7 @@ CONFIG = """
 model: model
 run: {name: killed, max_staleness: 0, batch_groups: 1, group_size: 2, updates_max: 10, eval_every: 0, episode_lease_s: 5.0,
   batch_lease_s: 5.0}
-data: {source: {kind: jsonl, path: tasks.jsonl, tools: [python]}}
+data: {source: {name: jsonl, options: {path: tasks.jsonl, tools: [python]}}}
 rollout: {agent: "agent.py:Agent"}
 reward: {scorers: [{name: exact, reward: correct}], finalizer: {name: keep_all}}
 coordinator: {fleet: {heartbeat_s: 0.5, suspect_after_s: 3.0, dead_after_s: 6.0}}

@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollmesh.demo.families.code import code_task
+from rollmesh.demo.families.sql import sql_task
 from rollmesh.mesh import Mesh
 from rollmesh.services.data.config import DataConfig
 from rollmesh.services.reward.config import RewardConfig
@@ -18,8 +20,6 @@ from rollmesh.services.reward.node import RewardNode
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.config import config_from_dict
-from rollmesh.shared.families.code import code_task
-from rollmesh.shared.families.sql import sql_task
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.trajectory import EpisodeKey, Message, Outcome
@@ -111,7 +111,7 @@ async def test_family_goes_through_the_whole_mesh(kind: str, path: str, tmp_path
     scorers = [{"name": "tests", "reward": "correct", "options": {"pattern": "", "path": path}}]
     config = msgspec.structs.replace(
         base,
-        data=config_from_dict(DataConfig, {"source": {"kind": kind, "num_train": 20, "num_test": 5}}),
+        data=config_from_dict(DataConfig, {"source": {"name": kind, "options": {"num_train": 20, "num_test": 5}}}),
         reward=config_from_dict(RewardConfig, {"scorers": scorers, "finalizer": {"name": "keep_all"}}),
         rollout=msgspec.structs.replace(base.rollout, agent=Extension("single_turn")),
         sandbox=SandboxConfig(),

@@ -14,6 +14,7 @@ from rollmesh.cli.__main__ import app
 from rollmesh.cli.episode_trace import load_trace, to_json, to_text
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.shared.errors import NotFound
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.telemetry import TelemetryConfig
 from rollmesh.shared.telemetry.span_file import FOLDER, SpanRecord, read_spans
 from rollmesh.shared.telemetry.tracing import EPISODE
@@ -39,9 +40,7 @@ def config(model: Path, **telemetry: object) -> MeshConfig:
         made,
         telemetry=TelemetryConfig(**telemetry),  # type: ignore[arg-type]
         counts=msgspec.structs.replace(made.counts, inference=1),
-        data=msgspec.structs.replace(
-            made.data, source=msgspec.structs.replace(made.data.source, tools=("calculator",))
-        ),
+        data=msgspec.structs.replace(made.data, source=Extension("calc")),
     )
 
 

@@ -109,7 +109,7 @@ def _config(model: Path, tools: bool) -> MeshConfig:
                 "engine": f"{FAKE}:FakeEngine", "engine_config": f"{FAKE}:FakeEngineConfig",
                 "engine_options": {"vocab_size": 112, "slots_max": 256},
             },
-            "data": {"source": {"kind": "calc", "tools": ["calculator"] if tools else []}},
+            "data": {"source": {"name": "calc", "options": {"tools": ["calculator"] if tools else []}}},
             "rollout": {
                 "agent": f"rollmesh.bench.turns:{'Calling' if tools else 'Talking'}", "model_dir": str(model),
                 "sampling": {"max_tokens": NEW_TOKENS},

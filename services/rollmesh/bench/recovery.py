@@ -87,7 +87,7 @@ def _config(model: Path) -> MeshConfig:
                 "engine": f"{FAKE}:FakeEngine", "engine_config": f"{FAKE}:FakeEngineConfig",
                 "engine_options": {"vocab_size": 112},
             },
-            "data": {"source": {"kind": "calc", "tools": ["calculator"]}},
+            "data": {"source": "calc"},
             "rollout": {
                 "agent": "rollmesh.bench.turns:Calling", "model_dir": str(model), "sampling": {"max_tokens": 20},
             },

@@ -12,7 +12,6 @@ import msgspec
 
 from rollmesh.demo.config import MadeModelConfig
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.services.data.generated import GeneratedConfig
 from rollmesh.shared.config import load_config, read_config
 from rollmesh.shared.errors import ConfigError
 
@@ -30,18 +29,13 @@ class TrainConfig(MeshConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
         super().__post_init__()
         if self.made_model is not None and self.model:
             raise ValueError(f"model must be empty where `made_model` makes it, got {self.model!r}")
-        if self.made_model is not None and not isinstance(self._demonstrated(), GeneratedConfig):
-            raise ValueError(
-                "made_model.tasks must name a generated source where data.source is none, e.g. {kind: calc}"
-            )
 
-    def model_plan(self) -> MadeModelConfig | None:
-        """How the model is made, with its tasks filled in."""
+    def model_plan(self, base_dir: Path) -> MadeModelConfig | None:
+        """Return `made_model` with its tasks filled in. A user's file in it is absolute."""
         plan = self.made_model
-        return None if plan is None else msgspec.structs.replace(plan, tasks=self._demonstrated())
-
-    def _demonstrated(self) -> object:
-        return (self.made_model and self.made_model.tasks) or self.data.source
+        if plan is None:
+            return None
+        return msgspec.structs.replace(plan, tasks=(plan.tasks or self.data.source).located(base_dir))
 
 
 def read_train_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig | None, list[ConfigError]]:

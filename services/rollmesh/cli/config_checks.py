@@ -109,7 +109,7 @@ class _Check:
     def all(self) -> None:
         config, base_dir = self._config, self._base_dir
         pools: dict[Split, TaskPool] = {}
-        with self._collected():
+        with self._collected("data.source"):
             pools = build_pools(config.data, base_dir)
         if pools:
             with self._collected("data.selector"):
@@ -133,7 +133,7 @@ class _Check:
             _check_learner(config, base_dir)
         if config.made_model is not None:
             with self._collected():
-                check_made_model(config, engine)
+                check_made_model(config, base_dir, engine)
         else:
             self.mistakes += check_model(config, base_dir, engine, pools.get(Split.TRAIN))
 
@@ -209,9 +209,9 @@ def _check_tool(config: TrainConfig, name: str) -> None:
     known = config.rollout.tools
     if name not in known:
         raise ConfigError(
-            f"`data.source.tools`: there is no tool `{name}`; known: {', '.join(known) or 'none'}; "
+            f"`data.source.options.tools`: there is no tool `{name}`; known: {', '.join(known) or 'none'}; "
             "describe it in rollout.tools",
-            key="data.source.tools",
+            key="data.source.options.tools",
         )
     if known[name].profile not in config.sandbox.profiles:
         raise ConfigError(

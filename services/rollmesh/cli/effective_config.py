@@ -17,9 +17,11 @@ from rollmesh.cli.config_checks import engine_options
 from rollmesh.cli.disk_need import weights_of
 from rollmesh.cli.model_checks import model_folder
 from rollmesh.mesh.tool_descriptions import rollout_config
-from rollmesh.services.data.config import SELECTORS
+from rollmesh.services.data.selector import SELECTORS
+from rollmesh.services.data.source import SOURCES
 from rollmesh.services.learner.config import TORCH_TRAINER
 from rollmesh.services.reward.finalizer import FINALIZERS
+from rollmesh.services.reward.oracles import ORACLES
 from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.rollout.agent import AGENTS
 from rollmesh.services.rollout.chat_format import ChatFormat
@@ -35,12 +37,19 @@ def effective_config(config: TrainConfig, base_dir: Path) -> TrainConfig:
     replace = msgspec.structs.replace
     reward, data, rollout = config.reward, config.data, rollout_config(config)
 
+    oracles = {scheme: ORACLES.with_defaults(oracle, base_dir) for scheme, oracle in reward.oracles.items()}
     scorers = tuple(SCORERS.with_defaults(scorer, base_dir) for scorer in reward.scorers)
     words = chat_format(config, base_dir)
     return replace(
         config,
-        reward=replace(reward, scorers=scorers, finalizer=FINALIZERS.with_defaults(reward.finalizer, base_dir)),
-        data=replace(data, selector=SELECTORS.with_defaults(data.selector, base_dir)),
+        reward=replace(
+            reward, scorers=scorers, oracles=oracles, finalizer=FINALIZERS.with_defaults(reward.finalizer, base_dir)
+        ),
+        data=replace(
+            data,
+            source=SOURCES.with_defaults(data.source, base_dir),
+            selector=SELECTORS.with_defaults(data.selector, base_dir),
+        ),
         rollout=replace(
             rollout,
             agent=AGENTS.with_defaults(rollout.agent, base_dir),

@@ -132,7 +132,9 @@ class Rollout:
             return
         words = "making the model: supervised warm start"
         self.on_phase(words)
-        await make_model(self.folder, self.config, lambda step: self.on_phase(f"{words}, step {step.step}"))
+        await make_model(
+            self.folder, self.config, self.base_dir, lambda step: self.on_phase(f"{words}, step {step.step}")
+        )
         self.config = run_config(self.folder, self.config)
 
     async def _generate(self, file: BinaryIO | None) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from rollmesh.cli.config import TrainConfig
+from rollmesh.demo.config import demonstrated_source
+from rollmesh.services.data.source import SOURCES
 from rollmesh.services.data.task import TaskPool
 from rollmesh.services.learner.config import TORCH_TRAINER
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
@@ -20,18 +22,18 @@ PROMPTS_CHECKED = 64
 """Prompts of the train split whose length is compared with the context."""
 
 
-def check_made_model(config: TrainConfig, engine: Any) -> None:
-    """The settings of a model that is made on the spot. Raises ConfigError."""
+def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
+    """Check the settings of a model that is made for the run. Raise ConfigError."""
     from rollmesh.demo.make_model import resolve
 
-    assert config.made_model is not None
-    shape, _ = resolve(config.made_model)
-    mine, theirs = config.made_model.tasks, config.data.source
-    if (
-        mine is not None
-        and isinstance(theirs, type(mine))
-        and (mine.validation_share, mine.test_share) != (theirs.validation_share, theirs.test_share)
-    ):
+    plan = config.model_plan(base_dir)
+    assert plan is not None
+    assert plan.tasks is not None
+    shape, _ = resolve(plan)
+    mine: Any = demonstrated_source(plan).options
+    theirs: Any = SOURCES.options(config.data.source, base_dir)
+    same_family = plan.tasks.name == config.data.source.located(base_dir).name
+    if same_family and (mine.validation_share, mine.test_share) != (theirs.validation_share, theirs.test_share):
         raise ConfigError(
             "`made_model.tasks`: validation_share and test_share must equal those of data.source, or the warm start sees "
             "test tasks",

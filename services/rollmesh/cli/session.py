@@ -81,7 +81,7 @@ class Session:
             return
         self.view.phase("making the model: supervised warm start on generated demonstrations")
         begin_s = self.clock.monotonic_s()
-        last = await make_model(self.folder, self.config, self.view.warm_start)
+        last = await make_model(self.folder, self.config, self.base_dir, self.view.warm_start)
         note_warm_start(self.folder, last, self.clock.monotonic_s() - begin_s)
 
     def _mesh(self) -> RunningMesh:
@@ -143,10 +143,10 @@ class Session:
 
 
 async def make_model(
-    folder: RunFolder, config: TrainConfig, on_step: Callable[[WarmStep], None] = lambda _: None
+    folder: RunFolder, config: TrainConfig, base_dir: Path, on_step: Callable[[WarmStep], None] = lambda _: None
 ) -> WarmStep:
     """Make the model of `made_model` in the run folder, and return the last step of its warm start. Raises ModelNotMade."""
-    plan = config.model_plan()
+    plan = config.model_plan(base_dir)
     assert plan is not None, "the configuration names a model"
     seed = plan.seed or config.run.seed
     return await make_in_process(plan, folder.model, seed=seed, limit_s=MAKE_MODEL_S_MAX, on_step=on_step)

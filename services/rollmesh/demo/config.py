@@ -1,12 +1,16 @@
-"""How a tiny model is made. Free of torch, so that `check` finds mistakes before anything heavy is loaded."""
+"""Settings of a tiny model that is made for a run. The module does not import torch, so `check` finds mistakes first."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollmesh.services.data.config import GeneratedSource
+from rollmesh.services.data.generated import GeneratedSource
+from rollmesh.services.data.source import SOURCES
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.registry import Extension
 
 
 class MadeModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,12 +23,24 @@ class MadeModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Changes to the model's shape, see `rollmesh.demo.tiny_model.TinyModelConfig`."""
     warm_start: dict[str, Any] = {}
     """Changes to the supervised training, see `rollmesh.demo.sft.WarmStartConfig`."""
-    tasks: GeneratedSource | None = None
-    """What is demonstrated, the levels by which success is measured, and the hash ranges; unset takes `data.source`. Where both are of
-    one kind, the shares must be the same."""
+    tasks: Extension | None = None
+    """Generated source of the demonstrations. It also has the levels by which success is measured, and the hash ranges. Default:
+    `data.source`. If both have the same name, their shares must be equal."""
     seed: int = 0
     """Key of the weights and of the demonstrations; 0 takes the run's seed."""
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed must be >= 0, got {self.seed}")
+
+
+def demonstrated_source(config: MadeModelConfig, base_dir: str | Path | None = None) -> GeneratedSource:
+    """Return the source of the demonstrations. Raise ConfigError if it is not a generated one."""
+    key = "made_model.tasks"
+    source = None if config.tasks is None else SOURCES.make(config.tasks, base_dir, base_dir=base_dir)
+    if not isinstance(source, GeneratedSource):
+        raise ConfigError(
+            f"`{key}`: name a generated source, for example calc, because `data.source` does not generate its tasks",
+            key=key,
+        )
+    return source

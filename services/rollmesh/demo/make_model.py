@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from rollmesh.demo.chat import Demonstration, render_demonstration
-from rollmesh.demo.config import MadeModelConfig
+from rollmesh.demo.config import MadeModelConfig, demonstrated_source
 from rollmesh.demo.sft import (
     WarmStartConfig,
     WarmStartFailed,
@@ -33,7 +33,7 @@ from rollmesh.demo.sft import (
 )
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.services.data.generated import GeneratedConfig, generated_keys
+from rollmesh.services.data.generated import GeneratedSource
 from rollmesh.services.data.task import Split
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
@@ -56,9 +56,7 @@ def make_model(
     Raises ConfigError, or WarmStartFailed if the target is out of reach.
     """
     shape, sft = resolve(config)
-    if config.tasks is None:
-        raise ConfigError("`made_model.tasks`: name the source to demonstrate", key="made_model.tasks")
-    maker = _Demonstrator(config.tasks)
+    maker = _Demonstrator(demonstrated_source(config))
     model = build_tiny_model(shape, seed=seed)
     held_out = maker.validation()
     last = warm_start(
@@ -75,27 +73,27 @@ def make_model(
 class _Demonstrator:
     """Demonstrations as the agent's conversations look, from one split each."""
 
-    def __init__(self, tasks: GeneratedConfig) -> None:
-        self._tasks = tasks
+    def __init__(self, source: GeneratedSource) -> None:
+        self._source = source
         self._tokenizer = build_tokenizer()
 
     def new(self, level: int, rng: np.random.Generator) -> Demonstration:
         """A demonstration of a task from the train range."""
         draws = random.Random(int(rng.integers(2**63)))
         while True:
-            key = self._tasks.family.make(draws, level)
-            if self._tasks.split(key) is Split.TRAIN:
+            key = self._source.make(draws, level)
+            if self._source.split(key) is Split.TRAIN:
                 return self._render(key)
 
     def validation(self) -> list[Demonstration]:
         """The ideal episodes of the validation range."""
-        return [self._render(key) for _, key in generated_keys(self._tasks, Split.VALIDATION)]
+        return [self._render(key) for _, key in self._source.keys(Split.VALIDATION)]
 
     def _render(self, key: str) -> Demonstration:
-        family = self._tasks.family
-        shown = family.demonstration(key)
+        source = self._source
+        shown = source.demonstration(key)
         return render_demonstration(
-            self._tokenizer, family.prompt(key), shown.calls, shown.answer, tools=self._tasks.tools
+            self._tokenizer, source.prompt(key), shown.calls, shown.answer, tools=source.options.tools
         )
 
 

@@ -50,6 +50,7 @@ FIXED = (
     "reward.weights.*",
     "reward.finalizer.*",
     "reward.answer_files.*",
+    "reward.oracles.*",
     "rollout.agent.*",
     "rollout.model_dir",
     "rollout.tools.*",

@@ -16,7 +16,7 @@ from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.data_snapshots import DataSnapshots
 from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.mesh.tool_descriptions import rollout_config
-from rollmesh.services.data.jsonl_source import JsonlConfig
+from rollmesh.services.data.source import SOURCES
 from rollmesh.services.learner.config import TORCH_TRAINER, LearnerConfig
 from rollmesh.services.learner.recipe_advantage import recipe_advantage
 from rollmesh.services.reward.config import RewardConfig
@@ -148,10 +148,10 @@ def run_advantage(config: MeshConfig) -> AdvantageConfig:
 
 def reward_config(config: MeshConfig) -> RewardConfig:
     """The reward service's config with the answer key of a JSONL task file, which only it reads."""
-    source = config.data.source
-    if not isinstance(source, JsonlConfig) or source.name in config.reward.answer_files:
+    if config.data.source.name != "jsonl":
         return config.reward
-    if not source.answer and not source.tests:
+    source: Any = SOURCES.options(config.data.source)
+    if source.name in config.reward.answer_files or not (source.answer or source.tests):
         return config.reward
     key = AnswerFileConfig(
         path=source.path,

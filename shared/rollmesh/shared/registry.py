@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import msgspec
 
@@ -33,6 +33,13 @@ class Extension(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def short_name(self) -> str:
         """The name without file or module."""
         return self.name.rpartition(":")[2]
+
+    def located(self, base_dir: str | Path) -> Self:
+        """Return the same choice with an absolute file, if `name` is in a file relative to `base_dir`."""
+        file, _, name = self.name.rpartition(":")
+        if not file.endswith(".py"):
+            return self
+        return msgspec.structs.replace(self, name=f"{(Path(base_dir) / Path(file).expanduser()).resolve()}:{name}")
 
 
 E = TypeVar("E", bound=Extension)
@@ -62,7 +69,7 @@ class Registry:
             return load_object(name, base_dir)
         raise unknown_name(self.kind, name, self.names)
 
-    def make(self, chosen: Extension | str, base_dir: str | Path | None = None, **context: Any) -> Any:
+    def make(self, chosen: Extension | str, base_dir: str | Path | None = None, /, **context: Any) -> Any:
         """Return an instance of the chosen class: `cls(**context, options=...)`, or `cls(**context)` without `Options`.
 
         Raise ConfigError that names the wrong key, or contains the traceback of a constructor that failed.

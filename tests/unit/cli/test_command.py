@@ -49,7 +49,7 @@ def config_file(folder: Path, text: str = "") -> Path:
     (folder / "tasks.jsonl").write_text(TASKS * 20)
     path = folder / "mine.yaml"
     path.write_text(
-        "data: {source: {kind: jsonl, path: tasks.jsonl}}\nrollout: {limits: {context_tokens_max: 512}}\n"
+        "data: {source: {name: jsonl, options: {path: tasks.jsonl}}}\nrollout: {limits: {context_tokens_max: 512}}\n"
         "inference: {engine_options: {context_max: 512}}\n"
         f"counts: {{sandbox: 0}}\n{text}"
     )
@@ -136,7 +136,7 @@ def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> Non
         "rollout.format.turn_end=<|im_end|>",
         "inference.engine_options.context_max=9999",
     ]
-    done = command("check", str(path), *overrides, "data.source.path=gone.jsonl")
+    done = command("check", str(path), *overrides, "data.source.options.path=gone.jsonl")
     assert done.exit_code == 2
     for expected in (
         r"mine.yaml:\d+: `run.updates_maks`: unknown key; did you mean `updates_max`\?",
@@ -198,7 +198,7 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
     text = f"model: {model}\nrun: {{eval_every: 0}}\n"
     done = command("check", str(config_file(tmp_path, text)), "rollout.agent=agent.py:Agent")
     assert done.exit_code == 0, done.output
-    assert "agent: agent.py:Agent" in done.stdout
+    assert "agent:\n    name: agent.py:Agent\n" in done.stdout
 
 
 # Bad input ----------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
         ("run.success_reward=corect", r"`run.success_reward`: no scorer gives .*`corect`; known: correct"),
         ("run.eval_split=dev", r"`run.eval_split` must be one of train, validation, test; got 'dev'"),
         ("counts.sandbox=-1", r"`counts.sandbox`: sandbox must be >= 0, got -1"),
-        ("data.source.tools=[abacus]", r"`data.source.tools`: there is no tool `abacus`; known: calculator, python"),
+        ("data.source.options.tools=[abacus]", r"`data.source.options.tools`: there is no tool `abacus`; known: calculator, python"),
         ("data.selector.name=best", r"there is no selector `best`; known: uniform, thompson"),
         ("rollout.agent=mine.py:Agent", r"`mine.py:Agent`: there is no file .*mine.py"),
         ("rollout.limits.context_tokens_max=999", r"999 is beyond the engine's context of 320 tokens; lower it, or raise"),
@@ -222,7 +222,7 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
         ("learner.recipe=gpro", r"`learner`: recipe: there is no `gpro`; known: grpo"),
         ("learner.recipe_options.optimizer.lrr=1", r"recipe_options: .*`optimizer.lrr`: unknown key; did you mean `lr`\?"),
         ("made_model.warm_start.level=3", r"`made_model.warm_start`: .*unknown key; did you mean `levels`\?"),
-        ("made_model.tasks.test_share=0.2", r"`made_model.tasks`: .*must equal those of data.source"),
+        ("made_model.tasks.options.test_share=0.2", r"`made_model.tasks`: .*must equal those of data.source"),
         ("model=somewhere", r"model must be empty where `made_model` makes it"),
         ("reward.scorers.0.name=exakt", r"there is no scorer `exakt`; known: exact, math"),
     ],

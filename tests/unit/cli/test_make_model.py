@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.demo.config import MadeModelConfig
+from rollmesh.demo.config import MadeModelConfig, demonstrated_source
 from rollmesh.demo.make_model import _Demonstrator, make_model
 from rollmesh.demo.model_process import ModelNotMade, WarmStep, make_in_process
 from rollmesh.demo.tokenizer import END, build_tokenizer
-from rollmesh.services.data.calc_source import CalcConfig
-from rollmesh.services.data.generated import generated_pool
 from rollmesh.services.data.task import Split, split_of
+from rollmesh.shared.registry import Extension
 from rollmesh.trainer.model_files import load_model, load_tokenizer
 
-TASKS = CalcConfig(level_max=1, num_train=1, num_validation=8, num_test=1)
+OPTIONS = {"level_max": 1, "num_train": 1, "num_validation": 8, "num_test": 1}
 SHAPE = {"hidden_size": 32, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "intermediate_size": 48}
 QUICK = {"levels": 1, "levels_first": 1, "batch_size": 4, "evaluate_every": 2, "target_success": 1e-12}
-CONFIG = MadeModelConfig(shape=SHAPE, warm_start=QUICK, tasks=TASKS)
+CONFIG = MadeModelConfig(shape=SHAPE, warm_start=QUICK, tasks=Extension("calc", OPTIONS))
 
 
 async def test_model_is_made_in_a_process_that_tells_its_steps(tmp_path: Path) -> None:
@@ -43,14 +42,15 @@ async def test_target_out_of_reach_is_told_and_leaves_no_model(tmp_path: Path) -
 
 
 def test_demonstrations_come_from_the_train_range_and_validation_from_its_own() -> None:
-    maker, tokenizer, rng = _Demonstrator(TASKS), build_tokenizer(), np.random.default_rng(0)
-    shares = {"validation_share": TASKS.validation_share, "test_share": TASKS.test_share}
+    source = demonstrated_source(CONFIG)
+    maker, tokenizer, rng = _Demonstrator(source), build_tokenizer(), np.random.default_rng(0)
+    shares = {"validation_share": source.options.validation_share, "test_share": source.options.test_share}
     for _ in range(30):
         text = str(tokenizer.decode(maker.new(2, rng).token_ids))
         question = text.split("<|user|>")[1].split("<|end|>")[0]
         assert split_of(question, **shares) is Split.TRAIN
     held_out = [tokenizer.decode(demo.token_ids) for demo in maker.validation()]
-    pool = generated_pool(TASKS, Split.VALIDATION)
-    assert [f"<|user|>{pool.task(n).messages[0].content}<|end|>" in text for n, text in enumerate(held_out)] == [
-        True
-    ] * 8
+    tasks = [task for task in source.tasks() if task.split is Split.VALIDATION]
+    assert len(tasks) == 8
+    for task, shown in zip(tasks, held_out, strict=True):
+        assert f"<|user|>{task.messages[0].content}<|end|>" in shown

@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.__main__ import app
 from rollmesh.cli.scoring import ScoreReport, score_file
-from rollmesh.services.data.calc_source import CalcConfig
-from rollmesh.services.data.generated import generated_pool
+from rollmesh.demo.families.calc import CalcOracle
+from rollmesh.services.data.config import DataConfig, build_pools
 from rollmesh.services.data.task import Split
-from rollmesh.services.reward.oracles import CalcOracle
 from rollmesh.shared.jsonl import RecordError
+from rollmesh.shared.registry import Extension
 
-CALC = "data: {source: {kind: calc, num_train: 4, num_test: 4, num_validation: 2}}\n"
+CALC = "data: {source: {name: calc, options: {num_train: 4, num_test: 4, num_validation: 2}}}\n"
 FAILING = """
 class Scorer:
     async def score(self, item):
@@ -60,7 +60,8 @@ SAMPLE = {
 
 
 def test_answers_are_scored_against_the_configurations_tasks_and_blank_lines_keep_their_numbers(config: Path) -> None:
-    task = generated_pool(CalcConfig(num_train=4, num_test=4, num_validation=2), Split.TEST).task(0)
+    options = {"num_train": 4, "num_test": 4, "num_validation": 2}
+    task = build_pools(DataConfig(source=Extension("calc", options)))[Split.TEST].task(0)
     right = CalcOracle().resolve(task.messages[0].content).answers[0]
     answers = (
         {"task": task.task_id, "response": f"<answer>{right}</answer>"},

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollmesh.services.data.config import SELECTORS
 from rollmesh.services.data.pool import MemoryPool
-from rollmesh.services.data.selector import Selector
+from rollmesh.services.data.selector import SELECTORS, Selector
 from rollmesh.services.data.task import Task, TaskPool
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import Message

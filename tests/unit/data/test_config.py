@@ -21,13 +21,8 @@ def config(**settings: Any) -> DataConfig:
 
 def test_a_jsonl_file_is_a_matter_of_configuration(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"question": "1+1", "answer": "#### 2"}\n' * 2)
-    source = {
-        "kind": "jsonl",
-        "path": "mine.jsonl",
-        "answer_pattern": r"#### (\S+)",
-        "validation_share": 0.0,
-        "test_share": 0.0,
-    }
+    options = {"path": "mine.jsonl", "answer_pattern": r"#### (\S+)", "validation_share": 0.0, "test_share": 0.0}
+    source = {"name": "jsonl", "options": options}
     pools = build_pools(config(source=source, selector={"name": "thompson", "options": {"target": 0.3}}), tmp_path)
     assert len(pools[Split.TRAIN]) == 2
 
@@ -35,7 +30,9 @@ def test_a_jsonl_file_is_a_matter_of_configuration(tmp_path: Path) -> None:
 def test_a_source_without_training_tasks_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.jsonl").write_text('{"question": "1+1", "answer": "2", "split": "test"}\n')
     with pytest.raises(ConfigError, match="no task is in the train split"):
-        build_pools(config(source={"kind": "jsonl", "path": str(tmp_path / "mine.jsonl"), "split": "split"}))
+        build_pools(
+            config(source={"name": "jsonl", "options": {"path": str(tmp_path / "mine.jsonl"), "split": "split"}})
+        )
 
 
 OWN = """
@@ -52,8 +49,36 @@ class Last:
 
 def test_a_users_own_selector_is_loaded_from_its_file(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
-    made = config(source={"kind": "calc", "num_train": 10}, selector={"name": "own.py:Last"})
+    made = config(source={"name": "calc", "options": {"num_train": 10}}, selector={"name": "own.py:Last"})
     build_engine(made, bus=MemoryBus(), clock=ManualClock(), base_dir=tmp_path)
+
+
+OWN_SOURCE = """
+from rollmesh.services.data.task import Split, Task
+from rollmesh.shared.trajectory import Message
+
+class Twice:
+    def __init__(self, *, base_dir):
+        self.text = (base_dir / "prompt.txt").read_text()
+    def tasks(self):
+        for split in ("train", "test"):
+            yield Task(task_id="a", messages=(Message(role="user", content=self.text),), split=split)
+
+class Broken(Twice):
+    def tasks(self):
+        yield from super().tasks()
+        raise KeyError("mine")
+"""
+
+
+def test_a_users_own_source_is_loaded_from_its_file_and_its_errors_name_its_line(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_SOURCE)
+    (tmp_path / "prompt.txt").write_text("hello")
+    pools = build_pools(config(source="own.py:Twice"), tmp_path)
+    assert {split: len(pool) for split, pool in pools.items()} == {"train": 1, "validation": 0, "test": 1}
+    assert pools[Split.TEST].task(0).messages[0].content == "hello"
+    with pytest.raises(ConfigError, match=r"(?s)source `own.py:Broken` failed: KeyError: 'mine'.*own.py\", line 15"):
+        build_pools(config(source="own.py:Broken"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +87,9 @@ def test_a_users_own_selector_is_loaded_from_its_file(tmp_path: Path) -> None:
         ({"selector": {"name": "thomson"}}, "no selector `thomson`; known: uniform, thompson"),
         ({"selector": {"name": "thompson", "options": {"taget": 1}}}, "taget.*did you mean `target`"),
         ({"selector": {"name": "uniform", "options": {"x": 1}}}, "options of selector `uniform`.*x"),
-        ({"source": {"kind": "riddles"}}, "source"),
-        ({"source": {"kind": "jsonl"}}, "path.*required"),
-        ({"source": {"kind": "calc", "level_max": 99}}, "level_min and level_max"),
+        ({"source": "jsonk"}, "no source `jsonk`; known: jsonl, calc, code, sql.*did you mean `jsonl`"),
+        ({"source": "jsonl"}, "options of source `jsonl`.*path.*required"),
+        ({"source": {"options": {"level_max": 99}}}, r"`level_max` must be in \[`level_min` = 1, 32\], got 99"),
         ({"epochs_max": -1}, "epochs_max.*-1"),
         ({"catch_up_s_max": 1e9}, "catch_up_s_max"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.services.data.jsonl_source import JsonlConfig, jsonl_pools
+from rollmesh.services.data.jsonl_source import JsonlOptions, JsonlSource
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.task import Split
 from rollmesh.shared.errors import ConfigError
@@ -22,8 +22,13 @@ def write(tmp_path: Path, *lines: object) -> Path:
     return path
 
 
+def jsonl_pools(options: JsonlOptions) -> dict[Split, MemoryPool]:
+    tasks = list(JsonlSource(options=options).tasks())
+    return {split: MemoryPool(task for task in tasks if task.split is split) for split in Split}
+
+
 def everything(path: Path, **settings: object) -> MemoryPool:
-    config = JsonlConfig(path=str(path), validation_share=0.0, test_share=0.0, **settings)  # type: ignore[arg-type]
+    config = JsonlOptions(path=str(path), validation_share=0.0, test_share=0.0, **settings)  # type: ignore[arg-type]
     return jsonl_pools(config)[Split.TRAIN]
 
 
@@ -50,7 +55,7 @@ def test_hash_ranges_split_by_prompt_and_not_by_order(tmp_path: Path) -> None:
     lines = [{"question": f"q{i}", "answer": "1"} for i in range(300)]
 
     def splits(order: list[dict[str, str]]) -> dict[Split, set[str]]:
-        pools = jsonl_pools(JsonlConfig(path=str(write(tmp_path, *order)), validation_share=0.2, test_share=0.2))
+        pools = jsonl_pools(JsonlOptions(path=str(write(tmp_path, *order)), validation_share=0.2, test_share=0.2))
         return {s: {p.task(i).messages[0].content for i in range(len(p))} for s, p in pools.items()}
 
     found = splits(lines)
@@ -61,7 +66,7 @@ def test_hash_ranges_split_by_prompt_and_not_by_order(tmp_path: Path) -> None:
 
 def test_a_split_field_decides_where_it_is_named(tmp_path: Path) -> None:
     lines = [{"question": "q", "answer": "1", "part": part} for part in ("train", "test", "test", "validation")]
-    pools = jsonl_pools(JsonlConfig(path=str(write(tmp_path, *lines)), split="part"))
+    pools = jsonl_pools(JsonlOptions(path=str(write(tmp_path, *lines)), split="part"))
     assert {split.value: len(pool) for split, pool in pools.items()} == {"train": 1, "validation": 1, "test": 2}
 
 
@@ -97,7 +102,7 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_an_unknown_split_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, GSM8K | {"part": "dev"})
     with pytest.raises(RecordError, match=r'mine.jsonl:1: field "part": must be one of train, validation, test'):
-        jsonl_pools(JsonlConfig(path=str(path), split="part"))
+        jsonl_pools(JsonlOptions(path=str(path), split="part"))
 
 
 def test_a_file_beyond_the_line_limit_is_refused(tmp_path: Path) -> None:
@@ -127,4 +132,4 @@ def test_the_answer_is_nowhere_in_a_task(tmp_path: Path) -> None:
 )
 def test_settings_out_of_range_name_field_and_value(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        JsonlConfig(**{"path": "x.jsonl", **settings})  # type: ignore[arg-type]
+        JsonlOptions(**{"path": "x.jsonl", **settings})  # type: ignore[arg-type]

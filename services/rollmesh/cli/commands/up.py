@@ -52,7 +52,7 @@ async def _up(folder: RunFolder, config: TrainConfig, base_dir: Path) -> None:
     with Interrupts(notice=lambda: typer.echo("stopping (press Ctrl-C again to exit at once)")) as interrupts:
         try:
             if config.made_model is not None:
-                await interrupts.unless_stopped(make_model(folder, config))
+                await interrupts.unless_stopped(make_model(folder, config, base_dir))
                 config = run_config(folder, config)
             parts = [part for part in all_parts(config) if part != "learner"]
             async with Supervisor(config, run_dir=folder.root, base_dir=base_dir, parts=parts) as mesh:

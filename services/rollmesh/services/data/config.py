@@ -7,37 +7,24 @@ from typing import cast
 
 import msgspec
 
-from rollmesh.services.data.calc_source import CalcConfig
-from rollmesh.services.data.code_source import CodeConfig
 from rollmesh.services.data.engine import DataEngine
-from rollmesh.services.data.generated import GeneratedConfig, generated_pool
-from rollmesh.services.data.jsonl_source import JsonlConfig, jsonl_pools
-from rollmesh.services.data.selector import Selector
+from rollmesh.services.data.pool import MemoryPool
+from rollmesh.services.data.selector import SELECTORS, Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.services.data.sql_source import SqlConfig
-from rollmesh.services.data.task import Split, TaskPool
+from rollmesh.services.data.source import SOURCES, TaskSource
+from rollmesh.services.data.task import Split, Task, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import ConfigError
-from rollmesh.shared.registry import Extension, Registry
-
-GeneratedSource = CalcConfig | CodeConfig | SqlConfig
-"""Every source that makes its tasks, by `kind`; a further one is added here."""
-
-SELECTORS = Registry(
-    "selector",
-    {
-        "uniform": "rollmesh.services.data.selectors.uniform:UniformSelector",
-        "thompson": "rollmesh.services.data.selectors.thompson:ThompsonSelector",
-    },
-)
+from rollmesh.shared.errors import ConfigError, MeshError
+from rollmesh.shared.registry import Extension
+from rollmesh.shared.user_code import explain, user_traceback
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the data service."""
 
-    source: GeneratedSource | JsonlConfig = msgspec.field(default_factory=CalcConfig)
-    """Where tasks come from; `kind` is `calc`, `code`, `sql` or `jsonl`."""
+    source: Extension = Extension("calc")
+    """Source of the tasks: `jsonl`, `calc`, `code`, `sql`, or your own."""
     selector: Extension = Extension("uniform")
     """Selector of the next training task: `uniform`, `thompson`, or your own."""
     seed: int = 0
@@ -68,15 +55,26 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def build_pools(config: DataConfig, base_dir: str | Path | None = None) -> dict[Split, TaskPool]:
-    """The pools of all splits; a relative file is looked up in `base_dir`. ConfigError or RecordError if the source is unusable or has nothing to train on."""
-    pools: dict[Split, TaskPool]
-    if isinstance(config.source, GeneratedConfig):
-        pools = {split: generated_pool(config.source, split) for split in Split}
-    else:
-        pools = dict(jsonl_pools(config.source, base_dir))
-    if not len(pools[Split.TRAIN]):
+    """Return the pools of all splits. Relative files are relative to `base_dir`.
+
+    Raise ConfigError or RecordError if the source is unusable or has no training task.
+    """
+    name = config.source.name
+    source: TaskSource = SOURCES.make(config.source, base_dir, base_dir=base_dir)
+    tasks: dict[Split, list[Task]] = {split: [] for split in Split}
+    try:
+        for task in source.tasks():
+            tasks[Split(task.split)].append(task)
+        pools = {split: MemoryPool(found) for split, found in tasks.items()}
+    except MeshError:
+        raise
+    except Exception as err:  # user code may raise anything; the name that led to it must be reported
+        raise ConfigError(
+            f"`data.source`: source `{name}` failed: {explain(err)}\n{user_traceback(err)}", key="data.source"
+        ) from err
+    if not pools[Split.TRAIN]:
         raise ConfigError("`data.source`: no task is in the train split; give it more tasks or smaller held-out shares")
-    return pools
+    return dict(pools)
 
 
 def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | None = None) -> Selector:

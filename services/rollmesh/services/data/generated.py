@@ -1,72 +1,52 @@
-"""Tasks from a seed: what sources have in common that need no file, have levels, and never run out of held-out tasks.
+"""Sources of generated tasks: they have levels, need no file, and are determined by a seed.
 
-A family makes the key of a task, one line of text that says all of it, and from a key the prompt and an ideal agent's way through.
-Task n of a split is a pure function of (seed, split, n, the level settings): the stream is generated in order, so asking for
-more tasks never changes the earlier ones. Keys are distinct within a split; the split is a hash range of the key itself, so
-the splits are disjoint whatever the seeds.
+A task family makes the key of a task, one line of text that determines the task, and derives prompt and demonstration from the key.
+Task n of a split is a pure function of (seed, split, n, level settings). The stream is generated in order, so a larger number of tasks
+does not change the earlier ones. Keys are distinct within a split. The split is a hash range of the key, so splits are disjoint for all
+seeds.
 
-Collaborators: `calc_source`, `code_source`, `sql_source` (one family each); the maker of tiny models, which imitates the ideal agent.
+Collaborators: `rollmesh.demo.families` (the families of the demo), `rollmesh.demo.make_model` (imitates the demonstrations).
 """
 
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 
-from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.task import Split, Task, check_shares, split_of
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import Message
 
 NUM_TASKS_MAX = 1_000_000
 _ATTEMPTS_MAX = 10_000
-"""Draws without a new key of the wanted split before giving up: the level has too few tasks."""
+"""Limit of draws without a new key of the split. Beyond it, the level has too few tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """How an ideal agent solves a task: (what it asks the tool, what the tool says) in order, then its answer."""
+    """An ideal episode: (input of the tool, its output) for each call in order, then the answer."""
 
     calls: tuple[tuple[str, str], ...]
     answer: str
 
 
-class Family(Protocol):
-    """A kind of task that a program makes. Stateless: everything follows from the key."""
-
-    name: str
-    """Prefix of task ids, and scheme of oracle references: `name:key`."""
-    level_max: int
-    """Hardest level there is; the easiest is 1."""
-
-    def make(self, rng: random.Random, level: int) -> str:
-        """A key of that level."""
-
-    def prompt(self, key: str) -> str:
-        """What the agent is shown."""
-
-    def demonstration(self, key: str) -> Demonstration:
-        """How the task is solved."""
-
-
-class GeneratedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GeneratedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a generated source."""
-
-    family: ClassVar[Family]
-    """What is generated."""
 
     seed: int = 0
     """Seed of the stream. Another seed gives other tasks from the same hash ranges."""
     level_min: int = 1
     """Easiest level."""
     level_max: int = 5
-    """Hardest level. Levels outside what the warm start has seen give no signal: keep it within."""
+    """Hardest level. Levels that the warm start has not seen give no learning signal."""
     level_weights: tuple[float, ...] = ()
-    """Relative share of each level from `level_min` on; empty = equal shares."""
+    """Relative share of each level, beginning with `level_min`. Empty means equal shares."""
     num_train: int = 4096
     """Tasks in the training pool."""
     num_validation: int = 256
@@ -74,18 +54,15 @@ class GeneratedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     num_test: int = 512
     """Tasks in the test pool."""
     validation_share: float = 0.1
-    """Share of the hash range that is validation."""
+    """Share of the hash range that is the validation split."""
     test_share: float = 0.1
-    """Share of the hash range that is test."""
+    """Share of the hash range that is the test split."""
     tools: tuple[str, ...] = ()
-    """Tools each task names."""
+    """Names of the tools of each task."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.level_min <= self.level_max <= self.family.level_max:
-            raise ValueError(
-                f"level_min and level_max must satisfy 1 <= level_min <= level_max <= {self.family.level_max}, "
-                f"got {self.level_min} and {self.level_max}"
-            )
+        if not 1 <= self.level_min <= self.level_max:
+            raise ValueError(f"level_min must be in [1, level_max = {self.level_max}], got {self.level_min}")
         num_levels = self.level_max - self.level_min + 1
         if self.level_weights and len(self.level_weights) != num_levels:
             raise ValueError(
@@ -98,45 +75,86 @@ class GeneratedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise ValueError(f"{name} must be in [0, {NUM_TASKS_MAX}], got {getattr(self, name)}")
         check_shares(self.validation_share, self.test_share)
 
+
+class GeneratedSource(ABC):
+    """The source of one task family. A family has no state, because the key determines the task.
+
+    A subclass MAY set `Options` to a subclass with other defaults.
+    """
+
+    name: ClassVar[str]
+    """Prefix of task ids, and scheme of oracle references: `name:key`."""
+    hardest_level: ClassVar[int]
+    """The hardest level; the easiest is 1."""
+    Options: ClassVar[type[GeneratedOptions]] = GeneratedOptions
+
+    @abstractmethod
+    def make(self, rng: random.Random, level: int) -> str:
+        """Return a random key of that level."""
+
+    @abstractmethod
+    def prompt(self, key: str) -> str:
+        """Return the prompt of the task."""
+
+    @abstractmethod
+    def demonstration(self, key: str) -> Demonstration:
+        """Return an ideal episode of the task."""
+
+    def __init__(self, *, options: GeneratedOptions, base_dir: str | Path | None = None) -> None:
+        """`base_dir` is not used. Raise ConfigError if the family does not have all levels."""
+        if options.level_max > self.hardest_level:
+            raise ConfigError(
+                f"`level_max` must be in [`level_min` = {options.level_min}, {self.hardest_level}], got {options.level_max}"
+            )
+        self.options = options
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield the tasks of all splits. Raise ConfigError if a level has fewer tasks in a split than are asked for."""
+        for split in Split:
+            for index, (level, key) in enumerate(self.keys(split)):
+                yield Task(
+                    task_id=f"{self.name}-{self.options.seed}-{split}-{index}",
+                    messages=(Message(role="user", content=self.prompt(key)),),
+                    tools=self.options.tools,
+                    oracle_ref=f"{self.name}:{key}",
+                    labels={"level": str(level)},
+                    split=split,
+                )
+
+    def keys(self, split: Split) -> Iterator[tuple[int, str]]:
+        """Yield (level, key) of each task of one split, in order. Raise ConfigError as `tasks`."""
+        options = self.options
+        rng = random.Random(f"{self.name}/{options.seed}/{split}")
+        levels = _level_sequence(options.level_weights or (1.0,) * (options.level_max - options.level_min + 1))
+        num_tasks = {
+            Split.TRAIN: options.num_train,
+            Split.VALIDATION: options.num_validation,
+            Split.TEST: options.num_test,
+        }[split]
+        seen: set[str] = set()
+        for _ in range(num_tasks):
+            level = options.level_min + next(levels)
+            key = self._new_key(split, rng, level, seen)
+            seen.add(key)
+            yield level, key
+
     def split(self, key: str) -> Split:
-        """The split of the task with that key."""
-        return split_of(key, validation_share=self.validation_share, test_share=self.test_share)
+        """Return the split of the task with that key."""
+        return split_of(key, validation_share=self.options.validation_share, test_share=self.options.test_share)
 
-
-def generated_pool(config: GeneratedConfig, split: Split) -> MemoryPool:
-    """The pool of one split. ConfigError if a level has fewer tasks in this split than are asked for."""
-    return MemoryPool(
-        Task(
-            task_id=f"{config.family.name}-{config.seed}-{split}-{index}",
-            messages=(Message(role="user", content=config.family.prompt(key)),),
-            tools=config.tools,
-            oracle_ref=f"{config.family.name}:{key}",
-            labels={"level": str(level)},
-            split=split,
+    def _new_key(self, split: Split, rng: random.Random, level: int, seen: set[str]) -> str:
+        for _ in range(_ATTEMPTS_MAX):
+            key = self.make(rng, level)
+            if self.split(key) is split and key not in seen:
+                return key
+        raise ConfigError(
+            f"level {level} has no further task in the {split} range after {len(seen)} tasks: "
+            f"lower num_{split} or drop the level"
         )
-        for index, (level, key) in enumerate(generated_keys(config, split))
-    )
-
-
-def generated_keys(config: GeneratedConfig, split: Split) -> Iterator[tuple[int, str]]:
-    """(level, key) of each task of one split, in order. ConfigError as `generated_pool`."""
-    rng = random.Random(f"{config.family.name}/{config.seed}/{split}")
-    levels = _level_sequence(config.level_weights or (1.0,) * (config.level_max - config.level_min + 1))
-    num_tasks = {
-        Split.TRAIN: config.num_train,
-        Split.VALIDATION: config.num_validation,
-        Split.TEST: config.num_test,
-    }[split]
-    seen: set[str] = set()
-    for _ in range(num_tasks):
-        level = config.level_min + next(levels)
-        key = _new_key(config, split, rng, level, seen)
-        seen.add(key)
-        yield level, key
 
 
 def _level_sequence(weights: Sequence[float]) -> Iterator[int]:
-    """Indices of `weights` in exact proportion at every prefix (smooth weighted round robin; equal weights: 0, 1, 2, ...)."""
+    """Yield indices of `weights` in exact proportion at every prefix (smooth weighted round robin; equal weights: 0, 1, 2, ...)."""
     total = sum(weights)
     credit = [0.0] * len(weights)
     while True:
@@ -144,14 +162,3 @@ def _level_sequence(weights: Sequence[float]) -> Iterator[int]:
         chosen = max(range(len(credit)), key=lambda i: (credit[i], -i))
         credit[chosen] -= total
         yield chosen
-
-
-def _new_key(config: GeneratedConfig, split: Split, rng: random.Random, level: int, seen: set[str]) -> str:
-    for _ in range(_ATTEMPTS_MAX):
-        key = config.family.make(rng, level)
-        if config.split(key) is split and key not in seen:
-            return key
-    raise ConfigError(
-        f"level {level} has no further task in the {split} range after {len(seen)} tasks: "
-        f"lower num_{split} or drop the level"
-    )

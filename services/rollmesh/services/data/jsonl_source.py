@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.task import Split, Task, check_shares, split_of
 from rollmesh.shared.jsonl import Record, read_jsonl
 from rollmesh.shared.trajectory import Message
@@ -20,7 +19,7 @@ from rollmesh.shared.trajectory import Message
 NUM_LINES_MAX = 2_000_000
 
 
-class JsonlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="jsonl", tag_field="kind"):
+class JsonlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a JSONL source. Field names may reach into nested objects with dots."""
 
     path: str
@@ -69,35 +68,37 @@ class JsonlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError(f"num_lines_max must be in [1, {NUM_LINES_MAX}], got {self.num_lines_max}")
 
 
-def jsonl_pools(config: JsonlConfig, base_dir: str | Path | None = None) -> dict[Split, MemoryPool]:
-    """The pools of all splits, tasks in file order. A relative path is looked up in `base_dir`, else in the current folder.
+class JsonlSource:
+    """Yields tasks in the order of the file."""
 
-    Raises ConfigError if the file cannot be read, `rollmesh.shared.jsonl.RecordError` naming file, line and field.
-    """
-    tasks: dict[Split, list[Task]] = {split: [] for split in Split}
-    for task in _tasks(config, Path(base_dir or ".") / config.path):
-        tasks[task.split].append(task)
-    return {split: MemoryPool(found) for split, found in tasks.items()}
+    Options = JsonlOptions
 
+    def __init__(self, *, options: JsonlOptions, base_dir: str | Path | None = None) -> None:
+        """A relative path is relative to `base_dir`, by default the current folder."""
+        self._options = options
+        self._path = Path(base_dir or ".") / options.path
 
-def _tasks(config: JsonlConfig, path: Path) -> Iterator[Task]:
-    file = read_jsonl(path, num_lines_max=config.num_lines_max)
-    pattern = re.compile(config.answer_pattern) if config.answer_pattern else None
-    for record in file.records:
-        if config.answer:
-            record.extract_all(config.answer, pattern)
-        if config.tests:
-            record.value(config.tests)
-        prompt = _prompt(record, config.prompt)
-        system = (Message(role="system", content=config.system),) if config.system else ()
-        yield Task(
-            task_id=f"{config.name}-{record.line}",
-            messages=(*system, *prompt),
-            tools=config.tools,
-            oracle_ref=f"jsonl:{config.name}@{file.digest[:16]}#{record.line}" if config.answer or config.tests else "",
-            labels={label: record.text(field) for label, field in config.labels.items()},
-            split=_split(record, config, prompt),
-        )
+    def tasks(self) -> Iterator[Task]:
+        """Raise ConfigError if the file cannot be read, and RecordError with file, line and field of a malformed record."""
+        options = self._options
+        file = read_jsonl(self._path, num_lines_max=options.num_lines_max)
+        pattern = re.compile(options.answer_pattern) if options.answer_pattern else None
+        for record in file.records:
+            if options.answer:
+                record.extract_all(options.answer, pattern)
+            if options.tests:
+                record.value(options.tests)
+            prompt = _prompt(record, options.prompt)
+            system = (Message(role="system", content=options.system),) if options.system else ()
+            has_key = options.answer or options.tests
+            yield Task(
+                task_id=f"{options.name}-{record.line}",
+                messages=(*system, *prompt),
+                tools=options.tools,
+                oracle_ref=f"jsonl:{options.name}@{file.digest[:16]}#{record.line}" if has_key else "",
+                labels={label: record.text(field) for label, field in options.labels.items()},
+                split=_split(record, options, prompt),
+            )
 
 
 def _prompt(record: Record, field: str) -> tuple[Message, ...]:
@@ -118,11 +119,11 @@ def _message(record: Record, field: str, index: int, entry: object) -> Message:
     return Message(role=role, content=content)
 
 
-def _split(record: Record, config: JsonlConfig, prompt: tuple[Message, ...]) -> Split:
-    if not config.split:
+def _split(record: Record, options: JsonlOptions, prompt: tuple[Message, ...]) -> Split:
+    if not options.split:
         text = "\n".join(message.content for message in prompt)
-        return split_of(text, validation_share=config.validation_share, test_share=config.test_share)
-    named = record.text(config.split)
+        return split_of(text, validation_share=options.validation_share, test_share=options.test_share)
+    named = record.text(options.split)
     if named not in set(Split):
-        raise record.error(f"must be one of {', '.join(Split)}, got {named!r}", config.split)
+        raise record.error(f"must be one of {', '.join(Split)}, got {named!r}", options.split)
     return Split(named)

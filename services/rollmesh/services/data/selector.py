@@ -11,6 +11,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Protocol
 
+from rollmesh.shared.registry import Registry
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupResult:
@@ -44,3 +46,12 @@ class Selector(Protocol):
 
     def restore(self, state: bytes) -> None:
         """Replaces the state. CorruptSnapshot if `state` is not one of this selector and pool."""
+
+
+SELECTORS = Registry(
+    "selector",
+    {
+        "uniform": "rollmesh.services.data.selectors.uniform:UniformSelector",
+        "thompson": "rollmesh.services.data.selectors.thompson:ThompsonSelector",
+    },
+)

@@ -13,8 +13,7 @@ import msgspec
 
 from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
-from rollmesh.services.reward.generated_oracles import CodeOracle, SqlOracle
-from rollmesh.services.reward.oracles import AnswerFileConfig, CalcOracle, JsonlOracle, Oracles, StoredTestsOracle
+from rollmesh.services.reward.oracles import ORACLES, AnswerFileConfig, JsonlOracle, Oracles
 from rollmesh.services.reward.scorer import SCORERS, Sandbox, Scorer, UsesSandbox
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.errors import ConfigError
@@ -51,6 +50,8 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Decides on a group when its members have ended: `zero_variance`, `keep_all`, or your own."""
     answer_files: dict[str, AnswerFileConfig] = {}
     """Answer keys of `jsonl` sources by the source's `name`."""
+    oracles: dict[str, Extension] = {}
+    """Scheme of oracle references -> your own oracle, which resolves them to answer keys."""
     sandboxes: tuple[str, ...] = ()
     """Addresses (host:port) of sandbox nodes for scorers that run code, used beside those of the mesh."""
     sandbox: SandboxClientConfig = SandboxClientConfig()
@@ -100,11 +101,8 @@ def build_engine(
         advantage=make_advantage(msgspec.structs.replace(advantage or AdvantageConfig(), weights=config.weights)),
         oracles=Oracles(
             {
-                "calc": CalcOracle(),
-                "code": CodeOracle(),
-                "sql": SqlOracle(),
                 "jsonl": JsonlOracle(config.answer_files, base_dir),
-                "tests": StoredTestsOracle(),
+                **{scheme: ORACLES.make(oracle, base_dir) for scheme, oracle in config.oracles.items()},
             }
         ),
         concurrency_max=config.concurrency_max,

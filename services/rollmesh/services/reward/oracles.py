@@ -1,19 +1,18 @@
-"""Answer keys: an `oracle_ref` of a task resolved to what the right answer is.
+"""Oracles: resolve the `oracle_ref` of a task to its answer key.
 
-References are `scheme:rest`:
-    calc:EXPRESSION             the value of an arithmetic expression, worked out here
+A reference is `scheme:rest`. Every scheme has one oracle:
     jsonl:NAME@DIGEST#LINE      a line of the JSONL file configured under NAME; DIGEST is the head of its SHA-256
-    tests:REF                   the hidden tests REF of the sandbox nodes' oracle store
+    tests:REF                   the hidden tests REF in the oracle store of the sandbox nodes
+    calc:, code:, sql:          the task families of the demo
+    other schemes               oracles of `reward.oracles`
 
-This service alone resolves them. The key goes to scorers in this process and into no message, log line or error.
+Only this service resolves references. It gives the key to scorers in this process, and writes it to no message, log line or error.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -22,36 +21,46 @@ import msgspec
 from rollmesh.services.reward.item import AnswerKey
 from rollmesh.shared.errors import UnknownOracle
 from rollmesh.shared.jsonl import Record, read_jsonl
+from rollmesh.shared.registry import Registry
 
 NUM_LINES_MAX = 2_000_000
-_EXPRESSION = re.compile(r"-?\d{1,9}(?:[-+*]\d{1,9}){0,64}")
-_OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-}
 
 
-class OracleStore(Protocol):
-    """Resolves the references of one scheme."""
+class Oracle(Protocol):
+    """Resolves the references of one scheme.
+
+    A class that implements it is constructed as `cls(options=...)`, or as `cls()` if it has no class attribute `Options`.
+    """
 
     def resolve(self, rest: str) -> AnswerKey:
-        """The key behind `rest`, the part after `scheme:`. UnknownOracle if there is none."""
+        """Return the key of `rest`, the part after `scheme:`. Raise UnknownOracle if it does not exist."""
+
+
+ORACLES = Registry(
+    "oracle",
+    {
+        "tests": "rollmesh.services.reward.oracles:StoredTestsOracle",
+        "calc": "rollmesh.demo.families.calc:CalcOracle",
+        "code": "rollmesh.demo.families.code:CodeOracle",
+        "sql": "rollmesh.demo.families.sql:SqlOracle",
+    },
+)
+"""Built-in oracles by scheme."""
 
 
 class AnswerFileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A JSONL file with answers; the same file and fields as the data service's source of that name."""
+    """A JSONL file with answers: the file and fields of the task source of that name."""
 
     path: str
-    """The file, one JSON object per line, UTF-8; relative to the configuration's folder."""
+    """UTF-8 file with one JSON object per line, relative to the folder of the configuration."""
     answer: str = "answer"
-    """Field with the reference answer, or with a list of accepted ones; may be empty if `tests` is set."""
+    """Field with the reference answer or a list of accepted answers. It may be empty if `tests` is set."""
     tests: str = ""
-    """Field with the manifest of hidden tests, or with its reference in the sandbox nodes' oracle store; empty if there are none."""
+    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty means no tests."""
     answer_pattern: str = ""
-    """Regular expression that finds the answer in its field: the last match, group 1 if it has one."""
+    """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has one."""
     num_lines_max: int = NUM_LINES_MAX
-    """Longest accepted file; it is held in memory."""
+    """Maximum number of lines. The file is held in memory."""
 
     def __post_init__(self) -> None:
         try:
@@ -67,51 +76,44 @@ class AnswerFileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class Oracles:
-    """Resolves any reference through the store of its scheme."""
+    """Resolves any reference with the oracle of its scheme."""
 
-    def __init__(self, stores: Mapping[str, OracleStore]) -> None:
-        self._stores = dict(stores)
+    def __init__(self, oracles: Mapping[str, Oracle]) -> None:
+        """`oracles` are by scheme. The built-in ones are added on first use."""
+        self._oracles = dict(oracles)
 
     def resolve(self, oracle_ref: str) -> AnswerKey | None:
-        """None for the empty reference: the task has no answer key. UnknownOracle."""
+        """Return None for the empty reference of a task without answer key. Raise UnknownOracle."""
         if not oracle_ref:
             return None
         scheme, _, rest = oracle_ref.partition(":")
-        if scheme not in self._stores:
-            raise UnknownOracle(
-                f"oracle `{oracle_ref}`: no answer keys of scheme `{scheme}` here; known: {', '.join(self._stores)}",
-                oracle_ref=oracle_ref,
-            )
-        return self._stores[scheme].resolve(rest)
-
-
-class CalcOracle:
-    """Works out integer expressions of `+`, `-` and `*`."""
-
-    def resolve(self, rest: str) -> AnswerKey:
-        if not _EXPRESSION.fullmatch(rest):
-            raise UnknownOracle("oracle `calc`: not an arithmetic expression of + - *", oracle_ref=f"calc:{rest[:100]}")
-        # Without leading zeros, which Python refuses in literals.
-        text = re.sub(r"\b0+(?=\d)", "", rest)
-        return AnswerKey(answers=(str(_value(ast.parse(text, mode="eval").body)),))
+        if scheme not in self._oracles:
+            if scheme not in ORACLES.names:
+                known = ", ".join(dict.fromkeys((*self._oracles, *ORACLES.names)))
+                raise UnknownOracle(
+                    f"oracle `{oracle_ref}`: the scheme `{scheme}` is unknown; known: {known}; name its oracle in reward.oracles",
+                    oracle_ref=oracle_ref,
+                )
+            self._oracles[scheme] = ORACLES.make(scheme)
+        return self._oracles[scheme].resolve(rest)
 
 
 class StoredTestsOracle:
-    """Hidden tests that the sandbox nodes hold; whether they know the reference is seen when it is used."""
+    """Hidden tests in the oracle store of the sandbox nodes. An unknown reference is an error of the sandbox call."""
 
     def resolve(self, rest: str) -> AnswerKey:
         if not rest:
-            raise UnknownOracle("oracle `tests:`: no reference", oracle_ref="tests:")
+            raise UnknownOracle("oracle `tests:`: the reference is empty", oracle_ref="tests:")
         return AnswerKey(tests=rest)
 
 
 class JsonlOracle:
-    """Answers from JSONL files, by name. Files are read when the service starts."""
+    """Answers from JSONL files by name. The files are read at the start of the service."""
 
     def __init__(self, files: Mapping[str, AnswerFileConfig], base_dir: str | Path | None = None) -> None:
-        """Relative paths are looked up in `base_dir`, else in the current folder.
+        """Relative paths are relative to `base_dir`, by default the current folder.
 
-        ConfigError if a file cannot be read, RecordError naming file, line and field of a malformed one.
+        Raise ConfigError if a file cannot be read, and RecordError with file, line and field of a malformed record.
         """
         self._files = {name: _read(config, Path(base_dir or ".") / config.path) for name, config in files.items()}
 
@@ -152,14 +154,3 @@ def _tests(record: Record, field: str) -> str | Mapping[str, object]:
     if not isinstance(value, (str, dict)) or not value:
         raise record.error("must be a manifest of hidden tests, or its reference", field)
     return value
-
-
-def _value(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
-        case ast.BinOp(left=left, op=op, right=right):
-            return _OPERATIONS[type(op)](_value(left), _value(right))
-    raise AssertionError(f"the pattern admits no {type(node).__name__}")

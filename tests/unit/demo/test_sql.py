@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmesh.services.data.generated import generated_pool
-from rollmesh.services.data.sql_source import SqlConfig
+from rollmesh.demo.families.sql import LEVEL_MAX, NUM_DATABASES, SqlSource, SqlTask, make_key, sql_task
+from rollmesh.services.data.generated import GeneratedOptions
 from rollmesh.services.data.task import Split
-from rollmesh.shared.families.sql import LEVEL_MAX, NUM_DATABASES, SqlTask, make_key, sql_task
 
-CONFIG = SqlConfig(num_train=200, num_validation=50, num_test=50)
+from .pools import pool_of
+
+CONFIG = GeneratedOptions(num_train=200, num_validation=50, num_test=50)
 
 
 def answers(task: SqlTask, query: str) -> list[list[tuple[object, ...]]]:
@@ -108,9 +109,9 @@ def test_text_that_is_no_key_is_refused(text: str) -> None:
 
 def test_pools_show_prompts_and_name_keys_of_their_range() -> None:
     for split in Split:
-        pool = generated_pool(CONFIG, split)
+        pool = pool_of(SqlSource, CONFIG, split)
         for task in (pool.task(n) for n in range(len(pool))):
             scheme, _, key = task.oracle_ref.partition(":")
-            assert (scheme, CONFIG.split(key)) == ("sql", split)
+            assert (scheme, SqlSource(options=CONFIG).split(key)) == ("sql", split)
             assert task.messages[0].content == sql_task(key).prompt
             assert task.labels["level"] == str(sql_task(key).level)

@@ -1,25 +1,31 @@
-"""The SQL family: answer a question about small tables with one query. Everything follows from the key, e.g.
+"""The SQL family: answer a question about small tables with one query. The key determines the task, for example
 
     dak(name,rup,mef): name where mef over 30
 
-Levels, each a kind of question, where `rup` is a column of words and `mef` one of numbers:
+Each level is a kind of question. `rup` is a column of words, `mef` a column of numbers:
     1 where   name where mef over 30                  2 order   name by mef desc, first 2
     3 count   sum mef where rup is lok                4 group   sum mef per rup over 60
     5 join    pib where rup is lok                    two tables that share `name`
 
-Tables, columns and values are made-up words, others in each task: what a query is about has to be read, not remembered. The model is shown the tables with a few rows, then the question. Hidden are the exemplary query and three other databases of that
-schema, with rows at and around the question's number: a query that is only right on the rows shown is wrong. A query is judged by
-its result alone (Zhong et al. 2020, distilled test suites).
-
-Collaborators: the data service shows prompts, the reward service works out what the exemplary query answers.
+Tables, columns and values are made-up words that differ between tasks, so a query cannot be remembered. The prompt shows the tables with
+a few rows, then the question. The exemplary query and three other databases of that schema are hidden. Their rows are at and around the
+number of the question, so a query that is correct only on the shown rows fails. Only the result of a query is judged (Zhong et al. 2020,
+distilled test suites). The reward service alone derives the hidden databases.
 """
 
 from __future__ import annotations
 
 import random
 import re
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from rollmesh.demo.families.judging import JUDGING
+from rollmesh.services.data.generated import Demonstration, GeneratedSource
+from rollmesh.services.reward.item import AnswerKey
+from rollmesh.shared.errors import UnknownOracle
 
 NUM_DATABASES = 3
 ROWS_SHOWN = 2
@@ -28,10 +34,10 @@ LEVEL_MAX = 5
 
 NAMES = ("amy", "bob", "cid", "dan", "eve", "fay", "gus", "hal", "ida", "joe", "kim", "lea", "ann", "ned", "oda", "pam")
 NUM_VALUES = 4
-"""Different words in a column of words."""
+"""Number of different words in a column of words."""
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 _RESERVED = frozenset(("for", "not", "set", "sum", "min", "per", *NAMES))
-"""Words of SQL, of questions, and names."""
+"""Words of SQL and of questions, and names."""
 _WORD = f"[{_CONSONANTS}][{_VOWELS}][{_CONSONANTS}]"
 _FOLDS = ("sum", "max", "min")
 
@@ -53,7 +59,7 @@ _QUESTIONS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class SqlTask:
-    """What follows from a key."""
+    """The task of a key."""
 
     key: str
     level: int
@@ -61,9 +67,9 @@ class SqlTask:
     query: str
     """An exemplary answer."""
     ordered: bool
-    """Whether the order of the result's rows counts."""
+    """Whether the order of the rows in the result counts."""
     scripts: tuple[str, ...]
-    """SQL that makes each hidden database."""
+    """The SQL script that creates each hidden database."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class _Schema:
 
 
 def make_key(rng: random.Random, level: int) -> str:
-    """The key of a task of that level, 1 ... LEVEL_MAX."""
+    """Return a random key of a level in [1, LEVEL_MAX]."""
     schema = _Schema(*_words(rng, 5 if level == LEVEL_MAX else 3))
     if schema.joined:
         return f"{schema}: {_make_joined_question(rng, schema)}"
@@ -93,7 +99,7 @@ def make_key(rng: random.Random, level: int) -> str:
 
 
 def sql_task(key: str) -> SqlTask:
-    """The task behind a key; equal keys give equal tasks. ValueError for a text that is none."""
+    """Return the task of a key. Equal keys give equal tasks. Raise ValueError if the text is not a key."""
     schema, question = _parse(key)
     matches = [(n, found) for n, pattern in enumerate(_QUESTIONS, start=1) if (found := pattern.fullmatch(question))]
     if not matches:
@@ -111,7 +117,7 @@ def sql_task(key: str) -> SqlTask:
 
 
 def _words(rng: random.Random, num: int) -> list[str]:
-    """Different words that mean nothing."""
+    """Return different made-up words."""
     found: list[str] = []
     while len(found) < num:
         word = rng.choice(_CONSONANTS) + rng.choice(_VOWELS) + rng.choice(_CONSONANTS)
@@ -213,15 +219,15 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Tables:
-    """Where the rows of a task come from."""
+    """Draws the rows of a task."""
 
     schema: _Schema
     values: Sequence[str]
     rng: random.Random
 
     def rows(self, num_rows: int, numbers: Sequence[int]) -> _Rows:
-        """`numbers` are among those of the rows. Names and numbers are distinct, so that an order is never a matter of taste; some
-        names have no row to join."""
+        """Return `num_rows` rows that contain `numbers`. Names and numbers are distinct, so every order is unique. Some names have no row
+        to join."""
         rng = self.rng
         rest = [n for n in range(1, 100) if n not in numbers]
         mixed = rng.sample([*numbers, *rng.sample(rest, num_rows - len(numbers))], num_rows)
@@ -246,3 +252,43 @@ def _script(schema: _Schema, rows: _Rows) -> str:
         lines.append(f"create table {schema.joined}(name text, {schema.cost} integer);")
         lines += [f"insert into {schema.joined} values {row!r};" for row in rows.second]
     return "\n".join(lines)
+
+
+class SqlSource(GeneratedSource):
+    """The prompt of a task shows the tables and the question. Levels: where, order, count, group, join."""
+
+    name = "sql"
+    hardest_level = LEVEL_MAX
+
+    def make(self, rng: random.Random, level: int) -> str:
+        return make_key(rng, level)
+
+    def prompt(self, key: str) -> str:
+        return sql_task(key).prompt
+
+    def demonstration(self, key: str) -> Demonstration:
+        return Demonstration((), sql_task(key).query)
+
+
+class SqlOracle:
+    """Resolves a key to the hidden databases, with the result of the exemplary query on each."""
+
+    def resolve(self, rest: str) -> AnswerKey:
+        try:
+            task = sql_task(rest)
+        except ValueError as err:
+            raise UnknownOracle(f"oracle `sql`: {err}", oracle_ref=f"sql:{rest[:100]}") from None
+        tests = [{"setup": script, "rows": _result(script, task.query)} for script in task.scripts]
+        return AnswerKey(
+            answers=(task.query,), tests={"kind": "sql", "ordered": task.ordered, "tests": tests, **JUDGING}
+        )
+
+
+def _result(script: str, query: str) -> list[list[Any]]:
+    """Return the result of our own query. Model-written text is never run here."""
+    database = sqlite3.connect(":memory:")
+    try:
+        database.executescript(script)
+        return [list(row) for row in database.execute(query)]
+    finally:
+        database.close()

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmesh.services.data.code_source import CodeConfig
-from rollmesh.services.data.generated import generated_pool
+from rollmesh.demo.families.code import LEVEL_MAX, NUM_TESTS, CodeSource, CodeTask, code_task, make_specification
+from rollmesh.services.data.generated import GeneratedOptions
 from rollmesh.services.data.task import Split, split_of
-from rollmesh.shared.families.code import LEVEL_MAX, NUM_TESTS, CodeTask, code_task, make_specification
 
-CONFIG = CodeConfig(num_train=200, num_validation=50, num_test=50)
+from .pools import pool_of
+
+CONFIG = GeneratedOptions(num_train=200, num_validation=50, num_test=50)
 
 
 def accepted(task: CodeTask, source: str) -> bool:
@@ -88,7 +89,7 @@ def test_text_that_is_no_specification_is_refused(text: str) -> None:
 
 def test_pools_hold_prompts_of_their_range_and_references_to_the_tests() -> None:
     for split in Split:
-        pool = generated_pool(CONFIG, split)
+        pool = pool_of(CodeSource, CONFIG, split)
         for task in (pool.task(n) for n in range(len(pool))):
             prompt = task.messages[0].content
             assert split_of(prompt, validation_share=0.1, test_share=0.1) is split

@@ -1,17 +1,16 @@
-"""The code family: write a Python function from a one-line specification. The specification is all there is to a task.
+"""The code family: write a Python function from a one-line specification.
+The specification determines the task.
 
-Levels, each a kind of specification:
+Each level is a kind of specification:
     1 chain     f(x): plus 12, times 3                  two steps of arithmetic, in that order
     2 branch    f(x): over 12 times 3, else minus 4     a condition
     3 loop      f(a): keep over 12, times 3, sum        a loop over a list; `times 3, keep over 12, count` maps first
     4 text      f(s): last 3, then "ab", upper          two or three steps on a string
     5 examples  f(0)=7, f(1)=10                         the straight line through two points
 
-From the specification follow the reference (Python closures, never evaluated text), the hidden tests (inputs drawn from a hash of
-the specification, at and around its threshold, outputs from the reference) and an exemplary solution. A solution is judged by tests
-alone: any function that agrees is right.
-
-Collaborators: the data service shows specifications, the oracle store makes manifests of tests; no other part sees the tests.
+The specification determines the reference (Python closures, never evaluated text), the hidden tests (inputs drawn from a hash of the
+specification, at and around its threshold, with outputs from the reference) and an exemplary solution. Only the tests judge a solution,
+so every function that agrees with the reference is correct. The reward service alone derives the tests.
 """
 
 from __future__ import annotations
@@ -21,6 +20,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from rollmesh.demo.families.judging import JUDGING
+from rollmesh.services.data.generated import Demonstration, GeneratedSource
+from rollmesh.services.reward.item import AnswerKey
+from rollmesh.shared.errors import UnknownOracle
 
 NUM_TESTS = 8
 ENTRY = "f"
@@ -34,7 +38,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True, slots=True)
 class HiddenTest:
-    """One hidden test: arguments of the call, and what it returns."""
+    """One hidden test: arguments of the call, and the value that it must return."""
 
     arguments: tuple[Any, ...]
     expected: Any
@@ -42,7 +46,7 @@ class HiddenTest:
 
 @dataclass(frozen=True, slots=True)
 class CodeTask:
-    """What follows from a specification."""
+    """The task of a specification."""
 
     specification: str
     level: int
@@ -53,30 +57,30 @@ class CodeTask:
 
 
 class Kind(Protocol):
-    """One level's specifications."""
+    """The specifications of one level."""
 
     pattern: re.Pattern[str]
 
     def make(self, rng: random.Random) -> str:
-        """A specification."""
+        """Return a random specification."""
 
     def solution(self, found: re.Match[str]) -> str:
-        """Source text for a specification that matched."""
+        """Return the source text of an exemplary solution. `found` is a match of `pattern`."""
 
     def reference(self, found: re.Match[str]) -> Callable[[Any], Any]:
-        """The function meant."""
+        """Return the specified function."""
 
     def inputs(self, found: re.Match[str], rng: random.Random) -> list[Any]:
-        """Arguments worth testing, in the order of their worth; at least NUM_TESTS."""
+        """Return at least NUM_TESTS arguments, the most informative ones first."""
 
 
 def make_specification(rng: random.Random, level: int) -> str:
-    """A specification of that level, 1 ... LEVEL_MAX."""
+    """Return a random specification of a level in [1, LEVEL_MAX]."""
     return KINDS[level - 1].make(rng)
 
 
 def code_task(specification: str) -> CodeTask:
-    """The task behind a specification; equal texts give equal tasks. ValueError for a text that is none."""
+    """Return the task of a specification. Equal texts give equal tasks. Raise ValueError if the text is not a specification."""
     for level, kind in enumerate(KINDS, start=1):
         found = kind.pattern.fullmatch(specification)
         if found:
@@ -323,3 +327,33 @@ KINDS: tuple[Kind, ...] = (Chain(), Branch(), Loop(), Text(), Examples())
 """By level."""
 
 LEVEL_MAX = len(KINDS)
+
+
+class CodeSource(GeneratedSource):
+    """Key and prompt of a task are the specification."""
+
+    name = "code"
+    hardest_level = LEVEL_MAX
+
+    def make(self, rng: random.Random, level: int) -> str:
+        return make_specification(rng, level)
+
+    def prompt(self, key: str) -> str:
+        return key
+
+    def demonstration(self, key: str) -> Demonstration:
+        return Demonstration((), code_task(key).solution)
+
+
+class CodeOracle:
+    """Resolves a specification to hidden tests of the function."""
+
+    def resolve(self, rest: str) -> AnswerKey:
+        try:
+            task = code_task(rest)
+        except ValueError as err:
+            raise UnknownOracle(f"oracle `code`: {err}", oracle_ref=f"code:{rest[:100]}") from None
+        tests = [{"arguments": list(test.arguments), "expected": test.expected} for test in task.tests]
+        return AnswerKey(
+            answers=(task.solution,), tests={"kind": "function", "function": ENTRY, "tests": tests, **JUDGING}
+        )

@@ -6,9 +6,13 @@ import json
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from rollmesh.demo.families.calc import CalcOracle
+from rollmesh.demo.families.code import CodeOracle
+from rollmesh.demo.families.sql import SqlOracle
 from rollmesh.sandbox_runtime.judging.sql import query
-from rollmesh.services.reward.generated_oracles import CodeOracle, SqlOracle
 from rollmesh.services.reward.item import AnswerKey
 from rollmesh.services.sandbox.oracle.manifest import FunctionManifest, Manifest, SqlManifest, parse_manifest
 from rollmesh.shared.errors import UnknownOracle
@@ -54,3 +58,20 @@ def test_sql_expects_what_the_exemplary_query_answers_by_the_judges_own_way() ->
 def test_anything_else_is_refused(oracle: CodeOracle | SqlOracle, rest: str) -> None:
     with pytest.raises(UnknownOracle):
         oracle.resolve(rest)
+
+
+@given(
+    st.lists(st.integers(0, 999), min_size=1, max_size=9).flatmap(
+        lambda numbers: st.lists(st.sampled_from("+-*"), min_size=len(numbers) - 1, max_size=len(numbers) - 1).map(
+            lambda symbols: "".join(f"{a}{b}" for a, b in zip(numbers, [*symbols, ""], strict=True))
+        )
+    )
+)
+def test_calc_gives_the_value_python_gives(expression: str) -> None:
+    assert CalcOracle().resolve(expression).answers == (str(eval(expression)),)
+
+
+@pytest.mark.parametrize("rest", ["", "1/0", "2**9", "1+", "a", "1 + 1", "9" * 10, "+".join(["1"] * 100)])
+def test_calc_refuses_anything_else(rest: str) -> None:
+    with pytest.raises(UnknownOracle):
+        CalcOracle().resolve(rest)

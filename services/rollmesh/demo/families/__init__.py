@@ -1,0 +1,1 @@
+"""Task families of the demo: each file has the generator, the task source and the oracle of one family."""

@@ -1,0 +1,35 @@
+"""The task source port: where the tasks of all splits come from.
+
+Sources are found by name, or loaded from user code as `file.py:Name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from rollmesh.services.data.task import Task
+from rollmesh.shared.registry import Registry
+
+
+class TaskSource(Protocol):
+    """Provides tasks.
+
+    A class that implements it is constructed as `cls(base_dir=..., options=...)`, or as `cls(base_dir=...)` if it has no class attribute
+    `Options`. `base_dir` is the folder of the configuration, or None. Relative files are relative to it.
+    """
+
+    def tasks(self) -> Iterable[Task]:
+        """Yield the tasks of all splits, each with its split, in the same order in every process. Task ids are unique per split."""
+        ...
+
+
+SOURCES = Registry(
+    "source",
+    {
+        "jsonl": "rollmesh.services.data.jsonl_source:JsonlSource",
+        "calc": "rollmesh.demo.families.calc:CalcSource",
+        "code": "rollmesh.demo.families.code:CodeSource",
+        "sql": "rollmesh.demo.families.sql:SqlSource",
+    },
+)

@@ -1,1 +1,0 @@
-"""Generated task families that several services know: whoever shows the task, and whoever judges it."""
