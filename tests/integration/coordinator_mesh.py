@@ -60,9 +60,7 @@ CONFIG = CoordinatorConfig(
     server=ServerConfig(stop_s=0.0),
     fleet=FleetLimits(heartbeat_s=0.2, suspect_after_s=5.0, dead_after_s=10.0),
     run=RunLimits(tick_s=0.02, watch_interval_s=0.02, snapshot_records=5, housekeeping_s=0.05),
-    streams=StreamLimits(
-        samples_bytes_max=16 * MIB, ledger_bytes_max=16 * MIB, events_bytes_max=MIB, dead_bytes_max=MIB
-    ),
+    streams=StreamLimits(samples_bytes_max=16 * MIB, ledger_bytes_max=16 * MIB, dead_bytes_max=MIB),
 )
 JOIN = MembershipConfig(backoff_s=0.02, backoff_s_max=0.1, leave_s=0.5)
 

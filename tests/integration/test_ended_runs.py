@@ -24,7 +24,7 @@ LATER = msgspec.structs.replace(CONFIG, run=msgspec.structs.replace(CONFIG.run, 
 
 def streams(run: str) -> list[str]:
     specs = run_streams(run)
-    return [stream.name for stream in (specs.samples, specs.ledger, specs.events, specs.dead)]
+    return [stream.name for stream in (specs.samples, specs.ledger, specs.dead)]
 
 
 async def reserved(mesh: MeshParts, run: str) -> dict[str, int]:

@@ -187,7 +187,7 @@ class Mesh:
         await enter(self.nats)
         self.bus = await JetStreamBus.connect(self.nats.url, login=LOGIN)
         self.stack.push_async_callback(self.bus.close)
-        small = StreamLimits(samples_bytes_max=MIB, ledger_bytes_max=MIB, events_bytes_max=MIB, dead_bytes_max=MIB)
+        small = StreamLimits(samples_bytes_max=MIB, ledger_bytes_max=MIB, dead_bytes_max=MIB)
         self.samples = await self.bus.create(run_streams("r", small).samples)
         server = await enter(RpcServer(ServerConfig(stop_s=0.0), access=ACCESS))
         server.add(coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server, self.coordinator)

@@ -44,7 +44,7 @@ def disk_need(config: TrainConfig, model: Path) -> list[Part]:
     learner, depot, streams = config.learner, config.depot, config.coordinator.streams
     checkpoints = (learner.keep_last + 1) * (weights + _OPTIMISER_BYTES * num_parameters)
     nodes = config.counts.inference * _VERSIONS_PER_NODE * weights
-    stored = streams.samples_bytes_max + streams.ledger_bytes_max + streams.events_bytes_max + streams.dead_bytes_max
+    stored = streams.samples_bytes_max + streams.ledger_bytes_max + streams.dead_bytes_max
     parts = [
         Part("checkpoints", checkpoints, f"learner.keep_last {learner.keep_last}"),
         Part(

@@ -1,4 +1,4 @@
-"""What a run keeps outside of this process: its four streams on the bus and its folder here, with snapshots.
+"""What a run keeps outside of this process: its three streams on the bus and its folder here, with snapshots.
 
 JetStream reserves the whole limit of a stream on disk. So a run that has ended gives back what its streams do not hold, and a marker in
 its folder names it as ended, so that a coordinator that starts need not recover it.
@@ -147,7 +147,7 @@ class RunStorage:
 
 
 def _each(specs: RunStreams) -> tuple[StreamSpec, ...]:
-    return (specs.samples, specs.ledger, specs.events, specs.dead)
+    return (specs.samples, specs.ledger, specs.dead)
 
 
 def _known_streams(run: str, limits: StreamLimits) -> RunStreams:

@@ -19,28 +19,24 @@ class StreamLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Sample payloads not yet trained or purged; when full, rollout workers wait."""
     ledger_bytes_max: int = 512 * MIB
     """Facts of the whole run, never purged; about 200 bytes per sample and fact."""
-    events_bytes_max: int = 64 * MIB
-    """Events for watchers; the oldest are dropped."""
     dead_bytes_max: int = 64 * MIB
     """What was given up, with cause; the oldest are dropped."""
     num_replicas: int = 1
     """Copies of each stream; above 1 needs a NATS cluster and survives the loss of a host."""
 
     def __post_init__(self) -> None:
-        for name in ("samples_bytes_max", "ledger_bytes_max", "events_bytes_max", "dead_bytes_max", "num_replicas"):
+        for name in ("samples_bytes_max", "ledger_bytes_max", "dead_bytes_max", "num_replicas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 class RunStreams(msgspec.Struct, frozen=True, kw_only=True):
-    """Specs of a run's four streams."""
+    """Specs of a run's three streams."""
 
     samples: StreamSpec
     """Written by rollout workers, read by sequence; purged below the lowest live sequence."""
     ledger: StreamSpec
     """Written by the coordinator alone, each append with the expected last sequence."""
-    events: StreamSpec
-    """Written by all, for watching only."""
     dead: StreamSpec
     """Written by whoever gave something up."""
 
@@ -69,6 +65,5 @@ def run_streams(run: str, limits: StreamLimits | None = None) -> RunStreams:
     return RunStreams(
         samples=spec("SAMPLES", limits.samples_bytes_max, Discard.NEW),
         ledger=spec("LEDGER", limits.ledger_bytes_max, Discard.NEW, deny_purge=True),
-        events=spec("EVENTS", limits.events_bytes_max, Discard.OLD),
         dead=spec("DEAD", limits.dead_bytes_max, Discard.OLD),
     )
