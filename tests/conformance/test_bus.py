@@ -300,7 +300,7 @@ async def test_a_closed_bus_ends_its_followers_and_takes_nothing(bus: Bus) -> No
 
 async def test_the_streams_of_a_run_can_be_made(bus: Bus) -> None:
     streams = run_streams("r1")
-    for one in (streams.samples, streams.ledger, streams.events, streams.dead):
+    for one in (streams.samples, streams.ledger, streams.dead):
         assert await (await bus.create(one)).append(b"x", msg_id="a") == 1
     with pytest.raises(InvalidInput, match=r"r\.1"):
         run_streams("r.1")

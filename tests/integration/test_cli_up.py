@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from rollmesh.client import RunAddress
 from rollmesh.mesh.config import RunConfig
 from rollmesh.mesh.security import read_token
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig
 from rollmesh.services.learner.node import LearnerNode
-from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.errors import InvalidInput, MeshBusy
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel

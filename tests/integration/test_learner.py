@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from rollmesh.client import RunAddress
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, LearnerRetryConfig, PublishConfig
 from rollmesh.services.learner.engine import Restored, StepResult, find_engine
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.node import LearnerNode
-from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import (
     ConfigError,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.client import RunAddress
 from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, LearnerRetryConfig
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import decode_key, encode_episode
 from rollmesh.shared.errors import MeshError

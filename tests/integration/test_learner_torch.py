@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rollmesh.client import RunAddress
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.node import LearnerNode
-from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.shared.weights.probes import probes_of

@@ -5,19 +5,19 @@
         async with await run.attach(last_update=12, digest=digest) as trainer:
             await trainer.publish(weights)                                 # always after attaching
             async for batch in trainer.batches(on_wait=print):             # leases, fetches, renews in the background
-                reasons = train(batch)                                     # sample id -> why it was left out
+                reasons = train(batch)                                     # sample id -> reason for dropping it
                 committed = await trainer.commit(batch, dropped=reasons)
                 save(weights, update=batch.update, digest=committed.digest, head=committed.head)
                 await trainer.report_checkpoint()
                 await trainer.publish(weights)
 
-Every failed call raises a `rollmesh.shared.errors.MeshError`: `Fenced`, `LeaseExpired`, `NotPublished`, ... docs/trainers.md says
-what to do about each.
+Every failed call raises a `rollmesh.shared.errors.MeshError`: `Fenced`, `LeaseExpired`, `NotPublished`, ... docs/trainers.md gives
+the remedy for each.
 """
 
-from rollmesh.client.batch import Batch, BatchSample
-from rollmesh.client.client import Client, Run
+from rollmesh.client.batch import Batch, BatchLease, BatchSample
+from rollmesh.client.client import Client, Run, RunAddress
 from rollmesh.client.tensors import Array, Tensor
 from rollmesh.client.trainer import Trainer
 
-__all__ = ["Array", "Batch", "BatchSample", "Client", "Run", "Tensor", "Trainer"]
+__all__ = ["Array", "Batch", "BatchLease", "BatchSample", "Client", "Run", "RunAddress", "Tensor", "Trainer"]

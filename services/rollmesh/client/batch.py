@@ -1,11 +1,27 @@
-"""A leased batch: what the lease says of each sample, with the episode that holds its tokens."""
+"""A leased batch: the metadata of the lease, joined with the episodes that hold the tokens."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rollmesh.shared.codec.metadata import check_metadata
+from rollmesh.shared.errors import MetadataMismatch, PayloadLost
 from rollmesh.v1 import run_pb2, types_pb2
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLease:
+    """The permission to train one update on a batch. `Trainer.fetch` loads the episodes."""
+
+    update: int
+    lease_id: str
+    samples: Sequence[run_pb2.LeasedSample]
+    groups: Sequence[types_pb2.GroupContext]
+    """Rewards of every scored member of every group in the batch, trained or not: the data for a baseline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +37,7 @@ class BatchSample:
         return self.leased.meta.sample_id
 
     def path(self) -> list[types_pb2.Segment]:
-        """Its segments from the root to the leaf: the sample's tokens, in order."""
+        """Return its segments from the root to the leaf: the tokens of the sample, in order."""
         found, at = [], self.leased.meta.leaf
         while at >= 0:
             found.append(self.episode.segments[at])
@@ -40,4 +56,49 @@ class Batch:
     unreadable: Mapping[str, str]
     """Reasons (PAYLOAD_LOST, METADATA_MISMATCH) by id of leased samples that cannot be trained on; `Trainer.commit` drops them."""
     groups: Sequence[types_pb2.GroupContext]
-    """Rewards of every scored member of every group in the batch, trained or not: what a baseline is taken over."""
+    """As in `BatchLease`."""
+
+
+class BatchAssembler:
+    """Joins a lease with the messages of one FetchSamples call, which may arrive in any order."""
+
+    def __init__(self, lease: BatchLease) -> None:
+        self._lease = lease
+        self._leased = {sample.meta.sample_id: sample for sample in lease.samples}
+        self._found: dict[str, BatchSample] = {}
+        self._unreadable: dict[str, str] = {}
+
+    def add(self, message: run_pb2.FetchSamplesResponse) -> None:
+        """Add one episode. Samples of it that are not leased are ignored.
+
+        An episode that contradicts the metadata of a leased sample is unreadable, even if the gateway did not notice.
+        """
+        names = [name for name in message.sample_ids if name in self._leased]
+        reason, cause = message.failure.reason, message.failure.message
+        if not message.HasField("failure"):
+            try:
+                for name in names:
+                    check_metadata(message.episode, self._leased[name].meta)
+            except MetadataMismatch as error:
+                reason, cause = error.reason, error.message
+            else:
+                self._found.update({name: BatchSample(self._leased[name], message.episode) for name in names})
+                return
+        self._unreadable.update(dict.fromkeys(names, reason or "UNREADABLE"))
+        _log.warning("samples are unreadable and will be dropped: ids=%s reason=%s cause=%s", names, reason, cause)
+
+    def finish(self) -> Batch:
+        """Return the batch in the order of the lease. Raises `PayloadLost` if a sample did not arrive."""
+        names = list(self._leased)
+        if missing := [name for name in names if name not in self._found and name not in self._unreadable]:
+            raise PayloadLost(
+                f"{len(missing)} leased samples did not arrive, first {missing[0]}; release the batch and lease again",
+                sample_id=missing[0],
+            )
+        return Batch(
+            update=self._lease.update,
+            lease_id=self._lease.lease_id,
+            samples=[self._found[name] for name in names if name in self._found],
+            unreadable=self._unreadable,
+            groups=self._lease.groups,
+        )

@@ -1,23 +1,38 @@
-"""`Client` and `Run`: from an address to a trainer. Collaborators: `trainer`, `shared.clients.trainer`."""
+"""`Client` and `Run`: from the address of a gateway to a `Trainer`."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from rollmesh.client.trainer import Trainer
-from rollmesh.shared.clients.trainer import RunAddress, TrainerClient
+from rollmesh.client.calls import GatewayCalls, RunCalls
+from rollmesh.client.trainer import Attached, Trainer, disposed_samples, outcome_of
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.retry import RetryConfig, retry
+from rollmesh.shared.errors import NotReady
+from rollmesh.shared.retry import RetryConfig
 from rollmesh.shared.rpc.access import Access, Tls
-from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
+from rollmesh.v1 import events_pb2, run_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAddress:
+    """Names one trainer of one run, for components that open a `Client` themselves."""
+
+    address: str
+    """host:port of the gateway."""
+    access: Access
+    run: str
+    policy: str = "main"
+    learner: str = "main"
+    holder: str = ""
+    """Host and process, for messages."""
 
 
 class Client:
-    """A mesh, by its gateway. An async context; runs and trainers of it end with it."""
+    """A mesh, reached through its gateway. An async context; its runs and trainers end with it."""
 
     def __init__(
         self,
@@ -28,13 +43,8 @@ class Client:
         retry: RetryConfig | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`tls` is for gateways beyond this machine. Connects on the first call. ConfigError for unreadable TLS files."""
-        self.address = address
-        self.access = Access(token, tls)
-        self.retry = retry or RetryConfig()
-        self.clock = clock or SystemClock()
-        self._channel = open_channel(address, access=self.access)
-        self._stub: Any = run_pb2_grpc.RunServiceStub(self._channel)
+        """`tls` is for gateways on other machines. Connects on the first call. ConfigError for unreadable TLS files."""
+        self._calls = GatewayCalls(address, Access(token, tls), retry or RetryConfig(), clock or SystemClock())
 
     async def __aenter__(self) -> Self:
         return self
@@ -42,45 +52,21 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._channel.close()
+        await self._calls.close()
 
     async def create_run(self, spec: events_pb2.RunSpec) -> Run:
-        """Makes a run; one of the same spec goes on. Raises `InvalidSpec` naming the field, `RunExists`."""
-        await self.ask("CreateRun", run_pb2.CreateRunRequest(spec=spec))
-        return self.run(spec.run, policy=spec.policy or "main", learner=spec.learner or "main")
+        """Create a run, or continue the one with the same spec. Raises `InvalidSpec` naming the field, `RunExists`."""
+        run = self.run(spec.run, policy=spec.policy or "main", learner=spec.learner or "main")
+        await run.ask("CreateRun", run_pb2.CreateRunRequest(spec=spec))
+        return run
 
     def run(self, name: str, *, policy: str = "main", learner: str = "main") -> Run:
-        """A run that exists; the first call to it says if it does not."""
-        return Run(self, name, policy, learner)
-
-    async def ask(self, verb: str, request: Any) -> Any:
-        """One verb of RunService with one answer, repeated while nobody answers. Raises the typed error."""
-
-        async def once() -> Any:
-            with typed_errors():
-                return await getattr(self._stub, verb)(request, timeout=self.retry.call_s)
-
-        return await retry(once, limit_s=self.retry.retry_s, config=self.retry, clock=self.clock)
-
-    async def stream(self, verb: str, request: Any) -> AsyncGenerator[Any]:
-        """One verb that streams, until the stream ends or breaks, which raises the typed error; without a deadline."""
-        call = getattr(self._stub, verb)(request)
-        try:
-            with typed_errors():
-                async for message in call:
-                    yield message
-        finally:
-            call.cancel()
+        """Return a run by name. If it does not exist, the first call raises `UnknownRun`."""
+        return Run(self._calls, name, policy, learner)
 
 
-class Run:
-    """One run of a mesh. Made by `Client`."""
-
-    def __init__(self, client: Client, name: str, policy: str, learner: str) -> None:
-        self.name = name
-        self._client = client
-        self._policy = policy
-        self._learner = learner
+class Run(RunCalls):
+    """One run of a mesh, created by `Client.run`."""
 
     async def attach(
         self,
@@ -92,50 +78,60 @@ class Run:
         dropped: Mapping[str, str] | None = None,
         applied: bool = True,
     ) -> Trainer:
-        """Becomes the run's one trainer, with what the caller's checkpoint holds: its last update and the digest after it.
+        """Become the one trainer of the run, with the state of the caller's checkpoint: its last update and the digest after it.
 
-        `dropped` and `applied` as in the commit of that update, which may not have been answered: see AttachTrainerRequest.
-        Raises `UnknownRun`, `DigestMismatch` (a checkpoint of another history), `UnknownUpdate`. Use the trainer as a context.
+        `dropped` (sample id -> reason) and `applied` are those of the commit of `last_update`, whose reply may be lost. Without them an
+        update that dropped samples or was skipped cannot be rolled forward. Use the trainer as a context.
+
+        Raises `UnknownRun`, `DigestMismatch` (the checkpoint belongs to another history), `UnknownUpdate`.
         """
-        client = self._client
-        where = RunAddress(
-            address=client.address,
-            access=client.access,
-            run=self.name,
-            policy=self._policy,
-            learner=self._learner,
+        request = run_pb2.AttachTrainerRequest(
+            **self.names(),
+            last_update=last_update,
+            digest=digest,
             holder=holder,
+            keeps_no_checkpoints=keeps_no_checkpoints,
+            samples=disposed_samples(dropped or {}),
+            outcome=outcome_of(applied),
         )
-        verbs = TrainerClient(where, client.retry, client.clock)
-        try:
-            attached = await verbs.attach(
-                last_update=last_update,
-                digest=digest,
-                keeps_no_checkpoints=keeps_no_checkpoints,
-                dropped=dropped,
-                applied=applied,
-            )
-        except BaseException:
-            await verbs.__aexit__(None, None, None)
-            raise
-        return Trainer(verbs, attached, digest=digest, clock=client.clock)
+
+        async def attach() -> run_pb2.AttachTrainerResponse:
+            reply: run_pb2.AttachTrainerResponse = await self.gateway.once("AttachTrainer", request)
+            if not reply.weights_address:
+                # Without a depot the trainer cannot publish weights, hence cannot lease a batch.
+                raise NotReady(f"run {self.name} has no depot yet; start one (rollmesh serve weights)")
+            return reply
+
+        reply = await self.retry(attach)
+        self.lease_s = reply.lease_s
+        attached = Attached(
+            trainer_epoch=reply.trainer_epoch,
+            next_update=reply.next_update,
+            incarnation=reply.incarnation,
+            resolution=run_pb2.AttachResolution.Name(reply.resolution).removeprefix("ATTACH_RESOLUTION_"),
+            lease_s=reply.lease_s,
+            spec=reply.spec,
+        )
+        return Trainer(self, attached, digest=digest, depot=reply.weights_address)
 
     async def state(self) -> run_pb2.RunState:
-        """Where the run stands: accounts, evaluations, who waits for what."""
-        reply: run_pb2.GetRunResponse = await self._client.ask("GetRun", run_pb2.GetRunRequest(run=self.name))
-        return reply.state
+        """Return the current state: sample counts, evaluations, waiting components and their reasons."""
+        return await self.retry(self.state_now)
 
     async def watch(self) -> AsyncGenerator[run_pb2.WatchRunResponse]:
-        """States and commands as they come; raises when the stream breaks, and may be called again."""
-        async for news in self._client.stream("WatchRun", run_pb2.WatchRunRequest(run=self.name)):
-            yield news
+        """Yield states and commands as they come. Raises when the stream breaks; call it again then."""
+        async with aclosing(self.gateway.stream("WatchRun", run_pb2.WatchRunRequest(run=self.name))) as messages:
+            async for message in messages:
+                yield message
 
     async def samples(self, cursor: str = "") -> AsyncGenerator[run_pb2.StreamSamplesResponse]:
-        """Scored episodes of a run that exports, from the one after `cursor`. Raises `HasLearner` for any other run."""
+        """Yield scored episodes of a run that exports, after the one at `cursor`. Raises `HasLearner` for any other run."""
         request = run_pb2.StreamSamplesRequest(run=self.name, cursor=cursor)
-        async for message in self._client.stream("StreamSamples", request):
-            yield message
+        async with aclosing(self.gateway.stream("StreamSamples", request)) as messages:
+            async for message in messages:
+                yield message
 
     async def stop(self, reason: str = "") -> None:
-        """Stops the run: nothing new is admitted, trainers are told."""
-        await self._client.ask("StopRun", run_pb2.StopRunRequest(run=self.name, reason=reason))
+        """Stop the run. The coordinator admits nothing new and sends trainers the command to stop."""
+        request = run_pb2.StopRunRequest(run=self.name, reason=reason)
+        await self.ask("StopRun", request)

@@ -1,29 +1,31 @@
-"""One trainer's place in a run, from its attach until another takes it.
+"""`Trainer`: the session of one trainer in a run, from its attach until another trainer attaches.
 
-The order of calls is the caller's (docs/trainers.md); what it must not forget is done here: one lease at a time, renewed in the
-background until it is committed, released or lost, and given back when the caller leaves a batch without committing it.
+The caller decides the order of calls (docs/trainers.md). The session keeps one lease at a time, renews it in the background until it is
+committed, released or lost, and releases it when the caller leaves a batch without a commit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from rollmesh.client.batch import Batch, BatchSample
+from rollmesh.client.batch import Batch, BatchAssembler, BatchLease
+from rollmesh.client.calls import RunCalls
+from rollmesh.client.renewal import Renewal
 from rollmesh.client.tensors import Array, write_safetensors
-from rollmesh.shared.clients.renewal import Renewal
-from rollmesh.shared.clients.trainer import Attached, Committed, TrainerClient
-from rollmesh.shared.clock import Clock
-from rollmesh.shared.errors import FailedPrecondition, MeshError, PayloadLost, RunEnded
-from rollmesh.shared.ledger_head import EMPTY
+from rollmesh.shared.errors import FailedPrecondition, MeshError, NotUploaded, RunEnded
+from rollmesh.shared.ledger_head import EMPTY, LedgerHead
+from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.versions import PolicyVersion
-from rollmesh.shared.weights.manifest import build_manifest
-from rollmesh.v1 import run_pb2, weights_pb2
+from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, version_owner
+from rollmesh.shared.weights.transfer import TransferConfig, upload
+from rollmesh.v1 import events_pb2, run_pb2, types_pb2, weights_pb2
 
 WAIT_S = 20.0
 WEIGHTS_NAME = "model.safetensors"
@@ -35,20 +37,42 @@ class NoBatch(FailedPrecondition):
     reason = "NO_BATCH"
 
 
-class Trainer:
-    """Made by `Run.attach`; an async context. Used by one task."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """The reply to an attach; see AttachTrainerResponse."""
 
-    def __init__(self, verbs: TrainerClient, attached: Attached, *, digest: str, clock: Clock) -> None:
+    trainer_epoch: int
+    next_update: int
+    incarnation: int
+    resolution: str
+    """CONTINUED, ROLLED_FORWARD or ROLLED_BACK."""
+    lease_s: float
+    spec: events_pb2.RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """Digest after the update, and the head of the ledger that contains its commit: store both in the checkpoint."""
+
+    digest: str
+    head: LedgerHead
+
+
+class Trainer:
+    """Created by `Run.attach`; an async context. Used by one task."""
+
+    def __init__(self, run: RunCalls, attached: Attached, *, digest: str, depot: str) -> None:
         self.attached = attached
-        """Epoch, incarnation, how the past was resolved, the run's spec."""
+        """Epoch, incarnation, resolution of samples in doubt, spec of the run."""
         self.update = attached.next_update - 1
         """Last committed update."""
         self.digest = digest
         """Commit digest after it."""
         self.head = EMPTY
         """Head of the ledger at the last commit of this trainer; store it beside the digest, for `rollmesh audit --head`."""
-        self._verbs = verbs
-        self._clock = clock
+        self._run = run
+        self._gateway = run.gateway
+        self._depot = depot
         self._lease_id = ""
         self._renewal: Renewal | None = None
 
@@ -59,21 +83,18 @@ class Trainer:
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with suppress(
-                MeshError
-            ):  # a lease that is not given back is in doubt until the next attach, which returns it
+            with suppress(MeshError):  # a lease that cannot be released is in doubt until the next attach
                 if self._lease_id:
                     await self.release()
         finally:
-            await self._end_renewal()
-            await self._verbs.__aexit__(kind, err, trace)
+            await self.abandon()
 
     # Batches ----------------------------------------------------------------------------------------------------------
 
     async def batches(self, *, on_wait: Callable[[str], None] | None = None) -> AsyncGenerator[Batch]:
-        """The batch of one update after the other, until the run ends. `on_wait` is told what a batch waits for.
+        """Yield the batch of one update after the other, until the run ends. `on_wait` gets the reason of a wait.
 
-        Commit or release a batch before asking for the next; one left open is released. Raises `Fenced`, `LeaseExpired`.
+        Commit or release a batch before the next; an open one is released. Raises `Fenced`, `LeaseExpired`.
         """
         with suppress(RunEnded):
             while True:
@@ -87,98 +108,125 @@ class Trainer:
         on_wait: Callable[[str], None] | None = None,
         geometry: run_pb2.BatchGeometry | None = None,
     ) -> Batch | None:
-        """The next update's batch, or None after `wait_s` seconds (at most 60). Raises `RunEnded`, `Fenced`, `LeaseExpired`."""
+        """Lease and fetch the next update's batch, or return None after `wait_s` seconds (at most 60). Raises like `lease` and `fetch`."""
+        lease = await self.lease(wait_s=wait_s, geometry=geometry)
+        if isinstance(lease, BatchLease):
+            return await self.fetch(lease)
+        if on_wait is not None:
+            on_wait(lease)
+        return None
+
+    async def lease(self, *, wait_s: float, geometry: run_pb2.BatchGeometry | None = None) -> BatchLease | str:
+        """Lease the next update's batch, or return what it waits for after `wait_s` seconds (at most 60).
+
+        Raises `RunEnded`, `Fenced`, `LeaseExpired`, `NotPublished`.
+        """
         if self._lease_id:
             await self.release()
-        reply = await self._verbs.ask_batch(self.update + 1, wait_s=wait_s, geometry=geometry)
+        update, limit_s = self.update + 1, wait_s + self._gateway.config.call_s
+        request = run_pb2.LeaseBatchRequest(**self._holding(), update=update, wait_s=wait_s, geometry=geometry)
+        reply: run_pb2.LeaseBatchResponse = await self._run.ask("LeaseBatch", request, limit_s)
         if not reply.lease_id:
-            if on_wait is not None:
-                on_wait(reply.waiting_for)
-            return None
+            return reply.waiting_for or "a batch"
         self._lease_id = reply.lease_id
-        self._renewal = Renewal(self._verbs.renew, reply.lease_id, lease_s=reply.lease_s, clock=self._clock)
+        self._renewal = Renewal(self._renew, reply.lease_id, lease_s=reply.lease_s, clock=self._gateway.clock)
         await self._renewal.__aenter__()
-        return await self._fetch(reply)
-
-    async def _fetch(self, lease: run_pb2.LeaseBatchResponse) -> Batch:
-        found: dict[str, BatchSample] = {}
-        unreadable: dict[str, str] = {}
-
-        async def receive() -> None:
-            leased = {sample.meta.sample_id: sample for sample in lease.samples}
-            async with aclosing(self._verbs.episodes(lease.lease_id, lease.samples)) as episodes:
-                async for message in episodes:
-                    if message.HasField("failure"):
-                        unreadable.update(dict.fromkeys(message.sample_ids, message.failure.reason))
-                        continue
-                    found.update({name: BatchSample(leased[name], message.episode) for name in message.sample_ids})
-
-        await self._verbs.persist(receive)
-        names = [sample.meta.sample_id for sample in lease.samples]
-        if missing := [name for name in names if name not in found and name not in unreadable]:
-            raise PayloadLost(
-                f"{len(missing)} leased samples did not arrive, first {missing[0]}; release and lease again"
-            )
-        return Batch(
-            update=self.update + 1,
-            lease_id=lease.lease_id,
-            samples=[found[name] for name in names if name in found],
-            unreadable=unreadable,
-            groups=list(lease.groups),
+        return BatchLease(
+            update=update, lease_id=reply.lease_id, samples=list(reply.samples), groups=list(reply.groups)
         )
+
+    async def fetch(self, lease: BatchLease, *, on_first: Callable[[], Awaitable[None]] | None = None) -> Batch:
+        """Fetch the episodes of a lease. `on_first` is awaited when the first has arrived. Raises `PayloadLost`, `UnknownLease`."""
+        request = run_pb2.FetchSamplesRequest(
+            run=self._run.name, trainer_epoch=self.attached.trainer_epoch, lease_id=lease.lease_id, num_shards=1
+        )
+
+        async def receive() -> Batch:
+            batch, num = BatchAssembler(lease), 0
+            stream = self._gateway.stream("FetchSamples", request, self._gateway.config.fetch_s)
+            async with aclosing(stream) as episodes:
+                async for message in episodes:
+                    batch.add(message)
+                    num += 1
+                    if num == 1 and on_first is not None:
+                        await on_first()
+            return batch.finish()
+
+        return await self._run.retry(receive)
 
     async def commit(
         self, batch: Batch, *, dropped: Mapping[str, str] | None = None, applied: bool = True
     ) -> Committed:
-        """Commits the batch's update; `dropped` says why samples were left out, `applied=False` that no weight changed.
+        """Commit the update of the batch. `dropped` gives the reason for each unused sample; `applied=False` means unchanged weights.
 
-        Keep digest and head in the checkpoint. Raises `LeaseExpired`, `UnknownLease`, `Fenced`, `BeyondBound`, `CommitConflict`: the update
-        does not count then, go back to the checkpoint and attach again.
+        Store digest and head in the checkpoint. Raises `LeaseExpired`, `UnknownLease`, `Fenced`, `BeyondBound`, `CommitConflict`: the
+        update does not count then; return to the checkpoint and attach again.
         """
         self._check_open(batch.lease_id)
-        fates: dict[str, str | None] = {sample.sample_id: None for sample in batch.samples}
-        fates |= batch.unreadable
-        fates |= dict(dropped or {})
-        committed = await self._verbs.commit_update(batch.update, batch.lease_id, fates, applied=applied)
-        self._lease_id = ""
-        await self._end_renewal()
-        self.update, self.digest, self.head = batch.update, committed.digest, committed.head
-        return committed
+        used: dict[str, str | None] = {sample.sample_id: None for sample in batch.samples}
+        request = run_pb2.CommitUpdateRequest(
+            **self._holding(),
+            update=batch.update,
+            lease_ids=[batch.lease_id],
+            samples=disposed_samples({**used, **batch.unreadable, **(dropped or {})}),
+            outcome=outcome_of(applied),
+        )
+        reply: run_pb2.CommitUpdateResponse = await self._run.ask("CommitUpdate", request)
+        await self.abandon()
+        self.update, self.digest = batch.update, reply.digest
+        self.head = LedgerHead(position=reply.ledger_position, hash=reply.ledger_hash)
+        return Committed(digest=self.digest, head=self.head)
 
     async def release(self) -> None:
-        """Gives the open batch back unused."""
-        self._check_open(self._lease_id)
-        lease_id, self._lease_id = self._lease_id, ""
-        await self._end_renewal()
-        await self._verbs.release(lease_id)
+        """Release the open batch unused."""
+        lease_id = self._lease_id
+        self._check_open(lease_id)
+        await self.abandon()
+        await self._run.ask("ReleaseBatch", run_pb2.ReleaseBatchRequest(**self._holding(), lease_id=lease_id))
+
+    async def abandon(self) -> None:
+        """Stop renewing the open batch without a release, as a crash does: its samples are in doubt until the next attach."""
+        self._lease_id = ""
+        renewal, self._renewal = self._renewal, None
+        if renewal is not None:
+            await renewal.__aexit__(None, None, None)
 
     def check(self) -> None:
-        """Raises why the open batch is lost, if it is: a long update need not be finished then."""
+        """Raise the cause if the lease of the open batch is lost. A long update can stop early then."""
         if self._renewal is not None:
             self._renewal.check()
 
     def _check_open(self, lease_id: str) -> None:
         if not self._lease_id or lease_id != self._lease_id:
-            raise NoBatch(f"batch {lease_id or '(none)'} is not open; commit what `batches` gave last")
+            raise NoBatch(f"batch {lease_id or '(none)'} is not open; commit the last one that `batches` yielded")
 
-    async def _end_renewal(self) -> None:
-        renewal, self._renewal = self._renewal, None
-        if renewal is not None:
-            await renewal.__aexit__(None, None, None)
+    async def _renew(self, lease_id: str) -> float:
+        """Return the seconds until the lease expires now. Raises `UnknownLease`, `Fenced`, `LeaseExpired`."""
+        request = run_pb2.RenewBatchRequest(**self._holding(), lease_id=lease_id)
+        reply: run_pb2.RenewBatchResponse = await self._run.ask("RenewBatch", request)
+        return reply.lease_s
 
     # Checkpoints and weights ------------------------------------------------------------------------------------------
 
+    @property
+    def version(self) -> PolicyVersion:
+        """The version of the weights after the last committed update, without digest."""
+        return PolicyVersion(policy=self._run.policy, step=self.update, incarnation=self.attached.incarnation)
+
     async def report_checkpoint(self) -> None:
-        """Says that a checkpoint with the last committed update and its digest is durable."""
-        await self._verbs.report_checkpoint(update=self.update, digest=self.digest)
+        """Report that a checkpoint with the last committed update and its digest is durable.
+
+        Raises `Fenced`, `DigestMismatch`, `UnknownUpdate`.
+        """
+        request = run_pb2.ReportCheckpointRequest(**self._holding(), update=self.update, digest=self.digest)
+        await self._run.ask("ReportCheckpoint", request)
 
     async def publish(
         self, weights: Mapping[str, Array] | Path, *, probes: tuple[weights_pb2.WeightProbe, ...] = ()
     ) -> PolicyVersion:
-        """Uploads the weights after the last committed update, and announces them. Repeatable.
+        """Upload the weights after the last committed update and announce them. Repeatable.
 
-        `weights` are tensors by name, as `Tensor` or numpy array, or a safetensors file. Raises `Fenced`, `WrongVersion`,
-        `VersionConflict`, `DiskFull`.
+        `weights` are tensors by name, as `Tensor` or numpy array, or a safetensors file. Raises like `publish_manifest`.
         """
         with tempfile.TemporaryDirectory(prefix="rollmesh-") as folder:
             path = Path(folder) / WEIGHTS_NAME
@@ -187,11 +235,55 @@ class Trainer:
             else:
                 await asyncio.to_thread(write_safetensors, weights, path)
             built = await asyncio.to_thread(build_manifest, {WEIGHTS_NAME: path}, probes=probes)
-            version = PolicyVersion(
-                policy=self._verbs.where.policy,
-                step=self.update,
-                incarnation=self.attached.incarnation,
-                weights_digest=built.weights_digest,
-            )
-            await self._verbs.publish_weights(version, built)
-        return version
+            return await self.publish_manifest(built)
+
+    async def publish_manifest(
+        self, built: BuiltManifest, *, transfer: TransferConfig | None = None, attempts_max: int = 3
+    ) -> PolicyVersion:
+        """Upload the weights in `built` as `version` and announce them. Repeatable.
+
+        Raises `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`; `NotUploaded` if the depot loses them `attempts_max` times.
+        """
+        now = self.version
+        version = types_pb2.PolicyVersion(
+            policy=now.policy, step=now.step, incarnation=now.incarnation, weights_digest=built.weights_digest
+        )
+        request = run_pb2.PublishVersionRequest(
+            run=self._run.name,
+            learner=self._run.learner,
+            trainer_epoch=self.attached.trainer_epoch,
+            version=version,
+        )
+        for attempt in range(1, attempts_max + 1):
+            await self._run.retry(lambda: self._upload(now, built, transfer))
+            try:
+                await self._run.ask("PublishVersion", request)
+                break
+            except NotUploaded:
+                if attempt == attempts_max:
+                    raise
+        return PolicyVersion(
+            policy=now.policy, step=now.step, incarnation=now.incarnation, weights_digest=built.weights_digest
+        )
+
+    async def _upload(self, version: PolicyVersion, built: BuiltManifest, transfer: TransferConfig | None) -> None:
+        # The depot may have moved. While the coordinator does not know it, it is expected back at its last address.
+        self._depot = (await self._run.state_now()).weights_address or self._depot
+        async with open_channel(self._depot, access=self._gateway.access) as channel:
+            await upload(channel, built, owner=version_owner(version, self._run.name), config=transfer)
+
+    def _holding(self) -> dict[str, Any]:
+        return {**self._run.names(), "trainer_epoch": self.attached.trainer_epoch}
+
+
+def disposed_samples(dispositions: Mapping[str, str | None]) -> list[run_pb2.DisposedSample]:
+    """Encode sample id -> reason for dropping it, or None for a sample that was used."""
+    used, dropped = run_pb2.SAMPLE_DISPOSITION_USED, run_pb2.SAMPLE_DISPOSITION_DROPPED
+    return [
+        run_pb2.DisposedSample(sample_id=name, disposition=used if reason is None else dropped, reason=reason or "")
+        for name, reason in dispositions.items()
+    ]
+
+
+def outcome_of(applied: bool) -> run_pb2.UpdateOutcome.ValueType:
+    return run_pb2.UPDATE_OUTCOME_APPLIED if applied else run_pb2.UPDATE_OUTCOME_SKIPPED

@@ -205,8 +205,8 @@ def _rollout(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
 
 
 def _learner(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+    from rollmesh.client import RunAddress
     from rollmesh.services.learner.node import LearnerNode
-    from rollmesh.shared.clients.trainer import RunAddress
 
     run = layout.config.run
     where = RunAddress(

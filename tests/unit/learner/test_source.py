@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollmesh.services.learner.source import BatchAssembler
+from rollmesh.client.batch import Batch, BatchAssembler, BatchLease, BatchSample
+from rollmesh.services.learner.source import decode_batch
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_rewards, encode_sample
 from rollmesh.shared.errors import PayloadLost
@@ -59,12 +60,16 @@ def payload(made: Episode) -> run_pb2.FetchSamplesResponse:
     return run_pb2.FetchSamplesResponse(episode=encode_episode(made), sample_ids=[s.sample_id for s in made.samples])
 
 
+def assembler(samples: list[run_pb2.LeasedSample]) -> BatchAssembler:
+    return BatchAssembler(BatchLease(update=1, lease_id="b", samples=samples, groups=[]))
+
+
 def test_samples_come_in_the_order_of_the_lease_however_they_arrive() -> None:
     made = [episode(name, given(-1), sampled(0, 3)) for name in "abc"]
-    batch = BatchAssembler([leased(e) for e in made])
+    batch = assembler([leased(e) for e in made])
     for one in reversed(made):
         batch.add(payload(one))
-    assert [s.sample.sample_id for s in batch.finish().samples] == ["a", "b", "c"]
+    assert [s.sample.sample_id for s in decode_batch(batch.finish()).samples] == ["a", "b", "c"]
 
 
 def test_a_sample_has_its_path_the_sampling_parameters_and_the_lease_s_rewards() -> None:
@@ -73,9 +78,10 @@ def test_a_sample_has_its_path_the_sampling_parameters_and_the_lease_s_rewards()
     one = leased(made, branches[1], staleness=-1)
     one.meta.rewards.extend(encode_rewards([Reward(name="correct", value=1.0)]))
     one.meta.trainable = True
-    batch = BatchAssembler([one])
-    batch.add(payload(made))
-    (sample,) = batch.finish().samples
+    given_batch = Batch(
+        update=1, lease_id="b", samples=[BatchSample(one, encode_episode(made))], unreadable={}, groups=[]
+    )
+    (sample,) = decode_batch(given_batch).samples
     assert [s.version.step if s.version else None for s in sample.segments] == [None, 4]
     assert sample.sampling_params[sample.segments[1].sampling].temperature == 0.5
     assert (sample.sample.rewards[0].value, sample.sample.trainable, sample.staleness) == (1.0, True, None)
@@ -93,23 +99,23 @@ def test_the_mask_takes_the_loss_of_older_tokens_of_the_policy_and_of_nothing_el
         given(4, Source.TOOL),
         sampled(5, 4),
     )
-    batch = BatchAssembler([leased(made, below=3)])
+    batch = assembler([leased(made, below=3)])
     batch.add(payload(made))
-    segments = batch.finish().samples[0].segments
+    segments = decode_batch(batch.finish()).samples[0].segments
     assert [s.num_trainable for s in segments] == [0, 0, 2, 2, 2, 0, 2]
     np.testing.assert_array_equal(segments[1].token_ids, [5, 6, 7])
 
 
 def test_no_mask_leaves_step_0_alone() -> None:
     made = episode("e", given(-1), sampled(0, 0))
-    batch = BatchAssembler([leased(made, below=0)])
+    batch = assembler([leased(made, below=0)])
     batch.add(payload(made))
-    assert batch.finish().samples[0].segments[1].num_trainable == 2
+    assert decode_batch(batch.finish()).samples[0].segments[1].num_trainable == 2
 
 
 def test_a_leased_sample_that_does_not_arrive_is_a_lost_payload() -> None:
     made = [episode(name, given(-1), sampled(0, 3)) for name in "ab"]
-    batch = BatchAssembler([leased(e) for e in made])
+    batch = assembler([leased(e) for e in made])
     batch.add(payload(made[0]))
     with pytest.raises(PayloadLost, match="first b"):
         batch.finish()
@@ -117,7 +123,7 @@ def test_a_leased_sample_that_does_not_arrive_is_a_lost_payload() -> None:
 
 def test_payloads_that_do_not_hold_what_was_leased_are_unreadable(caplog: pytest.LogCaptureFixture) -> None:
     good, malformed, other_leaf, absent = (episode(name, given(-1), sampled(0, 3)) for name in "abcd")
-    batch = BatchAssembler([leased(e) for e in (good, malformed, other_leaf, absent)])
+    batch = assembler([leased(e) for e in (good, malformed, other_leaf, absent)])
     broken = payload(malformed)
     broken.episode.segments[1].logprobs = b"\0\0\0"
     moved = payload(other_leaf)
@@ -126,15 +132,15 @@ def test_payloads_that_do_not_hold_what_was_leased_are_unreadable(caplog: pytest
     empty.episode.samples.clear()
     for message in (payload(good), broken, moved, empty):
         batch.add(message)
-    fetched = batch.finish()
+    fetched = decode_batch(batch.finish())
     assert [s.sample.sample_id for s in fetched.samples] == ["a"]
-    assert fetched.unreadable == dict.fromkeys("bcd", "UNREADABLE")
-    assert "logprobs" in next(text for text in caplog.messages if text.startswith("cannot train on b,"))
+    assert fetched.unreadable == {"b": "UNREADABLE", "c": "METADATA_MISMATCH", "d": "METADATA_MISMATCH"}
+    assert "logprobs" in next(text for text in caplog.messages if "id=b " in text)
 
 
 def test_samples_that_are_not_leased_are_passed_over() -> None:
     both = (Sample(sample_id="mine", leaf=1), Sample(sample_id="other", leaf=1))
     made = episode("e", given(-1), sampled(0, 3), samples=both)
-    batch = BatchAssembler([leased(made, both[0])])
+    batch = assembler([leased(made, both[0])])
     batch.add(payload(made))
-    assert [s.sample.sample_id for s in batch.finish().samples] == ["mine"]
+    assert [s.sample.sample_id for s in decode_batch(batch.finish()).samples] == ["mine"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from rollmesh.client import Client, RunAddress
 from rollmesh.services.learner.commands import Commands
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import LearnerConfig
@@ -21,9 +22,7 @@ from rollmesh.services.learner.loop import run_learner
 from rollmesh.services.learner.metrics_log import MetricsLog
 from rollmesh.services.learner.progress import Progress
 from rollmesh.services.learner.publisher import Publisher
-from rollmesh.services.learner.run_client import RunClient
 from rollmesh.services.learner.trainer_session import DataSnapshot, Parts
-from rollmesh.shared.clients.trainer import RunAddress
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.fault_points import Hook, noop
 from rollmesh.shared.joined_node import JoinedNode
@@ -68,14 +67,19 @@ class LearnerNode(JoinedNode):
         stack.callback(metrics.close)
         compute = ComputeThread(folder)
         stack.push_async_callback(compute.close, config.stop_s)
-        client = await stack.enter_async_context(RunClient(self._where, config.retry, self.clock))
-        commands = await stack.enter_async_context(Commands(client, config.retry, self.clock, self.progress))
+        where = self._where
+        client = await stack.enter_async_context(
+            Client(where.address, token=where.access.token, tls=where.access.tls, retry=config.retry, clock=self.clock)
+        )
+        run = client.run(where.run, policy=where.policy, learner=where.learner)
+        commands = await stack.enter_async_context(Commands(run, config.retry, self.clock, self.progress))
         self._parts = Parts(
             config=config,
-            client=client,
+            run=run,
+            holder=where.holder,
             compute=compute,
             commands=commands,
-            publisher=Publisher(client, compute, config.publish, folder / "publishing"),
+            publisher=Publisher(compute, config.publish, folder / "publishing"),
             metrics=metrics,
             progress=self.progress,
             clock=self.clock,

@@ -7,7 +7,7 @@ announced, and reused as long as it names the same chunks.
 
 Probes are token sequences from the first batch ever trained, kept in a file too. Before there is one (step 0), they are drawn
 from the vocabulary.
-Collaborators: `engine` (weights, log-probs), `shared.weights` (manifest, upload), `run_client` (PublishVersion).
+Collaborators: `engine` (weights, log-probs), `shared.weights` (manifest, upload), `client.Trainer` (PublishVersion).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from rollmesh.client import Trainer
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import PublishConfig
 from rollmesh.services.learner.engine import TrainerEngine
-from rollmesh.services.learner.run_client import RunClient
 from rollmesh.shared.errors import InvalidInput, WeightsRejected
 from rollmesh.shared.trajectory import IntArray, TrainingSample
 from rollmesh.shared.versions import PolicyVersion
@@ -37,31 +37,23 @@ _SYNTHETIC_TOKENS = 32
 class Publisher:
     """Publishes versions of one learner; `folder` is its own and kept over restarts."""
 
-    def __init__(self, client: RunClient, compute: ComputeThread, config: PublishConfig, folder: Path) -> None:
-        self._client = client
+    def __init__(self, compute: ComputeThread, config: PublishConfig, folder: Path) -> None:
         self._compute = compute
         self._config = config
         self._folder = folder
 
-    async def publish(self, engine: TrainerEngine, version: PolicyVersion) -> PolicyVersion:
-        """Uploads and announces the engine's present weights as `version`; returns it with its digest. Repeatable.
+    async def publish(self, trainer: Trainer, engine: TrainerEngine) -> PolicyVersion:
+        """Upload and announce the engine's current weights as `trainer.version`; return it with its digest. Repeatable.
 
         Raises `Fenced`, `WrongVersion`, `VersionConflict`, `DiskFull`; `NotUploaded` if the depot keeps losing it.
         """
         scratch = self._folder / "files"
         try:
-            built = await self._compute.run(lambda: self._build(engine, version, scratch))
-            named = PolicyVersion(
-                policy=version.policy,
-                step=version.step,
-                incarnation=version.incarnation,
-                weights_digest=built.weights_digest,
-            )
+            built = await self._compute.run(lambda: self._build(engine, trainer.version, scratch))
             config = self._config
-            await self._client.publish_weights(named, built, transfer=config.transfer, attempts_max=config.attempts_max)
+            return await trainer.publish_manifest(built, transfer=config.transfer, attempts_max=config.attempts_max)
         finally:
             await self._compute.run(lambda: shutil.rmtree(scratch, ignore_errors=True))
-        return named
 
     def note_samples(self, samples: Sequence[TrainingSample]) -> None:
         """Takes the probes from these samples unless there are some already. Called in the compute thread."""

@@ -1,87 +1,74 @@
-"""A leased batch as training samples: metadata of the lease and payloads of the fetch, put together.
+"""A fetched batch as training samples.
 
-The lease decides what may be trained, with which rewards and which tokens masked; the payload only brings the tokens.
-Samples come out in the order of the lease, however the payloads arrived: the trainer's minibatches depend on the order.
-A payload that cannot be read costs its own samples, not the run: they are named in `unreadable` and are to be dropped.
+The lease decides which samples may be trained, with which rewards and which masked tokens; the payload only has the tokens. Samples keep
+the order of the lease, because the trainer's minibatches depend on it. If a payload cannot be decoded, only its samples are dropped.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollmesh.shared.codec.trajectory import decode_episode, decode_rewards
-from rollmesh.shared.errors import InvalidInput, PayloadLost
-from rollmesh.shared.trajectory import Episode, Sample, Segment, Source, TrainingSample
-from rollmesh.v1 import run_pb2
+from rollmesh.client import Batch
+from rollmesh.shared.codec.trajectory import decode_episode, decode_group_context, decode_rewards
+from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.trajectory import Episode, GroupContext, Segment, Source, TrainingSample
+from rollmesh.v1 import run_pb2, types_pb2
 
 UNREADABLE = "UNREADABLE"
-"""Reason of samples whose payload is malformed, or does not hold them as the lease says. The gateway names other reasons."""
+"""Reason of samples whose payload is malformed or contradicts the lease. The client and the gateway use other reasons."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
-    """What a lease brought. Every leased sample is in exactly one of the two."""
+class DecodedBatch:
+    """The contents of a batch. Every leased sample is either in `samples` or in `unreadable`."""
 
-    samples: list[TrainingSample] = field(default_factory=list)
-    unreadable: dict[str, str] = field(default_factory=dict)
+    samples: list[TrainingSample]
+    unreadable: Mapping[str, str]
     """Sample id -> the reason to drop it with."""
-    traceparents: tuple[str, ...] = ()
+    groups: tuple[GroupContext, ...]
+    traceparents: tuple[str, ...]
     """Contexts of the episodes that are traced."""
 
 
-class BatchAssembler:
-    """Takes the messages of one fetch."""
-
-    def __init__(self, leased: Sequence[run_pb2.LeasedSample]) -> None:
-        self._leased = {sample.meta.sample_id: sample for sample in leased}
-        self._found: dict[str, TrainingSample] = {}
-        self._unreadable: dict[str, str] = {}
-        self._traceparents: list[str] = []
-
-    def add(self, message: run_pb2.FetchSamplesResponse) -> None:
-        """Takes one episode. Samples of it that are not leased are passed over."""
-        wanted = [sample_id for sample_id in message.sample_ids if sample_id in self._leased]
-        if message.HasField("failure"):
-            self._drop(wanted, message.failure.reason or UNREADABLE, message.failure.message)
-            return
+def decode_batch(batch: Batch) -> DecodedBatch:
+    """Decode each episode once. Raises `InvalidInput` for a malformed group."""
+    episodes: dict[int, Episode | InvalidInput] = {}
+    samples, unreadable = [], dict(batch.unreadable)
+    for one in batch.samples:
+        if id(one.episode) not in episodes:
+            episodes[id(one.episode)] = _decode(one.episode)
+        episode = episodes[id(one.episode)]
         try:
-            episode = decode_episode(message.episode)
+            if isinstance(episode, InvalidInput):
+                raise episode
+            samples.append(_training_sample(one.leased, episode))
         except InvalidInput as err:
-            self._drop(wanted, UNREADABLE, err.message)
-            return
-        if episode.traceparent:
-            self._traceparents.append(episode.traceparent)
-        by_id = {sample.sample_id: sample for sample in episode.samples}
-        for sample_id in wanted:
-            try:
-                self._found[sample_id] = _training_sample(self._leased[sample_id], episode, by_id.get(sample_id))
-            except InvalidInput as err:
-                self._drop([sample_id], UNREADABLE, err.message)
-
-    def finish(self) -> Fetched:
-        """The whole batch, in the order of the lease. Raises `PayloadLost` if a sample did not arrive at all."""
-        missing = [s for s in self._leased if s not in self._found and s not in self._unreadable]
-        if missing:
-            raise PayloadLost(
-                f"{len(missing)} leased samples did not arrive, first {missing[0]}; release the batch and lease again",
-                sample_id=missing[0],
-            )
-        readable = [self._found[s] for s in self._leased if s in self._found]
-        return Fetched(readable, dict(self._unreadable), tuple(self._traceparents))
-
-    def _drop(self, samples: Sequence[str], reason: str, cause: str) -> None:
-        self._unreadable.update(dict.fromkeys(samples, reason))
-        _log.warning("cannot train on %s, dropped as %s: %s", ", ".join(samples), reason, cause)
+            unreadable[one.sample_id] = UNREADABLE
+            _log.warning("sample is unreadable and will be dropped: id=%s cause=%s", one.sample_id, err.message)
+    return DecodedBatch(
+        samples,
+        unreadable,
+        tuple(decode_group_context(g, f"groups[{i}]") for i, g in enumerate(batch.groups)),
+        tuple(e.traceparent for e in episodes.values() if isinstance(e, Episode) and e.traceparent),
+    )
 
 
-def _training_sample(leased: run_pb2.LeasedSample, episode: Episode, sample: Sample | None) -> TrainingSample:
+def _decode(message: types_pb2.Episode) -> Episode | InvalidInput:
+    try:
+        return decode_episode(message)
+    except InvalidInput as err:
+        return err
+
+
+def _training_sample(leased: run_pb2.LeasedSample, episode: Episode) -> TrainingSample:
     meta = leased.meta
+    sample = next((sample for sample in episode.samples if sample.sample_id == meta.sample_id), None)
     if sample is None or sample.leaf != meta.leaf:
         raise InvalidInput(f"episode {episode.key.episode} does not hold sample {meta.sample_id} as it was reported")
     rewards = decode_rewards(meta.rewards)
@@ -100,7 +87,7 @@ def _training_sample(leased: run_pb2.LeasedSample, episode: Episode, sample: Sam
 
 
 def _masked(segment: Segment, *, policy: str, below: int) -> Segment:
-    """Without loss if `policy` sampled it at a step below `below`. The bound is about a policy's own tokens alone."""
+    """Remove the loss if `policy` sampled the segment at a step below `below`. The bound concerns only the policy's own tokens."""
     version = segment.version
     if segment.source is not Source.POLICY or version is None or version.policy != policy or version.step >= below:
         return segment

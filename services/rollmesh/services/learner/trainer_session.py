@@ -19,6 +19,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from rollmesh.client import Batch, BatchLease, Run, Trainer
+from rollmesh.client.trainer import Attached, Committed
 from rollmesh.services.learner.commands import Commands
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import LearnerConfig
@@ -28,18 +30,15 @@ from rollmesh.services.learner.metrics import TOKENS, UPDATES, trained_tokens
 from rollmesh.services.learner.metrics_log import MetricsLog
 from rollmesh.services.learner.progress import Progress
 from rollmesh.services.learner.publisher import Publisher
-from rollmesh.services.learner.run_client import BatchLease, RunClient
-from rollmesh.services.learner.source import Fetched
+from rollmesh.services.learner.source import DecodedBatch, decode_batch
 from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateTrace
-from rollmesh.shared.clients.renewal import Renewal
-from rollmesh.shared.clients.trainer import Attached, Committed
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, VersionRefused, WrongUpdate
 from rollmesh.shared.fault_points import Hook
 from rollmesh.shared.retry import Backoff
 from rollmesh.shared.telemetry import log_context
 from rollmesh.shared.telemetry.metrics import count
-from rollmesh.shared.versions import PolicyVersion
+from rollmesh.shared.telemetry.tracing import now_ns
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +51,9 @@ class Parts:
     """What all tenures of a learner share."""
 
     config: LearnerConfig
-    client: RunClient
+    run: Run
+    holder: str
+    """Host and process of the learner, for messages of the coordinator."""
     compute: ComputeThread
     commands: Commands
     publisher: Publisher
@@ -75,10 +76,11 @@ async def begin_session(parts: Parts) -> TrainerSession:
             parts.progress.last_error = damage
             _log.error("%s", damage)
         position = restored.position
-        attached = await parts.client.attach(last_update=position.update, digest=position.digest)
+        trainer = await parts.run.attach(last_update=position.update, digest=position.digest, holder=parts.holder)
+    attached = trainer.attached
     if attached.next_update != position.update + 1:
         raise WrongUpdate(f"attached with update {position.update}, but {attached.next_update} is said to be next")
-    session = TrainerSession(parts, restored, attached)
+    session = TrainerSession(parts, restored, trainer)
     await session.publish()
     return session
 
@@ -86,8 +88,10 @@ async def begin_session(parts: Parts) -> TrainerSession:
 class TrainerSession:
     """The trainer's place, held with one trainer epoch. Made by `begin_session`."""
 
-    def __init__(self, parts: Parts, restored: Restored, attached: Attached) -> None:
+    def __init__(self, parts: Parts, restored: Restored, trainer: Trainer) -> None:
+        attached = trainer.attached
         self._parts = parts
+        self._trainer = trainer
         self._engine = restored.engine
         self._log = restored.log
         self._incarnation = attached.incarnation
@@ -100,6 +104,8 @@ class TrainerSession:
         self._published: list[str] = []
         """Versions published in this tenure, by the names that WatchRun gives them."""
         self._num_lost = 0
+        self._asked_ns = 0
+        """When the current batch was requested, on the clock of spans."""
         self._backoff = Backoff(parts.config.retry, parts.clock)
         progress = parts.progress
         progress.num_attached += 1
@@ -109,20 +115,23 @@ class TrainerSession:
 
     async def train(self) -> None:
         """Makes updates until the run ends or a stop is commanded, then finishes: last checkpoint, last version."""
-        while (lease := await self._lease()) is not None:
-            with log_context(update=str(lease.update), lease=lease.lease_id):
-                await self._update(lease)
-        if self._log.update > self._checkpointed:
-            await self._checkpoint()
-        if self._log.update > self._parts.progress.published_step:
-            await self.publish()
+        try:
+            while (lease := await self._lease()) is not None:
+                with log_context(update=str(lease.update), lease=lease.lease_id):
+                    await self._update(lease)
+            if self._log.update > self._checkpointed:
+                await self._checkpoint()
+            if self._log.update > self._parts.progress.published_step:
+                await self.publish()
+        finally:
+            # An open batch is in doubt now: the next attach compares the checkpoint with the ledger.
+            await self._trainer.abandon()
 
     async def publish(self) -> None:
         """Publishes the present weights."""
         parts = self._parts
-        version = PolicyVersion(policy=parts.client.where.policy, step=self._log.update, incarnation=self._incarnation)
         with parts.progress.during("publish"):
-            await parts.publisher.publish(self._engine, version)
+            version = await parts.publisher.publish(self._trainer, self._engine)
         parts.progress.published_step = version.step
         self._published.append(f"{version.policy}@{version.step}.{version.incarnation}")
         await parts.at(LearnerFaultPoint.PUBLISHED)
@@ -146,7 +155,8 @@ class TrainerSession:
     async def _lease_or_stop(self) -> BatchLease | str:
         """One request, given up for a stop. A lease granted meanwhile is in doubt until the next attach, which returns it."""
         parts = self._parts
-        asking = asyncio.create_task(parts.client.lease(self._log.update + 1, wait_s=parts.config.wait_s))
+        self._asked_ns = now_ns()
+        asking = asyncio.create_task(self._trainer.lease(wait_s=parts.config.wait_s))
         stopping = asyncio.create_task(parts.commands.stop.wait())
         try:
             await asyncio.wait([asking, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -172,7 +182,7 @@ class TrainerSession:
     async def _update(self, lease: BatchLease) -> None:
         parts = self._parts
         await parts.at(LearnerFaultPoint.LEASED)
-        with UpdateTrace(lease) as trace:
+        with UpdateTrace(lease, self._asked_ns, now_ns()) as trace:
             done = await self._train_and_commit(lease, trace)
         if done is None:
             return
@@ -187,41 +197,44 @@ class TrainerSession:
     ) -> tuple[StepResult, Committed, Mapping[str, str]] | None:
         """What came of it, and the reasons of unreadable samples; None if the batch was given back."""
         parts = self._parts
-        async with Renewal(parts.client.renew, lease.lease_id, lease_s=lease.lease_s, clock=parts.clock) as renewal:
-            fetched = await self._fetch(lease)
-            if fetched is None:
-                return None
-            trace.fetched(fetched.traceparents)
-            with trace.part(TRAIN):
-                result = await self._step(lease, fetched)
-            renewal.check()
-            await parts.at(LearnerFaultPoint.STEPPED)
-            with parts.progress.during("commit"), trace.part(COMMIT):
-                committed = await parts.client.commit(lease, result, fetched.unreadable)
-        return result, committed, fetched.unreadable
+        batch = await self._fetch(lease)
+        if batch is None:
+            return None
+        decoded = await parts.compute.run(lambda: decode_batch(batch))
+        trace.fetched(decoded.traceparents)
+        with trace.part(TRAIN):
+            result = await self._step(lease, decoded)
+        self._trainer.check()
+        await parts.at(LearnerFaultPoint.STEPPED)
+        dropped = {name: reason for name, reason in result.verdicts if reason is not None}
+        with parts.progress.during("commit"), trace.part(COMMIT):
+            committed = await self._trainer.commit(
+                batch, dropped={**dropped, **decoded.unreadable}, applied=result.applied
+            )
+        return result, committed, decoded.unreadable
 
-    async def _fetch(self, lease: BatchLease) -> Fetched | None:
+    async def _fetch(self, lease: BatchLease) -> Batch | None:
         """The samples, or None if a payload is lost: the batch is given back then, to be leased again without it."""
         parts = self._parts
         with parts.progress.during("fetch"):
             try:
-                fetched = await parts.client.fetch(lease, lambda: parts.at(LearnerFaultPoint.MID_FETCH))
+                batch = await self._trainer.fetch(lease, on_first=lambda: parts.at(LearnerFaultPoint.MID_FETCH))
             except PayloadLost as err:
                 self._num_lost += 1
                 parts.progress.waiting_for = str(err)
-                await parts.client.release(lease.lease_id)
+                await self._trainer.release()
                 if self._num_lost > parts.config.retry.restarts_max:
                     raise
                 await self._backoff.pause()
                 return None
         self._num_lost = 0
         self._backoff.reset()
-        return fetched
+        return batch
 
-    async def _step(self, lease: BatchLease, fetched: Fetched) -> StepResult:
+    async def _step(self, lease: BatchLease, batch: DecodedBatch) -> StepResult:
         def compute() -> StepResult:
-            self._parts.publisher.note_samples(fetched.samples)
-            return self._engine.update(lease.update, fetched.samples, lease.groups)
+            self._parts.publisher.note_samples(batch.samples)
+            return self._engine.update(lease.update, batch.samples, batch.groups)
 
         with self._parts.progress.during("train"):
             return await self._parts.compute.run(compute)
@@ -252,7 +265,7 @@ class TrainerSession:
         parts, update = self._parts, self._log.update
         position = Position(
             update=update,
-            policy=parts.client.where.policy,
+            policy=parts.run.policy,
             incarnation=self._incarnation,
             digest=self._log.digest,
             head=self._head,
@@ -261,13 +274,13 @@ class TrainerSession:
             snapshot = await self._data_snapshot()
             await parts.compute.run(lambda: self._engine.save(self._log, position, data_snapshot=snapshot))
             await parts.at(LearnerFaultPoint.MID_CHECKPOINT)
-            await parts.client.report_checkpoint(update=update, digest=position.digest)
+            await self._trainer.report_checkpoint()
         self._checkpointed = parts.progress.checkpoint_update = update
         await parts.at(LearnerFaultPoint.CHECKPOINTED)
 
     async def _data_snapshot(self) -> bytes:
         take, position = self._parts.data_snapshot, self._head.position
-        return b"" if take is None else await self._parts.client.persist(lambda: take(position))
+        return b"" if take is None else await self._parts.run.retry(lambda: take(position))
 
     def _report(self, result: StepResult, unreadable: Mapping[str, str]) -> None:
         parts = self._parts

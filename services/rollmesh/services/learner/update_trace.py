@@ -14,7 +14,7 @@ from typing import Self
 from opentelemetry.context import Context
 from opentelemetry.trace import Span, StatusCode
 
-from rollmesh.services.learner.run_client import BatchLease
+from rollmesh.client import BatchLease
 from rollmesh.shared.telemetry import tracing
 
 SERVICE = "learner"
@@ -24,8 +24,10 @@ LEASE, FETCH, TRAIN, COMMIT = "batch lease", "fetch", "train", "commit"
 class UpdateTrace:
     """Around one update. Does nothing until it is told of a traced episode."""
 
-    def __init__(self, lease: BatchLease) -> None:
-        self._lease = lease
+    def __init__(self, lease: BatchLease, asked_ns: int, leased_ns: int) -> None:
+        """`asked_ns` and `leased_ns` are the times of the request and of its reply, on the clock of spans."""
+        self._asked_ns = asked_ns
+        self._leased_ns = leased_ns
         self._attributes: tracing.Attributes = {"rollmesh.update": lease.update, "rollmesh.lease": lease.lease_id}
         self._span: Span | None = None
         self._episodes: list[Context] = []
@@ -45,14 +47,14 @@ class UpdateTrace:
         """The batch is here; these of its episodes are traced."""
         if not traceparents or not tracing.is_on():
             return
-        lease, now_ns = self._lease, tracing.now_ns()
+        now_ns = tracing.now_ns()
         found = (tracing.parent_of(parent) for parent in traceparents)
         self._episodes = [context for context in found if context is not None]
-        self._span = tracing.begin_update("update", SERVICE, lease.asked_ns, self._attributes, self._episodes)
+        self._span = tracing.begin_update("update", SERVICE, self._asked_ns, self._attributes, self._episodes)
         if self._span is not None:
-            tracing.record(self._span, LEASE, SERVICE, lease.asked_ns, lease.leased_ns)
-            tracing.record(self._span, FETCH, SERVICE, lease.leased_ns, now_ns)
-            self._tell(LEASE, lease.asked_ns, lease.leased_ns)
+            tracing.record(self._span, LEASE, SERVICE, self._asked_ns, self._leased_ns)
+            tracing.record(self._span, FETCH, SERVICE, self._leased_ns, now_ns)
+            self._tell(LEASE, self._asked_ns, self._leased_ns)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:

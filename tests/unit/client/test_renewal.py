@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollmesh.shared.clients.renewal import Renewal
+from rollmesh.client.renewal import Renewal
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import LeaseExpired
 
