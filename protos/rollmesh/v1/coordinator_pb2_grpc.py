@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CoordinatorServiceStub(object):
-    """Admission, leases, bound, ledger, fleet. Its address and a token are enough to join. It also serves RunService (decisions).
+    """Admission, leases, bound, ledger and fleet. A node needs only its address and a token to join. The coordinator also serves the
+    decisions of RunService.
     """
 
     def __init__(self, channel):
@@ -88,59 +89,60 @@ class CoordinatorServiceStub(object):
 
 
 class CoordinatorServiceServicer(object):
-    """Admission, leases, bound, ledger, fleet. Its address and a token are enough to join. It also serves RunService (decisions).
+    """Admission, leases, bound, ledger and fleet. A node needs only its address and a token to join. The coordinator also serves the
+    decisions of RunService.
     """
 
     def Join(self, request_iterator, context):
-        """The life of a node: hello first, reports up every heartbeat_s, commands down. The stream's end makes the node SUSPECT and,
-        after the grace, DEAD: its episode leases are given to others.
-        Ordering: commands are in order; a node that joins again with the same id replaces its older stream.
+        """The lifecycle of a node. The node MUST send a hello first and then a report every heartbeat_s. The coordinator sends commands. The
+        end of the stream makes the node SUSPECT and, after the grace period, DEAD. Other workers then get its episodes.
+        Ordering: commands are in order. A node that joins again with the same id replaces its older stream.
         Errors:
-        INVALID_ARGUMENT: first message is no hello, or kind or address is missing.
+        INVALID_ARGUMENT: the first message is not a hello, or kind or address is missing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AcquireRollouts(self, request, context):
-        """Leases episodes to a worker, waits up to wait_s for work. Not idempotent: an unseen answer's leases expire by themselves.
+        """Leases episodes to a worker. Waits up to wait_s for work. Not idempotent: the leases of a lost response expire.
         Errors:
         NOT_FOUND UNKNOWN_NODE: Join first.
-        FAILED_PRECONDITION DRAINING: the node is draining; ask for nothing more.
+        FAILED_PRECONDITION DRAINING: the node is draining; do not call again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExtendGroup(self, request, context):
-        """Adds episodes to a group inside its budget. Answered UNIMPLEMENTED in this version.
+        """Not implemented: UNIMPLEMENTED. Would add episodes to a group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RenewLeases(self, request, context):
-        """Renews episode leases by a full term and learns which to give up. Idempotent.
+        """Renews episode leases by a full term, and returns those that the worker no longer holds. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportEpisodes(self, request, context):
-        """Reports finished episodes: payload first (its sequence is in the report), then this. Idempotent by (episode, attempt).
-        A lease that expired meanwhile is still accepted if its episode was not given away. Results are per report, and one report never
+        """Reports finished episodes. The worker MUST store the payload first; the report has its sequence. Idempotent by (episode, attempt).
+        A lease that has expired is still accepted if no other worker has the episode. Results are per report, and one report never
         affects another of the same request:
-        UNKNOWN_LEASE: the episode went to another worker or ended, or the lease id is not that of (episode, attempt); forget it.
-        INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than the lease's, weights
-        that were never published. The text names the field. The attempt counts as an infra failure; do not repeat the report.
+        UNKNOWN_LEASE: another worker has the episode, it has ended, or the lease id is not that of (episode, attempt); discard it.
+        INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than that of the lease,
+        or weights that were never published. The text names the field. The attempt counts as an infra failure; do not repeat the report.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops giving work to a node and tells it to finish or hand over what it has, and to leave. Idempotent. Leaving shows in GetFleet:
-        the node is DEAD, or no longer listed. The gateway forwards it.
+        """Drains a node: it gets no new work, finishes or transfers its work, and leaves. Idempotent. After that GetFleet lists the node as
+        DEAD, or not at all. The gateway forwards this call.
         Errors:
         NOT_FOUND UNKNOWN_NODE.
         """
@@ -149,14 +151,14 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetFleet(self, request, context):
-        """Nodes and their states; those that left or died too, for some minutes. The gateway forwards it.
+        """Returns the nodes and their states. A node that left or crashed is listed for some minutes. The gateway forwards this call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetBatch(self, request, context):
-        """The contents of a batch lease, for the gateway.
+        """Returns the contents of a batch lease, for the gateway.
         Errors:
         NOT_FOUND UNKNOWN_LEASE, ABORTED FENCED.
         """
@@ -165,20 +167,20 @@ class CoordinatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetMesh(self, request, context):
-        """What somebody needs to build a node of this mesh: configuration, addresses, runs, the model's small files by name. Ask it before
-        Join; the gateway answers it too, so that its address is the only one to hand out.
+        """Returns what a process needs to become a node of this mesh: configuration, addresses, runs, names of the model's small files. Call
+        it before Join. The gateway forwards this call, so users need only its address.
         Errors:
-        UNIMPLEMENTED: this coordinator was started by itself, without a mesh to describe; configure the node by hand.
+        UNIMPLEMENTED: this coordinator was started without the configuration of a mesh; configure the node by hand.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchModelFiles(self, request, context):
-        """The model's small files (configuration, tokenizer, chat template), in pieces of at most 1 MiB, file after file in the order of
-        GetMeshResponse.model_files. Weights are not among them: nodes fetch those from the depot. Repeatable; the gateway forwards it.
+        """Streams the model's small files (configuration, tokenizer, chat template), in pieces of at most 1 MiB, file after file in the order
+        of GetMeshResponse.model_files. Weights are not included; nodes fetch them from the depot. Repeatable. The gateway forwards it.
         Errors:
-        NOT_FOUND UNKNOWN_BLOB: no such file is offered; GetMesh says which are.
+        NOT_FOUND UNKNOWN_BLOB: the file is not in GetMeshResponse.model_files.
         UNIMPLEMENTED: as for GetMesh.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -247,7 +249,8 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CoordinatorService(object):
-    """Admission, leases, bound, ledger, fleet. Its address and a token are enough to join. It also serves RunService (decisions).
+    """Admission, leases, bound, ledger and fleet. A node needs only its address and a token to join. The coordinator also serves the
+    decisions of RunService.
     """
 
     @staticmethod

@@ -62,8 +62,8 @@ class DataServiceServicer(object):
     """
 
     def NextTasks(self, request, context):
-        """Tasks for the draws [first_draw, first_draw + num). Nothing is consumed by asking: a draw counts once the coordinator has
-        recorded a group for it in the ledger, so asking again after a crash neither skips nor repeats a prompt.
+        """Returns the tasks of the draws [first_draw, first_draw + num). A call consumes nothing. A draw counts when the coordinator has
+        recorded a group for it in the ledger, so a retry after a crash neither skips nor repeats a prompt.
         Errors:
         NOT_FOUND UNKNOWN_SPLIT: the source has no such split.
         OUT_OF_RANGE EXHAUSTED: the source is finite and its epochs (for EVAL and EXPORT: the split) are used up; the run ends.
@@ -74,7 +74,7 @@ class DataServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Snapshot(self, request, context):
-        """The folded state at the current position.
+        """Returns the folded state at the current position.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -83,17 +83,17 @@ class DataServiceServicer(object):
     def Restore(self, request, context):
         """Replaces the state by a snapshot and folds the ledger from there.
         Errors:
-        INVALID_ARGUMENT CORRUPT_SNAPSHOT: not a snapshot of this selector; leave it out to fold the ledger from its start.
+        INVALID_ARGUMENT CORRUPT_SNAPSHOT: not a snapshot of this selector; omit it to fold the ledger from its start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ForgetRun(self, request, context):
-        """Drops all that this service keeps of a run: its state and its snapshots. Idempotent. A run of that name that has a ledger is
-        folded again from its start by the next call that names it.
+        """Deletes the state and the snapshots of a run. Idempotent. If a run of that name has a ledger, the next call with that name folds
+        it again from its start.
         Errors:
-        INVALID_ARGUMENT: no run is named.
+        INVALID_ARGUMENT: `run` is empty.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub(object):
-    """Stateless; scale it out freely.
+    """Scores and finalizes. It is stateless, so a mesh MAY have any number of nodes.
     """
 
     def __init__(self, channel):
@@ -53,15 +53,15 @@ class RewardServiceStub(object):
 
 
 class RewardServiceServicer(object):
-    """Stateless; scale it out freely.
+    """Scores and finalizes. It is stateless, so a mesh MAY have any number of nodes.
     """
 
     def Score(self, request, context):
         """Scores episodes. A scorer that fails yields a reward with outcome INFRA_FAILURE and its cause in `evidence`, never a 0.
-        Repeatable: the same input gives the same rewards, as far as the scorers are deterministic.
+        Idempotent: the same input gives the same rewards if the scorers are deterministic.
         Errors:
         NOT_FOUND UNKNOWN_ORACLE: the oracle reference does not resolve; the task and the service's sources disagree.
-        INVALID_ARGUMENT: an item without samples or task, or whose lists have not one entry per sample.
+        INVALID_ARGUMENT: an item has no samples or no task, or a list of it does not have one entry per sample.
         RESOURCE_EXHAUSTED OVERLOADED: retry after RetryInfo.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -69,16 +69,16 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FinalizeGroup(self, request, context):
-        """Decides on a group whose members have all ended, or whose deadline has passed. Repeatable.
+        """Decides on a group whose members have all ended, or whose deadline has passed. Idempotent.
         Errors:
-        INVALID_ARGUMENT: no member.
+        INVALID_ARGUMENT: the group has no member.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListScorers(self, request, context):
-        """What this node scores with.
+        """Returns the scorers and the finalizer of this node.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,7 +111,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService(object):
-    """Stateless; scale it out freely.
+    """Scores and finalizes. It is stateless, so a mesh MAY have any number of nodes.
     """
 
     @staticmethod

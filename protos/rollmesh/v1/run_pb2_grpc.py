@@ -137,8 +137,8 @@ class RunServiceServicer(object):
     """
 
     def CreateRun(self, request, context):
-        """Makes a run. Idempotent: the same run with the same spec succeeds and changes nothing, also after the run has ended. The name of a
-        run stays taken while the mesh stores its ledger.
+        """Creates a run. Idempotent: the same run with the same spec succeeds and changes nothing, also after the run has ended. The name of
+        a run is reserved while the mesh stores its ledger.
         Errors:
         ALREADY_EXISTS RUN_EXISTS: the run exists with another spec; choose another name.
         INVALID_ARGUMENT INVALID_SPEC: the message names the field and what was expected.
@@ -151,44 +151,44 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ChangeRun(self, request, context):
-        """Goes on with a run under other settings: records what changed and, if the run had ended at a limit, opens it again. The bound of
-        a batch is the one it was leased under. Idempotent by change_id, if no other change came between.
+        """Changes the settings of a run: records every change and, if the run had ended at a limit, opens it again. A batch keeps the bound
+        under which it was leased. Idempotent by change_id, if no other change was recorded in between.
         Errors:
-        INVALID_ARGUMENT: no change_id.
-        NOT_FOUND UNKNOWN_RUN.
-        as CreateRun: another run is live.
-        FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that is fixed for the life of a run; change it back, or make a new run.
-        INVALID_ARGUMENT INVALID_SPEC.
+        INVALID_ARGUMENT: change_id is empty or too long.
+        NOT_FOUND UNKNOWN_RUN: CreateRun first.
+        FAILED_PRECONDITION MESH_BUSY: as CreateRun.
+        FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that cannot change; restore its value, or create a new run.
+        INVALID_ARGUMENT INVALID_SPEC: as CreateRun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubmitTasks(self, request, context):
-        """Adds tasks to a run from outside. Answered UNIMPLEMENTED in this version: configure a task file at the data service.
+        """Not implemented: UNIMPLEMENTED. Would add tasks to a run. Configure a task file at the data service instead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubmitSamples(self, request, context):
-        """Adds finished samples (DATASET or PREFERENCE stages). Answered UNIMPLEMENTED in this version.
+        """Not implemented: UNIMPLEMENTED. Would add finished samples (DATASET or PREFERENCE stages).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AttachTrainer(self, request, context):
-        """Makes the caller the one trainer of (policy, learner); fences every older one. Resolves what the last trainer left: the
-        caller's checkpoint is the truth about what its weights contain. Repeatable: each call makes a new epoch. After a lost answer,
-        call again with the same checkpoint: the second answer is CONTINUED, whatever the first call did. `next_update` and
-        `incarnation` say where the run stands; `resolution` says what this call changed, not what the caller's weights contain.
+        """Makes the caller the only trainer of (policy, learner), and fences every older one. Resolves batches in doubt by the caller's
+        checkpoint, which decides what its weights contain. Each call makes a new epoch. After a lost response, call again with the same
+        checkpoint: the second response is CONTINUED, whatever the first call changed. `next_update` and `incarnation` are those of the
+        run; `resolution` reports what this call changed, not what the caller's weights contain.
         A run that has ended accepts attaches, so that its last checkpoint and version can be reported.
         Errors:
         INVALID_ARGUMENT: last_update below 0, a sample named twice.
         NOT_FOUND UNKNOWN_RUN: CreateRun first.
-        FAILED_PRECONDITION DIGEST_MISMATCH: the checkpoint is of another history (another run, or a lost ledger); attach with
-        the checkpoint that belongs to this run, or create a new run.
+        FAILED_PRECONDITION DIGEST_MISMATCH: the checkpoint belongs to another history (another run, or a lost ledger); attach with
+        a checkpoint of this run, or create a new run.
         OUT_OF_RANGE UNKNOWN_UPDATE: the checkpoint is ahead of the ledger and its last update is not the one in doubt with this
         digest, or it is older than the digests kept. If samples of that update were dropped or it was skipped, pass `samples` and
         `outcome`; otherwise use another checkpoint or a new run.
@@ -198,32 +198,32 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LeaseBatch(self, request, context):
-        """Leases the batch of update k. Unary, waits up to wait_s. An update has at most one lease at a time. Idempotent by (epoch,
-        update): while that lease is out, asking again returns it, with the seconds that it has left, whatever `geometry` the second call
-        has; release it to lease another amount. The bound is checked here and again at commit.
-        The batch is as large as `geometry` asks, with one exception: if fewer samples are READY, none is on its way, and admission is
-        closed until the next commit or publication, what is READY is leased.
+        """Leases the batch of update k. Unary; waits up to wait_s. An update has at most one lease at a time. Idempotent by (epoch,
+        update): while that lease is held, a repeated call returns it with its remaining seconds and ignores `geometry`. Release it to
+        lease another amount. The bound is checked here and again at commit.
+        The batch is as large as `geometry` requests, with one exception: if fewer samples are READY, no group is in progress, and admission
+        is closed until the next commit or publication, all READY samples are leased.
         Errors:
         INVALID_ARGUMENT: an amount that admission can never supply; the message and the metadata `amount_max` give the largest.
         ABORTED FENCED: a newer trainer has attached; stop, or attach again from the newest checkpoint.
         FAILED_PRECONDITION LEASE_EXPIRED: this update's lease has expired and its samples are in doubt; attach again.
-        FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata says which is.
+        FAILED_PRECONDITION WRONG_UPDATE: k is not the next update; the metadata `next_update` names it.
         FAILED_PRECONDITION NOT_PUBLISHED: after a roll-back the restored weights must be published first.
-        FAILED_PRECONDITION NO_LEARNER: the run exports its samples; StreamSamples.
-        OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is out is still returned.
+        FAILED_PRECONDITION NO_LEARNER: the run exports its samples; call StreamSamples.
+        OUT_OF_RANGE RUN_ENDED: the run has stopped or reached its last update. A lease that is held is still returned.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchSamples(self, request, context):
-        """Streams the payloads of a lease, or of one shard of it, at most one episode per message. Repeatable while the lease lives.
-        Every shard has whole samples; the union of the n shards is the lease.
+        """Streams the payloads of a lease, or of one shard of it, at most one episode per message. Repeatable until the lease ends.
+        Every shard has whole samples. The union of the n shards is the lease.
         Errors:
         NOT_FOUND UNKNOWN_LEASE: never granted, committed or released.
         ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
-        DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; ReleaseBatch and lease again. A payload that is held but
-        cannot be read, or that contradicts the reported metadata, does not fail the call: its message carries `failure`.
+        DATA_LOSS PAYLOAD_LOST: the sample stream no longer stores a payload; ReleaseBatch and lease again. A payload that is stored but
+        cannot be read, or that contradicts the reported metadata, does not fail the call: its message has `failure`.
         INVALID_ARGUMENT: shard index not below shard count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -240,18 +240,18 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CommitUpdate(self, request, context):
-        """Commits update k: its samples are APPLIED. Idempotent: the same commit again, with the same leases, outcome and set of dropped
-        samples, returns the same digest; the reasons of the first call stand. A commit names the lease of its update if one is out; one
-        without a lease uses no sample. A batch that is held may be committed after the run has ended.
+        """Commits update k: its samples are APPLIED. Idempotent: a repetition with the same leases, outcome and set of dropped samples returns
+        the same digest. The reasons of the first call remain. A commit MUST name the lease of its update if one is held. A commit
+        without a lease uses no sample. A batch that is held MAY be committed after the run has ended.
         Errors:
-        ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: the update does not count; go back to the checkpoint, attach again.
+        ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: the update does not count; return to the checkpoint and attach again.
         NOT_FOUND UNKNOWN_LEASE: as LEASE_EXPIRED.
-        FAILED_PRECONDITION LEASE_OUT: a lease of this update is out and not named; name it, or release it first.
-        FAILED_PRECONDITION WRONG_UPDATE: k is not the next update, or the lease is of another; go back to the checkpoint, attach again.
-        FAILED_PRECONDITION BEYOND_BOUND: samples are older than the bound at this update. The lease stays. Restore the weights from
+        FAILED_PRECONDITION LEASE_OUT: a lease of this update is held and not named; name it, or release it first.
+        FAILED_PRECONDITION WRONG_UPDATE: k is not the next update, or the lease is of another; return to the checkpoint and attach again.
+        FAILED_PRECONDITION BEYOND_BOUND: samples are older than the bound at this update. The lease remains. Restore the weights from
         before this update, or attach again from the newest checkpoint; drop the samples in the metadata `sample_ids`; train again.
-        ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases, another outcome or other dropped samples; go back
-        to the checkpoint, attach again.
+        ALREADY_EXISTS COMMIT_CONFLICT: this update was committed with other leases, another outcome or other dropped samples; return
+        to the checkpoint and attach again.
         OUT_OF_RANGE RUN_ENDED: a commit without a lease in a run that has ended or reached its last update.
         INVALID_ARGUMENT: a lease or sample that is named twice, a disposition for a sample that is not in the lease.
         FAILED_PRECONDITION NO_LEARNER: the run exports its samples.
@@ -261,18 +261,18 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseBatch(self, request, context):
-        """Gives a lease back unused: its samples are READY again. Idempotent: releasing a lease of this epoch again is OK. In a run that has
-        ended, the samples end as cancelled(RUN_ENDED).
+        """Releases an unused lease: its samples are READY again. Idempotent within the trainer epoch. In a run that has ended, the samples
+        end as cancelled(RUN_ENDED).
         Errors:
         ABORTED FENCED, FAILED_PRECONDITION LEASE_EXPIRED: attach again.
-        NOT_FOUND UNKNOWN_LEASE: never granted in this epoch, or committed. A trainer that only wanted to release has nothing to do.
+        NOT_FOUND UNKNOWN_LEASE: never granted in this epoch, or committed. There is nothing to release.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportCheckpoint(self, request, context):
-        """Says that a checkpoint holding update k is durable: samples up to k are TRAINED. Idempotent. Update 0 has the empty digest.
+        """Reports that a checkpoint with update k is durable: samples up to k are TRAINED. Idempotent. Update 0 has the empty digest.
         Errors:
         ABORTED FENCED; FAILED_PRECONDITION DIGEST_MISMATCH; OUT_OF_RANGE UNKNOWN_UPDATE: k was never committed.
         """
@@ -293,22 +293,22 @@ class RunServiceServicer(object):
 
     def StreamSamples(self, request, context):
         """Streams the scored episodes of a run that exports (RunSpec.export_groups) with their tasks: in the order in which they were
-        scored, from the first or from the one after `cursor`, then those still to come; ends when the run has ended. Takes
-        nothing away: any number of readers may begin at any time. Episodes that failed or were cancelled are not among them, GetRun
-        counts those. After a broken stream, call again with the newest cursor: none is skipped or repeated.
+        scored, from the first or from the one after `cursor`, and then new ones until the run has ended. Any number of readers MAY call it
+        at any time, because it consumes nothing. Failed and cancelled episodes are omitted; GetRun counts them. After a broken stream, call
+        again with the newest cursor. No episode is skipped or repeated.
         Errors:
         NOT_FOUND UNKNOWN_RUN: CreateRun first.
         FAILED_PRECONDITION HAS_LEARNER: the run trains on its samples; lease batches.
-        DATA_LOSS PAYLOAD_LOST: the sample stream no longer holds a payload; the metadata's `cursor` goes on after it.
-        INVALID_ARGUMENT: a cursor that no response held.
+        DATA_LOSS PAYLOAD_LOST: the sample stream no longer stores a payload; the `cursor` in the metadata continues after it.
+        INVALID_ARGUMENT: the cursor is not from a response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """Progress of a run, and commands to its trainers. Starts with the present state; best effort: a slow watcher misses intermediate
-        events, never the newest state.
+        """Streams the state of a run and commands to its trainers, beginning with the current state. A slow reader misses intermediate
+        states, but never the newest one.
         Errors:
         NOT_FOUND UNKNOWN_RUN.
         """
@@ -317,7 +317,7 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRun(self, request, context):
-        """The present state of a run.
+        """Returns the current state of a run.
         Errors:
         NOT_FOUND UNKNOWN_RUN.
         """
@@ -326,8 +326,8 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def StopRun(self, request, context):
-        """Stops a run: nothing new is admitted or leased, running episodes are cancelled, WatchRun sends STOP. Idempotent. A batch that is
-        held may still be committed; samples that are released, or whose lease expires, end as cancelled(RUN_ENDED).
+        """Stops a run: no group is admitted, no batch is leased, running episodes are cancelled, and WatchRun sends STOP. Idempotent. A batch
+        that is held MAY still be committed. Samples that are released, or whose lease expires, end as cancelled(RUN_ENDED).
         Errors:
         NOT_FOUND UNKNOWN_RUN.
         """
@@ -337,8 +337,8 @@ class RunServiceServicer(object):
 
     def DeleteRun(self, request, context):
         """Removes a run that has ended: its streams with the ledger, its snapshots, and its weight versions at the depot. It cannot be
-        audited or resumed afterwards, and its name may be used again. If a call fails, repeat it: after a lost answer the repetition is
-        NOT_FOUND.
+        audited or resumed afterwards, and its name can be used again. If a call fails, repeat it. After a lost response the repetition
+        returns NOT_FOUND.
         Errors:
         NOT_FOUND UNKNOWN_RUN: there is nothing to remove.
         FAILED_PRECONDITION RUN_LIVE: the run has not ended; StopRun it first.
@@ -349,8 +349,8 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListDead(self, request, context):
-        """What the run has given up, oldest first: poison tasks and unreadable payloads. Best effort: the stream has a size limit and
-        drops its oldest letters.
+        """Returns dead letters, oldest first: tasks at the retry limit and unreadable payloads. The stream has a size limit and drops its
+        oldest letters.
         Errors:
         NOT_FOUND UNKNOWN_RUN.
         """
@@ -359,12 +359,12 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReplayDead(self, request, context):
-        """Tries given-up tasks again: each is reserved as a new group, before any fresh draw. Idempotent: a letter is replayed once;
-        if its task fails again, there is a new letter.
+        """Retries the tasks of dead letters: each is reserved as a new group, before any new draw. Idempotent: a letter is replayed once.
+        If its task fails again, there is a new letter.
         Errors:
-        NOT_FOUND UNKNOWN_RUN; NOT_FOUND UNKNOWN_RECORD: no such letter; ListDead says which there are.
+        NOT_FOUND UNKNOWN_RUN; NOT_FOUND UNKNOWN_RECORD: no such letter; ListDead returns those that exist.
         FAILED_PRECONDITION NOT_REPLAYABLE: the letter is of a payload or of an evaluation.
-        OUT_OF_RANGE RUN_ENDED: nothing is tried again in a run that has ended.
+        OUT_OF_RANGE RUN_ENDED: a run that has ended retries no task.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class SandboxServiceStub(object):
-    """A node with a pool of jails. A session is a lease with a time to live; a reaper ends what leaks.
+    """A sandbox node. A session is a lease with a time to live. A reaper ends leaked sessions.
     """
 
     def __init__(self, channel):
@@ -58,48 +58,48 @@ class SandboxServiceStub(object):
 
 
 class SandboxServiceServicer(object):
-    """A node with a pool of jails. A session is a lease with a time to live; a reaper ends what leaks.
+    """A sandbox node. A session is a lease with a time to live. A reaper ends leaked sessions.
     """
 
     def Work(self, request_iterator, context):
-        """Many sessions over one stream, multiplexed by request id.
-        Ordering: commands of one session run in the order sent; sessions are independent.
-        Idempotency: a session id may be opened once; closing twice succeeds.
-        A refused command is answered by `failure`, the stream goes on. Reasons:
+        """Serves many sessions over one stream, multiplexed by request id.
+        Ordering: commands of one session run in the order in which they were sent. Sessions are independent.
+        Idempotency: a session id can be opened once. Closing twice succeeds.
+        A rejected command returns `failure`, and the stream continues. Reasons:
         UNKNOWN_SESSION (NOT_FOUND): never opened, closed or expired; open a new one.
-        OVERLOADED (RESOURCE_EXHAUSTED): all places taken; retry after retry_after_s or go to another node.
-        UNKNOWN_PROFILE (NOT_FOUND): see the node's configured profiles in the message.
-        SANDBOX_FAILED (UNAVAILABLE): the jail could not be made or was lost: infra failure, never the model's fault; try again.
+        OVERLOADED (RESOURCE_EXHAUSTED): all slots are in use; retry after retry_after_s or use another node.
+        UNKNOWN_PROFILE (NOT_FOUND): the message lists the profiles of the node.
+        SANDBOX_FAILED (UNAVAILABLE): the jail could not be created or was lost. This is an infra failure, never a model failure; retry.
         UNKNOWN_SNAPSHOT (NOT_FOUND): never taken, dropped or expired on this node; fork where it was taken, or replay.
         INVALID_INPUT (INVALID_ARGUMENT): names the field; an unknown language lists the ones this host has.
-        Sessions of a stream that breaks live on for a while (the node's orphan_s, at most their time to live), and for their whole
-        time to live again once they are used from another stream.
+        When a stream breaks, its sessions remain for the node's orphan_s, at most for their time to live. A command from another stream
+        renews their full time to live.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Exec(self, request, context):
-        """Opens a fresh session, runs one piece of code, closes it.
-        Errors: as the reasons of Work, as status.
+        """Opens a new session, runs one piece of code, and closes the session.
+        Errors: the reasons of Work, as status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RunTests(self, request, context):
-        """Judges a candidate by hidden tests: the candidate runs in a sandbox of its own and sees inputs, one at a time; expected
-        results and checkers live in another, or in the service. Nothing the candidate prints, patches or leaves behind is a verdict.
-        Errors, all of them of the whole judgment and never a verdict: as the reasons of Work, as status, and
+        """Judges a candidate by hidden tests. The candidate runs in a separate sandbox and gets one input at a time. Expected results and
+        checkers are in another sandbox, or in the service. Output, patches and files of the candidate are never a verdict.
+        Errors apply to the whole request and are never a verdict. They are the reasons of Work, as status, and
         UNKNOWN_ORACLE (NOT_FOUND): the node's store has no such reference.
-        BROKEN_ORACLE (FAILED_PRECONDITION): a checker or hidden test file does not load; mend the manifest.
+        BROKEN_ORACLE (FAILED_PRECONDITION): a checker or hidden test file does not load; fix the manifest.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeSandbox(self, request, context):
-        """What this node offers: profiles, languages, and the walls that hold here.
+        """Returns the profiles and languages of this node, and its isolation mechanisms.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -137,7 +137,7 @@ def add_SandboxServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SandboxService(object):
-    """A node with a pool of jails. A session is a lease with a time to live; a reaper ends what leaks.
+    """A sandbox node. A session is a lease with a time to live. A reaper ends leaked sessions.
     """
 
     @staticmethod

@@ -6,21 +6,22 @@ The shape of the data: versions, segments, samples, episodes, tasks, rewards.
 Conventions of every file in this package:
   * Arrays are `bytes` in little-endian order with the element type named in the field's comment (i32le, f32le, u8): 50 to
     200 times cheaper to encode than a repeated field. Their lengths agree with `token_ids` unless said otherwise.
-  * Durations are seconds in a double with the suffix `_s`; wall-clock times are unix seconds with the suffix `_unix_s`, are
-    for people only and decide nothing.
-  * Errors are google.rpc.Status with ErrorInfo{domain: "rollmesh", reason} and, where waiting helps, RetryInfo. Each RPC
-    lists its codes with the caller's remedy. UNAUTHENTICATED (wrong or missing bearer token), UNAVAILABLE (try again with
-    backoff), DEADLINE_EXCEEDED and INTERNAL (a bug: report it) can come from every RPC and are not listed again; nor are
+  * The words MUST, SHOULD and MAY are used as in RFC 2119.
+  * Durations are seconds in a double with the suffix `_s`. Wall-clock times are unix seconds with the suffix `_unix_s`. They are
+    informational, and no decision depends on them.
+  * Errors are google.rpc.Status with ErrorInfo{domain: "rollmesh", reason} and, if a retry can succeed, RetryInfo. Each RPC
+    lists its codes with the caller's remedy. Every RPC can return these codes, which are not listed again: UNAUTHENTICATED (wrong
+    or missing bearer token), UNAVAILABLE (retry with back-off), DEADLINE_EXCEEDED, INTERNAL (a bug: report it),
     INVALID_ARGUMENT UNDECODABLE_REQUEST (the bytes are not the request message) and RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE (more
     than 6 MiB to RunService or CoordinatorService; gRPC itself rejects more than 8 MiB, without ErrorInfo: send less at once).
-  * Every call carries the metadata `authorization: Bearer <token>`. Messages are at most 8 MiB either way: raise your client's
-    own limit, which most gRPC libraries set to 4 MiB. Beyond loopback servers want TLS with a client certificate.
+  * Every call MUST carry the metadata `authorization: Bearer <token>`. Messages have at most 8 MiB in both directions. A client
+    SHOULD raise its own limit, which is 4 MiB in most gRPC libraries. Servers beyond loopback require TLS with a client certificate.
   * Digests are SHA-256 in lower-case hex.
-  * New fields may come, old ones keep their numbers and meaning. Fields you don't know mean nothing you need; numbers of an
-    enum that you don't know are to be treated like UNSPECIFIED. Servers refuse with UNIMPLEMENTED or INVALID_ARGUMENT what they
-    don't know and may not ignore, instead of guessing.
-  * `run`, `policy` and `learner` name a run, a trainable set of weights in it (default "main") and a consumer of its samples
-    (default "main"). Empty means the default for policy and learner, and is invalid for run.
+  * New fields may be added. Existing fields keep their numbers and meaning. Readers MUST ignore unknown fields, and MUST treat
+    unknown numbers of an enum as UNSPECIFIED. Servers reject with UNIMPLEMENTED or INVALID_ARGUMENT what they do not know and must
+    not ignore.
+  * `run`, `policy` and `learner` name a run, a trainable set of weights in it and a consumer of its samples. Empty means "main" for
+    policy and learner, and is invalid for run. A run has one policy and one learner today.
 """
 
 from collections import abc as _abc
@@ -46,25 +47,25 @@ class _SegmentRole:
 class _SegmentRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentRole.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SEGMENT_ROLE_UNSPECIFIED: _SegmentRole.ValueType  # 0
-    """Invalid."""
+    """Absent. A writer MUST set another value."""
     SEGMENT_ROLE_CONTEXT: _SegmentRole.ValueType  # 1
-    """Given before acting: system and user messages, hints, summaries."""
+    """Input before an action: system and user messages, hints, summaries."""
     SEGMENT_ROLE_OBSERVATION: _SegmentRole.ValueType  # 2
-    """Returned by the environment: tool output, another player's words."""
+    """Returned by the environment: tool output, the turn of another player."""
     SEGMENT_ROLE_ACTION: _SegmentRole.ValueType  # 3
-    """Chosen: what the policy, or someone in its place, said."""
+    """Output of the policy, or of a source that replaces it."""
 
 class SegmentRole(_SegmentRole, metaclass=_SegmentRoleEnumTypeWrapper):
-    """What a segment is to the policy."""
+    """Role of a segment for the policy."""
 
 SEGMENT_ROLE_UNSPECIFIED: SegmentRole.ValueType  # 0
-"""Invalid."""
+"""Absent. A writer MUST set another value."""
 SEGMENT_ROLE_CONTEXT: SegmentRole.ValueType  # 1
-"""Given before acting: system and user messages, hints, summaries."""
+"""Input before an action: system and user messages, hints, summaries."""
 SEGMENT_ROLE_OBSERVATION: SegmentRole.ValueType  # 2
-"""Returned by the environment: tool output, another player's words."""
+"""Returned by the environment: tool output, the turn of another player."""
 SEGMENT_ROLE_ACTION: SegmentRole.ValueType  # 3
-"""Chosen: what the policy, or someone in its place, said."""
+"""Output of the policy, or of a source that replaces it."""
 Global___SegmentRole: _TypeAlias = SegmentRole  # noqa: Y015
 
 class _SegmentSource:
@@ -74,55 +75,55 @@ class _SegmentSource:
 class _SegmentSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SegmentSource.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SEGMENT_SOURCE_UNSPECIFIED: _SegmentSource.ValueType  # 0
-    """Invalid."""
+    """Absent. A writer MUST set another value."""
     SEGMENT_SOURCE_POLICY: _SegmentSource.ValueType  # 1
     """Sampled by a policy of this run."""
     SEGMENT_SOURCE_PROMPT: _SegmentSource.ValueType  # 2
     """The task's prompt and the chat template around it."""
     SEGMENT_SOURCE_TOOL: _SegmentSource.ValueType  # 3
-    """A tool or environment."""
+    """Returned by a tool or an environment."""
     SEGMENT_SOURCE_HINT: _SegmentSource.ValueType  # 4
     """A hint forced into the context or the answer."""
     SEGMENT_SOURCE_SUMMARY: _SegmentSource.ValueType  # 5
     """A summary that replaces earlier context."""
     SEGMENT_SOURCE_DATASET: _SegmentSource.ValueType  # 6
-    """A data set."""
+    """Taken from a data set."""
     SEGMENT_SOURCE_REPLAY: _SegmentSource.ValueType  # 7
-    """A replayed earlier sample."""
+    """Taken from an earlier sample that is replayed."""
     SEGMENT_SOURCE_REWRITTEN: _SegmentSource.ValueType  # 8
     """Rewritten after sampling (purified, patched, corrected)."""
     SEGMENT_SOURCE_PEER: _SegmentSource.ValueType  # 9
     """Sampled by another run's or another node's model."""
     SEGMENT_SOURCE_HUMAN: _SegmentSource.ValueType  # 10
-    """A person."""
+    """Written by a human."""
 
 class SegmentSource(_SegmentSource, metaclass=_SegmentSourceEnumTypeWrapper):
-    """Who wrote a segment. Only POLICY and PEER tokens were sampled; the staleness bound is about POLICY tokens, every other
-    source names itself and has bounds and accounts of its own.
+    """Source of a segment. Only POLICY and PEER tokens were sampled. The staleness bound applies to POLICY tokens. Every other source has
+    separate bounds and counters.
     """
 
 SEGMENT_SOURCE_UNSPECIFIED: SegmentSource.ValueType  # 0
-"""Invalid."""
+"""Absent. A writer MUST set another value."""
 SEGMENT_SOURCE_POLICY: SegmentSource.ValueType  # 1
 """Sampled by a policy of this run."""
 SEGMENT_SOURCE_PROMPT: SegmentSource.ValueType  # 2
 """The task's prompt and the chat template around it."""
 SEGMENT_SOURCE_TOOL: SegmentSource.ValueType  # 3
-"""A tool or environment."""
+"""Returned by a tool or an environment."""
 SEGMENT_SOURCE_HINT: SegmentSource.ValueType  # 4
 """A hint forced into the context or the answer."""
 SEGMENT_SOURCE_SUMMARY: SegmentSource.ValueType  # 5
 """A summary that replaces earlier context."""
 SEGMENT_SOURCE_DATASET: SegmentSource.ValueType  # 6
-"""A data set."""
+"""Taken from a data set."""
 SEGMENT_SOURCE_REPLAY: SegmentSource.ValueType  # 7
-"""A replayed earlier sample."""
+"""Taken from an earlier sample that is replayed."""
 SEGMENT_SOURCE_REWRITTEN: SegmentSource.ValueType  # 8
 """Rewritten after sampling (purified, patched, corrected)."""
 SEGMENT_SOURCE_PEER: SegmentSource.ValueType  # 9
 """Sampled by another run's or another node's model."""
 SEGMENT_SOURCE_HUMAN: SegmentSource.ValueType  # 10
-"""A person."""
+"""Written by a human."""
 Global___SegmentSource: _TypeAlias = SegmentSource  # noqa: Y015
 
 class _FinishReason:
@@ -132,29 +133,29 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """Unfinished: the sequence goes on in a child segment (weights changed in mid-sequence, or another node took over)."""
+    """Unfinished: the sequence continues in a child segment (the weights changed in mid-sequence, or another node resumed it)."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """A stop string or stop id appeared; it is part of the tokens."""
+    """A stop string or stop id was sampled. It is part of the tokens."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
-    """max_tokens or the model's context was used up."""
+    """The limit `max_tokens` or the length of the model's context was reached."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
-    """Cancelled by the caller; the tokens so far are there."""
+    """The caller cancelled it. The tokens up to then are present."""
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
-    """The engine failed; says nothing about the model."""
+    """The engine failed. This is not a result of the model."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation of a segment ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""Unfinished: the sequence goes on in a child segment (weights changed in mid-sequence, or another node took over)."""
+"""Unfinished: the sequence continues in a child segment (the weights changed in mid-sequence, or another node resumed it)."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""A stop string or stop id appeared; it is part of the tokens."""
+"""A stop string or stop id was sampled. It is part of the tokens."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
-"""max_tokens or the model's context was used up."""
+"""The limit `max_tokens` or the length of the model's context was reached."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
-"""Cancelled by the caller; the tokens so far are there."""
+"""The caller cancelled it. The tokens up to then are present."""
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
-"""The engine failed; says nothing about the model."""
+"""The engine failed. This is not a result of the model."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _RewardOutcome:
@@ -164,25 +165,25 @@ class _RewardOutcome:
 class _RewardOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RewardOutcome.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     REWARD_OUTCOME_UNSPECIFIED: _RewardOutcome.ValueType  # 0
-    """Invalid."""
+    """Absent. A writer MUST set another value."""
     REWARD_OUTCOME_OK: _RewardOutcome.ValueType  # 1
     """A verdict on the model."""
     REWARD_OUTCOME_INFRA_FAILURE: _RewardOutcome.ValueType  # 2
-    """The scorer failed; `value` means nothing and nothing is trained on it."""
+    """The scorer failed. Readers MUST ignore `value`, and no update trains on the sample."""
     REWARD_OUTCOME_NOT_APPLICABLE: _RewardOutcome.ValueType  # 3
-    """This scorer has nothing to say about this sample."""
+    """The scorer does not apply to this sample. Readers MUST ignore `value`."""
 
 class RewardOutcome(_RewardOutcome, metaclass=_RewardOutcomeEnumTypeWrapper):
-    """Whether a reward says something about the model."""
+    """Whether a reward is a result of the model."""
 
 REWARD_OUTCOME_UNSPECIFIED: RewardOutcome.ValueType  # 0
-"""Invalid."""
+"""Absent. A writer MUST set another value."""
 REWARD_OUTCOME_OK: RewardOutcome.ValueType  # 1
 """A verdict on the model."""
 REWARD_OUTCOME_INFRA_FAILURE: RewardOutcome.ValueType  # 2
-"""The scorer failed; `value` means nothing and nothing is trained on it."""
+"""The scorer failed. Readers MUST ignore `value`, and no update trains on the sample."""
 REWARD_OUTCOME_NOT_APPLICABLE: RewardOutcome.ValueType  # 3
-"""This scorer has nothing to say about this sample."""
+"""The scorer does not apply to this sample. Readers MUST ignore `value`."""
 Global___RewardOutcome: _TypeAlias = RewardOutcome  # noqa: Y015
 
 class _Purpose:
@@ -192,25 +193,25 @@ class _Purpose:
 class _PurposeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Purpose.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PURPOSE_UNSPECIFIED: _Purpose.ValueType  # 0
-    """Invalid."""
+    """Absent. A writer MUST set another value."""
     PURPOSE_TRAIN: _Purpose.ValueType  # 1
     """Its samples may be leased by a learner."""
     PURPOSE_EVAL: _Purpose.ValueType  # 2
-    """Measures one step; in the ledger, never leased, outside admission."""
+    """It measures one step. It is in the ledger, is never leased to a learner, and does not count for admission."""
     PURPOSE_EXPORT: _Purpose.ValueType  # 3
-    """Samples end as exported; no learner."""
+    """Its samples end as exported. The run has no learner."""
 
 class Purpose(_Purpose, metaclass=_PurposeEnumTypeWrapper):
-    """What an episode is for."""
+    """Purpose of an episode."""
 
 PURPOSE_UNSPECIFIED: Purpose.ValueType  # 0
-"""Invalid."""
+"""Absent. A writer MUST set another value."""
 PURPOSE_TRAIN: Purpose.ValueType  # 1
 """Its samples may be leased by a learner."""
 PURPOSE_EVAL: Purpose.ValueType  # 2
-"""Measures one step; in the ledger, never leased, outside admission."""
+"""It measures one step. It is in the ledger, is never leased to a learner, and does not count for admission."""
 PURPOSE_EXPORT: Purpose.ValueType  # 3
-"""Samples end as exported; no learner."""
+"""Its samples end as exported. The run has no learner."""
 Global___Purpose: _TypeAlias = Purpose  # noqa: Y015
 
 class _SampleEnd:
@@ -220,37 +221,37 @@ class _SampleEnd:
 class _SampleEndEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SampleEnd.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SAMPLE_END_UNSPECIFIED: _SampleEnd.ValueType  # 0
-    """Live."""
+    """Live: the sample has not ended."""
     SAMPLE_END_TRAINED: _SampleEnd.ValueType  # 1
     """In the weights of a reported checkpoint."""
     SAMPLE_END_STALE: _SampleEnd.ValueType  # 2
     """Beyond the bound, or sampled by void weights."""
     SAMPLE_END_FILTERED: _SampleEnd.ValueType  # 3
-    """Refused on its merits: no signal in the group, skipped update, dropped by the trainer."""
+    """Rejected by a rule: no signal in the group, skipped update, dropped by the trainer."""
     SAMPLE_END_FAILED: _SampleEnd.ValueType  # 4
-    """Infrastructure failed it too often, or its fate is unknowable."""
+    """Infra failures reached the retry limit, or its use is unknown after a crash."""
     SAMPLE_END_CANCELLED: _SampleEnd.ValueType  # 5
-    """Given up before it was finished."""
+    """Cancelled before it was finished."""
     SAMPLE_END_EXPORTED: _SampleEnd.ValueType  # 6
-    """Handed out of the mesh, or an evaluation."""
+    """Returned by StreamSamples, or part of an evaluation."""
 
 class SampleEnd(_SampleEnd, metaclass=_SampleEndEnumTypeWrapper):
-    """The one end of every sample. reserved = live + the sum of all ends, at every moment."""
+    """The terminal state of a sample. Each sample has at most one. At every moment, reserved = live + the sum of all ends."""
 
 SAMPLE_END_UNSPECIFIED: SampleEnd.ValueType  # 0
-"""Live."""
+"""Live: the sample has not ended."""
 SAMPLE_END_TRAINED: SampleEnd.ValueType  # 1
 """In the weights of a reported checkpoint."""
 SAMPLE_END_STALE: SampleEnd.ValueType  # 2
 """Beyond the bound, or sampled by void weights."""
 SAMPLE_END_FILTERED: SampleEnd.ValueType  # 3
-"""Refused on its merits: no signal in the group, skipped update, dropped by the trainer."""
+"""Rejected by a rule: no signal in the group, skipped update, dropped by the trainer."""
 SAMPLE_END_FAILED: SampleEnd.ValueType  # 4
-"""Infrastructure failed it too often, or its fate is unknowable."""
+"""Infra failures reached the retry limit, or its use is unknown after a crash."""
 SAMPLE_END_CANCELLED: SampleEnd.ValueType  # 5
-"""Given up before it was finished."""
+"""Cancelled before it was finished."""
 SAMPLE_END_EXPORTED: SampleEnd.ValueType  # 6
-"""Handed out of the mesh, or an evaluation."""
+"""Returned by StreamSamples, or part of an evaluation."""
 Global___SampleEnd: _TypeAlias = SampleEnd  # noqa: Y015
 
 @_typing.final
@@ -266,9 +267,9 @@ class PolicyVersion(_message.Message):
     policy: _builtins.str
     """The trainable set of weights; empty means "main"."""
     step: _builtins.int
-    """Number of updates behind these weights."""
+    """Number of updates in these weights."""
     incarnation: _builtins.int
-    """Grows by one when a learner goes back to a checkpoint. Steps above the roll-back point in an older incarnation are void."""
+    """Number of roll-backs of the run before these weights. Steps above the roll-back point in an older incarnation are void."""
     weights_digest: _builtins.str
     """Hex SHA-256 of the weight manifest (weights.proto); empty while unknown."""
     def __init__(
@@ -289,8 +290,8 @@ Global___PolicyVersion: _TypeAlias = PolicyVersion  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are drawn. Log-probs are under exactly this distribution. Sampling is keyed by (seed, absolute position): a
-    request resumed elsewhere from its received tokens draws the same.
+    """Sampling distribution of tokens. Log-probs are under exactly this distribution. The random draws are keyed by (seed, absolute
+    position), so a request that another node resumes draws the same tokens.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -309,7 +310,7 @@ class SamplingParams(_message.Message):
     top_k: _builtins.int
     """Number of most probable tokens kept; 0 means off."""
     max_tokens: _builtins.int
-    """Most new tokens; at least 1."""
+    """Maximum number of new tokens, at least 1."""
     seed: _builtins.int
     """Key of the random draws."""
     @_builtins.property
@@ -379,7 +380,7 @@ Global___TokenArray: _TypeAlias = TokenArray  # noqa: Y015
 
 @_typing.final
 class MediaRef(_message.Message):
-    """A non-text part of the context."""
+    """A non-text part of the context. Not implemented."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -392,9 +393,9 @@ class MediaRef(_message.Message):
     content_type: _builtins.str
     """MIME type."""
     token_start: _builtins.int
-    """First token it stands for, relative to the segment."""
+    """First token that represents it, relative to the segment."""
     num_tokens: _builtins.int
-    """Number of tokens it stands for."""
+    """Number of tokens that represent it."""
     def __init__(
         self,
         *,
@@ -413,8 +414,8 @@ Global___MediaRef: _TypeAlias = MediaRef  # noqa: Y015
 
 @_typing.final
 class Segment(_message.Message):
-    """A span of tokens with one author and, if sampled, one set of weights. Segments of an episode form a tree: a chain, a
-    branching and several contexts are one structure, and a shared segment is stored once. Never re-encoded from text.
+    """A span of tokens with one source and, if sampled, one set of weights. The segments of an episode form a forest: chains, branches and
+    several contexts have the same structure, and a shared segment is stored once. Token ids are never encoded again from text.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -457,30 +458,30 @@ class Segment(_message.Message):
     parent: _builtins.int
     """Index of the parent segment in Episode.segments, always smaller than this one's; -1 is a root."""
     role: Global___SegmentRole.ValueType
-    """What it is to the policy."""
+    """Role for the policy."""
     source: Global___SegmentSource.ValueType
-    """Who wrote it."""
+    """Source of the tokens."""
     token_ids: _builtins.bytes
-    """Token ids of the model's own tokenizer, i32le [n]. Train on these, never on re-encoded text."""
+    """Token ids of the model's tokenizer, i32le [n]. A trainer MUST train on these, never on text that it encodes again."""
     logprobs: _builtins.bytes
     """Natural log of the probability with which each token was drawn, given all tokens before it on the path: after temperature,
-    top_k and top_p with their renormalisation; of the plain softmax where temperature was 0. f32le [n]. This is the behaviour
-    policy (mu, "old log-probs") of a ratio; compute your own at the same temperature (`sampling`). Present exactly for sampled
-    sources (POLICY, PEER).
+    top_k and top_p with their renormalization; of the plain softmax if temperature was 0. f32le [n]. This is the behavior
+    policy (mu, "old log-probs") of a ratio. A trainer computes its log-probs at the same temperature (`sampling`). Present if and only
+    if the source is POLICY or PEER.
     """
     logprobs_model: _builtins.bytes
-    """Natural log-probs under the plain softmax of the model, f32le [n]. Absent if the engine does not give them."""
+    """Natural log-probs under the plain softmax of the model, f32le [n]. Absent if the engine does not return them."""
     loss_mask: _builtins.bytes
-    """u8 [n], 1 where a token may be trained on. Absent means nowhere. See also LeasedSample.mask_below_step."""
+    """u8 [n], 1 if the token may be trained on. Absent means 0 for all tokens. See also LeasedSample.mask_below_step."""
     kv_step_oldest: _builtins.int
-    """The oldest step behind the key-value cache the span attended to. Set with `version`."""
+    """The oldest step of the weights behind the key-value cache that the span attended to. Set with `version`."""
     sampling: _builtins.int
-    """Index into Episode.sampling_params; -1 where nothing was sampled."""
+    """Index into Episode.sampling_params; -1 if the span was not sampled."""
     finish: Global___FinishReason.ValueType
     """Why generation ended here."""
     @_builtins.property
     def version(self) -> Global___PolicyVersion:
-        """The weights that sampled the span. Set by the engine only; absent for everything not sampled."""
+        """The weights that sampled the span. Only the engine sets it. Absent if the span was not sampled."""
 
     @_builtins.property
     def arrays(self) -> _containers.MessageMap[_builtins.str, Global___TokenArray]:
@@ -490,13 +491,13 @@ class Segment(_message.Message):
 
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaRef]:
-        """Pictures, audio, video in this span."""
+        """Pictures, audio, video in this span. Not implemented."""
 
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
-        """Text of the turns that end with this segment, for people and scorers; never to be encoded again. The messages of a sample's path
-        in order are its conversation, where the text that a policy sampled after a forced beginning (an ACTION segment of another source)
-        belongs to the same message.
+        """Text of the turns that end with this segment, for display and scorers. It MUST NOT be encoded again for training. The messages of a
+        sample's path in order are its conversation. Text that a policy sampled after a forced beginning (an ACTION segment of another
+        source) belongs to the same message.
         """
 
     def __init__(
@@ -527,7 +528,9 @@ Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
 @_typing.final
 class Reward(_message.Message):
-    """One named number about a sample or one of its segments. Stored unaggregated: weights and gates change without new rollouts."""
+    """One named value of a sample or of one of its segments. Rewards are stored separately, so that their weights can change without new
+    rollouts.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -540,13 +543,13 @@ class Reward(_message.Message):
     name: _builtins.str
     """Name within the run, e.g. "correct"."""
     value: _builtins.float
-    """The number, finite if outcome is OK; else the attempt is an infra failure."""
+    """The value. If outcome is OK it MUST be finite; otherwise the attempt counts as an infra failure."""
     segment: _builtins.int
-    """Segment it is about; -1 is the whole sample."""
+    """Index of the rewarded segment; -1 is the whole sample."""
     scorer: _builtins.str
     """Scorer and its version, e.g. "exact@1"."""
     evidence: _builtins.str
-    """What the verdict rests on, for people. Never holds the answer key of a task that may be sampled again."""
+    """Explanation of the value. Informational. It MUST NOT contain the answer key of a task that may be sampled again."""
     outcome: Global___RewardOutcome.ValueType
     """Whether `value` counts."""
     def __init__(
@@ -594,12 +597,12 @@ class Sample(_message.Message):
     weight: _builtins.float
     """Weight in the loss, finite and >= 0."""
     trainable: _builtins.bool
-    """False for samples that only inform the group baseline."""
+    """False for samples that count in the group baseline only."""
     finish: Global___FinishReason.ValueType
-    """Why it ended: the finish reason of its last action, or LENGTH where a limit of the episode ended it."""
+    """Why it ended: the finish reason of its last action, or LENGTH if a limit of the episode ended it."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
-        """Named rewards."""
+        """Rewards of all scorers."""
 
     def __init__(
         self,
@@ -623,7 +626,7 @@ Global___Sample: _TypeAlias = Sample  # noqa: Y015
 
 @_typing.final
 class EpisodeKey(_message.Message):
-    """Where an episode belongs."""
+    """Identity of an episode."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -633,15 +636,15 @@ class EpisodeKey(_message.Message):
     EPISODE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     run: _builtins.str
-    """Run."""
+    """Name of the run."""
     task: _builtins.str
-    """Task id."""
+    """Id of the task."""
     group: _builtins.str
-    """Group: episodes compared with each other."""
+    """Id of the group: episodes that share one baseline."""
     episode: _builtins.str
-    """Episode, unique in the run."""
+    """Id of the episode, unique in the run."""
     attempt: _builtins.int
-    """Which try this is: 1, 2, ..."""
+    """Number of this attempt, from 1."""
     def __init__(
         self,
         *,
@@ -661,16 +664,16 @@ Global___EpisodeKey: _TypeAlias = EpisodeKey  # noqa: Y015
 
 @_typing.final
 class Message(_message.Message):
-    """Text view of a turn, for people and judges. Never the source of trained tokens."""
+    """Text view of a turn, for display and judges. It is never the source of trained tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user", "assistant" or "tool"."""
+    """Role: "system", "user", "assistant" or "tool"."""
     content: _builtins.str
-    """Text."""
+    """Text of the turn."""
     def __init__(
         self,
         *,
@@ -719,24 +722,24 @@ class Episode(_message.Message):
     STAGE_S_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     purpose: Global___Purpose.ValueType
-    """What it is for."""
+    """Purpose, as in its lease."""
     traceparent: _builtins.str
-    """W3C traceparent of the episode's root span; empty if not traced. Whoever trains on it may link its own spans to it."""
+    """W3C traceparent of the episode's root span; empty if not traced. A trainer MAY link its spans to it."""
     @_builtins.property
     def key(self) -> Global___EpisodeKey:
-        """Where it belongs."""
+        """Identity of the episode and of this attempt."""
 
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]:
-        """The tree, parents before children."""
+        """The segments, parents before children."""
 
     @_builtins.property
     def sampling_params(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplingParams]:
-        """Distinct sampling parameters used, referred to by index."""
+        """Distinct sampling parameters, to which segments refer by index."""
 
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sample]:
-        """What it yields."""
+        """Its training items."""
 
     @_builtins.property
     def stage_s(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -794,22 +797,22 @@ class Task(_message.Message):
     SPLIT_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
     task_id: _builtins.str
-    """Unique in the run's source."""
+    """Id, unique in the task source."""
     oracle_ref: _builtins.str
     """Reference that the reward service resolves to the answer key."""
     split: _builtins.str
     """Split: "train", "validation", "test"."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]:
-        """The conversation so far: system, user messages."""
+        """The prompt: system and user messages."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of tools the agent may call (a sandbox profile or function)."""
+        """Names of tools that the agent may call (a sandbox profile or function)."""
 
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Free labels such as {"level": "3"}; selectors and reports group by them."""
+        """Custom labels such as {"level": "3"}. Selectors and reports group by them."""
 
     def __init__(
         self,
@@ -831,7 +834,7 @@ Global___Task: _TypeAlias = Task  # noqa: Y015
 
 @_typing.final
 class StepSpan(_message.Message):
-    """How many trainable tokens of a sample were sampled by which weights: all that the bound needs to know."""
+    """Number of trainable tokens of a sample by the weights that sampled them. The staleness bound is computed from it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -861,7 +864,7 @@ Global___StepSpan: _TypeAlias = StepSpan  # noqa: Y015
 
 @_typing.final
 class SampleMeta(_message.Message):
-    """What the coordinator knows of a sample, as the rollout worker reported it. Payloads stay in the sample stream. Every reader of a
+    """Metadata of a sample, as the rollout worker reported it to the coordinator. Payloads stay in the sample stream. Every reader of a
     payload compares `policy`, `leaf`, `steps`, `num_tokens` and `trainable` with it (METADATA_MISMATCH).
     """
 
@@ -878,26 +881,26 @@ class SampleMeta(_message.Message):
     sample_id: _builtins.str
     """Unique in the run: the episode's id, then one of - . / and letters, digits, - _ . /; at most 256 characters."""
     policy: _builtins.str
-    """The policy it may train: that of the lease, if it is trainable."""
+    """The policy that it may train. A trainable sample MUST have the policy of its lease. Empty means "main"."""
     leaf: _builtins.int
     """Index of the leaf segment in the episode's payload."""
     num_tokens: _builtins.int
-    """All tokens on the path, 0 to 2^31 - 1, and at least those of `steps`."""
+    """Number of tokens on the path, 0 to 2^31 - 1, and at least those of `steps`."""
     trainable: _builtins.bool
-    """False for samples that only inform the group baseline."""
+    """False for samples that count in the group baseline only."""
     num_sampled_tokens: _builtins.int
-    """POLICY tokens on the path that an engine sampled, trainable or not. Tokens of a segment that several samples of the episode share
-    count for the first of them, so that the sum over an episode is what was generated.
+    """Number of POLICY tokens on the path that an engine sampled, trainable or not. Tokens of a segment that several samples share count
+    for the first of them, so that the sum over an episode is the number of generated tokens.
     """
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepSpan]:
-        """Trainable POLICY tokens by the weights that sampled them, oldest first; each (step, incarnation) once, of a published version, with
-        at least one token; at most 4096. Empty: trains on no POLICY token.
+        """Trainable POLICY tokens by the weights that sampled them, oldest first. At most 4096 entries, each (step, incarnation) once, of a
+        published version, with at least one token. Empty means that the sample has no trainable POLICY token.
         """
 
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
-        """Named rewards."""
+        """Rewards of all scorers."""
 
     def __init__(
         self,
@@ -921,7 +924,7 @@ Global___SampleMeta: _TypeAlias = SampleMeta  # noqa: Y015
 
 @_typing.final
 class PayloadRef(_message.Message):
-    """Where a payload is."""
+    """Position of a payload in the sample stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -930,7 +933,7 @@ class PayloadRef(_message.Message):
     sequence: _builtins.int
     """Sequence in stream RM_<run>_SAMPLES; 0 means no payload."""
     size_bytes: _builtins.int
-    """Size of the payload, bytes."""
+    """Size of the payload, in bytes."""
     def __init__(
         self,
         *,
@@ -956,14 +959,14 @@ class MemberOutcome(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     EPISODE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
-    """Sample."""
+    """Id of the sample."""
     end: _builtins.str
-    """"ready", or the typed reason it ended for."""
+    """"ready" while it is live; else its end and reason, e.g. "filtered/NOT_TRAINABLE"."""
     episode: _builtins.str
-    """Its episode: a baseline counts episodes, however many samples each has. Empty: the sample is an episode by itself."""
+    """Id of its episode. A baseline counts episodes, not samples. Empty means that the sample counts as one episode."""
     @_builtins.property
     def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reward]:
-        """Its rewards."""
+        """Its rewards, as finalized."""
 
     def __init__(
         self,
@@ -983,7 +986,7 @@ Global___MemberOutcome: _TypeAlias = MemberOutcome  # noqa: Y015
 
 @_typing.final
 class GroupContext(_message.Message):
-    """All scored members of a group: dropping members before the advantage would bias the baseline."""
+    """All scored members of a group. A baseline over a part of them would be biased."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -991,12 +994,12 @@ class GroupContext(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     group: _builtins.str
-    """Group."""
+    """Id of the group."""
     task: _builtins.str
-    """Task all members worked on."""
+    """Id of the task of all members."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberOutcome]:
-        """Every scored member."""
+        """Every scored member, trained or not."""
 
     def __init__(
         self,
@@ -1015,7 +1018,7 @@ Global___GroupContext: _TypeAlias = GroupContext  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
-    """A failure inside a longer reply, with the same words as an error status."""
+    """A failure inside a longer reply, with the content of an error status."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1049,9 +1052,9 @@ class Failure(_message.Message):
     reason: _builtins.str
     """ErrorInfo.reason, e.g. "STALE_WEIGHTS"."""
     message: _builtins.str
-    """For people, with the remedy."""
+    """Text with the remedy. Informational."""
     retry_after_s: _builtins.float
-    """Seconds after which trying again makes sense; 0 means do not."""
+    """Seconds after which the caller may retry; 0 means that it SHOULD NOT retry."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """ErrorInfo.metadata."""

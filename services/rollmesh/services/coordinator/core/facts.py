@@ -17,7 +17,7 @@ class RunCreated(Record, frozen=True, kw_only=True, tag=True):
 
 
 class Purpose(IntEnum):
-    """What an episode is for."""
+    """Purpose of an episode."""
 
     TRAIN = 1
     EVAL = 2
@@ -25,7 +25,7 @@ class Purpose(IntEnum):
 
 
 class Message(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Text view of a turn, for people and judges. Never the source of trained tokens."""
+    """Text view of a turn, for display and judges. It is never the source of trained tokens."""
 
     role: str = ""
     content: str = ""
@@ -58,7 +58,7 @@ class GroupReserved(Record, frozen=True, kw_only=True, tag=True):
 
 
 class EpisodesAdded(Record, frozen=True, kw_only=True, tag=True):
-    """A group grew by refilled or extended episodes."""
+    """A finalizer extended a group by further episodes."""
 
     group: str
     num_episodes: int = 0
@@ -75,7 +75,7 @@ class EpisodeLeased(Record, frozen=True, kw_only=True, tag=True):
 
 
 class EpisodeReturned(Record, frozen=True, kw_only=True, tag=True):
-    """An episode came back for another try."""
+    """The lease of an episode ended without a result. The episode waits for a worker again."""
 
     group: str
     episode: str
@@ -84,7 +84,8 @@ class EpisodeReturned(Record, frozen=True, kw_only=True, tag=True):
 
 
 class SampleEnd(IntEnum):
-    """The one end of every sample. reserved = live + the sum of all ends, at every moment."""
+    """The terminal state of a sample. Each sample has at most one. At every moment, reserved = live + the sum of all
+    ends."""
 
     LIVE = 0
     TRAINED = 1
@@ -96,7 +97,7 @@ class SampleEnd(IntEnum):
 
 
 class EpisodeEnded(Record, frozen=True, kw_only=True, tag=True):
-    """An episode ended without samples; its reserved sample ends with it."""
+    """An episode ended without samples. Its reserved sample ends with it."""
 
     group: str
     episode: str
@@ -106,14 +107,15 @@ class EpisodeEnded(Record, frozen=True, kw_only=True, tag=True):
 
 
 class PayloadRef(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a payload is."""
+    """Position of a payload in the sample stream."""
 
     sequence: int = 0
     size_bytes: int = 0
 
 
 class StepSpan(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """How many trainable tokens of a sample were sampled by which weights: all that the bound needs to know."""
+    """Number of trainable tokens of a sample by the weights that sampled them. The staleness bound is computed from
+    it."""
 
     step: int = 0
     incarnation: int = 0
@@ -121,7 +123,7 @@ class StepSpan(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RewardOutcome(IntEnum):
-    """Whether a reward says something about the model."""
+    """Whether a reward is a result of the model."""
 
     OK = 1
     INFRA_FAILURE = 2
@@ -129,8 +131,8 @@ class RewardOutcome(IntEnum):
 
 
 class Reward(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One named number about a sample or one of its segments. Stored unaggregated: weights and gates change without new
-    rollouts."""
+    """One named value of a sample or of one of its segments. Rewards are stored separately, so that their weights can
+    change without new rollouts."""
 
     name: str = ""
     value: float = 0.0
@@ -141,7 +143,7 @@ class Reward(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SampleMeta(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """What the coordinator knows of a sample, as the rollout worker reported it. Payloads stay in the sample stream.
+    """Metadata of a sample, as the rollout worker reported it to the coordinator. Payloads stay in the sample stream.
     Every reader of a payload compares `policy`, `leaf`, `steps`, `num_tokens` and `trainable` with it
     (METADATA_MISMATCH)."""
 
@@ -156,8 +158,8 @@ class SampleMeta(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EpisodeScored(Record, frozen=True, kw_only=True, tag=True):
-    """An episode's samples are scored and wait for their group. The first takes the reserved place, further ones
-    reserve their own."""
+    """The samples of an episode are scored and wait for their group. The first uses the reservation of the episode.
+    Each further sample is reserved by this fact."""
 
     group: str
     episode: str
@@ -166,7 +168,7 @@ class EpisodeScored(Record, frozen=True, kw_only=True, tag=True):
 
 
 class GroupDecision(IntEnum):
-    """What becomes of a group."""
+    """The decision of a finalizer on a group."""
 
     KEEP = 1
     FILTER = 2
@@ -200,7 +202,7 @@ class SamplesEnded(Record, frozen=True, kw_only=True, tag=True):
 
 
 class TrainerAttached(Record, frozen=True, kw_only=True, tag=True):
-    """A trainer attached; older epochs are fenced."""
+    """A trainer attached. Older epochs are fenced."""
 
     policy: str = ""
     learner: str = ""
@@ -223,21 +225,21 @@ class BatchLeased(Record, frozen=True, kw_only=True, tag=True):
 
 
 class BatchReturned(Record, frozen=True, kw_only=True, tag=True):
-    """A batch came back unused; its samples are READY."""
+    """A batch lease ended unused. Its samples are READY again."""
 
     lease_id: str
     reason: str = ""
 
 
 class BatchInDoubt(Record, frozen=True, kw_only=True, tag=True):
-    """A batch lease expired or was fenced; only the next attach tells what its samples were used for."""
+    """A batch lease expired or was fenced. The use of its samples is unknown until the next attach."""
 
     lease_id: str
     reason: str = ""
 
 
 class DroppedSample(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """A sample that a trainer left out."""
+    """A leased sample that a trainer excluded from its update."""
 
     sample_id: str = ""
     reason: str = ""
@@ -259,7 +261,7 @@ class UpdateCommitted(Record, frozen=True, kw_only=True, tag=True):
 
 
 class CheckpointReported(Record, frozen=True, kw_only=True, tag=True):
-    """A checkpoint with this update is durable: applied samples up to it are TRAINED."""
+    """A checkpoint with this update is durable. Applied samples up to it are TRAINED."""
 
     policy: str = ""
     learner: str = ""
@@ -267,7 +269,7 @@ class CheckpointReported(Record, frozen=True, kw_only=True, tag=True):
 
 
 class RolledBack(Record, frozen=True, kw_only=True, tag=True):
-    """Updates above `to_update` are undone. Their applied samples are READY again; samples they had TRAINED are
+    """Updates above `to_update` are undone. Their APPLIED samples are READY again. Their TRAINED samples count as
     stale(ROLLED_BACK)."""
 
     policy: str = ""
@@ -277,13 +279,13 @@ class RolledBack(Record, frozen=True, kw_only=True, tag=True):
 
 
 class VersionPublished(Record, frozen=True, kw_only=True, tag=True):
-    """Weights were announced."""
+    """A trainer published weights: they are announced to the nodes."""
 
     version: PolicyVersion
 
 
 class VersionQuarantined(Record, frozen=True, kw_only=True, tag=True):
-    """Weights were refused: the first nodes could not load them, or scored the probes wrong."""
+    """The first nodes could not load a version, or its probe scores did not match. No node activates it."""
 
     version: PolicyVersion
     cause: str = ""
@@ -297,8 +299,8 @@ class RunEnded(Record, frozen=True, kw_only=True, tag=True):
 
 class RunStalled(Record, frozen=True, kw_only=True, tag=True):
     """No progress for `stall_s`: no sample was scored, no group decided on, no update committed, no checkpoint
-    reported, no version published. Written once per stall, and again if another party comes to be the root while it
-    lasts. The next progress ends it."""
+    reported, no version published. Written once per stall, and again if its root cause changes. The next progress ends
+    the stall."""
 
     root: str = ""
     cause: str = ""
@@ -306,7 +308,7 @@ class RunStalled(Record, frozen=True, kw_only=True, tag=True):
 
 
 class TaskReplayed(Record, frozen=True, kw_only=True, tag=True):
-    """A task that had been given up waits for admission again; the GroupReserved that carries its `dead_id` follows."""
+    """The task of a dead letter waits for admission. A GroupReserved with its `dead_id` follows."""
 
     dead_id: int = 0
     task: Task = Task()
@@ -314,15 +316,15 @@ class TaskReplayed(Record, frozen=True, kw_only=True, tag=True):
 
 
 class TimeCounted(Record, frozen=True, kw_only=True, tag=True):
-    """The run was led for so long since the last such fact, by the coordinator's monotonic clock. What a coordinator
-    had not counted when it was killed, at most ten seconds, is left out."""
+    """Time for which a coordinator led the run since the previous such fact, by its monotonic clock. At most ten
+    seconds that a killed coordinator had not counted are omitted."""
 
     seconds: float = 0.0
 
 
 class RunStopping(Record, frozen=True, kw_only=True, tag=True):
-    """A limit was reached: no further update begins. The run ends when its last weights are in a checkpoint, published
-    and evaluated. A roll-back or a RunChanged undoes it."""
+    """A limit was reached, so no further update begins. The run ends when its last weights are in a checkpoint,
+    published and evaluated. A roll-back or a RunChanged revokes this."""
 
     reason: str = ""
 
@@ -336,7 +338,7 @@ class ConfigChange(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RunChanged(Record, frozen=True, kw_only=True, tag=True):
-    """A run goes on with other settings."""
+    """The settings of a run changed. A run that had ended at a limit is open again."""
 
     change_id: str = ""
     changes: tuple[ConfigChange, ...] = ()
