@@ -62,38 +62,39 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request_iterator, context):
-        """Many requests over one stream, multiplexed by request id: submit and cancel up, one frame of deltas per engine step down.
+        """Many requests over one stream, multiplexed by request id. The client sends submissions and cancellations; the node sends one frame
+        of deltas per engine step.
         Ordering: deltas of one request are in order and contiguous; requests are independent of each other.
         Idempotency: a request id may be used once per stream. After a lost stream the client resubmits to any node with the
         received tokens appended to the prefix (num_resumed says how many) and max_tokens reduced; with the same seed it draws the
         same tokens under the same weights.
-        A refused request is answered on the stream by a delta with finish ERROR and `failure`; the stream goes on. Reasons:
-        STALE_WEIGHTS (FAILED_PRECONDITION): this node's active version is below the target; go to another node.
-        OVERLOADED (RESOURCE_EXHAUSTED): queue full; retry after retry_after_s or go to another node.
+        A rejected request gets a delta with finish ERROR and `failure`; the stream continues. Reasons:
+        STALE_WEIGHTS (FAILED_PRECONDITION): this node's active version is below the target; use another node.
+        OVERLOADED (RESOURCE_EXHAUSTED): queue full; retry after retry_after_s or use another node.
         INVALID_INPUT (INVALID_ARGUMENT): the request can never run; do not repeat it.
-        DRAINING (UNAVAILABLE): the node is leaving; go to another node.
-        ENGINE_FAILED (UNAVAILABLE): infra failure; go to another node.
-        PROBE_MISMATCH (FAILED_PRECONDITION): the node is quarantined; go to another node.
+        DRAINING (UNAVAILABLE): the node is shutting down; use another node.
+        ENGINE_FAILED (UNAVAILABLE): infra failure; use another node.
+        PROBE_MISMATCH (FAILED_PRECONDITION): the node is quarantined; use another node.
         UNKNOWN_POLICY, UNKNOWN_ENDPOINT (NOT_FOUND), UNIMPLEMENTED: not served here; do not repeat it.
         Errors:
-        RESOURCE_EXHAUSTED: too many streams; use fewer, they multiplex.
+        RESOURCE_EXHAUSTED: too many streams; use one stream for many requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOne(self, request, context):
-        """One request, one answer. For small clients; half a millisecond of CPU each.
-        Errors: as the reasons of Generate, as status.
+        """One request and its whole response, for small clients. Each call costs half a millisecond of CPU.
+        Errors: the reasons of Generate, as status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Teacher-forced log-probs of given tokens under the plain softmax of the active weights. Repeatable.
+        """Returns teacher-forced log-probs of given tokens under the plain softmax of the active weights. Repeatable.
         Errors:
-        FAILED_PRECONDITION STALE_WEIGHTS: active version below the target; go to another node.
+        FAILED_PRECONDITION STALE_WEIGHTS: active version below the target; use another node.
         INVALID_ARGUMENT: empty or too long sequence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -101,7 +102,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """A moment's load and counters since start.
+        """Returns the current load, and counters since the start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,7 @@ class BlobServiceServicer(object):
     """
 
     def Has(self, request, context):
-        """Which of these blobs are stored. Repeatable.
+        """Returns which of these blobs are not stored. Repeatable.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,9 +70,9 @@ class BlobServiceServicer(object):
 
     def Put(self, request_iterator, context):
         """Stores one blob. The first message names it; the blob becomes visible only when its bytes hash to its digest.
-        Idempotent: storing what is there succeeds, reads no further bytes and adds the owner.
+        Idempotent: Put of a stored blob succeeds, reads no further bytes and adds the owner.
         Errors:
-        DATA_LOSS HASH_MISMATCH: the bytes do not hash to the digest; nothing was stored; send again.
+        DATA_LOSS HASH_MISMATCH: the bytes do not hash to the digest; nothing was stored; send it again.
         RESOURCE_EXHAUSTED DISK_FULL: the disk quota is used up; free space or raise `quota_bytes`.
         INVALID_ARGUMENT: no digest, a chunk over 2 MiB, or more bytes than announced.
         """
@@ -83,7 +83,7 @@ class BlobServiceServicer(object):
     def Fetch(self, request, context):
         """Streams one blob in chunks of at most 2 MiB, from `offset`. Repeatable.
         Errors:
-        NOT_FOUND UNKNOWN_BLOB: not stored here; ask another source.
+        NOT_FOUND UNKNOWN_BLOB: not stored here; use another source.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -92,7 +92,7 @@ class BlobServiceServicer(object):
     def ReleaseRun(self, request, context):
         """Removes all versions of a run ("weights:<run>/...") as owners, and the blobs that have no owner left. Idempotent.
         Errors:
-        INVALID_ARGUMENT: this node stores nothing for others, or no run is named.
+        INVALID_ARGUMENT: this node does not store blobs for other processes, or `run` is empty.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -243,7 +243,7 @@ class BlobService(object):
 
 
 class WeightServiceStub(object):
-    """What a node does with versions. Nodes are told on their Join stream (coordinator.proto); these verbs do the same by hand.
+    """Commands for versions on one node. The coordinator sends the same commands on the Join stream (coordinator.proto).
     """
 
     def __init__(self, channel):
@@ -275,13 +275,13 @@ class WeightServiceStub(object):
 
 
 class WeightServiceServicer(object):
-    """What a node does with versions. Nodes are told on their Join stream (coordinator.proto); these verbs do the same by hand.
+    """Commands for versions on one node. The coordinator sends the same commands on the Join stream (coordinator.proto).
     """
 
     def GetManifest(self, request, context):
-        """The manifest of a stored version. Repeatable.
+        """Returns the manifest of a stored version. Repeatable.
         Errors:
-        NOT_FOUND UNKNOWN_BLOB: no such manifest here.
+        NOT_FOUND UNKNOWN_BLOB: the manifest is not stored here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -290,8 +290,8 @@ class WeightServiceServicer(object):
     def Prepare(self, request, context):
         """Fetches, verifies and loads a version into the second buffer while serving. Idempotent.
         Errors:
-        NOT_FOUND UNKNOWN_BLOB: no source has a chunk; upload it again.
-        DATA_LOSS HASH_MISMATCH: chunks do not hash right from any source.
+        NOT_FOUND UNKNOWN_BLOB: a chunk is at no source; upload it again.
+        DATA_LOSS HASH_MISMATCH: the bytes of a chunk do not hash to its digest at any source.
         FAILED_PRECONDITION WEIGHTS_REJECTED: names, shapes, dtypes or values do not fit the model.
         UNIMPLEMENTED: this node has no engine (the depot).
         """
@@ -303,7 +303,7 @@ class WeightServiceServicer(object):
         """Swaps a prepared version in between two steps and scores its probes. Idempotent.
         Errors:
         FAILED_PRECONDITION NOT_PREPARED: Prepare it first.
-        FAILED_PRECONDITION PROBE_MISMATCH: the engine serves something else than was uploaded; the node is quarantined.
+        FAILED_PRECONDITION PROBE_MISMATCH: the engine serves other weights than were uploaded; the node is quarantined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -348,7 +348,7 @@ def add_WeightServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightService(object):
-    """What a node does with versions. Nodes are told on their Join stream (coordinator.proto); these verbs do the same by hand.
+    """Commands for versions on one node. The coordinator sends the same commands on the Join stream (coordinator.proto).
     """
 
     @staticmethod

@@ -1,11 +1,11 @@
 """A deterministic engine without torch, for tests, the simulator and meshes without a model.
 
-Obeys the port like a real one: batches, waits, stops, cancels, swaps, counts. One asyncio task steps all running requests
-and yields to the loop once per step; with `step_s` 0 nothing ever sleeps. Weights are real safetensors files, whose header
-and values are checked against `tensors`; what they hold does not matter, the version names the policy (`fake_policy`).
+It implements the port fully: it batches, queues, stops, cancels, swaps and counts. One asyncio task steps all running requests and
+yields to the loop once per step; with `step_s` 0 it never sleeps. Weights are real safetensors files, whose header and values are
+checked against `tensors`. Their values are not used, because the policy depends on the version alone (`fake_policy`).
 
-Prefix reuse is real in the counters only: ended sessions are remembered, least recently used out first, under the version
-that was active.
+Prefix reuse changes only the counters. The engine stores the prefixes of ended sessions under the active version, and evicts the
+least recently used.
 """
 
 from __future__ import annotations
@@ -42,36 +42,36 @@ from rollmesh.testing.fake_weights import check_files
 
 
 class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How large and how slow the fake is."""
+    """Sizes and delays of the fake."""
 
     vocab_size: int = 64
-    """Token t reads as the printable character chr(32 + t % 95)."""
+    """Token t decodes to the printable character chr(32 + t % 95)."""
     context_max: int = 1024
-    """Tokens per sequence, prefix and new ones together."""
+    """Most tokens of a sequence, prefix and new tokens together."""
     slots_max: int = 64
-    """Requests that run at once."""
+    """Most requests that run at once."""
     queue_max: int = 1024
-    """Requests that may wait; one more is EngineBusy."""
+    """Most requests that wait; one more is rejected with EngineBusy."""
     sessions_max: int = 1024
-    """Ended sessions whose prefix counts as cached."""
+    """Most ended sessions whose prefix counts as cached."""
     prepared_max: int = 2
-    """Prepared versions held at once; preparing one more drops the oldest of them."""
+    """Most prepared versions; preparing one more drops the oldest of them."""
     tokens_per_step: int = 8
-    """Tokens per request and step: larger is cheaper, 1 behaves most like a model."""
+    """Tokens per request and step. A larger value is cheaper; 1 is most similar to a model."""
     step_s: float = 0.0
-    """Seconds of the clock each step takes; 0 yields to the loop without sleeping."""
+    """Duration of a step in seconds of the clock; 0 yields to the loop without sleeping."""
     prepare_s: float = 0.0
-    """Seconds of the clock `prepare` takes."""
+    """Duration of `prepare` in seconds of the clock."""
     tensors: dict[str, tuple[int, ...]] = {}
-    """Expected shape per tensor name; empty accepts any set of finite tensors, none included."""
+    """Expected shape per tensor name. Empty accepts any set of finite tensors, also an empty set."""
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context_max", "slots_max", "queue_max", "prepared_max", "tokens_per_step"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         for name in ("step_s", "prepare_s", "sessions_max"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class _Running:
     num_cached: int = -1
     """-1 until the request runs."""
     kv_step_oldest: int = 0
-    asked_s: float = 0.0
+    submitted_s: float = 0.0
     queued_s: float = 0.0
 
 
@@ -140,13 +140,13 @@ class FakeEngine:
             )
         if len(self._live) >= self._config.slots_max + self._config.queue_max:
             raise EngineBusy(f"{self._config.queue_max} requests are waiting already")
-        running = self._live[request.request_id] = _Running(request, emit, asked_s=self._clock.monotonic_s())
+        running = self._live[request.request_id] = _Running(request, emit, submitted_s=self._clock.monotonic_s())
         heapq.heappush(self._waiting, (-request.priority, next(self._arrivals), running))
         self._work.set()
 
     def cancel(self, request_id: str) -> None:
         if request_id in self._live:
-            # Later, as an engine with a thread would: the caller need not expect an emit inside its own call.
+            # Called later, as by an engine with a thread, so that `emit` does not run inside the caller's call.
             asyncio.get_running_loop().call_soon(self._end, request_id, FinishReason.CANCELLED)
 
     async def score(self, sequences: Sequence[IntArray]) -> list[ScoreResult]:
@@ -237,14 +237,14 @@ class FakeEngine:
                 self._extend(running, policy)
 
     def _admit(self, running: _Running, version: PolicyVersion) -> None:
-        """The whole prefix is known at once; the last token of a cached one was never fed, as in a real cache."""
+        """Start a request. As in a real cache, the last token of a cached prefix was never fed."""
         token_ids = running.request.token_ids
         held = self._sessions.pop(running.request.session, token_ids[:0])
         num = min(len(held), len(token_ids) - 1)
         differs = held[:num] != token_ids[:num]
         running.num_cached = int(differs.argmax()) if differs.any() else num
         running.kv_step_oldest = version.step
-        running.queued_s = self._clock.monotonic_s() - running.asked_s
+        running.queued_s = self._clock.monotonic_s() - running.submitted_s
         self._running[running.request.request_id] = running
         self._num_hit += running.num_cached
         self._num_prefilled += len(token_ids) - running.num_cached
@@ -263,7 +263,7 @@ class FakeEngine:
         self._emit(running, tokens, columns, finish)
 
     def _until_stop(self, running: _Running, tokens: IntArray) -> tuple[int, bool]:
-        """How many of the tokens count, and whether the last of them ends the request."""
+        """Return how many of the tokens count, and whether the last of them ends the request."""
         params = running.request.params
         if not params.stop and not params.stop_token_ids:
             return len(tokens), False
@@ -308,7 +308,7 @@ class FakeEngine:
         )
 
     def _forget(self, running: _Running) -> None:
-        """Drop an ended request; its cache, if all of one version, stays for the next turn of its session."""
+        """Drop an ended request. Its prefix stays for the next turn of its session if one version computed all of it."""
         request = running.request
         del self._live[request.request_id]
         ran = self._running.pop(request.request_id, None) is not None

@@ -1,8 +1,8 @@
-"""The fake engine's model: a real categorical distribution per position, made from hashes, without torch.
+"""The fake engine's model: a categorical distribution per position, computed from hashes, without torch.
 
-Logits are a pure function of (weights key, position), so that generating and scoring agree to rounding, a new version
-changes every log-prob, and a whole stretch of tokens is one vectorised draw. The random stream is keyed by (seed, position)
-as in the real engine: SplitMix64 (Steele, Lea, Flood 2014), here with one uniform per position and an inverse CDF.
+Logits are a pure function of (weights key, position). So generation and scoring agree to rounding, a new version changes every
+log-prob, and many tokens are one vectorized draw. The random stream is keyed by (seed, position) as in the real engine: SplitMix64
+(Steele, Lea, Flood 2014), here with one uniform per position and an inverse CDF.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollmesh.shared.versions import PolicyVersion
 OUTPUTS: tuple[str, ...] = ()
 """Columns that `FakePolicy.draw` can compute beside the log-probs."""
 _PERIOD = 64
-"""Positions that differ by this share a distribution."""
+"""Positions with equal remainders have the same distribution."""
 _SPREAD = 4.0
 """Range of the logits, in nats."""
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -28,14 +28,14 @@ Floats = NDArray[np.float64]
 
 
 def mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser, elementwise."""
+    """Return SplitMix64's finalizer, elementwise."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def uniforms(key: int, counters: NDArray[np.int64]) -> Floats:
-    """Numbers in [0, 1), a pure function of (key, counter)."""
+    """Return numbers in [0, 1), a pure function of (key, counter)."""
     start = mix64(np.array([key % 2**64], np.uint64) + _GAMMA)
     bits = mix64(start + counters.astype(np.uint64) * _GAMMA) >> np.uint64(11)
     return bits.astype(np.float64) * 2.0**-53
@@ -66,7 +66,7 @@ class FakePolicy:
         else:
             logprobs = truncate(self._logits[positions % _PERIOD] / params.temperature, params)
             cumulative = np.exp(logprobs).cumsum(axis=1)
-            # Scaled by the total, so that rounding can not push a draw past the last token that has mass.
+            # Scaled by the total, so that rounding cannot move a draw past the last token that has mass.
             marks = uniforms(params.seed, positions)[:, None] * cumulative[:, -1:]
             tokens = (cumulative <= marks).sum(axis=1).astype(np.int32)
         columns = {"logprobs": logprobs[rows, tokens], "logprobs_model": self._plain[positions % _PERIOD, tokens]}
@@ -74,7 +74,7 @@ class FakePolicy:
 
 
 def truncate(logits: Floats, params: SamplingParams) -> Floats:
-    """Log-probs [n, vocab] after top-k, then the nucleus, renormalised; -inf outside."""
+    """Return log-probs [n, vocab] after top-k, then the nucleus, renormalized; -inf outside."""
     if not params.top_k and params.top_p >= 1.0:
         return log_softmax(logits)
     order = np.argsort(-logits, axis=1, kind="stable")

@@ -1,7 +1,7 @@
-"""FAKE engine: NO ISOLATION. The calculator in the service's own process, for tests that need its speed and nothing else.
+"""FAKE engine: NO ISOLATION. It runs the calculator in the service's process, for fast tests.
 
-It evaluates only `call(text)` of the calculator profile, whose grammar can do no harm; it never executes Python. `run` takes an
-expression the calculator accepts. Deterministic; limits and time play no part.
+It evaluates only `call(text)` of the calculator profile, whose grammar is harmless, and never executes Python. `run` takes an
+expression that the calculator accepts. It is deterministic and ignores limits and time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _decoder = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class FakeSandboxEngine:
-    """Implements `SandboxEngine` without any containment: never for code that a model wrote."""
+    """Implements `SandboxEngine` without isolation. Never use it for code that a model wrote."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
         self._files: dict[str, dict[str, bytes]] = {}
 
     async def start(self) -> None:
-        """Nothing to make ready."""
+        """Do nothing."""
 
     async def close(self) -> None:
         self._files.clear()

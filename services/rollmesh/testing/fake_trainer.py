@@ -1,9 +1,10 @@
-"""A trainer without torch or model: its weights are a hash of what it was trained on, in a small safetensors file.
+"""A trainer without torch or a model. Its weights are a hash of the samples that it was trained on, in a small safetensors file.
 
-Obeys the port like a real one: drops what cannot be trained on, skips, saves atomically, resumes bit for bit. That makes it a
-sharper instrument than a real one for `once`: two trainers whose samples, masks or updates differ anywhere have different weights.
+It implements the port fully: it drops samples that cannot be trained on, skips updates, saves atomically, and resumes bit for bit. It
+tests the invariant "once" better than a real trainer, because two trainers with any different sample, mask or update have different
+weights.
 
-A checkpoint is a folder `<checkpoints>/update-00000012.0` as the torch trainer's: `rollmesh.json` (position and hashes), `state.json`,
+A checkpoint is a folder `<checkpoints>/update-00000012.0`, as of the torch trainer: `rollmesh.json` (position and hashes), `state.json`,
 `model.safetensors`, `trained.jsonl`, `data_snapshot.bin`.
 """
 
@@ -41,35 +42,35 @@ from rollmesh.trainer.trained_log import TrainedLog
 _WEIGHTS = "model.safetensors"
 _STATE = "state.json"
 _PERIOD = 64
-"""Positions that differ by this share a distribution."""
+"""Positions with equal remainders have the same distribution."""
 
 
 class FakeTrainerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How large the fake is and what goes wrong in it."""
+    """Sizes and injected failures of the fake."""
 
     vocab_size: int = 0
-    """Tokens it can score. 0, because the fake inference engine's log-probs come from elsewhere and would fail every probe."""
+    """Number of tokens that it can score. 0 gives no probes, because the fake inference engine has other log-probs and would fail them."""
     num_elements: int = 16
-    """Float32 values in its one tensor, `weights`."""
+    """Number of float32 values in its only tensor, `weights`."""
     non_finite_updates: tuple[int, ...] = ()
-    """Updates whose gradient is not finite: they are skipped."""
+    """Updates with a non-finite gradient, which are skipped."""
 
     def __post_init__(self) -> None:
         if self.vocab_size < 0:
-            raise ValueError(f"vocab_size must not be negative, got {self.vocab_size}")
+            raise ValueError(f"vocab_size must be >= 0, got {self.vocab_size}")
         if self.num_elements < 1:
-            raise ValueError(f"num_elements must be at least 1, got {self.num_elements}")
+            raise ValueError(f"num_elements must be >= 1, got {self.num_elements}")
 
 
 class FakeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """state.json."""
+    """Content of state.json."""
 
     history: str
-    """Hex hash of everything trained on: the weights, in effect."""
+    """Hex hash of everything it was trained on, which determines the weights."""
 
 
 def open_trainer(config: LearnerConfig) -> Restored:
-    """As `engine.OpenEngine`. `config.model` is not read."""
+    """Open the trainer as `engine.OpenEngine` does. `config.model` is not read."""
     options = config_from_dict(FakeTrainerOptions, config.engine_options)
     engine = FakeTrainer(options, config)
     try:
@@ -167,7 +168,7 @@ class FakeTrainer:
         return np.random.default_rng(int(self.history, 16))
 
     def _safetensors(self) -> bytes:
-        """u64le header length, JSON header, data (https://huggingface.co/docs/safetensors)."""
+        """Return u64le header length, JSON header and data (https://huggingface.co/docs/safetensors)."""
         values = self._draws().standard_normal(self._options.num_elements).astype("<f4").tobytes()
         entry = {"dtype": "F32", "shape": [self._options.num_elements], "data_offsets": [0, len(values)]}
         header = json.dumps({"weights": entry}).encode()
@@ -176,7 +177,7 @@ class FakeTrainer:
 
 
 def _drop_reason(sample: TrainingSample, scored: set[str]) -> str | None:
-    """As `rollmesh.trainer.samples.drop_reason`, as far as it does not take a model."""
+    """Return the reason of `rollmesh.trainer.samples.drop_reason`, except those that need a model."""
     if not sample.sample.trainable:
         return "NOT_TRAINABLE"
     if not _num_trained(sample):

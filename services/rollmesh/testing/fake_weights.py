@@ -1,4 +1,4 @@
-"""Checks weights for the fake engine: safetensors files read with json and numpy, nothing heavier.
+"""Check weights for the fake engine. It reads safetensors files with json and numpy only.
 
 The format: eight bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data
 (https://huggingface.co/docs/safetensors).
@@ -19,12 +19,12 @@ _HEADER_BYTES_MAX = 100_000_000
 
 
 def check_files(files: Mapping[str, Path], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises WeightsRejected naming the first tensor that is missing, misshapen or not finite."""
+    """Check the files. Raises WeightsRejected naming the first tensor that is missing, not finite or has another shape."""
     found: dict[str, tuple[int, ...]] = {}
     for name in sorted(files):
         for key, shape, values in _read(name, files[name]):
             if values is not None and not np.isfinite(values).all():
-                raise WeightsRejected(f"tensor {key} has a value that is NaN or infinite: the update went wrong")
+                raise WeightsRejected(f"tensor {key} has a value that is NaN or infinite: the update diverged")
             found[key] = shape
     for key, shape in expected.items():
         if key not in found:
@@ -37,7 +37,7 @@ def check_files(files: Mapping[str, Path], expected: Mapping[str, tuple[int, ...
 
 
 def _read(name: str, path: Path) -> Iterator[tuple[str, tuple[int, ...], NDArray[np.float32] | None]]:
-    """Name, shape and, for types whose bits this reads, values of each tensor."""
+    """Yield name, shape and, for known types, values of each tensor."""
     try:
         data = path.read_bytes()
         size = int.from_bytes(data[:8], "little")

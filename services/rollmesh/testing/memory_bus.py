@@ -1,6 +1,7 @@
-"""A bus in memory: deterministic, without a server. For the simulator and for tests of what stands above the bus.
+"""A deterministic bus in memory, without a server, for the simulator and for tests of users of the bus.
 
-Same promises as JetStream within one process; nothing survives it. Appends take effect at once, in the order of the calls.
+It gives the same guarantees as JetStream within one process, and stores nothing beyond it. Appends take effect at once, in the order
+of the calls.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from rollmesh.shared.errors import InvalidInput, PayloadTooLarge
 from rollmesh.shared.telemetry.tracing import trace_headers
 
 RECORD_OVERHEAD_BYTES = 32
-"""Framing per record; JetStream's file store has about as much."""
+"""Overhead per record; about the same as in JetStream's file store."""
 
 
 class MemoryBus:
-    """Streams in memory. `clock` ages the dedup window."""
+    """Streams in memory. `clock` measures the dedup window."""
 
     def __init__(self, clock: Clock | None = None, *, payload_bytes_max: int = 8 * 1024 * 1024) -> None:
         self._clock = clock or SystemClock()
@@ -120,7 +121,7 @@ class MemoryStream:
     async def read_range(self, from_seq: int = 1) -> AsyncIterator[Record]:
         self._check_open()
         for seq in range(max(from_seq, self._first_seq()), self._last_seq + 1):
-            if (record := self._records.get(seq)) is not None:  # purged while the reader held the loop's turn
+            if (record := self._records.get(seq)) is not None:  # it may be purged while the reader handles a record
                 yield record
 
     async def follow(self, from_seq: int = 1) -> AsyncIterator[Record]:
@@ -142,7 +143,7 @@ class MemoryStream:
         self._check_open()
         if self.spec.deny_purge:
             raise InvalidInput(
-                f"{self.name} keeps its records for the life of the run; it cannot be purged", stream=self.name
+                f"{self.name} keeps its records until the run is deleted; it must not be purged", stream=self.name
             )
         while self._records and next(iter(self._records)) < seq:
             self._drop_oldest()
@@ -157,7 +158,7 @@ class MemoryStream:
         )
 
     def close(self) -> None:
-        """Wakes followers, who then raise `BusUnavailable`."""
+        """Close the stream. Followers raise `BusUnavailable`."""
         self._closed = True
         self._changed.set()
 
@@ -173,7 +174,7 @@ class MemoryStream:
         if (seq := self._seen_seq(msg_id)) is not None:
             return seq
         if expected_last_seq is not None and expected_last_seq != self._last_seq:
-            return self._refused(msg_id, expected_last_seq)
+            return self._check_repeat(msg_id, expected_last_seq)
         record = Record(
             seq=self._last_seq + 1,
             payload=bytes(payload),
@@ -184,10 +185,10 @@ class MemoryStream:
         self._store(record)
         return record.seq
 
-    def _refused(self, msg_id: str, expected_last_seq: int) -> int:
+    def _check_repeat(self, msg_id: str, expected_last_seq: int) -> int:
         there = self._records.get(expected_last_seq + 1)
         if there is not None and there.msg_id == msg_id:
-            return there.seq  # stored by an earlier attempt, and forgotten by the dedup window since
+            return there.seq  # stored by an earlier attempt, and no longer in the dedup window
         raise WrongLastSequence(
             f"{self.name} is at {self._last_seq}, not {expected_last_seq}: another writer has taken over; stop this one",
             stream=self.name,

@@ -1,11 +1,11 @@
-"""Small in-process stand-ins for what an episode needs, to try an agent or the worker without a mesh.
+"""In-process fakes of the services that an episode uses, to run an agent or the worker without a mesh.
 
     mesh = LocalMesh(script=lambda text: "<answer>4</answer><|end|>")
     report = await mesh.runner(MyAgent()).run(lease(messages=["2+2"]))
     episode = mesh.samples.episodes[report.payload.sequence - 1]
 
-They count what is open at each moment, so that a test can see that nothing is left behind, and hold a call on demand: who enters a
-`Gate` whose `held` is set waits there. Deterministic: what a model says is a function of the text before it.
+They count open sessions and requests, so that a test can assert that all are closed. A call that enters a `Gate` whose `held` is set
+waits there. The fakes are deterministic: the text of the model is a function of the text before it.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ DEMO_FORMAT = ChatFormat(
     tool_call_body="bare",
     observation="<|tool|>{text}<|end|><|assistant|>",
 )
-"""The words of the demo's chat template."""
+"""Format of the demo's chat template."""
 
 
 class CharTokenizer:
-    """One id per character; one per tag such as `<|end|>` or `</answer>`, numbered as they come up."""
+    """Encodes each character as one id, and each tag such as `<|end|>` or `</answer>` as one id, in order of first use."""
 
     def __init__(self, words: FormatConfig | None = None) -> None:
         self._tags: dict[str, int] = {}
@@ -105,14 +105,14 @@ class CharTokenizer:
 
 
 class Gate:
-    """Counts who is inside; while `held` is set, they stay there. A `failure` is raised at each entry."""
+    """Counts the calls inside. While `held` is set, they wait. A `failure` is raised at each entry."""
 
     def __init__(self) -> None:
         self.num_inside = 0
         self.num_entered = 0
         self.failure: MeshError | None = None
         self.passes_max = sys.maxsize
-        """Holds from the next entry on after this many."""
+        """Number of entries after which `held` is set."""
         self._open = asyncio.Event()
         self._open.set()
 
@@ -144,9 +144,9 @@ class Gate:
 
 
 class ScriptedGenerator:
-    """A model that says what `script` makes of the text before it; "?" in it becomes a drawn digit.
+    """A model whose next text is `script` of the text before it. Each "?" in it becomes a drawn digit.
 
-    `steps` are the versions that sample one token each in turn, the last one all that follow.
+    Each version of `steps` samples one token, in order; the last one samples the rest.
     """
 
     def __init__(self, tokenizer: CharTokenizer, script: Callable[[str], str], steps: Sequence[int] = (0,)) -> None:
@@ -167,9 +167,9 @@ class ScriptedGenerator:
         said = self._tokenizer.encode_markup(text)
         cut = said[: params.max_tokens]
         finish = FinishReason.STOP if cut.size == said.size else FinishReason.LENGTH
-        return ScriptedGeneration(self.gate, list(self._spans(cut)), finish)
+        return ScriptedGeneration(self.gate, list(self._pieces(cut)), finish)
 
-    def _spans(self, token_ids: IntArray) -> Iterator[Segment]:
+    def _pieces(self, token_ids: IntArray) -> Iterator[Segment]:
         last = len(self.steps) - 1
         for number, step in enumerate(self.steps):
             part = token_ids[number:] if number == last else token_ids[number : number + 1]
@@ -180,12 +180,12 @@ class ScriptedGenerator:
 
 
 class ScriptedGeneration:
-    """Gives its spans one by one; each of them passes the gate."""
+    """Returns its segments one by one. Each of them passes the gate."""
 
-    def __init__(self, gate: Gate, spans: list[Segment], finish: FinishReason) -> None:
+    def __init__(self, gate: Gate, pieces: list[Segment], finish: FinishReason) -> None:
         self.finish = FinishReason.UNFINISHED
         self._gate = gate
-        self._spans = spans
+        self._pieces = pieces
         self._end = finish
 
     async def __aenter__(self) -> Self:
@@ -200,15 +200,15 @@ class ScriptedGeneration:
         return self
 
     async def __anext__(self) -> Segment:
-        if not self._spans:
+        if not self._pieces:
             self.finish = self._end
             raise StopAsyncIteration
         await self._gate.enter()
-        return self._spans.pop(0)
+        return self._pieces.pop(0)
 
 
 class LocalSandbox:
-    """Functions of this process by name, without isolation; a result that isn't a str must be an `ExecResult`."""
+    """Calls functions of this process by name, without isolation. A result that is not a str must be an `ExecResult`."""
 
     def __init__(self, functions: Mapping[str, Callable[[str], str | ExecResult]]) -> None:
         self._functions = functions
@@ -235,12 +235,12 @@ class LocalSandbox:
     async def fork(
         self, snapshot: Snapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
     ) -> AsyncIterator[SandboxSession]:
-        """Its functions keep no state, so a fork is another session."""
+        """Open another session. The functions have no state to copy."""
         async with self.session("", session_id=session_id) as session:
             yield session
 
     async def drop(self, snapshot: Snapshot) -> None:
-        """There is nothing to forget."""
+        """Do nothing, because snapshots have no state."""
 
     async def call(self, function: str, text: str) -> ExecResult:
         await self.calling.enter()
@@ -265,7 +265,7 @@ class _LocalSession:
 
 
 class FixedScorer:
-    """Gives every sample the rewards that `rewards` makes of the last message of its path."""
+    """Scores every sample with `rewards` of the last message of its path."""
 
     def __init__(self, rewards: Callable[[str], tuple[Reward, ...]]) -> None:
         self._rewards = rewards
@@ -279,7 +279,7 @@ class FixedScorer:
 
 
 class ListLog:
-    """A sample stream in a list."""
+    """A sample stream that is stored in a list."""
 
     def __init__(self) -> None:
         self.payloads: list[bytes] = []
@@ -296,7 +296,7 @@ class ListLog:
 
 
 class ListCoordinator:
-    """Gives out `leases` in order and keeps the reports. `away` makes every request fail with it."""
+    """Grants `leases` in order and stores the reports. If `away` is set, every request fails with it."""
 
     def __init__(self, leases: Sequence[coordinator_pb2.EpisodeLease], clock: Clock) -> None:
         self._clock = clock
@@ -345,13 +345,13 @@ class ListCoordinator:
 
 
 def answer_reward(content: str) -> tuple[Reward, ...]:
-    """1 for a message with an answer in it."""
+    """Return the reward 1 for a message that contains an answer, else 0."""
     return (Reward(name="correct", value=float("<answer>" in content), scorer="answer@1"),)
 
 
 @dataclass(kw_only=True)
 class LocalMesh:
-    """All stand-ins together."""
+    """All fakes together."""
 
     script: Callable[[str], str]
     functions: Mapping[str, Callable[[str], str | ExecResult]] = field(default_factory=dict)
@@ -372,7 +372,7 @@ class LocalMesh:
         self.stages = Stages(self.config.stages, self.clock)
 
     def runner(self, agent: Agent | None = None) -> EpisodeRunner:
-        """Runs single episodes."""
+        """Return a runner of single episodes."""
         return EpisodeRunner(
             EpisodeParts(
                 config=self.config,
@@ -389,12 +389,12 @@ class LocalMesh:
         )
 
     def worker(self, agent: Agent | None = None) -> RolloutWorker:
-        """Runs what the coordinator gives out."""
+        """Return a worker that runs the leases of the coordinator."""
         return RolloutWorker(self.coordinator, self.runner(agent), self.progress, self.config.worker, self.clock)
 
     @property
     def num_open(self) -> int:
-        """Sessions, requests and places in use: 0 when nothing is left behind."""
+        """Number of sessions, requests and stage slots in use; 0 if all are closed."""
         gates = (self.generator.gate, self.sandbox.opening, self.sandbox.calling, self.scorer.gate, self.samples.gate)
         return self.sandbox.num_sessions + sum(g.num_inside for g in gates) + sum(self.stages.num_inside.values())
 
@@ -410,7 +410,7 @@ def lease(
     step_min: int = 0,
     lease_s: float = 30.0,
 ) -> coordinator_pb2.EpisodeLease:
-    """A lease on an episode whose task is a conversation of user messages."""
+    """Return a lease of an episode whose task is a conversation of user messages."""
     key = types_pb2.EpisodeKey(run="r", task="t", group="g", episode=f"e-{lease_id}", attempt=attempt)
     task = types_pb2.Task(
         task_id="t", messages=[types_pb2.Message(role="user", content=content) for content in messages], tools=tools

@@ -12,38 +12,39 @@ from rollmesh.shared.weights.transfer import TransferConfig
 
 
 class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One node: its engine, its weights' folder, its limits."""
+    """Settings of one inference node: engine, folder of the weights, limits."""
 
     directory: str = "inference"
-    """Folder for fetched chunks, the node's own. Best on the depot's file system: chunks are linked then, not copied."""
+    """Folder for fetched chunks, used by this node alone. On the depot's file system, chunks are linked and not copied."""
     engine: str = "rollmesh.services.inference.engines.torch_engine:TorchEngine"
-    """The engine class by dotted name or file.py:Name; called with its config."""
+    """Engine class, by dotted name or as file.py:Name. It is called with its options."""
     engine_config: str = "rollmesh.services.inference.engines.torch_config:TorchEngineConfig"
-    """Type of `engine_options`, by dotted name or file.py:Name."""
+    """Type of `engine_options`, by dotted name or as file.py:Name."""
     engine_options: dict[str, Any] = {}
-    """Settings of the engine, checked against `engine_config`."""
+    """Settings of the engine, of the type `engine_config`."""
     policy: str = "main"
     """The policy whose weights this node serves."""
     kv: Literal["recompute", "keep"] = "recompute"
-    """Key-value cache of running sequences when weights change: rebuilt (log-probs equal a forward) or kept (no pause)."""
+    """What happens to the key-value cache of running sequences when weights change. `recompute` rebuilds it, so that log-probs equal
+    a forward; `keep` keeps it, without a pause."""
     quota_bytes: int = 64 << 30
-    """Most bytes in `directory`. Two versions and the files put together from their chunks must fit."""
+    """Limit of `directory`, in bytes. Two versions, and the files assembled from their chunks, must fit."""
     capacity: int = 64
-    """Sequences the node claims to hold at once; routers weigh their load by it."""
+    """Number of sequences that the node reports as its capacity. Routers divide its load by it."""
     streams_max: int = 256
-    """Generate streams at once; one more is refused. Clients multiplex and need one each."""
+    """Most Generate streams at once; one more is rejected. A client needs one stream for all its requests."""
     requests_per_stream_max: int = 4096
-    """Live requests of one stream; one more is refused as OVERLOADED."""
+    """Most live requests of one stream; one more is rejected with OVERLOADED."""
     outbox_tokens_max: int = 1 << 20
-    """Tokens that may wait for a client which does not read; beyond, its stream is ended. 12 bytes each."""
+    """Most tokens that wait for a client that does not read; beyond it, its stream ends. A token takes about 12 bytes."""
     frame_tokens_max: int = 1 << 16
-    """Most tokens in one frame, so that a backlog stays below the message limit."""
+    """Most tokens in one frame, which keeps a backlog below the message limit."""
     prepare_s: float = 600.0
-    """Limit of fetching and loading one version."""
+    """Limit of fetching and loading one version, in seconds."""
     activate_s: float = 60.0
-    """Limit of swapping and scoring the probes; beyond, the node counts as broken and quarantines itself."""
+    """Limit of swapping and scoring the probes, in seconds; beyond it, the node quarantines itself."""
     drain_s: float = 30.0
-    """How long running requests may go on after a drain command; then they end with DRAINING."""
+    """Time that running requests have after a drain command, in seconds; then they end with DRAINING."""
     server: ServerConfig = ServerConfig()
     """The gRPC server."""
     membership: MembershipConfig = MembershipConfig()
@@ -53,7 +54,7 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         if not self.directory:
-            raise ValueError("directory must not be empty")
+            raise ValueError("directory must not be empty, got ''")
         for name in (
             "quota_bytes",
             "capacity",
@@ -65,6 +66,6 @@ class InferenceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "activate_s",
         ):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
         if self.drain_s < 0:
-            raise ValueError(f"drain_s must not be negative, got {self.drain_s}")
+            raise ValueError(f"drain_s must be >= 0, got {self.drain_s}")

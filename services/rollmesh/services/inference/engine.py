@@ -1,13 +1,12 @@
-"""The engine port: what an inference node asks of whatever runs the model.
+"""The port between an inference node and the engine that runs the model.
 
-Shaped so that an embedded torch engine, vLLM's AsyncLLM (`generate`, `abort`, `pause_generation`, weight-transfer API) and
-SGLang's server (`/generate`, `/abort_request`, `/update_weights_from_disk`) fit behind it. One conformance suite
-(`tests/conformance`) runs on every engine. The servicer above knows leases, versions and streams; the engine knows
-tokens and weights.
+It fits an embedded torch engine, vLLM's AsyncLLM (`generate`, `abort`, `pause_generation`, weight-transfer API) and SGLang's
+server (`/generate`, `/abort_request`, `/update_weights_from_disk`). One conformance suite (`tests/conformance`) tests every engine.
+The servicer handles targets, versions and streams; the engine handles tokens and weights.
 
-Threads: every method is called on the event loop and must not block it; model compute runs in the engine's own thread
-or process, so that a busy engine never expires a lease. `emit` is called on the event loop. Every method but `load`, `cancel` and
-`discard` raises EngineBroken on an engine that does not run.
+Threads: every method is called on the event loop and must not block it. The model runs in the engine's own thread or process, so
+that a busy engine never expires a lease. `emit` is called on the event loop. Every method except `load`, `cancel` and `discard`
+raises EngineBroken if the engine does not run.
 """
 
 from __future__ import annotations
@@ -30,42 +29,42 @@ from rollmesh.shared.trajectory import (
 from rollmesh.shared.versions import PolicyVersion
 
 NO_VERSION = PolicyVersion(policy="", step=0)
-"""Stands in a delta without tokens that is sent before any version was active."""
+"""Version of a delta without tokens that is sent before any version was active."""
 
 
 class KvPolicy(Enum):
-    """What happens to the key-value cache of running sequences when weights change."""
+    """How the key-value cache of running sequences is treated when weights change."""
 
     RECOMPUTE = "recompute"
-    """Cached keys and values are rebuilt under the new weights: log-probs equal a teacher-forced forward."""
+    """Rebuild cached keys and values under the new weights, so that log-probs equal a teacher-forced forward."""
     KEEP = "keep"
-    """No pause and no recompute: later tokens attend to old keys and values; log-probs are the true behaviour ones."""
+    """Keep the cache, without a pause. Later tokens attend to old keys and values; log-probs are the true behavior log-probs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One continuation. `token_ids` [n] is the whole prefix; the engine finds out how much of it is cached."""
+    """One generation request. `token_ids` [n] is the whole prefix; the engine looks up how much of it is cached."""
 
     request_id: str
     token_ids: IntArray
     params: SamplingParams
     session: str = ""
-    """Turns of one session share their prefix; a hint for cache retention, never needed for correctness."""
+    """Requests of one session share a prefix. The engine may use it to retain the cache; results do not depend on it."""
     priority: int = 0
-    """Higher runs first when the batch is full."""
+    """Requests with a higher priority run first when the batch is full."""
     outputs: tuple[str, ...] = ()
     """Names of the further per-token arrays that the deltas must have, each one of `Engine.outputs`."""
     num_resumed: int = 0
-    """The last so many of `token_ids` are the answer so far, sampled elsewhere: a stop string may begin in them."""
+    """Number of tokens at the end of `token_ids` that another node sampled for this request. A stop string may begin in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateDelta:
-    """New tokens of one request, all sampled by one version. The last delta has a `finish`, and may have no tokens: its
-    version is then the active one, and says nothing.
+    """New tokens of one request, all sampled by one version. Only the last delta has a `finish`, and only it may have no tokens;
+    its version is then the active one and has no meaning.
 
-    `logprobs` are under the sampling distribution, `logprobs_model` under the plain softmax; both [n] float32.
-    `kv_step_oldest` is the oldest step behind the cache attended to (equals `version.step` under RECOMPUTE).
+    `logprobs` are under the sampling distribution, `logprobs_model` under the plain softmax; both are [n] float32.
+    `kv_step_oldest` is the oldest step whose keys and values the tokens attended to. Under RECOMPUTE it equals `version.step`.
     """
 
     request_id: str
@@ -78,14 +77,14 @@ class GenerateDelta:
     """Exactly the requested outputs by name, each [n] or [n, k], of type float32, float16, int32 or uint8, floats finite."""
     finish: FinishReason | None = None
     error: str = ""
-    """Set with FinishReason.ERROR: what broke, for an infra failure."""
+    """Cause of the failure; set with FinishReason.ERROR. The node reports it as an infra failure."""
     num_prompt_cached: int = 0
-    """Prefix tokens found in the cache; on the first delta only."""
+    """Prefix tokens found in the cache; set in the first delta only."""
     num_prompt_prefilled: int = 0
-    """Prefix tokens computed for this request; on the first delta only. In the next turn of a session these are its new
-    tokens and the last sampled one, which was never fed."""
+    """Prefix tokens computed for this request; set in the first delta only. In the next turn of a session these are its new
+    tokens and the last sampled one, which was never fed to the model."""
     queued_s: float = 0.0
-    """Seconds it waited for a slot; on the first delta only."""
+    """Time that the request waited for a slot, in seconds; set in the first delta only."""
 
     def segment(self) -> Segment:
         """Return the new tokens as a segment."""
@@ -101,7 +100,7 @@ class GenerateDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreResult:
-    """`logprobs` [n]: log-prob of token i given tokens < i under the plain softmax; entry 0 is 0."""
+    """`logprobs` [n] has the log-prob of token i given tokens < i under the plain softmax; entry 0 is 0."""
 
     logprobs: FloatArray
     version: PolicyVersion
@@ -109,7 +108,7 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """A moment's load, and counters since start."""
+    """Current load, and counters since the start."""
 
     num_running: int
     num_waiting: int
@@ -121,17 +120,17 @@ class EngineLoad:
     tokens_prefix_hit: int
     steps: int
     step_s: float = 0.0
-    """Seconds in these steps."""
+    """Total duration of these steps, in seconds."""
     forward: str = ""
-    """How the model is run, where the engine knows several ways: a name of its settings."""
+    """Name of the forward in use, for an engine with several ones; else empty."""
 
 
 class EngineBusy(Exception):
-    """The waiting queue is full; the servicer answers RESOURCE_EXHAUSTED with RetryInfo."""
+    """The waiting queue is full. The servicer returns RESOURCE_EXHAUSTED with RetryInfo."""
 
 
 class EngineBroken(Exception):
-    """The engine does not run (not started, closed, or its compute ended with the cause in the message)."""
+    """The engine does not run: it is not started, it is closed, or its compute failed with the cause in the message."""
 
 
 class WeightsRejected(Exception):
@@ -151,57 +150,59 @@ class Engine(Protocol):
 
     @property
     def active(self) -> PolicyVersion | None:
-        """The version that samples now; None until the first `activate`."""
+        """The version that samples now. None until the first `activate`."""
         ...
 
     @property
     def context_max(self) -> int:
-        """Most tokens a sequence may have, prefix and new ones together."""
+        """Most tokens of a sequence, prefix and new tokens together."""
         ...
 
     async def start(self) -> None:
-        """Load what can be loaded. Raises ConfigError for a model that the engine cannot serve."""
+        """Load everything except the weights. Raises ConfigError for a model that the engine cannot serve."""
         ...
 
     async def close(self) -> None:
-        """Stop within seconds; running requests end CANCELLED."""
+        """Stop within seconds. Running requests end with CANCELLED."""
         ...
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
-        """Queue a request; `emit` is called with its deltas in order, at most one per engine step. It must neither block
-        nor raise. A request whose prefix and `max_tokens` exceed the context ends with LENGTH when the context is full.
+        """Queue a request. The engine calls `emit` with its deltas in order, at most once per step; `emit` must not block or raise.
+        A request whose prefix and `max_tokens` exceed the context ends with LENGTH when the context is full.
 
-        Raises ValueError for a request that can never run (empty or too long prefix, unknown token, duplicate id),
-        EngineBusy when the queue is full.
+        Raises ValueError for a request that can never run (empty or too long prefix, unknown token or output, duplicate id), and
+        EngineBusy if the queue is full.
         """
         ...
 
     def cancel(self, request_id: str) -> None:
-        """End a request: its last delta carries the partial tokens not yet emitted and CANCELLED. Unknown ids are ignored."""
+        """End a request. Its last delta has CANCELLED and the tokens that were not emitted yet. Unknown ids are ignored."""
         ...
 
     async def score(self, sequences: Sequence[IntArray]) -> list[ScoreResult]:
-        """Teacher-forced log-probs under the active weights; never under a mix of two versions.
+        """Return teacher-forced log-probs under the active weights, never under a mix of two versions.
 
-        Raises ValueError for an empty or too long sequence, an unknown token, or while no version is active.
+        Raises ValueError for an empty or too long sequence, for an unknown token, and if no version is active.
         """
         ...
 
     async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:
         """Load the safetensors files into the second buffer while serving. Idempotent. Raises WeightsRejected. The buffer
-        is bounded: engines may drop the oldest prepared version for a newer one.
+        is bounded, and an engine may drop the oldest prepared version for a newer one.
 
-        `tensors` maps a file's name to its verified local path; together they hold one whole state dict.
+        `tensors` maps the name of a file to its verified local path. Together the files contain one whole state dict.
         """
         ...
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
-        """Swap the prepared weights in between two steps; returns at once if they are active already. Deltas with what the
-        old weights sampled are emitted before this returns. Raises KeyError if that version is not prepared."""
+        """Swap the prepared weights in between two steps. Returns at once if they are active already. The tokens that the old
+        weights sampled are emitted before this returns. Raises KeyError if the version is not prepared."""
         ...
 
     def discard(self, version: PolicyVersion) -> None:
-        """Drop a prepared version; unknown ones are ignored."""
+        """Drop a prepared version. Unknown versions are ignored."""
         ...
 
-    def load(self) -> EngineLoad: ...
+    def load(self) -> EngineLoad:
+        """Return the current load."""
+        ...

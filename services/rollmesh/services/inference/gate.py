@@ -1,7 +1,7 @@
-"""What may leave the node: tokens of a version only after its probes were scored right.
+"""Hold back the tokens of a version until the engine has scored its probes correctly.
 
-Activation and probes are two steps, and sequences go on between them. Tokens of the new version are held back until the verdict,
-so that a node that serves wrong weights is found out before anyone has trained on a token of them.
+Activation and probes are two steps, and sequences continue between them. The gate holds tokens of the new version until the verdict,
+so that a node that serves wrong weights is detected before any of their tokens is trained on.
 """
 
 from __future__ import annotations
@@ -14,48 +14,48 @@ from rollmesh.shared.versions import PolicyVersion
 
 
 class VersionGate:
-    """Open, or holding one version. Used on one event loop."""
+    """Admits all versions, or holds one. Used on one event loop."""
 
     def __init__(self) -> None:
         self._held: PolicyVersion | None = None
         self._changed = asyncio.Event()
         self._listeners: set[Callable[[], None]] = set()
         self.failure: MeshError | None = None
-        """Set once a verdict was bad; for good."""
+        """Set by a failed verification, permanently."""
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """`listener` is called after every verdict."""
+        """Register a function that is called after every verdict."""
         self._listeners.add(listener)
 
     def unlisten(self, listener: Callable[[], None]) -> None:
         self._listeners.discard(listener)
 
     def hold(self, version: PolicyVersion) -> None:
-        """From now on, nothing of `version` leaves."""
+        """Hold back the tokens of `version` from now on."""
         self._held = version
 
     def admits(self, version: PolicyVersion) -> bool:
-        """Whether tokens of `version` may leave now."""
+        """Return whether tokens of `version` may leave now."""
         return self._held is None or version != self._held
 
     def release(self) -> None:
-        """The verdict is good, or there was nothing to judge."""
+        """Release the held version after a passed verification, or if no swap happened."""
         self._held = None
-        self._tell()
+        self._notify()
 
     def fail(self, failure: MeshError) -> None:
-        """The verdict is bad: what is held is never released."""
+        """Record a failed verification. The held version is never released."""
         self.failure = failure
-        self._tell()
+        self._notify()
 
     async def verdict(self, version: PolicyVersion) -> None:
-        """Returns once `version` may leave; raises the failure if it never will. Bounded by the probes' own limit."""
+        """Wait until `version` may leave. Raises the failure if it never may. Bounded by `activate_s`."""
         while not self.admits(version):
             if self.failure is not None:
                 raise self.failure
             await self._changed.wait()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
         for listener in list(self._listeners):

@@ -1,9 +1,9 @@
-"""The live requests of one client, and what waits to be sent about them.
+"""The live requests of one client stream, and the deltas that wait to be sent.
 
-Deltas of one engine step reach the outbox in one go and leave in one frame. The outbox is bounded by tokens: a client that does not read
-loses its stream, never the node its memory. Tokens of weights without a verdict stay in the outbox (see `gate`).
+All deltas of one engine step enter the outbox together and leave in one frame. The outbox has a limit in tokens. If the client does
+not read, its stream fails, so that the node's memory stays bounded. Tokens of unverified weights stay in the outbox (see `gate`).
 
-A request ends exactly once: by the engine's last delta, or by a refusal in its place.
+A request ends exactly once, with the engine's last delta or with an error that replaces it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class _Live:
     request_id: str
     engine_id: str
     exact: PolicyVersion | None
-    """The only version that may sample it, for EXACT."""
+    """The only version that may sample the request. Set for EXACT."""
     trace: RequestTrace | None = None
-    """Where the request is traced."""
+    """Set if the request is traced."""
     ended_by: MeshError | None = None
-    """Why this side ended it; takes the place of the engine's CANCELLED."""
+    """Error for which the node cancelled the request. It replaces the engine's CANCELLED."""
 
 
 @dataclass(slots=True)
 class _Waiting:
     delta: inference_pb2.GenerateDelta
     version: PolicyVersion | None
-    """The weights that sampled it; None for refusals, which nothing holds back."""
+    """The weights that sampled it. None for a rejection, which is never held back."""
     num_tokens: int
 
 
@@ -69,30 +69,30 @@ class GenerateStream:
         state.gate.listen(self._on_verdict)
         state.listen_swap(self._on_swap)
 
-    # What the client says ---------------------------------------------------------------------------------------------
+    # Input of the client ----------------------------------------------------------------------------------------------
 
     def submit(self, submission: inference_pb2.Submission) -> None:
-        """Hands a request to the engine; a refusal is answered in the outbox."""
+        """Submit a request to the engine. A rejection goes to the outbox."""
         try:
             self._submit(submission)
         except MeshError as err:
-            self._refuse(submission.request_id, err)
+            self._reject(submission.request_id, err)
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request; its last delta brings what was not yet sent. Unknown ids are ignored."""
+        """End a request. Its last delta has the tokens that were not sent yet. Unknown ids are ignored."""
         if live := self._live.get(request_id):
             self._state.engine.cancel(live.engine_id)
 
     def end_input(self, failure: BaseException | None = None) -> None:
-        """The client will say no more. With a failure, the stream ends with it."""
+        """Note that the client sends nothing more. If `failure` is given, the stream ends with it."""
         self._input_ended = True
         self._failure = self._failure or failure
         self._wake.set()
 
-    # What the client gets ---------------------------------------------------------------------------------------------
+    # Output to the client ---------------------------------------------------------------------------------------------
 
     async def frame(self) -> list[inference_pb2.GenerateDelta]:
-        """Everything new, waiting for it if there is nothing; empty at the end. Raises what ended the stream."""
+        """Wait for new deltas and return them; return an empty list at the end. Raises the error that ended the stream."""
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -104,12 +104,12 @@ class GenerateStream:
             await self._wake.wait()
 
     def end_all(self, err: MeshError) -> None:
-        """Ends every live request with `err` after the tokens it has."""
+        """End every live request with `err`, after the tokens that it has."""
         for live in list(self._live.values()):
             self._end(live, err)
 
     def close(self) -> None:
-        """Ends every request at the engine; nobody listens any more."""
+        """Cancel every request at the engine and drop the outbox."""
         self._state.gate.unlisten(self._on_verdict)
         self._state.unlisten_swap(self._on_swap)
         for live in list(self._live.values()):
@@ -124,11 +124,11 @@ class GenerateStream:
     def _submit(self, submission: inference_pb2.Submission) -> None:
         if not submission.request_id or submission.request_id in self._live:
             raise InvalidInput(
-                f"request_id: {submission.request_id!r} is empty or in use; make each unique on its stream"
+                f"`request_id` must be unique on its stream and not empty, got {submission.request_id!r}"
             )
         if len(self._live) >= self._config.requests_per_stream_max:
             raise Overloaded(
-                f"{len(self._live)} requests are live on this stream, the most allowed; wait for some to end"
+                f"{len(self._live)} requests run on this stream, which is the limit; wait until some have ended"
             )
         version = self._state.check_target(submission.target)
         request = self._engine_request(submission)
@@ -139,26 +139,26 @@ class GenerateStream:
         self._live[live.request_id] = live
         self._state.num_live += 1
         try:
-            self._hand_over(live, request)
+            self._to_engine(live, request)
         except MeshError:
             self._forget(live)
             raise
 
-    def _hand_over(self, live: _Live, request: GenerateRequest) -> None:
+    def _to_engine(self, live: _Live, request: GenerateRequest) -> None:
         try:
             self._state.engine.submit(request, lambda delta: self._on_delta(live, delta))
         except ValueError as err:
             raise InvalidInput(str(err)) from err
         except EngineBusy as err:
-            raise Overloaded(f"{err}; retry later or go to another node") from err
+            raise Overloaded(f"{err}; retry later or use another node") from err
         except EngineBroken as err:
-            raise EngineFailed(f"{err}; go to another node") from err
+            raise EngineFailed(f"{err}; use another node") from err
 
     def _engine_request(self, submission: inference_pb2.Submission) -> GenerateRequest:
         token_ids = decode_ints(submission.token_ids, "token_ids")
         if not 0 <= submission.num_resumed < max(1, token_ids.size):
             raise InvalidInput(
-                f"num_resumed: {submission.num_resumed} of {token_ids.size} tokens; some must be the prompt"
+                f"`num_resumed` must be in [0, {max(0, token_ids.size - 1)}], got {submission.num_resumed}: the prompt needs a token"
             )
         return GenerateRequest(
             request_id=self._prefix + submission.request_id,
@@ -172,9 +172,9 @@ class GenerateStream:
 
     def _on_delta(self, live: _Live, delta: GenerateDelta) -> None:
         if self._live.get(live.request_id) is not live:
-            return  # ended meanwhile, by a refusal
+            return  # it was rejected in the meantime
         if live.exact is not None and delta.token_ids.size and delta.version != live.exact:
-            # Cancelled at the swap already; no token of other weights may slip out all the same.
+            # It was cancelled at the swap, but the engine may have sampled a token of the new weights before that.
             self._drop(
                 live, StaleWeights(f"weights changed to {delta.version}; the request was pinned to {live.exact}")
             )
@@ -192,7 +192,9 @@ class GenerateStream:
         self._outbox.append(waiting)
         self._outbox_tokens += waiting.num_tokens
         if self._outbox_tokens > self._config.outbox_tokens_max and self._failure is None:
-            self._failure = Overloaded(f"{self._outbox_tokens} tokens wait to be read; read the stream faster")
+            self._failure = Overloaded(
+                f"{self._outbox_tokens} tokens wait for the client, more than the limit; read the stream faster"
+            )
         self._wake.set()
 
     def _take(self) -> Iterator[inference_pb2.GenerateDelta]:
@@ -206,24 +208,24 @@ class GenerateStream:
             self._outbox_tokens -= head.num_tokens
             yield head.delta
 
-    def _refuse(self, request_id: str, err: MeshError) -> None:
+    def _reject(self, request_id: str, err: MeshError) -> None:
         delta = inference_pb2.GenerateDelta(
             request_id=request_id, finish=types_pb2.FINISH_REASON_ERROR, failure=encode_failure(err)
         )
         self._append(_Waiting(delta, None, 0))
 
     def _end(self, live: _Live, err: MeshError) -> None:
-        """Ends at the engine, which brings the last tokens; `err` takes the place of CANCELLED."""
+        """Cancel at the engine, which emits the last tokens. `err` replaces CANCELLED."""
         live.ended_by = err
         self._state.engine.cancel(live.engine_id)
 
     def _drop(self, live: _Live, err: MeshError) -> None:
-        """Ends at once, without further tokens."""
+        """End at once, without further tokens."""
         self._forget(live)
         if live.trace is not None:
             live.trace.end(err.reason)
         self._state.engine.cancel(live.engine_id)
-        self._refuse(live.request_id, err)
+        self._reject(live.request_id, err)
 
     def _forget(self, live: _Live) -> None:
         if self._live.pop(live.request_id, None) is not None:
@@ -235,7 +237,7 @@ class GenerateStream:
                 self._end(live, StaleWeights(f"weights change to {version}; the request was pinned to {live.exact}"))
 
     def _on_verdict(self) -> None:
-        """Good: what was held may go. Bad: what was held is dropped, and every request ends."""
+        """After a pass, send the held deltas. After a failure, drop them and end every request."""
         failure = self._state.gate.failure
         if failure is not None:
             held = [w for w in self._outbox if w.version is not None and not self._state.gate.admits(w.version)]
@@ -243,9 +245,9 @@ class GenerateStream:
             self._outbox_tokens -= sum(w.num_tokens for w in held)
             for live in list(self._live.values()):
                 self._drop(live, failure)
-            told = {w.delta.request_id for w in self._outbox if w.version is None}
-            for request_id in {w.delta.request_id for w in held} - told:
-                self._refuse(request_id, failure)
+            rejected = {w.delta.request_id for w in self._outbox if w.version is None}
+            for request_id in {w.delta.request_id for w in held} - rejected:
+                self._reject(request_id, failure)
         self._wake.set()
 
 
@@ -258,7 +260,7 @@ def _encode(live: _Live, delta: GenerateDelta) -> inference_pb2.GenerateDelta:
     )
     failure = live.ended_by
     if delta.finish is FinishReason.ERROR:
-        failure = EngineFailed(f"the engine failed: {delta.error}; go to another node")
+        failure = EngineFailed(f"the engine failed: {delta.error}; use another node")
     if delta.finish in (FinishReason.ERROR, FinishReason.CANCELLED) and failure is not None:
         message.finish = types_pb2.FINISH_REASON_ERROR
         message.failure.CopyFrom(encode_failure(failure))

@@ -9,12 +9,12 @@ TOKENS = counter(
 )
 REQUESTS = gauge("rollmesh_inference_requests", "Requests at the engine.", "state")
 SLOTS = gauge("rollmesh_inference_slots", "Requests that can run at once.")
-KV_TOKENS = gauge("rollmesh_inference_kv_tokens", "Tokens in the key-value cache, and the most there can be.", "part")
+KV_TOKENS = gauge("rollmesh_inference_kv_tokens", "Tokens in the key-value cache (used), and its size (max).", "part")
 STEPS = counter("rollmesh_inference_steps_total", "Engine steps.")
 STEP_SECONDS = counter(
     "rollmesh_inference_step_seconds_total", "Seconds in engine steps; over steps it is the mean step time."
 )
-QUEUE_SECONDS = histogram("rollmesh_inference_queue_seconds", "Wait of a request for a slot.")
+QUEUE_SECONDS = histogram("rollmesh_inference_queue_seconds", "Time that a request waits for a slot, in seconds.")
 VERSION = gauge("rollmesh_inference_version_step", "Step of the active weights; -1 before the first.")
 INCARNATION = gauge("rollmesh_inference_version_incarnation", "Incarnation of the active weights.")
 METRICS = (TOKENS, REQUESTS, SLOTS, KV_TOKENS, STEPS, STEP_SECONDS, QUEUE_SECONDS, VERSION, INCARNATION)

@@ -95,7 +95,7 @@ class InferenceNode(JoinedNode):
 
     def _end_requests(self) -> None:
         self.state.draining = True
-        self._servicer.end_all(Draining(f"node {self.state.node_id} stops; go to another node"))
+        self._servicer.end_all(Draining(f"node {self.state.node_id} stops; use another node"))
 
     def hello(self) -> coordinator_pb2.NodeHello:
         hello, active = super().hello(), self.state.active

@@ -17,7 +17,7 @@ from rollmesh.shared.telemetry.metrics import Reading
 
 
 async def read(node: InferenceNode) -> list[Reading]:
-    """What the engine counts, and the active version."""
+    """Return the engine's load and counters, and the active version."""
     load, active = node.engine.load(), node.state.active
     return [
         Reading(TOKENS, load.tokens_generated, ("generated",)),

@@ -1,6 +1,6 @@
-"""What a request did at this node, as spans: `engine` with `queue`, `prefill` and `decode` below it.
+"""Trace one request at this node: a span `engine` with the children `queue`, `prefill` and `decode`.
 
-Made only for requests that come with a sampled context. `prefill` reaches to the first delta: the first token is drawn with it.
+Only requests with a sampled trace context are traced. `prefill` ends at the first delta, because it also draws the first token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SERVICE = "inference"
 
 
 class RequestTrace:
-    """One request from its submission to its last delta."""
+    """The trace of one request, from its submission to its last delta."""
 
     def __init__(self, parent: str, node_id: str) -> None:
         self._parent = parent
@@ -24,7 +24,7 @@ class RequestTrace:
         self._num_tokens = 0
 
     def add(self, delta: GenerateDelta) -> None:
-        """Notes a delta; the last one ends the trace."""
+        """Record a delta. The last one ends the trace."""
         self._num_tokens += int(delta.token_ids.size)
         if not self._first_ns and delta.token_ids.size:
             self._first_ns = tracing.now_ns()
@@ -34,7 +34,7 @@ class RequestTrace:
             self.end(delta.finish.name)
 
     def end(self, how: str) -> None:
-        """Writes the spans."""
+        """Write the spans."""
         end_ns = tracing.now_ns()
         attributes = {**self._attributes, "tokens": self._num_tokens, "finish": how}
         parent = tracing.parent_of(self._parent)

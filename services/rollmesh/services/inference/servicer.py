@@ -1,4 +1,4 @@
-"""InferenceService: protobuf to the engine's verbs and back. What may be served is decided in `state`, what may leave in `gate`."""
+"""InferenceService: translate between protobuf and the engine. `state` decides what is served, `gate` which tokens may leave."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """One per node."""
+    """The service of one node."""
 
     def __init__(self, state: NodeState, config: InferenceConfig) -> None:
         self._state = state
@@ -31,7 +31,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request_iterator: AsyncIterator[inference_pb2.GenerateRequest], context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         if len(self._streams) >= self._config.streams_max:
-            raise Overloaded(f"{len(self._streams)} streams are open, the most allowed; use fewer, they multiplex")
+            raise Overloaded(
+                f"{len(self._streams)} streams are open, which is the limit; use one stream for all requests of a client"
+            )
         stream = self._open()
         reader = asyncio.create_task(_read(request_iterator, stream))
         try:
@@ -61,12 +63,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Score(self, request: inference_pb2.ScoreRequest, context: Context) -> inference_pb2.ScoreResponse:
         self._state.check_target(request.target)
         if not request.token_ids:
-            raise InvalidInput("token_ids: empty; give at least one sequence")
+            raise InvalidInput("`token_ids` must have at least one sequence, got none")
         sequences = [decode_ints(data, f"token_ids[{i}]") for i, data in enumerate(request.token_ids)]
         results = await self._score(sequences)
         version = results[0].version
         if any(result.version != version for result in results):
-            raise EngineFailed("the engine scored under a mix of versions; ask again")
+            raise EngineFailed("the engine scored under a mix of versions; retry")
         if (stale := mismatch(request.target, version)) is not None:  # weights changed while it waited
             raise stale
         await self._state.gate.verdict(version)
@@ -92,7 +94,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
 
     def end_all(self, err: MeshError) -> None:
-        """Ends every request of every stream with `err`, after the tokens it has."""
+        """End every request of every stream with `err`, after the tokens that it has."""
         for stream in list(self._streams):
             stream.end_all(err)
 
@@ -102,7 +104,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except ValueError as err:
             raise InvalidInput(str(err)) from err
         except EngineBroken as err:
-            raise EngineFailed(f"{err}; go to another node") from err
+            raise EngineFailed(f"{err}; use another node") from err
 
     def _open(self) -> GenerateStream:
         stream = GenerateStream(self._state, self._config)

@@ -1,4 +1,4 @@
-"""What the parts of an inference node share: the engine, who may be served, and the gate before unverified weights."""
+"""State that the parts of an inference node share: the engine, the check of targets, and the gate before unverified weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Target = inference_pb2.Target
 
 
 class NodeState:
-    """One per node. `policy` is the one whose weights it serves."""
+    """State of one node. It serves the weights of `policy`."""
 
     def __init__(self, engine: Engine, *, node_id: str, policy: str) -> None:
         self.engine = engine
@@ -31,38 +31,38 @@ class NodeState:
         self.gate = VersionGate()
         self.draining = False
         self.num_live = 0
-        """Requests of all streams that the engine has."""
+        """Number of requests at the engine, over all streams."""
         self._on_swap: set[Callable[[PolicyVersion], None]] = set()
 
     @property
     def active(self) -> PolicyVersion | None:
-        """The verified active version; None before the first, during a verdict, and in quarantine."""
+        """The verified active version. None before the first one, during a verification, and in quarantine."""
         active = self.engine.active
         return active if active is not None and self.gate.admits(active) and self.gate.failure is None else None
 
     def listen_swap(self, listener: Callable[[PolicyVersion], None]) -> None:
-        """`listener` is called just before the engine goes over to another version."""
+        """Register a function that is called just before the engine swaps to another version."""
         self._on_swap.add(listener)
 
     def unlisten_swap(self, listener: Callable[[PolicyVersion], None]) -> None:
         self._on_swap.discard(listener)
 
     def announce_swap(self, version: PolicyVersion) -> None:
-        """Holds the new version back and ends what is pinned to another."""
+        """Hold back the new version, and end the requests that are pinned to another one."""
         self.gate.hold(version)
         for listener in list(self._on_swap):
             listener(version)
 
     def check_target(self, target: Target) -> PolicyVersion:
-        """The version that would serve `target` now. Raises the refusal of one that may not be served here."""
+        """Return the version that serves `target` now. Raises the error of a target that this node may not serve."""
         if self.gate.failure is not None:
             raise self.gate.failure
         if self.draining:
-            raise Draining(f"node {self.node_id} is leaving; go to another node", node=self.node_id)
+            raise Draining(f"node {self.node_id} is draining; use another node", node=self.node_id)
         self._check_model(target)
         active = self.engine.active
         if active is None:
-            raise StaleWeights(f"node {self.node_id} has no weights yet; go to another node", node=self.node_id)
+            raise StaleWeights(f"node {self.node_id} has no weights yet; use another node", node=self.node_id)
         if (wrong := mismatch(target, active)) is not None:
             raise wrong
         return active
@@ -75,16 +75,16 @@ class NodeState:
 
 
 def mismatch(target: Target, active: PolicyVersion) -> MeshError | None:
-    """The refusal of `target` by weights `active`; None if they may serve it."""
+    """Return the error if the weights `active` must not serve `target`, else None."""
     if target.selector == Target.SELECTOR_SESSION_PINNED:
-        return Unimplemented("SESSION_PINNED is not implemented; use EXACT with the version of the first answer")
+        return Unimplemented("SESSION_PINNED is not implemented; use EXACT with the version of the first response")
     if target.selector not in (
         Target.SELECTOR_UNSPECIFIED,
         Target.SELECTOR_LATEST,
         Target.SELECTOR_AT_LEAST,
         Target.SELECTOR_EXACT,
     ):
-        return InvalidInput(f"target.selector: {target.selector} is unknown to this node")
+        return InvalidInput(f"`target.selector` must be 0 to 4, got {target.selector}")
     wanted = f"step {target.step} of incarnation {target.incarnation}"
     if target.selector == Target.SELECTOR_EXACT:
         fits = (active.step, active.incarnation) == (target.step, target.incarnation)
@@ -96,7 +96,7 @@ def mismatch(target: Target, active: PolicyVersion) -> MeshError | None:
     if fits:
         return None
     return StaleWeights(
-        f"active is {active}, asked for {wanted}; go to another node",
+        f"the active version is {active}, requested was {wanted}; use another node",
         active=active,
         step=target.step,
         incarnation=target.incarnation,

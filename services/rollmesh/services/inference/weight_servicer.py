@@ -1,4 +1,4 @@
-"""WeightService of an inference node: the weight commands of the Join stream, by hand."""
+"""WeightService of an inference node: the weight commands of the Join stream as calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 
 
 class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
-    """Translates; `WeightKeeper` decides."""
+    """Translates between protobuf and `WeightKeeper`."""
 
     def __init__(self, keeper: WeightKeeper, store: BlobStore) -> None:
         self._keeper = keeper

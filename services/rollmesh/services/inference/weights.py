@@ -1,10 +1,10 @@
-"""The node side of weights: prepare while serving, activate by swapping, trust nothing that was not checked.
+"""Prepare versions of the weights while serving, activate them by a swap, and verify them before their tokens leave.
 
-prepare:  fetch manifest and chunks (hashed) -> put files together -> engine loads them into its second buffer
-activate: hold the new version's tokens -> engine swaps -> probes are scored -> verdict: release, or quarantine for good
+prepare:  fetch the manifest and hashed chunks -> assemble the files -> the engine loads them into its second buffer
+activate: hold the new version's tokens -> the engine swaps -> score the probes -> release the tokens, or quarantine the node
 
-A node whose active weights do not score the probes right serves nothing any more until its process is started anew: a real
-engine was seen to report success and serve something else, and asking it again would not make it honest.
+A node whose active weights score the probes wrong serves no request until its process restarts. A real engine was observed to
+report success and serve other weights, so a second activation proves nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class WeightKeeper:
-    """One per node. A call goes on when its caller is cancelled, and a second call for the same version joins it."""
+    """The versions of one node. A call continues if its caller is cancelled, and a second call for the same version joins it."""
 
     def __init__(self, state: NodeState, store: BlobStore, open_channel: OpenChannel, config: InferenceConfig) -> None:
         self._state = state
@@ -57,7 +57,7 @@ class WeightKeeper:
         self._probe_error = 0.0
 
     async def prepare(self, version: PolicyVersion, sources: Sequence[str]) -> int:
-        """Fetches, verifies and loads a version; returns the bytes that crossed the network. Idempotent.
+        """Fetch, verify and load a version. Return the bytes that crossed the network. Idempotent.
 
         Raises `UnknownBlob`, `HashMismatch`, `WeightsRejected`, `DiskFull`, `DeadlineExceeded`, `EngineFailed`.
         """
@@ -67,17 +67,17 @@ class WeightKeeper:
         return await _joined(self._preparing, version, lambda: self._prepare(version, sources))
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy) -> float:
-        """Swaps and scores the probes; returns the largest error in nats. Idempotent. Waits for a prepare in progress.
+        """Swap and score the probes. Return the largest error in nats. Idempotent. Waits for a prepare in progress.
 
         Raises `NotPrepared`; `ProbeMismatch` or `EngineFailed`, after which the node is quarantined.
         """
         self._check(version)
         if (preparing := self._preparing.get(version)) is not None:
-            await asyncio.wait([preparing])  # its failure is its caller's; here it shows as NotPrepared
+            await asyncio.wait([preparing])  # its own caller gets its error; this caller gets NotPrepared
         return await _joined(self._activating, version, lambda: self._activate(version, kv))
 
     async def discard(self, version: PolicyVersion) -> None:
-        """Drops a prepared version, or stops preparing it. Idempotent; the active one stays."""
+        """Drop a prepared version, or stop preparing it. Idempotent. The active version stays."""
         if (preparing := self._preparing.get(version)) is not None:
             preparing.cancel()
             await asyncio.wait([preparing])
@@ -122,7 +122,7 @@ class WeightKeeper:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _files(self, manifest: weights_pb2.WeightManifest, folder: Path) -> Mapping[str, Path]:
-        """Local path per file name: the blob itself where a file is one chunk, else put together in `folder`."""
+        """Return the local path per file name: the blob itself if the file is one chunk, else a file assembled in `folder`."""
         files: dict[str, Path] = {}
         for file in manifest.files:
             parts = [await self._store.open(chunk.digest) for chunk in file.chunks]
@@ -150,20 +150,20 @@ class WeightKeeper:
     async def _swap_and_judge(
         self, version: PolicyVersion, manifest: weights_pb2.WeightManifest, kv: KvPolicy
     ) -> float:
-        verdict: MeshError | None = EngineFailed(f"activating {version} broke off; restart the node")
+        verdict: MeshError | None = EngineFailed(f"the activation of {version} was interrupted; restart the node")
         self._state.announce_swap(version)
         try:
             async with asyncio.timeout(self._config.activate_s):
                 await self._state.engine.activate(version, kv)
                 error = await self._worst_probe(version, manifest)
             verdict = _judge(version, error, manifest.probe_tolerance or PROBE_TOLERANCE)
-        except KeyError:  # the engine dropped it for newer ones; nothing was swapped
+        except KeyError:  # the engine dropped it for newer versions and swapped nothing
             verdict = None
             del self._prepared[version]
             raise NotPrepared(f"{version} is no longer prepared on this node; prepare it again") from None
         except (TimeoutError, EngineBroken, ValueError) as err:
-            cause = str(err) or f"no answer within activate_s = {self._config.activate_s}"
-            verdict = EngineFailed(f"activating {version} failed: {cause}; restart the node")
+            cause = str(err) or f"no response within activate_s = {self._config.activate_s}"
+            verdict = EngineFailed(f"the activation of {version} failed: {cause}; restart the node")
             raise verdict from err
         finally:
             self._decide(verdict)
@@ -178,7 +178,7 @@ class WeightKeeper:
             self._state.gate.fail(verdict)
 
     async def _worst_probe(self, version: PolicyVersion, manifest: weights_pb2.WeightManifest) -> float:
-        """Largest |log-prob difference| over all probes, nats; infinite if the engine answers for other weights."""
+        """Return the largest |log-prob difference| over all probes, in nats; infinite if the engine scored under another version."""
         probes = probes_of(manifest)
         if not probes:
             return 0.0
@@ -189,7 +189,7 @@ class WeightKeeper:
         return max(float(np.abs(result.logprobs[1:] - probe.logprobs[1:]).max()) for result, probe in pairs)
 
     def _forget_others(self, version: PolicyVersion) -> None:
-        """Drops what the new version makes useless. Blobs of the active one stay: peers fetch them from here."""
+        """Drop older versions. The blobs of the active one stay, because peers fetch them from this node."""
         order = (version.incarnation, version.step)
         for other in [v for v in self._prepared if (v.incarnation, v.step) < order]:
             del self._prepared[other]
@@ -208,10 +208,10 @@ class WeightKeeper:
 
 
 def _judge(version: PolicyVersion, error: float, tolerance: float) -> MeshError | None:
-    if error <= tolerance:  # a NaN is no pass
+    if error <= tolerance:  # false for NaN
         return None
     return ProbeMismatch(
-        f"{version} scores its probes wrong by {error:.4g} nats, {tolerance:g} allowed: the engine serves other weights than "
+        f"the probes of {version} differ by {error:.4g} nats, at most {tolerance:g} is allowed: the engine serves other weights than "
         "were uploaded; this node is quarantined, restart it",
         version=version,
         probe_error=error,
@@ -230,12 +230,12 @@ def _concatenate(parts: Sequence[Path], target: Path) -> None:
 async def _joined(
     tasks: dict[PolicyVersion, asyncio.Task[T]], version: PolicyVersion, work: Callable[[], Coroutine[Any, Any, T]]
 ) -> T:
-    """Runs `work` as the one task for `version`, or waits for the one that runs already. Outlives its caller."""
+    """Run `work` as the only task for `version`, or wait for the running one. The task continues if the caller is cancelled."""
     task = tasks.get(version)
     if task is None:
         task = tasks[version] = asyncio.create_task(work())
         task.add_done_callback(lambda _: tasks.pop(version))
     await asyncio.wait([task])
     if task.cancelled():
-        raise Cancelled(f"{version} was given up meanwhile: it was discarded, or the node stops")
+        raise Cancelled(f"{version} was cancelled: it was discarded, or the node stops")
     return task.result()

@@ -1,10 +1,10 @@
-"""Chooses how the engine runs a model: the fastest way whose log-probs equal the plain transformers forward.
+"""Choose how the engine runs a model: the fastest forward whose log-probs equal the plain transformers forward.
 
     built_in    the decoder of `torch_model`: continuous batching, prefixes shared between sequences
     cached      the transformers forward with the model's own cache, one sequence at a time
     recompute   the transformers forward of the whole sequence at every step
 
-Each way is compared before the engine serves (`self_check`). A model for which none is equal is rejected with ConfigError.
+Each forward is compared before the engine serves (`self_check`). If none is equal, the model is rejected with ConfigError.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from rollmesh.shared.model_folder import check_positions
 FORWARDS = BUILT_IN, CACHED, RECOMPUTE = "built_in", "cached", "recompute"
 _CONTEXT_KEY = "inference.engine_options.context_max"
 MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)  # fmt: skip
-"""What the code of a model may raise when it runs in a way that it does not support."""
+"""Exceptions that the code of a model may raise under a forward that it does not support."""
 _log = logging.getLogger(__name__)
 
 
 class Execution(NamedTuple):
-    """How a model is run."""
+    """The forward of a model."""
 
     forward: str
     reason: str
-    """Why not a faster way; empty for `built_in`."""
+    """Why a faster forward is not used; empty for `built_in`."""
 
 
 def find_execution(config: TorchEngineConfig) -> Execution:
-    """How the engine will run the configured model. Raises ConfigError for a model or a context that cannot be served."""
+    """Return how the engine will run the configured model. Raises ConfigError for a model or a context that cannot be served."""
     return _find(config)[1]
 
 
 def open_runner(config: TorchEngineConfig) -> tuple[Runner, Execution]:
-    """The runner of the configured model. Raises ConfigError as `find_execution` does."""
+    """Return the runner of the configured model. Raises ConfigError as `find_execution` does."""
     model_config, execution, model_class = _find(config)
     if execution.forward == BUILT_IN:
         _log.info("model forward: model=%s forward=%s", config.model, execution.forward)
@@ -57,7 +57,7 @@ def open_runner(config: TorchEngineConfig) -> tuple[Runner, Execution]:
 
 
 def _find(config: TorchEngineConfig) -> tuple[Any, Execution, Any]:
-    """The model's configuration, how it runs, and its class."""
+    """Return the model's configuration, its forward and its class."""
     folder = Path(config.model)
     try:
         model_config = read_config(folder)
@@ -70,7 +70,7 @@ def _find(config: TorchEngineConfig) -> tuple[Any, Execution, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _verdict(folder: Path, content: str, device: str, wanted: str) -> tuple[Execution, Any]:
-    """How to run the model whose configuration is `content`, and its class. Comparing again would give the same."""
+    """Return the forward and the class of the model whose configuration is `content`. Cached, because the result is a function of it."""
     del content
     config = read_config(folder)
     name = f"model_type `{config.model_type}` in {folder}"
@@ -78,7 +78,7 @@ def _verdict(folder: Path, content: str, device: str, wanted: str) -> tuple[Exec
         check = SelfCheck(reference_model(config), torch.device(device))
     except MODEL_ERRORS as error:
         raise ConfigError(
-            f"`model`: transformers cannot run {name} as a causal language model: {_told(error)}", key="model"
+            f"`model`: transformers cannot run {name} as a causal language model: {_one_line(error)}", key="model"
         ) from error
     reasons: list[str] = []
     for forward in FORWARDS if wanted == "auto" else (wanted,):
@@ -92,7 +92,7 @@ def _verdict(folder: Path, content: str, device: str, wanted: str) -> tuple[Exec
 
 
 def _problem(forward: str, check: SelfCheck, device: str) -> str:
-    """Why a small model of the same configuration cannot be run this way; empty if it can."""
+    """Return why a small model of the same configuration cannot run with this forward; empty if it can."""
     model = check.model
     config = TorchEngineConfig(
         model="-", device=device, slots_max=SLOTS, context_max=check.context_max, torchscript=False
@@ -103,18 +103,18 @@ def _problem(forward: str, check: SelfCheck, device: str) -> str:
     except (UnknownToDecoder, WeightsRejected) as error:
         return str(error)
     except MODEL_ERRORS as error:
-        return _told(error)
+        return _one_line(error)
     return "" if difference <= TOLERANCE else f"log-probs differ by {difference:.2g} nats"
 
 
-def _told(error: BaseException) -> str:
-    """A foreign error in one line."""
+def _one_line(error: BaseException) -> str:
+    """Return an error of the model's code as one line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
 
 
 def _fitting(config: Any, model_class: Any) -> Any:
-    """The part of a composite configuration that the class takes."""
+    """Return the part of a composite configuration that the class takes."""
     return config if isinstance(config, model_class.config_class) else config.get_text_config()
 
 

@@ -1,8 +1,8 @@
-"""The description of a decoder that the built-in forward pass computes, read from the model's transformers configuration.
+"""Describe a decoder that the built-in forward pass computes, from the model's transformers configuration.
 
-A family (`_FAMILIES`) states what its code fixes and its configuration does not say. The fields of the configuration say the
-rest. Everything else is rejected with `UnknownToDecoder`, and the engine then runs the model through transformers. A field that
-this module does not know may still change what transformers computes, so the engine compares both before it serves.
+A family (`_FAMILIES`) has the constants that its code fixes. The fields of the configuration have the rest. Everything else is
+rejected with `UnknownToDecoder`, and the engine then runs the model through transformers. A field that this module does not read may
+still change the result of transformers, so the engine compares both before it serves.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class UnknownToDecoder(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What the code of a family fixes."""
+    """Constants that the code of a family fixes."""
 
     qkv_bias: bool = False
-    """Query, key and value projections have a bias, whatever `attention_bias` says."""
+    """Query, key and value projections have a bias, independent of `attention_bias`."""
     qk_norm: bool = False
     """Queries and keys are normalized per head."""
     norm_offset: float = 0.0
@@ -49,7 +49,7 @@ class _Family:
     shared_size: str = ""
     """Field with the intermediate size of the expert that every token takes; empty without one."""
     normalized_experts: bool = False
-    """The weights of the chosen experts add up to 1, whatever `norm_topk_prob` says."""
+    """The weights of the chosen experts add up to 1, independent of `norm_topk_prob`."""
 
 
 _FAMILIES = {
@@ -72,10 +72,10 @@ _FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What distinguishes layers of one model: how far they see, and how they rotate."""
+    """Properties that differ between layers of one model: attention window and rotation."""
 
     window: int
-    """Positions a query sees, including its position. 0: all before it."""
+    """Number of positions that a query attends to, including its own; 0 means all before it."""
     frequencies: tuple[float, ...]
     """Angle per position of each rotated pair of dimensions; empty without rotation."""
     magnitude: float
@@ -127,7 +127,7 @@ class ModelSpec:
     attn_scale: float
     attn_softcap: float = 0.0
     residual_scale: float = 1.0
-    """Factor of what a layer adds."""
+    """Factor of the output of a layer before it is added."""
     logit_divisor: float = 1.0
     logit_softcap: float = 0.0
 
@@ -135,7 +135,7 @@ class ModelSpec:
         return self.experts is not None and self.experts.sparse[layer]
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the state dict, under its transformers name."""
+        """Return the shape of every tensor of the state dict, by its transformers name."""
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
         for layer in range(self.num_layers):
             parts = self._attention_shapes() | self._norm_shapes() | self._feed_forward_shapes(layer)
@@ -189,7 +189,7 @@ def _dense_shapes(name: str, width: int, size: int, fused: bool) -> dict[str, tu
 
 
 def read_config(folder: Path) -> Any:
-    """The transformers configuration in a folder. Raises ValueError naming the folder and the cause."""
+    """Read the transformers configuration in a folder. Raises ValueError naming the folder and the cause."""
     try:
         return AutoConfig.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -197,7 +197,7 @@ def read_config(folder: Path) -> Any:
 
 
 def model_spec(config: Any) -> ModelSpec:
-    """Describe the decoder of a transformers configuration. Raises UnknownToDecoder naming what is not known."""
+    """Describe the decoder of a transformers configuration. Raises UnknownToDecoder naming the unknown field or value."""
     family = _FAMILIES.get(config.model_type)
     if family is None:
         raise UnknownToDecoder(f"model_type {config.model_type!r} is not one of {', '.join(_FAMILIES)}")
@@ -281,7 +281,7 @@ def _layer_kinds(config: Any, head_dim: int) -> tuple[tuple[LayerKind, ...], tup
 
 
 def _frequencies(config: Any, layer_type: str, head_dim: int) -> tuple[tuple[float, ...], float]:
-    """Angles per position and the attention factor (RoFormer, arXiv:2104.09864, and its scaled variants).
+    """Return angles per position and the attention factor (RoFormer, arXiv:2104.09864, and its scaled variants).
 
     The variants `dynamic` and `longrope` depend on the length of a sequence beyond the original context. These are the values
     within it, and `positions.length_limit` keeps sequences there.

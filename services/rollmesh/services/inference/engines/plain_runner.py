@@ -1,7 +1,7 @@
-"""Runs any causal language model through its transformers forward, one sequence at a time.
+"""Run any causal language model through its transformers forward, one sequence at a time.
 
-For models that the built-in forward pass does not compute. With the model's own cache a step feeds new tokens only. Without it
-every step feeds the whole sequence again, which is slow and right for every model whose forward is causal.
+It serves models that the built-in forward pass does not compute. With the model's cache, a step feeds new tokens only. Without it,
+every step feeds the whole sequence again, which is slow, but correct for every model whose forward is causal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rollmesh.services.inference.engines.slots import PrefixReuse
 from rollmesh.trainer.model_config import use_whole_attention
 
 _CACHE_FIELDS = ("past_key_values", "cache_params", "state")
-"""Where models return their cache, and the argument that takes it."""
+"""Fields in which models return their cache, and the arguments that take it."""
 
 
 class PlainRunner:
@@ -67,7 +67,7 @@ class PlainRunner:
             return [teacher_forced(weights, sequence.tolist(), self._device) for sequence in sequences]
 
     def _feed(self, model: Any, span: Span, wanted: bool) -> Tensor:
-        """Take a span, and return the logits after it (float32 [vocab]) if they are wanted."""
+        """Feed a span. Return the logits after it (float32 [vocab]) if they are wanted."""
         slot, tokens = span.slot, span.tokens.tolist()
         self._tokens[slot][span.start :] = tokens
         if not self._cached:
@@ -87,7 +87,7 @@ class PlainRunner:
 
 
 def teacher_forced(model: Any, tokens: list[int], device: torch.device) -> NDArray[np.float32]:
-    """Log-prob of each token given those before it, from one forward of the sequence alone; entry 0 is 0."""
+    """Return the log-prob of each token given those before it, from one forward of the sequence alone; entry 0 is 0."""
     ids = torch.tensor(tokens, device=device)
     logits = model(ids[None], use_cache=False).logits[0, :-1].float()
     picked = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""What every engine checks of a request before queueing it, so that all refuse the same things with the same words."""
+"""Checks of a request that all engines share, so that they reject the same requests with the same errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SEED_MAX = 2**64
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, context_max: int, outputs: frozenset[str]) -> None:
-    """Raises ValueError naming the request, the field and the remedy."""
+    """Check a request. Raises ValueError naming the request, the field and the remedy."""
     where = f"request {request.request_id!r}"
     check_tokens(request.token_ids, where=where, vocab_size=vocab_size)
     if request.token_ids.shape[0] >= context_max:

@@ -1,4 +1,4 @@
-"""Per-slot request rules as arrays, so that a step samples and checks for ends without a loop over rows."""
+"""Sampling and stop rules per slot as arrays, so that a step needs no loop over rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollmesh.services.inference.engines.sampling import OUTPUTS
 
 
 class SlotRules:
-    """Struct of arrays over slots; a row is meaningful while its slot is busy."""
+    """Struct of arrays over slots. A row is valid while its slot is busy."""
 
     def __init__(self, slots_max: int, vocab_size: int) -> None:
         self.ends = np.zeros((slots_max, vocab_size), np.uint8)

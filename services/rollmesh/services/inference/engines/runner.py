@@ -1,7 +1,7 @@
-"""The port between the step loop (numpy, slots) and whatever computes the model (tensors, device).
+"""The port between the step loop (numpy, slots) and the code that computes the model (tensors, device).
 
-Invariants: one call runs under one set of weights; positions of a slot are computed in order. Used from the compute thread
-alone, except `lay_out`, which the loader thread calls.
+Invariants: one call runs under one set of weights, and positions of a slot are computed in order. Only the compute thread calls it,
+except for `lay_out`, which the loader thread calls.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from rollmesh.shared.trajectory import Columns
 
 Ints = NDArray[np.int64]
 LoadedWeights = Any
-"""One whole set of weights as its runner lays it out. Only the runner that loaded it looks inside."""
+"""One whole set of weights in the layout of a runner. Its type is known to that runner alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Consecutive tokens of one sequence: `tokens` go to `slot` from position `start` on."""
+    """Consecutive tokens of one sequence, for `slot` from position `start` on."""
 
     slot: int
     start: int
@@ -35,7 +35,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRules:
-    """Sampling per row, host arrays [B]; `positions` are those of the tokens to be drawn."""
+    """Sampling rules per row, as host arrays [B]. `positions` are those of the tokens to draw."""
 
     seeds: Ints
     positions: Ints
@@ -61,11 +61,11 @@ class Runner(Protocol):
     reuse: PrefixReuse
 
     def lay_out(self, state: dict[str, Tensor]) -> LoadedWeights:
-        """The weights in a state dict. Raises WeightsRejected naming the first tensor that does not fit."""
+        """Return the weights in a state dict. Raises WeightsRejected naming the first tensor that does not fit."""
         ...
 
     def copy_prefix(self, source: int, targets: list[int], num_tokens: int) -> None:
-        """Copy the first `num_tokens` positions of `source` to other slots. Only called under `PrefixReuse.ANY`."""
+        """Copy the first `num_tokens` positions of `source` to other slots. Called only under `PrefixReuse.ANY`."""
         ...
 
     def decode(self, weights: LoadedWeights, tokens: Ints, positions: Ints, slots: Ints, rules: RowRules) -> Drawn:
@@ -77,12 +77,12 @@ class Runner(Protocol):
         ...
 
     def score(self, weights: LoadedWeights, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """Log-prob of each token given those before it under the plain softmax; entry 0 is 0. Leaves the slots alone."""
+        """Return the log-prob of each token given those before it, under the plain softmax; entry 0 is 0. Does not change slots."""
         ...
 
 
 def sampling_rules(rules: RowRules, device: torch.device) -> Rules:
-    """Row rules as tensors."""
+    """Return row rules as tensors."""
 
     def tensor(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -1,8 +1,8 @@
-"""Drawing tokens: a counter-based random stream per (seed, absolute position), and the distribution it is drawn from.
+"""Draw tokens with a counter-based random stream per (seed, absolute position).
 
-A request's tokens depend on weights, prefix and seed alone: nothing here carries state from step to step or from row to
-row. Logits themselves may differ in the last bits between batch sizes (matrix kernels sum in another order), so equality
-across batch compositions holds except where two candidates tie to within rounding.
+The tokens of a request depend only on weights, prefix and seed. This module has no state across steps or rows. Logits may differ in
+the last bits between batch sizes, because matrix kernels sum in another order. So results are equal across batch compositions
+except where two candidates tie to within rounding.
 
 The stream is SplitMix64 (Steele, Lea, Flood 2014) started at a hash of (seed, position); entry i is the number for
 vocabulary item i. The draw is the exponential race: argmax p_i / E_i with E_i ~ Exp(1), the Gumbel-max trick with one
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Rules(NamedTuple):
-    """How each of B rows is sampled. The switches say whether any row needs that work at all."""
+    """Sampling rules of B rows. The switches are true if any row needs that work."""
 
     seeds: Tensor  # [B] int64
     positions: Tensor  # [B] int64, of the token to be drawn
@@ -34,14 +34,14 @@ OUTPUTS: tuple[str, ...] = ()
 
 
 def mix64(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 holding the bits of uint64; the masks turn arithmetic into logical shifts."""
+    """Return SplitMix64's finalizer of int64 that hold the bits of uint64. The masks turn arithmetic into logical shifts."""
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
 
 
 def uniforms(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """[B, vocab] float32 in [0, 1]: 32 bits each, a pure function of (seed, position, vocabulary index)."""
+    """Return [B, vocab] float32 in [0, 1] of 32 bits each, a pure function of (seed, position, vocabulary index)."""
     gamma = -7046029254386353131
     start = mix64(mix64(seeds + gamma) + positions * gamma)
     counter = torch.arange(1, vocab_size + 1, device=seeds.device) * gamma
@@ -50,7 +50,7 @@ def uniforms(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def truncate(scaled: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Tempered logits [B, vocab] with -inf outside top-k and the nucleus.
+    """Return tempered logits [B, vocab] with -inf outside top-k and the nucleus.
 
     The nucleus is the smallest set of most likely tokens, after top-k, whose mass reaches top_p (arXiv:1904.09751).
     """

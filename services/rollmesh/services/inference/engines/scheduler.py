@@ -1,8 +1,8 @@
-"""Decides who runs next: which waiting requests get a slot, whose prefix is computed this step, and from where it is copied.
+"""Schedule the next step: which requests get a slot, which prefixes are computed, and which are copied from another slot.
 
-Invariants: higher priority first, then arrival; running sequences are never pushed out (their cache is preallocated);
-a step computes at most `prefill_tokens_max` padded prefix tokens, so that decoding goes on beside long prefixes.
-A sequence is ready to decode when all its tokens but the last are computed. Touches host state only.
+Invariants: higher priority first, then arrival; running sequences are never preempted, because their cache is preallocated; a step
+computes at most `prefill_tokens_max` padded prefix tokens, so that decoding continues beside long prefixes. A sequence is ready to
+decode when all its tokens except the last are computed. Changes host state only.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rollmesh.shared.versions import PolicyVersion
 
 @dataclass(slots=True)
 class Sequence:
-    """A request and where it stands. Token positions are absolute."""
+    """A request and its progress. Token positions are absolute."""
 
     request: GenerateRequest
     order: int
     slot: int = -1
     num_emitted: int = 0
-    """Tokens the caller has, its own prefix included."""
+    """Number of tokens that the caller has, including its prefix."""
     num_cached: int = 0
-    asked_s: float = 0.0
+    submitted_s: float = 0.0
     queued_s: float = 0.0
 
     @property
@@ -48,7 +48,7 @@ class Copy:
 
 @dataclass(slots=True)
 class PrefillPlan:
-    """One step's prefix work: `copies` first, then the chunks together, then `copies_after` from what they made."""
+    """Prefix work of one step: first `copies`, then all chunks together, then `copies_after` from the results."""
 
     copies: list[Copy] = field(default_factory=list)
     chunks: list[tuple[int, int]] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Scheduler:
         heapq.heapify(self._waiting)
 
     def admit(self) -> list[Sequence]:
-        """Move waiting sequences into slots while there are any."""
+        """Move waiting sequences into slots while slots are available."""
         admitted = []
         while self._waiting:
             sequence = self._waiting[0][2]
@@ -95,7 +95,7 @@ class Scheduler:
         return admitted
 
     def ready(self) -> NDArray[np.int64]:
-        """Busy slots, ascending, that lack only their last token."""
+        """Return the busy slots, ascending, of which only the last token is not computed."""
         slots = self._slots
         return np.flatnonzero(slots.busy & (slots.length - slots.kv_len == 1))
 
@@ -121,9 +121,9 @@ class Scheduler:
         return plan
 
     def _share(self, plan: PrefillPlan, slot: int, donors: NDArray[np.int64], computed: NDArray[np.int64]) -> int:
-        """Let a slot copy what another holds or is about to compute; returns how much it must compute itself now.
+        """Plan to copy positions that another slot holds or will compute. Return how many the slot must compute itself now.
 
-        Waiting for another's chunk costs a step, so it is done only if it saves at least half of the work.
+        Waiting for the chunk of another slot costs a step, so it must save at least half of the work.
         """
         length = int(self._slots.length[slot])
         prefix = self._slots.tokens[slot, : length - 1]

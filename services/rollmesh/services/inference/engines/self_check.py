@@ -1,8 +1,8 @@
-"""Compares a runner with the plain transformers forward, on a small model of the same configuration with random weights.
+"""Compare a runner with the plain transformers forward, on a small model of the same configuration with random weights.
 
-What is compared: scores of a batch, and the log-probs behind drawn tokens when a prefix is computed in two chunks, copied to
-another slot, and continued token by token. Weights are spread so that a skipped cap, norm or window shows. A model beyond
-`_WHOLE_PARAMETERS` is cut in depth and vocabulary, and windows are shortened, so that the sequences are longer than they.
+It compares the scores of a batch, and the log-probs of drawn tokens when a prefix is computed in two chunks, copied to another
+slot, and continued token by token. The weights are spread so that a skipped cap, norm or window changes the result. A model with
+more than `_WHOLE_PARAMETERS` parameters is cut in depth and vocabulary. Windows are made shorter than the sequences.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from rollmesh.shared.model_folder import positions_max
 from rollmesh.trainer.model_config import use_whole_attention
 
 TOLERANCE = 1e-3
-"""Largest difference of a log-prob in float32, in nats. Right runners differ by less than 1e-4, wrong ones by more than 1e-2."""
+"""Largest allowed difference of a log-prob in float32, in nats. Correct runners differ by less than 1e-4, wrong ones by more than
+1e-2."""
 SLOTS = 4
 LENGTHS = (40, 23, 6)
 _CONTEXT = 64
 _GAIN = 2.5
-"""Large enough that attention scores reach the bend of a cap of 50."""
+"""Large enough that attention scores reach the nonlinear range of a cap of 50."""
 _WINDOW = 12
 _WHOLE_PARAMETERS = 50_000_000
 _VOCAB = 1024
@@ -35,7 +36,7 @@ _LAYERS = 2
 
 
 def reference_model(config: Any) -> Any:
-    """A float32 model of the configuration with random weights, in evaluation mode, and small."""
+    """Return a small float32 model of the configuration with random weights, in evaluation mode."""
     config = _with_short_windows(config)
     make: Any = AutoModelForCausalLM.from_config
     with torch.device("meta"):
@@ -62,7 +63,7 @@ def _with_short_windows(config: Any) -> Any:
 
 
 def _cut(config: Any) -> Any:
-    """The configuration with few layers of every type and a small vocabulary."""
+    """Return the configuration with few layers of every type and a small vocabulary."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     num = int(text.num_hidden_layers)
@@ -80,7 +81,7 @@ def _cut(config: Any) -> Any:
 
 
 def _spread(parameter: torch.Tensor) -> None:
-    """Matrices get a spread that keeps activations near 1, vectors are shaken."""
+    """Scale matrices so that activations stay near 1, and add noise to vectors."""
     if parameter.dim() < 2:
         parameter.add_(0.1 * torch.randn_like(parameter))
     elif parameter.std() > 0:
@@ -103,13 +104,13 @@ class SelfCheck:
             self._logprobs = [self._plain(sequence, device) for sequence in self._sequences]
 
     def _plain(self, sequence: NDArray[np.int32], device: torch.device) -> NDArray[np.float32]:
-        """[length, vocab], of the sequence alone and without a cache."""
+        """Return log-probs [length, vocab] of the sequence alone, without a cache."""
         ids = torch.tensor(sequence.astype(np.int64), device=device)[None]
         logits = self.model(ids, use_cache=False).logits[0].float()
         return np.asarray(torch.log_softmax(logits, dim=-1).cpu().numpy())
 
     def difference(self, runner: Runner, weights: LoadedWeights) -> float:
-        """Largest difference of a log-prob in nats; infinite where one is not a number."""
+        """Return the largest difference of a log-prob, in nats; infinite if one is not a number."""
         worst = 0.0
         for sequence, plain, scored in zip(
             self._sequences, self._logprobs, runner.score(weights, self._sequences), strict=True
@@ -119,7 +120,7 @@ class SelfCheck:
         return max(worst, self._of_generation(runner, weights))
 
     def _of_generation(self, runner: Runner, weights: LoadedWeights) -> float:
-        """All sequences side by side: a chunk, a second one, then token by token, one of them in another slot as well."""
+        """Run all sequences side by side: two chunks, then token by token, with one sequence copied to another slot."""
         texts, plain = dict(enumerate(self._sequences)), dict(enumerate(self._logprobs))
         ends = dict.fromkeys(texts, 0)
         worst = 0.0
@@ -155,7 +156,7 @@ def _distance(found: NDArray[np.float32], expected: NDArray[Any]) -> float:
 
 
 def _rules(positions: list[int]) -> RowRules:
-    """Plain sampling, one seed per row."""
+    """Return rules of plain sampling with one seed per row."""
     num = len(positions)
     return RowRules(
         seeds=np.arange(num),

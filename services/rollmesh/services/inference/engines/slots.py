@@ -1,11 +1,9 @@
-"""The slots of the key-value cache, seen from the host: whose tokens lie where, how much of them is computed, under
-which weights.
+"""The host's view of the slots of the key-value cache: their tokens, how many of them are computed, and under which weights.
 
-A slot is free (nothing worth keeping), busy (a request runs in it) or resident (its request ended, its cache waits for the
-next turn). Invariants: `kv_len[s] <= length[s]`; positions below `kv_len[s]` hold keys and values of `tokens[s]`;
-`kv_version[s]` is the one version that computed all of them, or None if several did. Only slots whose `kv_version` is the
-active one serve as prefixes: entries are salted by the whole version. Residents are bounded and leave least recently used
-first. Pure host state; `torch_runner` holds the tensors.
+A slot is free (no useful cache), busy (a request runs in it) or resident (its request ended, and its cache is kept for the next
+turn). Invariants: `kv_len[s] <= length[s]`; positions below `kv_len[s]` hold keys and values of `tokens[s]`; `kv_version[s]` is the
+one version that computed all of them, or None if several did. Only slots whose `kv_version` is the active version serve as
+prefixes. Residents are bounded, and the least recently used one is evicted first. `torch_runner` holds the tensors.
 """
 
 from __future__ import annotations
@@ -20,18 +18,18 @@ from rollmesh.shared.versions import PolicyVersion
 
 
 class PrefixReuse(Enum):
-    """Which computed positions of a slot serve a sequence that shares them."""
+    """Which computed positions of a slot a sequence with the same prefix may reuse."""
 
     ANY = "any"
-    """Any prefix, and a copy of it in another slot."""
+    """Any prefix, also as a copy in another slot."""
     WHOLE = "whole"
-    """All of them or none: the state of the model cannot be shortened or copied."""
+    """All positions or none, because the state of the model cannot be shortened or copied."""
     NONE = "none"
-    """Nothing is kept: every step computes the whole sequence again."""
+    """No position: every step computes the whole sequence again."""
 
 
 class Slots:
-    """Struct of arrays over slots, so that a decode step touches rows with numpy, never one by one."""
+    """Struct of arrays over slots, so that a decode step handles rows with numpy and not one by one."""
 
     def __init__(
         self, slots_max: int, context_max: int, resident_max: int, reuse: PrefixReuse = PrefixReuse.ANY
@@ -57,7 +55,7 @@ class Slots:
         return int(self.kv_len.sum())
 
     def claim(self, token_ids: IntArray, session: str) -> int | None:
-        """A slot for a new sequence, with whatever of its prefix lies there already; None if all are busy."""
+        """Return a slot for a new sequence, with the part of its prefix that the slot holds; None if all are busy."""
         slot = self._session_slot.get(session)
         if slot is None or self._shared(slot, token_ids) == 0:
             slot = self._vacant()
@@ -72,7 +70,7 @@ class Slots:
         return slot
 
     def release(self, slot: int, session: str, *, keep: bool) -> None:
-        """End of a sequence; its cache stays resident if `keep`."""
+        """End a sequence. Its cache stays resident if `keep`."""
         self.busy[slot] = False
         if not keep or self._resident_max == 0 or self.kv_len[slot] == 0:
             self.kv_len[slot] = 0
@@ -88,29 +86,29 @@ class Slots:
             self._evict_oldest()
 
     def stamp(self, slot: int, version: PolicyVersion) -> None:
-        """The first positions of a slot are about to be computed under `version`."""
+        """Record that `version` computes the first positions of a slot."""
         self.kv_version[slot] = version
         self.kv_step_oldest[slot] = version.step
 
     def adopt(self, slot: int, source: int, num_tokens: int) -> None:
-        """The first positions of `slot` now hold a copy of `source`'s."""
+        """Record that the first positions of `slot` are a copy of those of `source`."""
         self.kv_version[slot] = self.kv_version[source]
         self.kv_step_oldest[slot] = self.kv_step_oldest[source]
         self.kv_len[slot] = num_tokens
 
     def pure(self, version: PolicyVersion) -> NDArray[np.int64]:
-        """Slots whose whole cache was computed under `version`."""
+        """Return the slots whose whole cache was computed under `version`."""
         return np.array([slot for slot, held in enumerate(self.kv_version) if held == version], np.int64)
 
     def _shared(self, slot: int, token_ids: IntArray) -> int:
-        """Computed positions of a slot that a sequence shares. Residents are always of the active version."""
+        """Return how many computed positions of a slot a sequence shares. Residents are always of the active version."""
         num = min(int(self.kv_len[slot]), len(token_ids))
         shared = common_prefix(self.tokens[slot, :num], token_ids[:num])
         whole = shared == self.kv_len[slot] and shared < len(token_ids)
         return shared if whole or self.reuse is PrefixReuse.ANY else 0
 
     def _vacant(self) -> int | None:
-        """Lowest free slot, so that busy ones lie close together; else the least recently used resident."""
+        """Return the lowest free slot, so that busy ones are close together; else the least recently used resident."""
         free = ~self.busy
         free[list(self._residents)] = False
         if free.any():
@@ -129,7 +127,7 @@ class Slots:
 
 
 def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
-    """Length of the common prefix of two rows of one length."""
+    """Return the length of the common prefix of two rows of equal length."""
     differs = a != b
     return int(differs.argmax()) if differs.any() else len(a)
 
@@ -137,7 +135,7 @@ def common_prefix(a: NDArray[np.int32], b: NDArray[np.int32]) -> int:
 def longest_prefix(
     tokens: NDArray[np.int32], computed: NDArray[np.int64], candidates: NDArray[np.int64], token_ids: IntArray
 ) -> tuple[int, int]:
-    """(slot, shared positions) of the candidate whose first `computed` tokens agree longest; (-1, 0) if none does."""
+    """Return (slot, shared positions) of the candidate with the longest common computed prefix; (-1, 0) without one."""
     candidates = candidates[(computed[candidates] > 0) & (tokens[candidates, 0] == token_ids[0])]
     if candidates.size == 0:
         return -1, 0

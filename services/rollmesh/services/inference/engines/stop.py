@@ -1,7 +1,7 @@
-"""Finding stop strings in sampled tokens without decoding every token of every row.
+"""Find stop strings in sampled tokens without decoding every token of every row.
 
-A stop string is complete only at a token whose text contains its last character (or whose text is a broken part of a
-character). One table row per sequence marks those tokens; only they cost a decode, of a short tail.
+A stop string can end only in a token whose text contains its last character, or in a token that is part of a character. One table
+row per sequence marks those tokens. Only they need a decode, of a short tail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STOP_SETS_CACHED = 64
 
 
 class StopRules:
-    """Marks, per vocabulary item, whether sampling it may end a sequence."""
+    """Marks the vocabulary items that may end a sequence."""
 
     def __init__(self, vocab_size: int, decode: Decode | None) -> None:
         self._vocab_size = vocab_size
@@ -40,7 +40,7 @@ class StopRules:
             )
 
     def marks(self, params: SamplingParams) -> NDArray[np.uint8]:
-        """[vocab] flags: STOP_ID ends the sequence, STOP_TEXT asks for `ends_text`."""
+        """Return flags [vocab]: STOP_ID ends the sequence, STOP_TEXT requires a call of `ends_text`."""
         marks = np.zeros(self._vocab_size, np.uint8)
         if params.stop:
             marks |= self._marks_of_text(params.stop)
@@ -48,14 +48,14 @@ class StopRules:
         return marks
 
     def ends_text(self, new_tokens: NDArray[np.int32], stop: tuple[str, ...]) -> bool:
-        """Whether the text of the new tokens has a stop string that ends in the last token."""
+        """Return whether the text of the new tokens has a stop string that ends in the last token."""
         assert self._decode is not None
         tail = _TOKENS_PER_CHAR * (max(map(len, stop)) + 2)
         text = self._decode(new_tokens[-tail:].tolist())
         return any(string in text for string in stop)
 
     def _all_pieces(self, decode: Decode) -> list[str]:
-        """Text of each token alone and after another token: decoders may drop a leading space."""
+        """Return the text of each token alone and after another token, because decoders may drop a leading space."""
         anchor = len(decode([0]))
         return [decode([token]) + decode([0, token])[anchor:] for token in range(self._vocab_size)]
 

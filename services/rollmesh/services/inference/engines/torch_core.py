@@ -1,12 +1,12 @@
-"""The step loop of the torch engine without its thread: commands in, deltas out, one `step` at a time.
+"""The step loop of the torch engine, without its thread: take commands, run one `step` at a time, return deltas.
 
-A step runs one unit of control work (a weight swap, a micro-batch of scoring), admits waiting requests, computes prefixes,
-then decodes one token for every ready sequence. Invariants: a request gets at most one delta per step, except that a swap
-first hands out what the old weights sampled; a delta never spans versions; a request ends exactly once. An admitted
-sequence gets its prefix computed in the step that admits it, its first token then or in the next.
+A step runs one unit of control work (a weight swap, a micro-batch of scoring), admits waiting requests, computes prefixes, and
+decodes one token for every ready sequence. Invariants: a request gets at most one delta per step, except that a swap first emits
+the tokens that the old weights sampled; a delta never spans versions; a request ends exactly once. The prefix of a sequence is
+computed in the step that admits it, and its first token in that step or the next.
 
-Recompute at a swap forgets the running sequences' cache, and the ordinary prefill rebuilds it, sharing common prefixes.
-Collaborators: `scheduler` decides, `slots` remembers, a `runner` computes. Not thread-safe: one owner calls it.
+Under `recompute`, a swap drops the cache of running sequences, and the ordinary prefill rebuilds it, sharing common prefixes.
+Collaborators: `scheduler` decides, `slots` holds the state, a `runner` computes. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TorchCore:
         self._slots = Slots(config.slots_max, config.context_max, config.resident_slots_max, runner.reuse)
         self._rules = SlotRules(config.slots_max, runner.vocab_size)
         self._columns: dict[str, NDArray[Any]] = {}
-        """What the runner computed per sampled token, by name: [slots, context] or [slots, context, k]."""
+        """Columns of the sampled tokens by name, [slots, context] or [slots, context, k]."""
         self._scheduler = Scheduler(self._slots, config.prefill_tokens_max)
         self._sequences: dict[str, Sequence] = {}
         self._control: deque[Iterator[object]] = deque()
@@ -61,17 +61,17 @@ class TorchCore:
 
     @property
     def idle(self) -> bool:
-        """Nothing to do until the next command."""
+        """Whether there is no work until the next command."""
         return not self._control and (self._weights is None or not self._sequences)
 
     @property
     def has_deltas(self) -> bool:
-        """Deltas wait for the next step to hand them out."""
+        """Whether deltas wait for the next step to return them."""
         return bool(self._deltas)
 
     def submit(self, request: GenerateRequest) -> None:
         sequence = self._sequences[request.request_id] = self._scheduler.enqueue(request)
-        sequence.asked_s = time.perf_counter()
+        sequence.submitted_s = time.perf_counter()
 
     def cancel(self, request_id: str) -> None:
         sequence = self._sequences.get(request_id)
@@ -87,11 +87,11 @@ class TorchCore:
         self._control.append(self._swap(version, weights, kv, done))
 
     def score(self, sequences: list[IntArray], done: ScoreDone) -> None:
-        """Score under the weights active when its turn comes; no swap comes in between."""
+        """Score after the control work queued before, under the weights active then, without a swap in between."""
         self._control.append(self._score(sequences, done))
 
     def step(self) -> list[GenerateDelta]:
-        """One step; returns the deltas due since the last one, in order."""
+        """Run one step. Return the deltas due since the last one, in order."""
         self._step_control()
         if self._weights is not None and self._sequences:
             start_s = time.perf_counter()
@@ -102,8 +102,8 @@ class TorchCore:
         return deltas
 
     def answer(self) -> None:
-        """Call back who waits for control work done by now. To be called after the step's deltas went out: what the old
-        weights sampled is seen before the swap is."""
+        """Call the callbacks of finished control work. Call this after the step's deltas were sent, so that callers see the tokens of
+        the old weights before the swap."""
         answers, self._answers = self._answers, []
         for done in answers:
             done()
@@ -141,10 +141,10 @@ class TorchCore:
         length_max = min(sequence.num_prompt + request.params.max_tokens, self._config.context_max)
         self._rules.set(slot, request, length_max=length_max, marks=self._stop_rules.marks(request.params))
         self._num_hit += sequence.num_cached
-        sequence.queued_s = time.perf_counter() - sequence.asked_s
+        sequence.queued_s = time.perf_counter() - sequence.submitted_s
 
     def _prefill(self, weights: LoadedWeights) -> NDArray[np.int64]:
-        """Compute what the plan says; returns the slots that got a token by it."""
+        """Carry out the prefill plan. Return the slots that got a token."""
         slots, plan = self._slots, self._scheduler.plan_prefill(self.version)
         self._copy(plan.copies)
         sampled = np.empty(0, np.int64)
@@ -191,7 +191,7 @@ class TorchCore:
         self._slots.kv_len[rows] += counts
 
     def _accept(self, rows: NDArray[np.int64], drawn: Drawn) -> None:
-        """Append one drawn token per row; rows that end or are due for a delta are the only ones looked at singly."""
+        """Append one drawn token per row. Only rows that end or are due for a delta are handled one by one."""
         slots, rules = self._slots, self._rules
         positions = slots.length[rows]
         slots.tokens[rows, positions] = drawn.tokens
@@ -285,7 +285,7 @@ class TorchCore:
 
 
 def micro_batches(sequences: list[IntArray], padded_max: int) -> Iterator[list[IntArray]]:
-    """Consecutive sequences whose padded size stays within `padded_max`; a longer one comes alone."""
+    """Yield consecutive sequences whose padded size is at most `padded_max`. A longer sequence comes alone."""
     part: list[IntArray] = []
     width = 0
     for sequence in sequences:

@@ -1,11 +1,11 @@
-"""The embedded engine: torch in a thread of its own behind the engine port.
+"""The embedded engine: torch in a separate thread behind the engine port.
 
-The event loop and the compute thread share no mutable state: commands go in as calls through one queue, deltas come out
-in one `call_soon_threadsafe` per step. The loop side knows which requests are live and checks what can be refused at
-once; the thread side (`torch_core`) knows slots and tokens. An idle thread blocks on the queue.
+The event loop and the compute thread share no mutable state. Commands enter through one queue, and deltas leave in one
+`call_soon_threadsafe` per step. The loop side tracks live requests and rejects bad requests at once; the thread side (`torch_core`)
+holds slots and tokens. An idle thread blocks on the queue.
 
-If the thread breaks, that is recorded once: every live request ends with ERROR and the cause, pending and later calls
-raise EngineBroken. Exact to float rounding: see `sampling` on what a request's tokens depend on.
+If the thread fails, this is recorded once: every live request ends with ERROR and the cause, and pending and later calls raise
+EngineBroken. Results are exact to float rounding; `sampling` describes what the tokens of a request depend on.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class TorchEngine:
         if self._thread is not None and self._thread.is_alive():
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join, _CLOSE_S_MAX)
-            # The thread's last deltas were put on the loop before it ended; let them be delivered.
+            # The thread scheduled its last deltas before it ended; let the loop deliver them.
             await asyncio.sleep(0)
         if self._emits:
-            self._break(f"no answer to close within {_CLOSE_S_MAX:g} s")
+            self._break(f"no response to close within {_CLOSE_S_MAX:g} s")
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._broken = self._broken or "engine is closed"
         self._fail_calls()
@@ -154,7 +154,7 @@ class TorchEngine:
         self._buffer.discard(version)
 
     def load(self) -> EngineLoad:
-        # Requests the thread has not taken yet wait as well.
+        # Requests that the thread has not taken yet also wait.
         waiting = max(0, len(self._emits) - self._load.num_running)
         return dataclasses.replace(self._load, num_waiting=waiting, forward=self._execution.forward)
 
@@ -166,7 +166,7 @@ class TorchEngine:
         return TorchCore(config, self._runner, self._stop_rules)
 
     def _run(self, core: TorchCore) -> None:
-        """Body of the compute thread."""
+        """Run the compute thread."""
         torch.set_num_threads(self._config.threads)
         try:
             while self._take_commands(core):
@@ -177,7 +177,7 @@ class TorchEngine:
             self._post(self._break, f"{type(error).__name__}: {error}")
 
     def _take_commands(self, core: TorchCore) -> bool:
-        """Run the commands that wait, blocking while there is nothing else to do; False when told to end."""
+        """Run the waiting commands; block while there is no other work. Return False on the command to end."""
         while core.idle or not self._commands.empty():
             command = self._commands.get()
             if command is None:
@@ -194,7 +194,7 @@ class TorchEngine:
         core.answer()
 
     def _post(self, function: Callable[..., None], *args: object) -> None:
-        """Run on the event loop. A loop that is gone has nobody left to tell."""
+        """Run a function on the event loop. If the loop is closed, do nothing."""
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
@@ -202,7 +202,7 @@ class TorchEngine:
                 raise
 
     def _deliver(self, deltas: list[GenerateDelta]) -> None:
-        """Each emit is a callback of its own: one that raises is reported by the loop and starves no other request."""
+        """Call each emit in a separate callback, so that one that raises is reported by the loop and affects no other request."""
         for delta in deltas:
             emit = self._emits.get(delta.request_id)
             if delta.finish is not None:
@@ -243,7 +243,7 @@ class TorchEngine:
             raise EngineBroken(self._broken)
 
     async def _call(self, future: asyncio.Future[_T]) -> _T:
-        """Await an answer of the compute thread; a broken or closed engine answers all of them."""
+        """Await a result of the compute thread. A failed or closed engine resolves all of them with an error."""
         self._calls.add(future)
         try:
             return await future
@@ -257,7 +257,7 @@ def _resolve(future: asyncio.Future[_T], value: _T) -> None:
 
 
 def _load_decode(folder: Path) -> Decode | None:
-    """The tokenizer's decoder, or None where the folder has none (stop strings are refused then)."""
+    """Return the tokenizer's decoder, or None if the folder has none; stop strings are then rejected."""
     path = folder / "tokenizer.json"
     if not path.exists():
         return None

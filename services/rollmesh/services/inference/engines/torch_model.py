@@ -1,11 +1,11 @@
 """The forward pass of a decoder over a preallocated key-value cache, for prefill, decode and scoring alike.
 
-Tokens travel packed, [N, hidden], without padding; only attention sees a padded [rows, width] layout. Decode is the case
-width 1. The functions are plain tensor code in the subset TorchScript compiles: one call per step means that the
-interpreter lock is let go once per step, so that a busy event loop in the same process does not stall the model.
+Tokens are packed, [N, hidden], without padding; only attention uses a padded [rows, width] layout. Decode is the case of width 1.
+The functions are tensor code in the subset that TorchScript compiles. One call per step releases the interpreter lock once per
+step, so that a busy event loop in the same process does not delay the model.
 
-Query heads that share a key-value head are laid side by side as extra queries, so no key or value is ever repeated.
-Holds no state and knows nothing of requests. Annotations are evaluated (no `from __future__ import annotations`):
+Query heads that share a key-value head are placed side by side as extra queries, so that keys and values are never repeated.
+The module has no state and does not depend on requests. Annotations are evaluated (no `from __future__ import annotations`):
 TorchScript resolves them.
 """
 

@@ -1,7 +1,7 @@
-"""Runs the model: builds packed batches from host arrays, owns the key-value cache, returns host arrays.
+"""Run the model with the built-in forward pass: build packed batches from host arrays, own the key-value cache, return host arrays.
 
-The seam between scheduling (numpy, slots) and tensors (device). Invariants: one call runs under one set of weights;
-cache contents are written by `step` and `copy_prefix` only. Used from the compute thread alone.
+Invariants: one call runs under one set of weights, and only `_draw` and `copy_prefix` write the cache. Used from the compute thread
+alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollmesh.services.inference.engines.torch_steps import sample_step, score_s
 from rollmesh.services.inference.engines.weight_layout import lay_out
 
 _KV_ALIGN = 16
-"""Attention length is rounded up to this: fewer shapes for the kernels to specialise on."""
+"""Attention length is rounded up to a multiple of this, so that kernels specialize on fewer shapes."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -56,7 +56,7 @@ class TorchRunner:
         self._score_step = _compiled(score_step, torchscript)
 
     def _cache(self, slots: int, context: int) -> Tensor:
-        """[layers, slots, kv_heads, context, head_dim]; zeros, since masked garbage could be NaN and 0 * NaN is NaN."""
+        """[layers, slots, kv_heads, context, head_dim]; zeros, because masked garbage could be NaN, and 0 * NaN is NaN."""
         spec = self.spec
         size = (spec.num_layers, slots, spec.num_kv_heads, context, spec.head_dim)
         return torch.zeros(size, dtype=self.dtype, device=self.device)
@@ -65,13 +65,13 @@ class TorchRunner:
         return lay_out(self.spec, state, self.dtype, self.device)
 
     def copy_prefix(self, source: int, targets: list[int], num_tokens: int) -> None:
-        """Give other slots the first `num_tokens` positions of `source`."""
+        """Copy the first `num_tokens` positions of `source` to other slots."""
         rows = torch.tensor(targets, device=self.device)
         for cache in (self.keys, self.values):
             cache[:, rows, :, :num_tokens] = cache[:, source : source + 1, :, :num_tokens]
 
     def decode(self, weights: Weights, tokens: Ints, positions: Ints, slots: Ints, rules: RowRules) -> Drawn:
-        """One token per row: feed `tokens` [B] at `positions` to ascending `slots`, draw the next ones."""
+        """Feed one token per row, `tokens` [B] at `positions`, to ascending `slots`, and draw the next ones."""
         first, count = int(slots[0]), int(slots[-1] - slots[0]) + 1
         in_place = count <= 2 * len(slots)  # copying rows out costs about as much as attending to them
         queries = slots - first if in_place else np.arange(len(slots))
@@ -91,13 +91,13 @@ class TorchRunner:
         return self._draw(weights, batch, np.arange(len(slots)), rules)
 
     def prefill(self, weights: Weights, spans: list[Span], drawing: Ints, rules: RowRules) -> Drawn:
-        """Compute the spans' keys and values; draw the token after the spans numbered `drawing` (`rules` are theirs)."""
+        """Compute keys and values of the spans, and draw the token after the spans numbered `drawing` (`rules` are theirs)."""
         batch = self._span_batch(spans, [span.slot for span in spans], self._context_max)
         ends = np.cumsum([len(span.tokens) for span in spans]) - 1
         return self._draw(weights, batch, ends[drawing], rules)
 
     def score(self, weights: Weights, sequences: list[NDArray[np.int32]]) -> list[NDArray[np.float32]]:
-        """Log-prob of each token given those before it, plain softmax; entry 0 is 0. Uses a cache of its own."""
+        """Return the log-prob of each token given those before it, plain softmax; entry 0 is 0. Uses a temporary cache."""
         spans = [Span(slot=row, start=0, tokens=sequence) for row, sequence in enumerate(sequences)]
         longest = max(len(sequence) for sequence in sequences)
         keys, values = self._cache(len(sequences), longest), self._cache(len(sequences), longest)

@@ -1,4 +1,4 @@
-"""Whole steps, each one scripted call: the model forward with what is asked of its output.
+"""Whole steps, each compiled to one scripted call: the model forward, and sampling or scoring of its output.
 
 Annotations are evaluated (no `from __future__ import annotations`): TorchScript resolves them.
 """
@@ -13,7 +13,7 @@ from rollmesh.services.inference.engines.torch_model import Batch, Rotary, Shape
 def sample_step(
     w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: Batch, picks: Tensor, rules: Rules
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Forward, then draw the token after each of the packed tokens numbered `picks` [B]."""
+    """Run the forward pass, and draw the token after each of the packed tokens numbered `picks` [B]."""
     hidden = forward(w, shape, rotary, keys, values, batch)
     return sample(logits_of(w, shape, hidden.index_select(0, picks)), rules)
 

@@ -1,6 +1,6 @@
-"""Checks a state dict and lays it out for the built-in forward pass: `x @ w`, fused projections, constants folded into weights.
+"""Check a state dict and lay it out for the built-in forward pass: `x @ w`, fused projections, constants folded into weights.
 
-Collaborators: `model_spec` names the tensors, `torch_model.Weights` is the product, `weights_buffer` reads the files.
+Collaborators: `model_spec` names the tensors, `torch_model.Weights` is the result, `weights_buffer` reads the files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXPERT_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up",
 
 
 def lay_out(spec: ModelSpec, state: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> Weights:
-    """The weights of a whole state dict. Raises WeightsRejected naming the first tensor that does not fit."""
+    """Return the weights of a whole state dict. Raises WeightsRejected naming the first tensor that does not fit."""
     state = with_stacked_experts(state) if spec.experts else dict(state)
     _check(spec, state)
     return fuse(spec, {name: tensor.to(device=device, dtype=dtype) for name, tensor in state.items()})
@@ -43,7 +43,7 @@ def _check(spec: ModelSpec, state: dict[str, Tensor]) -> None:
 
 
 def _check_tied(state: dict[str, Tensor]) -> None:
-    """A tied head sent along is redundant; one that differs would be silently ignored, so it is refused."""
+    """Remove a tied head, which is redundant. Reject one that differs from the embedding, because it would be ignored."""
     head = state.pop(HEAD)
     if EMBED in state and not torch.equal(head, state[EMBED]):
         raise WeightsRejected(
@@ -62,7 +62,7 @@ def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def fuse(spec: ModelSpec, state: Mapping[str, Tensor]) -> Weights:
-    """Query, key and value in one matrix, gate and up in another, per layer. A tied head is a view of the embedding."""
+    """Fuse query, key and value to one matrix, and gate and up to another, per layer. A tied head is a view of the embedding."""
     layers = [_Layer(spec, state, layer) for layer in range(spec.num_layers)]
     embed = state[EMBED].clone()
     sandwich, norm = spec.sandwich, "post_attention_layernorm"
@@ -107,14 +107,14 @@ class _Layer:
         return self[name].transpose(-1, -2).contiguous()
 
     def added(self, tensor: Tensor) -> Tensor:
-        """The last matrix or bias before the residual sum."""
+        """Return the last matrix or bias before the residual sum, scaled."""
         return tensor if self._spec.residual_scale == 1.0 else tensor * self._spec.residual_scale
 
     def norm(self, name: str) -> Tensor:
         return self[f"{name}.weight"] + self._spec.norm_offset
 
     def qkv(self, kind: str) -> Tensor:
-        """Rows of query, key and value heads, the dimensions of a head ordered for `rotate`."""
+        """Return the rows of query, key and value heads, with the dimensions of a head ordered for `rotate`."""
         names = ("qkv_proj",) if self._spec.fused else ("q_proj", "k_proj", "v_proj")
         rows = torch.cat([self[f"self_attn.{name}.{kind}"] for name in names])
         heads = rows.view(-1, self._spec.head_dim, *rows.shape[1:])
@@ -122,7 +122,7 @@ class _Layer:
         return torch.cat((heads[:both][:, _rotation_order(self._spec)], heads[both:])).flatten(0, 1)
 
     def qk_norm(self) -> Tensor:
-        """One row per query and key head, so that both are normalized in one pass."""
+        """Return one row per query and key head, so that both are normalized in one pass."""
         q = self.norm("self_attn.q_norm").expand(self._spec.num_heads, -1)
         k = self.norm("self_attn.k_norm").expand(self._spec.num_kv_heads, -1)
         return torch.cat((q, k))[:, _rotation_order(self._spec)].contiguous()
@@ -141,7 +141,7 @@ class _Layer:
         return self.transposed(name) if name in self else self._none()
 
     def _dense(self) -> str:
-        """Name of the feed-forward that every token takes; empty if the layer has none."""
+        """Return the name of the feed-forward that every token takes; empty if the layer has none."""
         if not self._sparse:
             return "mlp"
         return "mlp.shared_expert" if "mlp.shared_expert_gate.weight" in self else ""
@@ -151,7 +151,7 @@ class _Layer:
 
 
 def _rotation_order(spec: ModelSpec) -> list[int]:
-    """Dimensions of a head such that rotated pairs lie half a head apart; those that are not rotated fill up both halves.
+    """Return the dimensions of a head such that rotated pairs are half a head apart; the others fill up both halves.
 
     Attention scores do not depend on the order of the dimensions of query and key."""
     half, rest = spec.rotary_dim // 2, (spec.head_dim - spec.rotary_dim) // 2
@@ -161,7 +161,7 @@ def _rotation_order(spec: ModelSpec) -> list[int]:
 
 
 def with_stacked_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict that names each expert, as files on the Hugging Face Hub do, under the names of the model's modules."""
+    """Rename a state dict that names each expert, as files on the Hugging Face Hub do, to the names of the model's modules."""
     parts: dict[str, dict[str, dict[int, Tensor]]] = {}
     stacked: dict[str, Tensor] = {}
     for name, tensor in state.items():

@@ -1,4 +1,4 @@
-"""The second buffer: weights loaded, checked and laid out beside the active ones.
+"""The second buffer: weights that are loaded, checked and laid out beside the active ones.
 
 Invariants: a version is in the buffer only if its runner has accepted every tensor and all values are finite; loading happens on
 a separate thread and never touches the active weights; at most `prepared_max` versions are held.
@@ -25,7 +25,7 @@ W = TypeVar("W")
 
 
 class WeightsBuffer(Generic[W]):
-    """Prepared versions, by version. Safe to use from the event loop and the compute thread."""
+    """The prepared weights by version. Safe to use from the event loop and the compute thread."""
 
     def __init__(self, prepared_max: int) -> None:
         self._prepared_max = prepared_max
@@ -43,7 +43,7 @@ class WeightsBuffer(Generic[W]):
                 self._prepared.popitem(last=False)
 
     def take(self, version: PolicyVersion) -> W:
-        """Raises KeyError if the version is not prepared."""
+        """Remove and return the weights of a version. Raises KeyError if it is not prepared."""
         with self._lock:
             return self._prepared.pop(version)
 
@@ -74,8 +74,8 @@ def _read_file(name: str, path: Path) -> list[tuple[str, Tensor]]:
 
 
 def _check_values(name: str, tensor: Tensor) -> None:
-    """Tensors of integers pass: they are buffers of a model that transformers runs."""
+    """Check dtype and values. Integer tensors pass, because they are buffers of a model that transformers runs."""
     if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
         raise WeightsRejected(f"tensor {name} has dtype {tensor.dtype}: send float32, bfloat16 or float16")
     if not bool(torch.isfinite(tensor).all()):
-        raise WeightsRejected(f"tensor {name} has a value that is NaN or infinite: the update that made it went wrong")
+        raise WeightsRejected(f"tensor {name} has a value that is NaN or infinite: the update that made it diverged")
