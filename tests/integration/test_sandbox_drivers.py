@@ -300,7 +300,7 @@ def test_the_description_names_what_is_lacking() -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "said"), [("landlock", "holds less than the jail"), ("none", "NOTHING IS ISOLATED")]
+    ("driver", "said"), [("landlock", "guarantees less than the jail"), ("none", "NOTHING IS ISOLATED")]
 )
 def test_every_start_warns_in_one_line(driver: str, said: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):

@@ -253,7 +253,7 @@ async def test_session_ended_during_a_run_is_unknown_to_it(engine: JailEngine) -
     running = asyncio.create_task(engine.run("s", Program(code="while True: pass"), 9.0))
     await asyncio.sleep(0)
     await engine.end("s")
-    with pytest.raises(UnknownSession, match="closed while it was used"):
+    with pytest.raises(UnknownSession, match="was closed during a command"):
         await running
 
 

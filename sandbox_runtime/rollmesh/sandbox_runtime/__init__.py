@@ -1,1 +1,2 @@
-"""The jail: one file per kernel mechanism, `contain` that orders them, and the zygote that forks sessions into it."""
+"""The jail: one module per kernel mechanism, `contain` that applies them in order, and the zygote that forks sessions
+into it."""

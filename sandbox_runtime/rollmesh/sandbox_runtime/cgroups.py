@@ -1,8 +1,9 @@
-"""Control groups, version 1 or 2 as found: a session's memory, swap, process count and cores as a whole, where they are writable.
+"""Control groups, version 1 or 2 as detected: they bound memory, swap, process count and cores of a whole session,
+where they are writable.
 
-Runs on the host's side. One group per place in the pool, made once and used by one session after another, so that a session
-costs one write per controller: the service passes open files of the groups, the session's pid 1 writes itself in.
-Absent controllers are no error here: what then falls away is said in `mechanisms`.
+Runs in the service. There is one group per slot, created once and reused by one session after another, so that a
+session costs one write per controller: the service passes open files of the groups, and the session's pid 1 adds
+itself. A missing controller is not an error; `mechanisms` describes the consequence.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from rollmesh.sandbox_runtime import mechanisms
 from rollmesh.sandbox_runtime.limits import Limits
 
 PREFIX = "rollmesh-sandbox-"
-"""Names of our groups begin so: what leftovers are known by."""
+"""Prefix of our groups' names, by which a later start finds remaining ones."""
 
 _EVENTS_BYTES = 4096
 _PEAK_SLACK_BYTES = 1 << 20
-"""What is charged ahead in batches never shows in a peak."""
+"""Bytes that the kernel charges ahead in batches, so that a peak can be below the limit by this amount."""
 _MEMORY, _PIDS, _CPU = "memory", "pids", "cpu"
 _CONTROLLERS = (_MEMORY, _PIDS, _CPU)
 _PERIOD_US = 100_000
@@ -33,7 +34,7 @@ _KILL_S = 5.0
 
 @dataclass(slots=True)
 class Cgroup:
-    """One place's groups: a directory per controller, and the events file that tells of kills by memory."""
+    """The groups of one slot: a directory per controller, and the events file that counts out-of-memory kills."""
 
     directories: Mapping[str, Path]
     version: int
@@ -41,16 +42,18 @@ class Cgroup:
     _num_peaks: int = field(default=0, init=False)
 
     def entry_fds(self) -> list[int]:
-        """Open files by which a single-threaded process enters, by writing 0; the caller closes them. In version 2 all controllers share one.
+        """Open the files through which a single-threaded process enters by writing 0. The caller closes them. In
+        version 2 all controllers share one.
 
-        Version 1's `tasks` moves the writing thread alone: `cgroup.procs` would hold up every fork and exit on the host meanwhile.
+        Version 1's `tasks` moves only the writing thread; `cgroup.procs` would block every fork and exit on the host
+        meanwhile.
         """
         name = "tasks" if self.version == 1 else "cgroup.procs"
         paths = dict.fromkeys(self.directories.values())
         return [os.open(f"{path}/{name}", os.O_WRONLY | os.O_CLOEXEC) for path in paths]
 
     def limit(self, limits: Limits) -> None:
-        """Write the limits, unless they stand already."""
+        """Write the limits unless they are set already."""
         if limits == self._limits:
             return
         if (memory := self.directories.get(_MEMORY)) is not None:
@@ -63,18 +66,20 @@ class Cgroup:
         self._limits = limits
 
     def num_oom_kills(self) -> int:
-        """Processes killed for memory in this group so far."""
+        """Return the number of processes killed for memory in this group so far."""
         text = self._read_memory("memory.oom_control" if self.version == 1 else "memory.events")
         return int(text.partition(b"oom_kill ")[2].partition(b"\n")[0] or 0)
 
     def num_limit_hits(self) -> int:
-        """How often this group's own memory limit was met: a kill without one was for want of memory elsewhere on the host."""
+        """Return how often this group's own memory limit was reached. A kill without such a hit was caused by memory
+        pressure elsewhere on the host."""
         if self.version == 1:
             return self._num_peaks_at_limit()
         return int(self._read_memory("memory.events").partition(b"\noom ")[2].partition(b"\n")[0] or 0)
 
     def _num_peaks_at_limit(self) -> int:
-        """Version 1 counts no failures of memory and swap together, so the peak is looked at, and begun anew."""
+        """Count peaks at the limit and reset the peak, because version 1 does not count failures of memory and swap
+        together."""
         name = "memory.memsw.max_usage_in_bytes"
         peak = self._read_memory(name)
         if not peak:
@@ -92,7 +97,7 @@ class Cgroup:
             return b""
         try:
             fd = os.open(f"{path}/{name}", os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:  # no accounting of swap
+        except FileNotFoundError:  # swap is not accounted
             return b""
         try:
             return os.read(fd, _EVENTS_BYTES)
@@ -100,25 +105,25 @@ class Cgroup:
             os.close(fd)
 
     def kill(self) -> None:
-        """SIGKILL for all in it; returns when it is empty, or OSError after a while."""
+        """Kill all processes in the groups. Returns when they are empty; raises OSError after a timeout."""
         for path in dict.fromkeys(self.directories.values()):
             kill_all(path)
 
     def remove(self) -> None:
-        """Delete the directories; a group that still holds processes stays, for the reaper of the next start."""
+        """Delete the directories. A group that still holds processes remains, and the next start cleans it up."""
         for path in dict.fromkeys(self.directories.values()):
             _remove(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hierarchy:
-    """Where groups can be made: a writable directory per controller."""
+    """Where groups can be created: a writable directory per controller."""
 
     version: int
     parents: Mapping[str, Path]
 
     def provided(self) -> frozenset[str]:
-        """The walls that groups made here are."""
+        """Return the isolation mechanisms that these groups provide."""
         names = {_MEMORY: mechanisms.MEMORY_CGROUP, _PIDS: mechanisms.PIDS_CGROUP, _CPU: mechanisms.CPU_CGROUP}
         found = {names[controller] for controller in self.parents}
         counted = self.version == 2 or (self.parents.get(_MEMORY, Path()) / _MEMORY_AND_SWAP).exists()
@@ -127,20 +132,20 @@ class Hierarchy:
         return frozenset(found)
 
     def make(self, name: str) -> Cgroup:
-        """A new group `PREFIX + name`. Raises OSError."""
+        """Create a group `PREFIX + name`. Raises OSError."""
         paths = {controller: parent / (PREFIX + name) for controller, parent in self.parents.items()}
         for path in dict.fromkeys(paths.values()):
             path.mkdir(exist_ok=True)
         return Cgroup(directories=paths, version=self.version)
 
     def find(self, name_prefix: str) -> Iterator[Path]:
-        """Groups whose names begin with `PREFIX + name_prefix`."""
+        """Find the groups whose names begin with `PREFIX + name_prefix`."""
         for parent in dict.fromkeys(self.parents.values()):
             yield from parent.glob(f"{PREFIX}{name_prefix}*")
 
 
 def _settings(version: int, controller: str, limits: Limits) -> list[tuple[str, str]]:
-    """Files and what to write into them, in order."""
+    """Return the files and the values to write, in order."""
     memory_bytes = str(limits.memory_bytes + limits.disk_bytes)
     quota_us = round(limits.cpus * _PERIOD_US)
     if controller == _PIDS:
@@ -153,13 +158,14 @@ def _settings(version: int, controller: str, limits: Limits) -> list[tuple[str, 
 
 
 def _lift_swap(version: int, path: Path) -> None:
-    """Version 1 bounds memory and swap together, and refuses a bound on memory above that one."""
+    """Remove the swap limit first. Version 1 bounds memory and swap together, and rejects a memory limit above that
+    bound."""
     if version == 1 and (path / _MEMORY_AND_SWAP).exists():
         (path / _MEMORY_AND_SWAP).write_text("-1")
 
 
 def _bound_swap(version: int, path: Path, limits: Limits) -> None:
-    """None at all."""
+    """Forbid swap."""
     if version == 2:
         if (path / "memory.swap.max").exists():
             (path / "memory.swap.max").write_text("0")
@@ -168,14 +174,14 @@ def _bound_swap(version: int, path: Path, limits: Limits) -> None:
 
 
 def detect_here() -> Hierarchy | None:
-    """`detect` for this process."""
+    """Detect the groups of this process."""
     return detect(Path("/proc/self/mounts").read_text(), Path("/proc/self/cgroup").read_text())
 
 
 def detect(mounts: str, memberships: str) -> Hierarchy | None:
-    """What can be used here, from the texts of /proc/self/mounts and /proc/self/cgroup; None if nothing is writable.
+    """Return the usable groups from the texts of /proc/self/mounts and /proc/self/cgroup; None if nothing is writable.
 
-    Version 2 wins only where controllers of it are delegated to children of our own group.
+    Version 2 is used only if its controllers are delegated to children of the current group.
     """
     own = {}
     for line in memberships.splitlines():
@@ -213,7 +219,7 @@ def _mounted(mounts: str, kind: str, option: str | None) -> Iterator[Path]:
 
 
 def _below(mount: Path, path: str | None) -> Path:
-    """Our own group; the mount itself where a container hides the rest of the tree."""
+    """Return our own group, or the mount itself if a container hides the rest of the tree."""
     group = mount / (path or "/").lstrip("/")
     return group if group.is_dir() else mount
 
@@ -226,7 +232,7 @@ def _read(path: Path) -> str:
 
 
 def kill_all(path: Path) -> None:
-    """SIGKILL for all in a group; returns when it is empty. Raises OSError if it does not become so."""
+    """Kill all processes in a group. Returns when it is empty; raises OSError if it does not become empty."""
     until = time.monotonic() + _KILL_S
     while members := (path / "cgroup.procs").read_text().split():
         if (path / "cgroup.kill").exists():
@@ -237,11 +243,11 @@ def kill_all(path: Path) -> None:
                     os.kill(int(pid), signal.SIGKILL)
         if time.monotonic() > until:
             raise OSError(f"{path} still holds processes {' '.join(members)}")
-        time.sleep(0.002)  # the kernel empties a killed group within milliseconds; version 1 has nothing to wait on
+        time.sleep(0.002)  # the kernel empties a killed group within milliseconds; version 1 has no event to wait for
 
 
 def remove_all(paths: Iterable[Path]) -> int:
-    """Delete leftover groups; how many went."""
+    """Delete groups. Return the number of deleted groups."""
     return sum(_remove(path) for path in paths)
 
 

@@ -1,25 +1,30 @@
-"""The order in which a zygote and then a session are contained. Each step is one line; the first that fails aborts the jail.
+"""Contain a zygote and then a session. Each step is one line; the first that fails aborts the jail.
 
 Covered, each attacked by tests/integration/test_sandbox_isolation.py:
-- Network: an empty network namespace, and socket() refused. No TCP, UDP, host's or other sessions' abstract sockets. A profile
-  with egress adds one descriptor, connected to the service's proxy: no system call, address or mount comes with it.
-- Host files: the root is a tmpfs with read-only /usr (with /bin, /lib, ...), the interpreter's prefix and the declared library
-  paths. /etc/shadow, homes, the repository, /proc, /sys and /run do not exist in it. Nothing in it can be written.
-- Other sessions: own pid, mount, network, ipc, uts and cgroup namespaces, own process group, own tmpfs, own uid (root) or user
-  namespace (ordinary user).
-- Privileges: a uid that is nobody's, empty capability sets, no_new_privs, a seccomp allow list.
-- Once more, by Landlock where the kernel has it: files outside /session can't be written, no TCP, no signals to the outside.
-- Limits: address space, processes, file size, descriptors, CPU time, disk and inodes; the session's memory, swap, process count
-  and cores as a whole by cgroup where one is writable; wall time and output by the interpreter, and wall time again from outside.
-- End: killing the session's pid 1 kills all it started. A zygote is pid 1 too: its death ends all its sessions. It dies with
-  the launcher, and that with the service; both also end when their control socket closes.
+
+- Network: an empty network namespace, and socket() is rejected. No TCP, no UDP, no abstract sockets of the host or
+  other sessions. A profile with egress adds one descriptor, connected to the service's proxy, but no system call,
+  address or mount.
+- Host files: the root is a tmpfs with read-only /usr (with /bin, /lib, ...), the interpreter's prefix and the declared
+  library paths. /etc/shadow, homes, the repository, /proc, /sys and /run do not exist in it. Nothing in it is writable.
+- Other sessions: separate pid, mount, network, ipc, uts and cgroup namespaces, a separate process group, tmpfs, and uid
+  (root) or user namespace (ordinary user).
+- Privileges: an unused uid, empty capability sets, no_new_privs, a seccomp allow list.
+- A second layer by Landlock if the kernel has it: no writes outside /session, no TCP, no signals to other sessions.
+- Limits: address space, processes, file size, descriptors, CPU time, disk and inodes; memory, swap, process count and
+  cores of the whole session by cgroup if one is writable; wall time and output by the interpreter, and wall time also
+  by the service.
+- End: killing the session's pid 1 kills all its descendants. A zygote is pid 1 too: its exit ends all its sessions. It
+  exits with the launcher, and the launcher with the service; both also exit when their control socket closes.
 
 Not covered:
-- Kernel bugs behind calls that are allowed; side channels; sessions contend for CPU and memory bandwidth.
-- Without a writable memory cgroup a session's memory is bounded only by processes_max x memory_bytes + disk_bytes.
-- What /usr and the interpreter's prefix contain can be read: keep secrets out of them.
-- Forgery inside a session: code can write the session's replies itself. It fools only its own episode; verdicts that must
-  hold are made in another session.
+
+- Kernel bugs behind allowed calls; side channels; sessions compete for CPU and memory bandwidth.
+- Without a writable memory cgroup, the memory of a session is bounded only by processes_max x memory_bytes +
+  disk_bytes.
+- Sessions can read /usr and the interpreter's prefix: keep secrets out of them.
+- Forgery inside a session: code can write the session's replies itself. This affects only its own episode. Verdicts
+  that must be reliable are computed in another session.
 """
 
 from __future__ import annotations
@@ -48,58 +53,59 @@ from rollmesh.sandbox_runtime.mechanisms import IsolationPlan
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-NOBODY = 65534
+NOBODY_UID = 65534
 SOCKET_FD = 3
-"""Where a session finds its socket."""
+"""Descriptor of a session's socket."""
 EGRESS_FD = 4
-"""Where a session finds its egress port, if its profile has egress."""
+"""Descriptor of a session's egress port, if its profile has egress."""
 
 
 _IN_JAIL = landlock.Paths(read_only=["/"], devices=["/dev"], own=[mounts.PRIVATE_DIR])
-"""Of a root that is read-only by its mount already."""
+"""Landlock paths of a root that its mount already makes read-only."""
 
 
 class ContainmentError(Exception):
-    """A step refused: the jail was not made and nothing ran. Names the step."""
+    """A step failed: the jail does not exist and no foreign code ran. The text names the step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZygoteContext:
-    """What a contained zygote holds for making sessions."""
+    """State of a contained zygote that is needed to create sessions."""
 
     plan: IsolationPlan
     pid_namespace_fd: int
     proc_fd: int
-    """A /proc directory, for id maps and handles of namespaces: the jail's root has none. Never seen by a session's code."""
+    """Descriptor of a /proc directory, for id maps and namespace handles, because the jail's root has none. A session's
+    code never sees it."""
     namespaces: int
-    """Flags of those among the walls."""
+    """Clone flags of the namespaces among the mechanisms."""
     readable: Sequence[str] = ()
-    """Where there is no root of its own: what of the host's may be read and executed."""
+    """Paths of the host that a session may read and execute, if it has no separate root."""
 
     def has(self, mechanism: str) -> bool:
-        """Whether a wall is to be raised."""
+        """Whether a mechanism is enforced."""
         return mechanism in self.plan.mechanisms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSpec:
-    """One session to be contained."""
+    """Settings of one session to be contained."""
 
     limits: Limits
     uid: int
     socket_fd: int
     cgroup_fds: Sequence[int] = ()
-    """Open files of its cgroups, see `Group.entry_fds`."""
+    """Open files of its cgroups, see `Cgroup.entry_fds`."""
     egress_fd: int = -1
-    """The session's egress port; -1 for none."""
+    """The session's egress port; -1 without egress."""
     private_dir: str = mounts.PRIVATE_DIR
-    """Made by the service where there is no root of its own to make it in."""
+    """Private directory. The service creates it if the session has no separate root."""
     reaper_pid: int = 0
-    """The pid of the session's warden; 0 where a pid namespace makes one needless."""
+    """Pid of the session's reaper; 0 if a pid namespace replaces the reaper."""
 
 
 def contain_zygote(plan: IsolationPlan, *, read_only: Sequence[str]) -> ZygoteContext:
-    """Lock up the zygote itself: it keeps the privileges to make jails and loses sight of everything else."""
+    """Contain the zygote. It keeps the privileges to create jails and loses access to everything else."""
     proc_fd = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     pid_namespace_fd = os.open("/proc/thread-self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     readable = (*read_only, os.path.realpath(sys.base_prefix), sys.base_prefix)
@@ -108,7 +114,7 @@ def contain_zygote(plan: IsolationPlan, *, read_only: Sequence[str]) -> ZygoteCo
     if mechanisms.USER_NAMESPACE in plan.mechanisms or os.geteuid() == 0:
         _step("bounding set", privileges.drop_bounding_set)
     _step("no new privileges", privileges.no_new_privileges)
-    landlock.abi()  # sessions inherit the answer
+    landlock.abi()  # sessions inherit the cached result
     return ZygoteContext(
         plan=plan,
         pid_namespace_fd=pid_namespace_fd,
@@ -119,9 +125,10 @@ def contain_zygote(plan: IsolationPlan, *, read_only: Sequence[str]) -> ZygoteCo
 
 
 def contain_session(context: ZygoteContext, spec: SessionSpec) -> None:
-    """Run by a session's first process before any foreign code. Raises ContainmentError; the caller must then exit."""
-    inner = NOBODY if context.has(mechanisms.USER_NAMESPACE) else spec.uid
-    # kill(0) knows no pid namespace: a group shared with the zygote is one to kill it by
+    """Contain a session. Its first process calls this before any foreign code. Raises ContainmentError; the caller must
+    then exit."""
+    inner = NOBODY_UID if context.has(mechanisms.USER_NAMESPACE) else spec.uid
+    # kill(0) ignores pid namespaces: in a shared process group a session could kill the zygote
     _step("process group", os.setsid)
     _step("cgroups", _join_cgroups, spec.cgroup_fds)
     if context.has(mechanisms.MOUNT_NAMESPACE):
@@ -153,7 +160,7 @@ def _enter_namespaces(context: ZygoteContext, limits: Limits, inner: int) -> Non
 
 
 def kill_method_for(plan: IsolationPlan, uid: int) -> reaper.KillMethod:
-    """How the session that runs as `uid` is killed where it has no pid namespace. Its killer has the next uid."""
+    """Return how the session that runs as `uid` is killed if it has no pid namespace. The killer uses the next uid."""
     uids = reaper.Uids(session=uid, killer=uid + 1) if mechanisms.OWN_UID in plan.mechanisms else None
     scoped = mechanisms.LANDLOCK in plan.mechanisms and landlock.abi() >= landlock.SCOPES_SINCE
     return reaper.KillMethod(uids=uids, scoped=scoped)
@@ -172,7 +179,7 @@ def _paths(context: ZygoteContext, spec: SessionSpec) -> landlock.Paths:
 def _exit_with_parent(parent: int) -> None:
     privileges.die_with_parent()
     if os.getppid() != parent:
-        raise OSError("it ended")
+        raise OSError("the reaper has exited")
 
 
 def _step(name: str, action: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -188,12 +195,12 @@ def _join_cgroups(entry_fds: Sequence[int]) -> None:
 
 
 def _arrange_descriptors(private_dir: str, socket_fd: int, egress_fd: int) -> None:
-    """stdin reads nothing, stdout and stderr are nameless files in the private directory, the socket is 3, the egress port 4 where
-    there is one, no other is open."""
+    """Set the descriptors: stdin is empty, stdout and stderr are unnamed files in the private directory, the socket is
+    3, the egress port, if any, is 4, and no other descriptor is open."""
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
     for target in (1, 2):
         os.dup2(os.open(private_dir, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600), target)
-    # Out of the way first: 3 and 4 may be any descriptors of the zygote, each of these two included.
+    # Move them up first: 3 and 4 may be any descriptors of the zygote, including these two.
     socket_fd = syscalls.duplicate(socket_fd, EGRESS_FD + 1)
     last = SOCKET_FD
     if egress_fd >= 0:

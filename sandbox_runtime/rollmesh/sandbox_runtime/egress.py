@@ -1,7 +1,8 @@
-"""The session's side of egress: HTTP over connections that the service's proxy hands out through one inherited descriptor.
+"""The session's side of egress: HTTP over connections that the service's proxy passes through one inherited descriptor.
 
-Runs inside the jail, where socket() is refused: a packet on the port asks for a connection, the answer carries it. One request
-per connection, so that one that was interrupted spoils no other. Nothing here protects anything: the rules live in the proxy.
+Runs inside the jail, where socket() is rejected: a packet on the port requests a connection, and the reply carries it.
+Each connection carries one request, so that an interrupted request affects no other. This module enforces nothing; the
+proxy enforces the rules.
 """
 
 from __future__ import annotations
@@ -20,31 +21,32 @@ _DENIAL_BYTES_MAX = 4096
 
 
 class EgressError(OSError):
-    """The proxy refused, or there is none. The text says why."""
+    """The proxy refused the request, or the session has no proxy. The text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class EgressResponse:
-    """An HTTP answer."""
+    """An HTTP response."""
 
     status: int
     headers: Mapping[str, str]
-    """Lower-case names."""
+    """Headers by lower-case name."""
     body: bytes
 
 
 def ask(
     target: str, *, method: str = "GET", body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> EgressResponse:
-    """Send one request: an absolute URL for the outside, a path for the proxy's own services. Raises EgressError if it is refused."""
+    """Send one request: an absolute URL for an external server, or a path of the proxy. Raises EgressError if it is
+    refused."""
     link = _ProxyConnection("proxy")
     try:
-        with suppress(BrokenPipeError):  # refused before it was sent: the answer is there
+        with suppress(BrokenPipeError):  # refused before it was sent completely; the response is available
             link.request(method, target, body, dict(headers or {}))
         got = link.getresponse()
         answer = EgressResponse(got.status, {name.lower(): value for name, value in got.getheaders()}, got.read())
     except http.client.HTTPException as error:
-        raise EgressError(f"the proxy broke off: {error!r}") from error
+        raise EgressError(f"the connection to the proxy failed: {error!r}") from error
     finally:
         link.close()
     if "x-refused-by" in answer.headers:
@@ -53,7 +55,7 @@ def ask(
 
 
 def connect() -> socket.socket:
-    """A fresh connection to the proxy. Raises EgressError."""
+    """Return a new connection to the proxy. Raises EgressError."""
     with _port() as port:
         try:
             port.send(b"c")

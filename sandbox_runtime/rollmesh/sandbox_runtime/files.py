@@ -1,8 +1,8 @@
-"""Files in and out of a session, handled inside its jail: path tricks reach no further than the session's own directory.
+"""Transfer files into and out of a session, inside its jail, so that path tricks cannot leave the session's directory.
 
-The service trusts what it gets no more than anything else from a jail. What is guarded here is the session's own pid 1, which
-foreign code races: every component of a path is opened by itself without following symbolic links, only regular files are read
-or written, a pipe or device can't make it wait, and sizes are bounded before anything is read.
+The service does not trust the result. This module protects the session's own pid 1 against races with foreign code:
+each path component is opened separately without following symbolic links, only regular files are read or written, a
+pipe or device cannot block it, and sizes are bounded before reading.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO)
 
 
 def put(files: Mapping[str, str], root: str = "") -> dict[str, str]:
-    """Write base64 contents by relative path; nothing to send back. Raises OSError, ValueError."""
+    """Write base64 contents by relative path. Return no files. Raises OSError, ValueError."""
     for path, content in files.items():
         fd = _open(root, path, os.O_WRONLY | os.O_CREAT, make_folders=True)
         with open(fd, "wb") as file:
@@ -33,27 +33,28 @@ def put(files: Mapping[str, str], root: str = "") -> dict[str, str]:
 
 
 def get(paths: Sequence[str], bytes_max: int, root: str = "") -> dict[str, str]:
-    """Read regular files as base64. Raises ValueError for one that is missing, no regular file, or beyond `bytes_max` in all."""
+    """Read regular files as base64. Raises ValueError if one is missing or not a regular file, or if they exceed
+    `bytes_max` in total."""
     files: dict[str, str] = {}
     room = bytes_max
     for path in paths:
         content = _read(root, path, room + 1)
         room -= len(content)
         if room < 0:
-            raise ValueError(f"{path}: the files asked for exceed {bytes_max} bytes together")
+            raise ValueError(f"{path}: the requested files exceed {bytes_max} bytes in total")
         files[path] = base64.b64encode(content).decode()
     return files
 
 
 def collect(paths: Sequence[str], bytes_max: int, root: str = "") -> tuple[dict[str, str], bool]:
-    """What there is of the files asked for, as base64, cut where `bytes_max` in all is reached; whether anything was cut."""
+    """Return the existing ones of the requested files as base64, cut at `bytes_max` in total, and whether any was cut."""
     files: dict[str, str] = {}
     room, cut = bytes_max, False
     for path in dict.fromkeys(paths):
         try:
             content = _read(root, path, room + 1)
         except (OSError, ValueError):
-            continue  # absent, or something that is not given out
+            continue  # missing, or not a regular file
         cut = cut or len(content) > room
         content = content[:room]
         room -= len(content)
@@ -66,14 +67,15 @@ def _read(root: str, path: str, bytes_max: int) -> bytes:
         fd = _open(root, path, os.O_RDONLY)
     except OSError as error:
         if error.errno in _ABSENT:
-            raise ValueError(f"{path}: no such file, or a symbolic link on the way to it") from None
+            raise ValueError(f"{path}: no such file, or a symbolic link in its path") from None
         raise
     with open(fd, "rb") as file:
         return file.read(bytes_max)
 
 
 def _open(root: str, path: str, flags: int, *, make_folders: bool = False) -> int:
-    """Open a regular file below `root` (empty: the private directory), component by component. Raises OSError, ValueError."""
+    """Open a regular file below `root` (empty: the private directory), component by component. Raises OSError,
+    ValueError."""
     *folders, name = _components(path)
     at = os.open(root or process_env.private_dir(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -89,7 +91,7 @@ def _open(root: str, path: str, flags: int, *, make_folders: bool = False) -> in
 
 
 def _enter(at: int, folder: str, *, make: bool) -> int:
-    """The descriptor of a folder in exchange for its parent's."""
+    """Close the descriptor of a directory and return that of its subdirectory."""
     if make:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, dir_fd=at)
@@ -99,7 +101,7 @@ def _enter(at: int, folder: str, *, make: bool) -> int:
 
 
 def require_plain(path: str) -> None:
-    """Raises ValueError for a path that `get` and `put` would not take."""
+    """Raise ValueError for a path that `get` and `put` would reject."""
     _components(path)
 
 

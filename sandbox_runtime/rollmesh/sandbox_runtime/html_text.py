@@ -1,4 +1,4 @@
-"""The text of a page of HTML. Runs inside the jail: what it parses comes from outside."""
+"""Extract the text of an HTML page. Runs inside the jail, because the page is untrusted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BLANK = re.compile(r"[ \t\r\f\v]+")
 
 
 def to_text(html: str) -> tuple[str, str]:
-    """Title and text of a page, without markup."""
+    """Return the title and the text of a page without markup."""
     reader = _TextExtractor()
     reader.feed(html)
     reader.close()

@@ -1,8 +1,9 @@
-"""The stateful Python of one session: runs code, calls functions, says how it ended. Runs inside the jail.
+"""The stateful Python interpreter of one session: runs code, calls functions and reports outcomes. Runs inside the
+jail.
 
-Definitions survive between calls. The value of a trailing expression is returned as its repr. Tracebacks show the user's
-lines only. Soft limits on time interrupt the code with a BaseException and keep the session; code that resists is
-killed from outside.
+Definitions persist between calls. The value of a trailing expression is returned as its repr. Tracebacks show only
+lines of the user. Soft time limits interrupt the code with a BaseException and keep the session. The service kills code
+that resists.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ OK, ERROR, TIME, MEMORY, PROCESSES, OUTPUT = "ok", "error", "time", "memory", "p
 _FRAMES_MAX = 20
 _NAME_BYTES_MAX = 200
 _OWN_FILES = (__file__, output.__file__)
-"""Frames of the jail's own code are no news to the user."""
+"""Files of the jail's own code, whose frames are removed from tracebacks."""
 
 Reply = dict[str, Any]
 _Block = Callable[[], str | None]
 
 
 class TimeLimitError(BaseException):
-    """Raised in the user's code when its time is up. A BaseException, so that `except Exception` won't eat it."""
+    """Raised in the user's code when its time is up. A BaseException, so that `except Exception` does not catch it."""
 
 
 class Interpreter:
-    """One namespace and its bounded streams. `namespace` is what the profile preloaded."""
+    """One namespace with bounded output streams. `namespace` contains what the profile preloaded."""
 
     def __init__(self, namespace: Mapping[str, Any], limits: Limits) -> None:
         self._namespace: dict[str, Any] = {**namespace, "__name__": "__main__", "__builtins__": __builtins__}
@@ -59,7 +60,7 @@ class Interpreter:
         signal.signal(signal.SIGPROF, self._on_timer)
 
     def run(self, code: str, wall_s: float, emit: Emit | None = None) -> Reply:
-        """Execute source text; `emit` gets what is printed while it is."""
+        """Execute source text. `emit` gets the output while it is printed."""
         self.num_calls += 1
         name = f"<call {self.num_calls}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
@@ -69,28 +70,29 @@ class Interpreter:
         return self._guard(lambda: self._execute(code, name), wall_s)
 
     def call(self, function: str, arguments: Sequence[Any], wall_s: float) -> Reply:
-        """Call a function of the namespace. Text is returned as it is, None as nothing, other values as JSON or else repr."""
+        """Call a function of the namespace. Text is returned unchanged, None as an empty result, other values as JSON
+        or else repr."""
         return self._guard(lambda: _as_text(self._namespace[function](*arguments)), wall_s)
 
     @property
     def namespace(self) -> dict[str, Any]:
-        """The live one: what `run` changes."""
+        """The current namespace, which `run` changes."""
         return self._namespace
 
     def has_function(self, name: str) -> bool:
-        """Whether `call` would find it."""
+        """Whether the namespace has a function of that name."""
         return callable(self._namespace.get(name))
 
     def _execute(self, code: str, name: str) -> str | None:
         body, last = _compile(code, name)
-        exec(body, self._namespace)  # noqa: S102 - what the jail around it is for
+        exec(body, self._namespace)  # noqa: S102 - the jail contains it
         if last is None:
             return None
         value = eval(last, self._namespace)
         return None if value is None else repr(value)
 
     def _guard(self, block: _Block, wall_s: float) -> Reply:
-        """Run a block under the soft limits. The only place where anything raised becomes a record."""
+        """Run a block under the soft limits. Every exception becomes a record here and nowhere else."""
         pid, started, cpu_before_s = os.getpid(), time.monotonic(), cpu_s()
         outcome, result, error = OK, None, None
         try:
@@ -99,10 +101,10 @@ class Interpreter:
                 result = block()
             finally:
                 self._disarm()
-        except BaseException as raised:  # noqa: BLE001 - whatever foreign code raises is its result
+        except BaseException as raised:  # noqa: BLE001 - any exception of foreign code is its result
             outcome, error = _classify(raised), raised
         if os.getpid() != pid:
-            os._exit(1)  # a child that the code forked and let return: it must not answer for the session
+            os._exit(1)  # a child that the code forked must not reply for the session
         self._end_live()
         reply = self._reply(outcome, result, error)
         return reply | {"wall_s": time.monotonic() - started, "cpu_s": cpu_s() - cpu_before_s}
@@ -133,7 +135,8 @@ class Interpreter:
         raise TimeLimitError(f"{self._late} time limit reached")
 
     def _is_late(self, live: LiveOutput, kind: str) -> bool:
-        """With live output the timer ticks: whether it is time to interrupt, which waits while a frame is being sent."""
+        """Check the time limits while the timer ticks for live output. Return whether to interrupt now; the interrupt
+        waits while a frame is being sent."""
         if not self._late and (kind == "CPU" or time.monotonic() >= self._deadline_s):
             self._late = kind
         if live.sending:
@@ -166,13 +169,13 @@ class Interpreter:
 
 
 def cpu_s() -> float:
-    """CPU time of this process and of the children it has reaped."""
+    """Return the CPU time of this process and of the children that it has reaped."""
     own, reaped = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + reaped.ru_utime + reaped.ru_stime
 
 
 def _compile(code: str, name: str) -> tuple[CodeType, CodeType | None]:
-    """The statements, and the trailing expression apart if there is one."""
+    """Compile the statements, and separately the trailing expression if there is one."""
     tree = ast.parse(code, name)
     last = None
     if tree.body and isinstance(tail := tree.body[-1], ast.Expr):
@@ -191,8 +194,8 @@ def _as_text(value: object) -> str | None:
 
 
 def _classify(raised: BaseException) -> str:
-    """Which limit an exception stands for. An uncaught EAGAIN or a refused thread is the process limit: the jail has no
-    sockets, and nothing else in it commonly answers so."""
+    """Map an exception to an outcome. An uncaught EAGAIN or a rejected thread means the process limit: the jail has no
+    sockets, and nothing else in it commonly returns EAGAIN."""
     if isinstance(raised, TimeLimitError):
         return TIME
     if isinstance(raised, OutputLimitError):
@@ -209,7 +212,7 @@ def _classify(raised: BaseException) -> str:
 def _message(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException:  # noqa: BLE001 - a foreign __str__ may raise anything; its text is only for show
+    except BaseException:  # noqa: BLE001 - a foreign __str__ may raise anything; the text is informational
         return "<no message>"
 
 

@@ -1,8 +1,10 @@
-"""Landlock: what a process and its children may do with files, TCP ports and processes outside, decided by the process itself.
+"""Landlock: restrict the access of a process and its children to files, TCP ports and external processes. The process
+restricts itself.
 
-A second wall behind the mount and network namespaces, and the first where there are none. It needs no privilege, only
-no_new_privs. What a kernel's version of it doesn't know is left out; `abi` says which version it is, and `lacks` what that means.
-A rule holds for a directory and what is mounted below it, not for what is mounted on the directory itself afterwards.
+It is a second layer behind the mount and network namespaces, and the first without them. It needs no privilege except
+no_new_privs. Rights that the kernel's version does not support are omitted; `abi` returns the version and `lacks` the
+consequences. A rule applies to a directory and everything mounted below it, but not to a later mount on the directory
+itself.
 """
 
 from __future__ import annotations
@@ -33,30 +35,30 @@ _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11
 _SIGNALS = 0b10
 
 SCOPES_SINCE = 6
-"""The version that holds signals back."""
+"""First version that can block signals."""
 
 
 _RULESET = struct.Struct("=QQQ")
-"""Rights over files, over ports, scopes."""
+"""Layout of a rule set: rights over files, rights over ports, scopes."""
 _BENEATH = struct.Struct("=Qi")
-"""Rights, and the descriptor of a path."""
+"""Layout of a path rule: rights, and the descriptor of a path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paths:
-    """What may be used, each with all that lies below. Missing ones are left out."""
+    """Accessible paths, each with everything below it. Missing paths are skipped."""
 
     read_only: Iterable[str]
-    """Read and executed."""
+    """Readable and executable paths."""
     devices: Iterable[str]
-    """Read and written, nothing made."""
+    """Readable and writable paths in which nothing can be created."""
     own: Iterable[str]
-    """Everything but device nodes."""
+    """Paths with all rights except the creation of device nodes."""
 
 
 @functools.cache
 def abi() -> int:
-    """The kernel's version of Landlock; 0 where it is absent or switched off."""
+    """Return the kernel's version of Landlock; 0 if it is missing or disabled."""
     try:
         return syscalls.call("landlock_create_ruleset", None, 0, _VERSION)
     except OSError:
@@ -64,19 +66,20 @@ def abi() -> int:
 
 
 def lacks(version: int) -> str:
-    """What a version can't do that a later one can; empty for none."""
+    """Return what a version lacks compared with the newest known one; empty if nothing."""
     since = ((2, "moves between directories"), (3, "truncation"), (4, "TCP ports"), (5, "device controls"),
              (6, "abstract sockets and signals"))  # fmt: skip
     return ", ".join(name for first, name in since if version < first)
 
 
 def restrict(paths: Paths) -> None:
-    """Hold this process and all it will start to the paths, for good. Needs no_new_privs. Raises OSError."""
+    """Restrict this process and all its future children to the paths, permanently. Needs no_new_privs. Raises OSError."""
     enforce(prepare(paths))
 
 
 def prepare(paths: Paths) -> int:
-    """A descriptor of rules for `enforce`: the paths are opened now, with the rights this process still has. Raises OSError."""
+    """Return a descriptor of rules for `enforce`. The paths are opened now, with the current rights of the process.
+    Raises OSError."""
     version = abi()
     if not version:
         raise OSError("this kernel has no Landlock")
@@ -84,7 +87,7 @@ def prepare(paths: Paths) -> int:
 
 
 def enforce(rules: int) -> None:
-    """As `restrict`; closes the descriptor. Raises OSError."""
+    """Apply prepared rules like `restrict` and close the descriptor. Raises OSError."""
     try:
         syscalls.call("landlock_restrict_self", rules, 0)
     finally:
@@ -92,9 +95,10 @@ def enforce(rules: int) -> None:
 
 
 def scope_signals() -> None:
-    """Hold back the signals of this process, and of all it will start, from processes outside; nothing else. Raises OSError."""
+    """Block signals of this process and its future children to processes outside; restrict nothing else. Raises
+    OSError."""
     if abi() < SCOPES_SINCE:
-        raise OSError(f"Landlock holds signals back since version {SCOPES_SINCE}; this kernel has {abi()}")
+        raise OSError(f"Landlock can block signals since version {SCOPES_SINCE}; this kernel has version {abi()}")
     rules = syscalls.call("landlock_create_ruleset", _RULESET.pack(0, 0, _SIGNALS), _RULESET.size, 0)
     try:
         syscalls.call("landlock_restrict_self", rules, 0)

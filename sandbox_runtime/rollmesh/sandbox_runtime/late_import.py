@@ -1,7 +1,8 @@
-"""A package that sessions can import although its files are not in the jail: its code is read before containment, executed on first import.
+"""A package that sessions can import although its files are not in the jail: its code is read before containment and
+executed on the first import.
 
-For what few sessions need and every session would pay for: what `threading` and `logging` do after a fork alone is a tenth of
-a session's start.
+Used for packages that few sessions need: the work of `threading` and `logging` after a fork alone is a tenth of a
+session's start.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 
 
 class LatePackage:
-    """One package without subpackages; a finder and loader."""
+    """Finder and loader of one package without subpackages."""
 
     def __init__(self, name: str, directory: str) -> None:
-        """Raises OSError, ImportError if there is none."""
+        """Read the package. Raises OSError, and ImportError if it does not exist."""
         self._name = name
         self._codes: dict[str, CodeType] = {}
         for path in Path(directory).glob("*.py"):
@@ -32,22 +33,22 @@ class LatePackage:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """As a finder of `sys.meta_path`."""
+        """Find a module of the package; implements a finder of `sys.meta_path`."""
         del path, target
         if fullname not in self._codes:
             return None
-        loader: Any = self  # of the protocol's shape; `importlib.abc` would be one more import
+        loader: Any = self  # implements the protocol; `importlib.abc` would be another import
         return ModuleSpec(fullname, loader, origin="<kept>", is_package=fullname == self._name)
 
     def create_module(self, _spec: ModuleSpec) -> ModuleType | None:
-        """A plain one."""
+        """Return None, so that a plain module is created."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """As a loader."""
+        """Execute a module of the package; implements a loader."""
         exec(self._codes[module.__name__], module.__dict__)  # noqa: S102 - the operator's own package
 
 
 def register(name: str, directory: str) -> None:
-    """From now on `import name` finds the package that lies in `directory`, if nothing else is found by that name."""
+    """Make `import name` find the package in `directory` if no other finder does."""
     sys.meta_path.append(LatePackage(name, directory))

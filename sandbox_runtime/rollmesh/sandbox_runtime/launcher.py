@@ -1,8 +1,10 @@
-"""The program that a service executes to get a zygote: makes its namespaces, forks it as pid 1, waits for it.
+"""The program that a service executes to get a zygote: it creates namespaces, forks the zygote as pid 1, and waits for
+it.
 
-Executed fresh (`python -I -S`), never forked from the service: no thread, lock, descriptor or secret comes along. The
-launcher stays on the host's side, because a process can't enter a pid namespace itself; it dies with the service, and the
-zygote with it. Where there is no pid namespace it outlives the zygote until the last warden is done.
+It is executed fresh (`python -I -S`) and never forked from the service, so that no thread, lock, descriptor or secret
+is inherited. The launcher stays on the host's side, because a process cannot enter a pid namespace itself. It exits
+with the service, and the zygote with it. Without a pid namespace it outlives the zygote until the last reaper has
+exited.
 """
 
 from __future__ import annotations
@@ -30,13 +32,15 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
-"""The whole environment of zygote and sessions; a session with another private directory changes two of them."""
+"""The complete environment of zygotes and sessions; a session with another private directory changes two variables."""
 AT_START = {"LD_BIND_NOW": "1"}
-"""Besides, for the launcher alone: shared libraries are linked at once, not by every session again on first use."""
+"""Additional environment of the launcher: shared libraries are linked at once, and not again by every session on first
+use."""
 
 
 def command(python: str, control_fd: int, profile: Mapping[str, Any], plan: IsolationPlan) -> list[str]:
-    """What to execute, with `control_fd` passed on and `ENVIRONMENT` as environment. `profile`: the fields of `ZygoteProfile`."""
+    """Return the command line. `control_fd` must be passed on and `ENVIRONMENT` used as the environment. `profile`
+    contains the fields of `ZygoteProfile`."""
     root = str(Path(__file__).resolve().parents[2])
     setup = json.dumps(
         {
@@ -50,12 +54,12 @@ def command(python: str, control_fd: int, profile: Mapping[str, Any], plan: Isol
 
 
 def main() -> None:
-    """Entry of the executed launcher."""
+    """Run the launcher. Entry point of the executed program."""
     setup = json.loads(sys.argv[2])
     privileges.die_with_parent()
-    _heed_signals()
+    _reset_signals()
     if os.getppid() != setup["parent"]:
-        raise SystemExit("the service ended before its launcher began")
+        raise SystemExit("the service exited before its launcher started")
     del sys.argv[1:]
     for name in AT_START:
         os.environ.pop(name, None)
@@ -73,8 +77,9 @@ def main() -> None:
     os._exit(abs(os.waitstatus_to_exitcode(_wait_for_all(pid))))
 
 
-def _heed_signals() -> None:
-    """A service begun by nohup, or in the background of a script, ignores signals: shells in a session would, and could not change it."""
+def _reset_signals() -> None:
+    """Reset signals. A service started by nohup or in the background of a script ignores some signals; shells in
+    sessions would inherit that and could not change it."""
     for number in (
         signal.SIGHUP,
         signal.SIGQUIT,
@@ -90,7 +95,8 @@ def _heed_signals() -> None:
 
 
 def _wait_for_all(zygote: int) -> int:
-    """The zygote's wait status, when it and whatever outlived it are gone: no place may be used anew while a warden clears it."""
+    """Wait for the zygote and all remaining processes and return the zygote's wait status. No slot may be reused while
+    a reaper still clears it."""
     status = 0
     with contextlib.suppress(ChildProcessError):
         while True:

@@ -1,8 +1,9 @@
-"""What a Python command prints, sent on while it runs: its own writes by line, its children's as a timer finds them.
+"""Send the output of a Python command while it runs: its own writes by line, those of its children when a timer finds
+them.
 
-Only what is kept anyway is sent, so the limits on output bound it. A frame must never be torn: while the main thread is `sending`, the
-interpreter does not raise a time limit there but marks it as `missed`, for the write to raise when it is done; and a fork of the program that
-prints sends nothing.
+Only retained output is sent, so the output limits bound it. A frame must never be interrupted: while the main thread is
+`sending`, the interpreter does not raise a time limit but sets `missed`, and the write raises it when it is done. A
+fork of the program that prints sends nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from collections.abc import Callable
 from rollmesh.sandbox_runtime.output import Emit
 
 TICK_S = 0.05
-"""How late what children print may be sent."""
+"""Maximum delay of the output of children, in seconds."""
 _LINE_CHARS_MAX = 4096
 
 
 class LiveOutput:
-    """For the length of one command."""
+    """Live output of one command."""
 
     def __init__(self, emit: Emit, keep: int, interrupt: Callable[[], None]) -> None:
-        """`interrupt` raises what was `missed`."""
+        """`interrupt` raises the time limit that was `missed`."""
         self._emit = emit
         self._keep = keep
         self._lock = allocate_lock()
@@ -36,12 +37,12 @@ class LiveOutput:
         self._offsets = {1: 0, 2: 0}
         self._decoders = {fd: codecs.getincrementaldecoder("utf-8")("replace") for fd in (1, 2)}
         self.sending = False
-        """Whether the main thread is sending, or about to."""
+        """Whether the main thread is sending or about to."""
         self.missed = False
-        """Whether its time was up while it was inside."""
+        """Whether its time was up while it was sending."""
 
     def add(self, fd: int, text: str) -> None:
-        """A write of the program's own, as far as it is kept."""
+        """Add the retained part of a write of the program itself."""
         main = get_ident() == self._main
         self.sending = self.sending or main
         try:
@@ -57,7 +58,7 @@ class LiveOutput:
             self._interrupt()
 
     def tick(self) -> None:
-        """From the timer: send all there is, unless somebody is sending."""
+        """Send all pending output unless another thread is sending. The timer calls this."""
         self.sending = True
         try:
             if self._lock.acquire(blocking=False):
@@ -70,7 +71,7 @@ class LiveOutput:
             self.sending = False
 
     def end(self) -> None:
-        """Send the rest; nothing is sent from here on, whatever thread may still print."""
+        """Send the rest. After this nothing is sent, even if a thread still prints."""
         with self._lock:
             for fd in (1, 2):
                 self._send(fd)
@@ -83,10 +84,10 @@ class LiveOutput:
             self._emit(fd, text)
 
     def _from_children(self, fd: int) -> str:
-        """What has come to the descriptor's file since the last look."""
+        """Return what was added to the descriptor's file since the last call."""
         try:
             raw = os.pread(fd, self._keep - self._offsets[fd], self._offsets[fd])
-        except OSError:  # the program closed or replaced it
+        except OSError:  # the program closed or replaced the file
             return ""
         self._offsets[fd] += len(raw)
         return self._decoders[fd].decode(raw)

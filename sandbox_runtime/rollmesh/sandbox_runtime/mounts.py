@@ -1,9 +1,9 @@
-"""The jail's file system: a read-only root built once per zygote, and one private tmpfs per session.
+"""The jail's file system: a read-only root, built once per zygote, and one private tmpfs per session.
 
-The root is a small tmpfs holding read-only binds of the system's programs and libraries, the interpreter's prefix and the
+The root is a small tmpfs with read-only binds of the system's programs and libraries, the interpreter's prefix and the
 declared library paths, five device nodes and a synthetic /etc. The host's root is detached from the namespace, so
-everything else (/etc/shadow, home directories, the repository, /proc, /sys, /run, other disks) is not forbidden but absent.
-A session's copy of the mount tree then costs only these few mounts, instead of the host's.
+everything else (/etc/shadow, home directories, the repository, /proc, /sys, /run, other disks) does not exist, rather
+than being forbidden. The copy of the mount tree for a session then costs only these few mounts instead of the host's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ATTR_NOSUID = 0x2
 PRIVATE_DIR = "/session"
 """The session's working, home and temporary directory."""
 STDIN_NAME = ".stdin"
-"""File in the private directory that /dev/stdin names: without /proc the descriptor has no name."""
+"""File in the private directory to which /dev/stdin points, because without /proc the descriptor has no name."""
 
 _TERMINALS = "/dev/pts"
 PTMX = _TERMINALS + "/ptmx"
-"""Opens a terminal of the session's own; absent where the host lets none be mounted."""
+"""Opens a terminal of the session; missing if the host does not allow the mount."""
 
 _BASE = "/tmp"
 _OLD_ROOT = "/.host"
@@ -53,10 +53,10 @@ class _MountAttr(ctypes.Structure):
 
 
 def build_root(read_only: Iterable[str]) -> None:
-    """Replace this mount namespace's root; afterwards only what the module docstring lists can be named.
+    """Replace the root of this mount namespace. Afterwards only the paths in the module docstring exist.
 
-    The new root is mounted over /tmp and entered first; binds then come from the old root beneath it, where /tmp's own
-    content is visible again, so that a library path below /tmp works too.
+    The new root is mounted over /tmp and entered first. Binds then come from the old root below it, where the content
+    of /tmp is visible again, so that a library path below /tmp works too.
     """
     syscalls.mount("none", "/", "", MS_REC | MS_PRIVATE)
     syscalls.mount("tmpfs", _BASE, "tmpfs", MS_NOSUID, "size=1m,nr_inodes=1024,mode=0755")
@@ -84,12 +84,12 @@ def _fill(read_only: Iterable[str]) -> None:
     os.symlink("pts/ptmx", "/dev/ptmx")
     os.symlink(f"{PRIVATE_DIR}/{STDIN_NAME}", "/dev/stdin")
     for name in ("/tmp", "/dev/shm"):
-        if not os.path.lexists(name):  # a library path below /tmp makes that a plain read-only directory
+        if not os.path.lexists(name):  # a library path below /tmp makes /tmp a plain read-only directory
             os.symlink(PRIVATE_DIR, name)
 
 
 def _bind(path: str) -> None:
-    """Show the host's `path` at the same place; a missing one stays missing, a symlink is copied as such."""
+    """Bind the host's `path` to the same path. A missing one is skipped, and a symlink is copied."""
     source = _OLD_ROOT + path
     if not os.path.lexists(source):
         return
@@ -105,19 +105,22 @@ def _bind(path: str) -> None:
 
 
 def _freeze(path: str) -> None:
-    """Read-only and nosuid for the whole tree: mount_setattr only adds flags, so locked ones of a user namespace stay."""
+    """Make the whole tree read-only and nosuid. mount_setattr only adds flags, so locked flags of a user namespace
+    remain."""
     attr = _MountAttr(attr_set=_ATTR_RDONLY | _ATTR_NOSUID)
     syscalls.call("mount_setattr", _AT_FDCWD, path.encode(), _AT_RECURSIVE, ctypes.byref(attr), ctypes.sizeof(attr))
 
 
 def mount_private_dir(*, bytes_max: int, inodes_max: int, uid: int, gid: int) -> None:
-    """The session's own writable directory, bounded in bytes and files, gone with the last process of the namespace."""
+    """Mount the session's writable directory, bounded in bytes and files. It disappears with the last process of the
+    namespace."""
     data = f"size={bytes_max},nr_inodes={inodes_max},mode=0700,uid={uid},gid={gid}"
     syscalls.mount("tmpfs", PRIVATE_DIR, "tmpfs", MS_NOSUID | MS_NODEV, data)
 
 
 def mount_terminals() -> None:
-    """Pseudo-terminals of the session's own, for shells. A convenience and no wall: a host that refuses them leaves the session none."""
+    """Mount pseudo-terminals for the session's shells. This is a convenience: if the host rejects the mount, the
+    session has none."""
     try:
         syscalls.mount("devpts", _TERMINALS, "devpts", MS_NOSUID | MS_NOEXEC, _TERMINALS_OPTIONS)
     except OSError:

@@ -1,8 +1,8 @@
-"""Namespaces: which ones a zygote and a session get, and how a session becomes pid 1 of its own.
+"""Namespaces of a zygote and a session, and the fork of a session as pid 1 of a new namespace.
 
-Network isolation is an empty network namespace for each live session: not even loopback is up, and abstract Unix sockets of the
-host or of another session are not reachable. The pid namespace is also the kill switch: when its pid 1 dies the kernel kills
-every process in it, setsid'ed ones and nested namespaces too.
+Network isolation is an empty network namespace per live session: not even loopback is up, and abstract Unix sockets of
+the host or other sessions are unreachable. The pid namespace also ends sessions: when its pid 1 exits, the kernel kills
+every process in it, including detached ones and nested namespaces.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ FLAGS = {
     mechanisms.UTS_NAMESPACE: CLONE_NEWUTS,
     mechanisms.CGROUP_NAMESPACE: CLONE_NEWCGROUP,
 }
-"""The network namespace that a session begins in is its own already, see `Networks`; its pid namespace, too."""
+"""Clone flags by mechanism. A session starts in its own pid and network namespace already; see `Networks`."""
 
 
 def flags_of(names: Iterable[str]) -> int:
-    """The namespaces among these walls."""
+    """Return the clone flags of the namespaces among these mechanisms."""
     return sum(FLAGS.get(name, 0) for name in set(names))
 
 
 def isolate_children(flags: int, *, outer_uid: int, outer_gid: int) -> None:
-    """Give this process namespaces of its own, and its next child a new pid namespace; in a new user namespace it is root."""
+    """Give this process new namespaces, and its next child a new pid namespace. In a new user namespace it is root."""
     syscalls.unshare(flags)
     if flags & CLONE_NEWUSER:
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         write_id_maps(proc, inner=0, outer_uid=outer_uid, outer_gid=outer_gid)
         os.close(proc)
     if flags & CLONE_NEWUTS:
-        syscalls.sethostname("sandbox")  # once: a session's namespace begins as a copy of this one
+        syscalls.sethostname("sandbox")  # once, because a session's namespace starts as a copy of this one
 
 
 def fork_as_init(own_pid_namespace: int) -> int:
-    """fork() whose child is pid 1 of a new pid namespace; returns the child's pid here, 0 in the child.
+    """Fork a child that is pid 1 of a new pid namespace. Returns the child's pid in the parent and 0 in the child.
 
-    os.fork and not a raw clone: the interpreter's and libc's own fork handlers must run. A second unshare(NEWPID) is refused
-    while the children's namespace differs from our own, so the parent goes back through the descriptor of its own.
+    This uses os.fork and not a raw clone, because the fork handlers of the interpreter and libc must run. A second
+    unshare(NEWPID) is rejected while the children's namespace differs from our own, so the parent returns through the
+    descriptor of its namespace.
     """
     syscalls.unshare(CLONE_NEWPID)
     pid = -1
@@ -65,10 +66,12 @@ def fork_as_init(own_pid_namespace: int) -> int:
 
 
 class Networks:
-    """An empty network namespace per place, entered before the fork of a session and used again by the next session of that place.
+    """An empty network namespace per slot, entered before the fork of a session and reused by the next session of the
+    slot.
 
-    Making and clearing away one costs more than all other namespaces together. Nothing is handed on: sessions of a place never
-    overlap, sockets end with their processes, and a session has no privilege over the namespace, whose owner is the zygote.
+    Creating and removing one costs more than all other namespaces together. Reuse leaks nothing: sessions of a slot
+    never overlap, sockets end with their processes, and a session has no privilege over the namespace, whose owner is
+    the zygote.
     """
 
     def __init__(self, proc: int) -> None:
@@ -77,7 +80,7 @@ class Networks:
         self._current = -1
 
     def enter(self, slot: int) -> None:
-        """This process, and so what it forks next, is in the place's namespace. Raises OSError."""
+        """Move this process, and so its next fork, into the slot's namespace. Raises OSError."""
         if slot == self._current:
             return
         if (fd := self._by_slot.get(slot)) is not None:
@@ -89,7 +92,8 @@ class Networks:
 
 
 def _return_to(own_pid_namespace: int) -> None:
-    """Without this every later fork would land in the wrong namespace: a zygote that can't must end, with all sessions."""
+    """Return to the own pid namespace. Otherwise every later fork would be in the wrong namespace, so a zygote that
+    cannot return must exit with all its sessions."""
     try:
         syscalls.setns(own_pid_namespace, CLONE_NEWPID)
     except OSError as error:
@@ -97,11 +101,10 @@ def _return_to(own_pid_namespace: int) -> None:
 
 
 def isolate_session(flags: int, *, proc: int, inner: int) -> None:
-    """Enter the session's own namespaces; in a user namespace become `inner` there, which is nobody outside.
+    """Enter the session's own namespaces. In a user namespace become `inner`, which maps to no user outside.
 
-    Its pid and network namespaces are there already: the session was forked into them.
-
-    `proc` is a descriptor of a /proc directory: the jail's root has none, and the maps are written through it.
+    The session was already forked into its pid and network namespaces. `proc` is a descriptor of a /proc directory,
+    through which the id maps are written, because the jail's root has none.
     """
     syscalls.unshare(flags & ~(CLONE_NEWPID | CLONE_NEWNET))
     if flags & CLONE_NEWUSER:
@@ -109,7 +112,7 @@ def isolate_session(flags: int, *, proc: int, inner: int) -> None:
 
 
 def write_id_maps(proc: int, *, inner: int, outer_uid: int, outer_gid: int) -> None:
-    """Map one uid and gid. An unprivileged writer may map only itself, and must give up setgroups first."""
+    """Map one uid and gid. An unprivileged process can map only itself and must disable setgroups first."""
     for name, text in (
         ("setgroups", "deny"),
         ("uid_map", f"{inner} {outer_uid} 1"),

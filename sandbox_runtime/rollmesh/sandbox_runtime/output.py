@@ -1,6 +1,6 @@
-"""What a command prints, within bounds: a text stream for Python's own writes, files for writes to descriptors 1 and 2, captures
-of what children print. All of them keep the first bytes, count the rest, and may hand on what they keep while it is printed.
-"""
+"""Bounded output of a command: a text stream for Python's own writes, files for writes to descriptors 1 and 2, and
+captures of child processes. All retain the first bytes, count the rest, and may pass on the retained bytes while they
+are printed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import os
 from collections.abc import Callable
 
 Emit = Callable[[int, str], None]
-"""Sends a piece of what a command prints, of descriptor 1 or 2, ahead of its reply."""
+"""Callback that sends a piece of output of descriptor 1 or 2 before the reply."""
 
 
 class OutputLimitError(BaseException):
-    """The call printed more than the flood limit. A BaseException, so that `except Exception` in a print loop won't eat it."""
+    """The call printed more than the flood limit. A BaseException, so that `except Exception` in a print loop does not
+    catch it."""
 
 
 class BoundedText(io.TextIOBase):
-    """Keeps the first `keep` characters, drops the rest, raises past `flood` of them. `fileno` is the descriptor it stands for."""
+    """Stream that retains the first `keep` characters, drops the rest, and raises above `flood` characters. `fileno` is
+    the descriptor that it represents."""
 
     encoding = "utf-8"
     errors = "replace"
@@ -32,7 +34,7 @@ class BoundedText(io.TextIOBase):
         self._seen = 0
         self._pid = os.getpid()
         self.emit: Emit | None = None
-        """Gets what is kept as it is written."""
+        """Called with the retained text as it is written."""
 
     def writable(self) -> bool:
         return True
@@ -43,7 +45,7 @@ class BoundedText(io.TextIOBase):
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        if os.getpid() != self._pid:  # a fork of the program: what it prints would die with its memory
+        if os.getpid() != self._pid:  # in a fork of the program the text would be lost with its memory
             os.write(self._fd, text.encode("utf-8", "replace"))
             return len(text)
         self._seen += len(text)
@@ -59,7 +61,8 @@ class BoundedText(io.TextIOBase):
         return len(text)
 
     def take(self) -> tuple[str, bool]:
-        """What was kept since the last take, with what child processes wrote to the descriptor, and whether any was cut."""
+        """Return the text retained since the last call, including what child processes wrote to the descriptor, and
+        whether any was cut."""
         text, seen = "".join(self._parts), self._seen
         self._parts, self._kept, self._seen = [], 0, 0
         raw, total = _take_file(self._fd, self._keep)
@@ -68,7 +71,7 @@ class BoundedText(io.TextIOBase):
 
 
 class Capture:
-    """Bytes of one descriptor: the first `keep` of them as text, and whether more than `flood` came."""
+    """Captured bytes of one descriptor: retains the first `keep` as text and counts up to `flood`."""
 
     def __init__(self, fd: int, *, keep: int, flood: int, emit: Emit | None = None) -> None:
         self._fd = fd
@@ -85,7 +88,7 @@ class Capture:
         return self._seen > self._flood
 
     def feed(self, data: bytes) -> None:
-        """Take a piece; one that ends within a character keeps that back until the rest comes."""
+        """Add a piece. An incomplete character at its end is held until the rest arrives."""
         self._seen += len(data)
         piece = data[: self._room]
         self._cut = self._cut or len(piece) < len(data)
@@ -93,7 +96,7 @@ class Capture:
         self._add(self._decoder.decode(piece))
 
     def take(self) -> tuple[str, bool]:
-        """All that was kept, and whether anything was cut."""
+        """Return the retained text, and whether anything was cut."""
         if not self._cut:
             self._add(self._decoder.decode(b"", final=True))
         return "".join(self._parts), self._cut
@@ -106,7 +109,8 @@ class Capture:
 
 
 def _take_file(fd: int, keep: int) -> tuple[bytes, int]:
-    """Read the beginning of a descriptor's file and empty it; nothing if the program closed or replaced it."""
+    """Read the beginning of a descriptor's file and truncate the file. Returns nothing if the program closed or
+    replaced it."""
     try:
         total = os.fstat(fd).st_size
         if not total:
@@ -119,6 +123,6 @@ def _take_file(fd: int, keep: int) -> tuple[bytes, int]:
 
 
 def clip(text: str, keep: int) -> tuple[str, bool]:
-    """The first `keep` bytes in UTF-8, lone surrogates replaced, and whether any were cut."""
+    """Return the first `keep` bytes in UTF-8, with lone surrogates replaced, and whether any were cut."""
     raw = text.encode("utf-8", "replace")
     return raw[:keep].decode("utf-8", "ignore"), len(raw) > keep

@@ -1,4 +1,4 @@
-"""Privileges: uid and groups dropped, every capability set emptied, no new ones by exec, death with the parent."""
+"""Privileges: drop uid and groups, empty every capability set, forbid new privileges by exec, and exit with the parent."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ _EMPTY_SETS = (_Data * 2)()
 
 
 def die_with_parent() -> None:
-    """SIGKILL for this process when its parent's thread ends. Cleared by a change of uid: call it after one."""
+    """Let the kernel kill this process when its parent's thread exits. A change of uid clears this, so call it
+    afterwards."""
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
 
 
 def become(uid: int, gid: int) -> None:
-    """Drop to one plain uid and gid without supplementary groups, for good."""
+    """Switch to one unprivileged uid and gid without supplementary groups, permanently."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
 
 
 def drop_bounding_set() -> None:
-    """No exec'ed file can bring a capability back. Stops at the first number the kernel doesn't know."""
+    """Empty the bounding set, so that no executed file can restore a capability. Stops at the first number that the
+    kernel does not know."""
     for capability in range(_CAPABILITIES_MAX):
         try:
             syscalls.prctl(syscalls.PR_CAPBSET_DROP, capability, "drop bounding set")
@@ -54,5 +56,5 @@ def drop_capabilities() -> None:
 
 
 def no_new_privileges() -> None:
-    """setuid bits and file capabilities have no effect from here on; seccomp requires it of the unprivileged."""
+    """Disable setuid bits and file capabilities from here on; seccomp requires this from unprivileged processes."""
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")

@@ -1,7 +1,8 @@
-"""What a session's process knows of where it runs: its private directory, and whether all it may signal is its own.
+"""Facts that a session's process stores about its environment: its private directory, and whether `kill(-1)` is
+confined to the session.
 
-Both are facts of the process, set once by `contain` before any foreign code runs. Code in the session can change them, and fools
-itself alone: what it may reach is decided by the walls.
+`contain` sets both once before any foreign code runs. Code in the session can change them without effect on other
+sessions: the isolation mechanisms determine its access.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ _here = _ProcessEnv()
 
 
 def private_dir() -> str:
-    """The session's working, home and temporary directory."""
+    """Return the session's working, home and temporary directory."""
     return _here.private_dir
 
 
 def kill_is_confined() -> bool:
-    """Whether `kill(-1)` reaches the session's own processes only."""
+    """Return whether `kill(-1)` reaches only processes of the session."""
     return _here.kill_confined
 
 
 def reset() -> None:
-    """The environment names the private directory again, whatever an operator's code has made of it since the launcher began."""
+    """Set the environment variables of the private directory again, because code of the operator may have changed them."""
     os.environ["HOME"] = os.environ["TMPDIR"] = _here.private_dir
 
 
 def enter(path: str, *, kill_confined: bool) -> None:
-    """Enter the private directory and make it home. Raises OSError."""
+    """Enter the private directory and make it the home directory. Raises OSError."""
     os.chdir(path)
     _here.kill_confined = kill_confined
-    if path != _here.private_dir:  # else the zygote's environment names it already
+    if path != _here.private_dir:  # otherwise the zygote's environment contains it already
         _here.private_dir = path
         reset()
     tempfile.tempdir = None

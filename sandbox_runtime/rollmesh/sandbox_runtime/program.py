@@ -1,4 +1,4 @@
-"""What a session is asked to run, as it travels from the service to the jail. Standard library only: the jail reads it."""
+"""A program for a session, as the service sends it to the jail. Standard library only, because the jail imports it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Program:
     code: str
     language: str = PYTHON
     stdin: bytes = b""
-    """Standard input; the stateful languages take none."""
+    """Standard input; the stateful languages reject it."""
     arguments: Sequence[str] = ()
     """Command line of a compiled program."""
     return_paths: Sequence[str] = ()
-    """Relative paths of files to send back with the result, those that exist."""
+    """Relative paths of files to return with the result, if they exist."""
 
     def as_message(self) -> dict[str, Any]:
-        """Plain values, for a JSON frame."""
+        """Return plain values for a JSON frame."""
         return {
             "language": self.language,
             "code": self.code,
@@ -35,7 +35,7 @@ class Program:
 
 
 def from_message(message: Mapping[str, Any]) -> Program:
-    """The inverse of `as_message`; trusts its sender, the service."""
+    """Decode `Program.as_message`. Trusts the sender, which is the service."""
     return Program(
         language=message["language"],
         code=message["code"],

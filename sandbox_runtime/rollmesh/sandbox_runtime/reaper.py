@@ -1,20 +1,24 @@
-"""The warden of a session without a pid namespace: starts it, outlives it, and leaves nothing of it.
+"""The reaper of a session without a pid namespace: starts the session, outlives it, and kills all its processes at the
+end.
 
-    zygote -- warden -- the session's first process -- whatever that starts
+    zygote -- reaper -- the session's first process -- its descendants
 
-Every orphan of the session becomes the warden's child (it is their subreaper), so "no child is left" means "nothing is left". It
-ends with the session's first process, on SIGTERM, and with the zygote, each time after all the others. The zygote's end is signalled by
-SIGCONT, the one signal that a stopped warden takes. How it kills:
+Every orphan of the session becomes a child of the reaper (it is their subreaper), so the session is gone when the
+reaper has no children. The reaper exits when the session's first process exits, on SIGTERM, and when the zygote exits,
+each time after all other processes. SIGCONT reports the exit of the zygote, because it is the one signal that also
+reaches a stopped reaper. The reaper kills as follows:
 
-- as root: a child of it, which by then is no longer root, but may signal the session's processes (effective uid) while they may not
-  signal it (real and saved uid are its own). One kill(-1), which the kernel makes atomic against forks.
-- as an ordinary user with Landlock 6 or later: it lives in a Landlock domain around the session's, out of which no signal leads;
-  one kill(-1). Where the domain turns out not to hold the session does not begin.
-- else child by child: a session that forks without end is not bounded so.
+- As root: a child of the reaper that is no longer root may signal the session's processes (effective uid), and they may
+  not signal it (its real and saved uid differ). One kill(-1) suffices, which the kernel makes atomic against forks.
+- As an ordinary user with Landlock 6 or later: the reaper runs in a Landlock domain around the session's, from which no
+  signal escapes; one kill(-1) suffices. If the domain does not block signals, the session does not start.
+- Otherwise child by child. A session that forks endlessly is not bounded in this way.
 
-The zygote is the subreaper above: it ends what a warden that was killed leaves, as root in the first way, else child by child.
+The zygote is the subreaper above: it kills the processes that a killed reaper leaves, as root by the first method,
+otherwise child by child.
 
-Exit status: the session's, 128 + n for signal n, `FAILED` if the warden itself failed. Larger statuses are cut to 127.
+Exit status: the session's, 128 + n for signal n, or `FAILED` if the reaper itself failed. Larger statuses are cut to
+127.
 """
 
 from __future__ import annotations
@@ -33,58 +37,60 @@ FAILED = 255
 _SIGNALLED = 128
 _AWAITED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGCONT}
 _ROUNDS_MAX = 1000
-"""Of killing child by child. Each round ends all that were there when it began."""
+"""Maximum rounds of killing child by child. Each round kills all children that existed at its start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uids:
-    """Both belong to nobody else on this host: kill(-1) reaches whatever runs under either."""
+    """Uids of a session and its killer. No other process on this host may use them, because kill(-1) reaches every
+    process of either."""
 
     session: int
     killer: int
 
     def __post_init__(self) -> None:
         if min(self.session, self.killer) <= 0 or self.session == self.killer:
-            raise ValueError(f"a session and its killer need uids of their own, got {self.session} and {self.killer}")
+            raise ValueError(f"a session and its killer need separate uids, got {self.session} and {self.killer}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillMethod:
-    """By what a warden kills: uids, else a domain, else one by one."""
+    """How a reaper kills: by uids, otherwise by a Landlock domain, otherwise child by child."""
 
     uids: Uids | None
     scoped: bool
 
     @property
     def confined(self) -> bool:
-        """Whether signals of the session stay inside it: neither its warden nor anybody else's process can be killed by it."""
+        """Whether signals of the session stay inside it, so that it can kill neither its reaper nor foreign processes."""
         return self.uids is not None or self.scoped
 
 
 def adopt_orphans() -> None:
-    """Become the subreaper of all below this process."""
+    """Become the subreaper of all descendants of this process."""
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1, "subreaper")
 
 
 def reap_session(begin: Callable[[int], NoReturn], method: KillMethod) -> NoReturn:
-    """Be the warden of the process that `begin`, given the warden's pid, is called in. Never returns in either."""
+    """Run as the reaper of a new process, in which `begin` is called with the reaper's pid. Never returns in either
+    process."""
     status = FAILED
     try:
         status = _start_and_reap(begin, method)
     except OSError as error:
-        sys.stderr.write(f"warden: {error}\n")
+        sys.stderr.write(f"reaper: {error}\n")
         sys.stderr.flush()
     finally:
         os._exit(status)
 
 
 def session_status(status: int) -> int:
-    """Of a session, in the manner of `os.waitstatus_to_exitcode`, from that of its warden."""
+    """Convert the exit status of a reaper to that of its session, in the form of `os.waitstatus_to_exitcode`."""
     return _SIGNALLED - status if _SIGNALLED < status < FAILED else status
 
 
 def kill_session(uids: Uids) -> None:
-    """As root: SIGKILL for all processes of the session. Raises OSError if that could not be sent."""
+    """Kill all processes of the session, as root. Raises OSError if the signal could not be sent."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -99,8 +105,8 @@ def kill_session(uids: Uids) -> None:
 
 
 def kill_orphans(proc_fd: int, known: Collection[int]) -> None:
-    """By the subreaper above wardens: kill and reap the children that are not `known`, the orphans of a warden that was killed. Raises
-    OSError if they fork faster than they die."""
+    """Kill and reap the children that are not `known`: the orphans of a killed reaper. Called by the subreaper above
+    the reapers. Raises OSError if they fork faster than they can be killed."""
     for _ in range(_ROUNDS_MAX):
         orphans = [pid for pid in _children(proc_fd) if pid not in known]
         if not orphans:
@@ -108,7 +114,7 @@ def kill_orphans(proc_fd: int, known: Collection[int]) -> None:
         for pid in orphans:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    raise OSError("processes of a session whose warden was killed fork faster than they can be killed")
+    raise OSError("processes of a session without a reaper fork faster than they can be killed")
 
 
 def _children(proc_fd: int) -> list[int]:
@@ -123,7 +129,7 @@ def _kill_as(uids: Uids) -> None:
     os.setresgid(uids.killer, uids.killer, uids.killer)
     os.setresuid(uids.killer, uids.session, uids.killer)
     if os.getresuid() != (uids.killer, uids.session, uids.killer):
-        raise OSError("the uids did not change: kill(-1) would reach beyond the session")
+        raise OSError("the uids did not change: kill(-1) would reach processes outside the session")
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
 
@@ -144,7 +150,7 @@ def _start_and_reap(begin: Callable[[int], NoReturn], method: KillMethod) -> int
             begin(reaper)
         os._exit(0)
     _signal_when_parent_exits(zygote)
-    os.write(opener, b"1")  # not before: what goes wrong until here closes the gate, and the session ends unbegun
+    os.write(opener, b"1")  # only now: an earlier error closes the pipe, and the session ends before it starts
     syscalls.call("close_range", 3, 0xFFFFFFFF, 0)
     return _kill_and_reap(first, method, _wait_for_end(first, zygote))
 
@@ -156,7 +162,7 @@ def _enter_domain(zygote: int) -> None:
         os.kill(zygote, 0)
     except PermissionError:
         return
-    raise OSError("the Landlock domain does not hold signals back: kill(-1) would reach beyond the session")
+    raise OSError("the Landlock domain does not block signals: kill(-1) would reach processes outside the session")
 
 
 def _signal_when_parent_exits(zygote: int) -> None:
@@ -166,20 +172,21 @@ def _signal_when_parent_exits(zygote: int) -> None:
 
 
 def _wait_for_end(first: int, zygote: int) -> int | None:
-    """The wait status of the session's first process, or None on SIGTERM or when the zygote has ended. Reaps orphans meanwhile."""
+    """Return the wait status of the session's first process, or None on SIGTERM or when the zygote has exited. Reaps
+    orphans meanwhile."""
     while signal.sigwait(_AWAITED) != signal.SIGTERM and os.getppid() == zygote:
         pid, status = os.waitpid(-1, os.WNOHANG)
         while pid:
             if pid == first:
                 return status
-            pid, status = os.waitpid(-1, os.WNOHANG)  # `first` is still there, so there is a child to ask for
+            pid, status = os.waitpid(-1, os.WNOHANG)  # `first` still exists, so there is a child to wait for
     return None
 
 
 def _kill_and_reap(first: int, method: KillMethod, ended: int | None) -> int:
-    """Kill and reap until nothing is left; the exit status to end with."""
+    """Kill and reap until no child is left. Return the exit status."""
     if ended is None:
-        os.kill(first, signal.SIGKILL)  # by its pid: it may not have dropped to its uid yet
+        os.kill(first, signal.SIGKILL)  # by pid, because it may not have switched to its uid yet
     _kill(method)
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -201,7 +208,7 @@ def _kill(method: KillMethod) -> None:
 
 
 def _kill_domain() -> None:
-    """A warden gets here only after `_enter_domain` saw that signals stay inside."""
+    """Kill all processes of the domain. `_enter_domain` has checked that signals stay inside."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(-1, signal.SIGKILL)
 

@@ -1,9 +1,9 @@
 """Streams of unknown length over a session's socket: sections of length-prefixed records.
 
-Every record but a section's last is exactly `RECORD_BYTES` long, so a shorter one, maybe empty, ends its section. The rule is
-for the service's sake: what comes out of a jail is hostile, and a flood of tiny records would cost it far more than their bytes.
-A writer that can't go on sends `ABORT` in place of a length. The service keeps the records of a snapshot as they came and sends
-them back the same way.
+Every record except a section's last is exactly `RECORD_BYTES` long, so a shorter one, possibly empty, ends its section.
+This rule protects the service: data from a jail is hostile, and a flood of tiny records would cost far more than their
+bytes. A writer that cannot continue sends `ABORT` instead of a length. The service stores the records of a snapshot
+unchanged and sends them back unchanged.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ABORT = 0xFFFFFFFF
 
 
 class TooLarge(Exception):
-    """More was written than the reader takes."""
+    """The written data exceeds the reader's limit."""
 
 
 class RecordWriter:
-    """A file to write to, section after section, at most `bytes_max` in all; `send` gets the records."""
+    """A writable file of sections, at most `bytes_max` bytes in total; `send` gets the records."""
 
     def __init__(self, send: Callable[[bytes], object], bytes_max: int) -> None:
         self._send = send
@@ -45,16 +45,16 @@ class RecordWriter:
         return len(view)
 
     def end_section(self) -> None:
-        """The record that is shorter than the others."""
+        """End the section with a record that is shorter than the others."""
         self._flush()
 
     def abort(self) -> None:
-        """Give up; a reply that says why follows."""
+        """Abort the stream; a reply with the reason follows."""
         self._send(LENGTH.pack(ABORT))
 
     def _flush(self) -> None:
         if os.getpid() != self._pid:
-            os._exit(1)  # a child that foreign code forked while it was pickled
+            os._exit(1)  # a child that foreign code forked during pickling
         self._room -= LENGTH.size + len(self._pending)
         if self._room < 0:
             raise TooLarge
@@ -63,7 +63,7 @@ class RecordWriter:
 
 
 class SectionReader(io.RawIOBase):
-    """The jail's side of receiving one section, from the service, which has checked the framing. EOFError if it is gone."""
+    """Reader of one section in the jail. The service has checked the framing. Raises EOFError if the service is gone."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -84,7 +84,7 @@ class SectionReader(io.RawIOBase):
         return num_bytes
 
     def skip(self) -> None:
-        """Read to the section's end: the next thing on the socket is then what follows it."""
+        """Read to the end of the section, so that the next data on the socket follows it."""
         waste = bytearray(RECORD_BYTES)
         while self.readinto(waste):
             pass

@@ -1,8 +1,8 @@
-"""Whether two result sets of queries are the same answer. Pure; for the service's side, where expected results live.
+"""Compare two result sets of queries. Pure; used by the service, which stores expected results.
 
-Rows are a multiset unless the order counts, which it does when the expected query orders at its top level. Columns are compared by
-position, their names not at all. Null equals null only. Two integers must be equal. Other numbers are equal within a tolerance
-whatever their type, so 1 equals 1.0; text never equals a number.
+Rows are compared as a multiset unless the order counts, which it does if the expected query has ORDER BY at its top
+level. Columns are compared by position, and their names are ignored. Null equals null only. Two integers must be equal.
+Other numbers are equal within a tolerance whatever their type, so 1 equals 1.0; text never equals a number.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _PLAIN_TOKENS = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _MATCHED_MAX = 200
-"""Rows of one kind for which every pairing is tried; beyond it numbers are paired in sorted order."""
+"""Maximum rows of one kind for which every pairing is tried; beyond it rows are paired in sorted order."""
 
 
 def is_ordered(query: str) -> bool:
-    """Whether a query orders its result: ORDER BY outside parentheses, text and comments."""
+    """Return whether a query orders its result: ORDER BY outside parentheses, text and comments."""
     depth = 0
     for match in _PLAIN_TOKENS.finditer(query):
         token = match.group()
@@ -35,7 +35,7 @@ def is_ordered(query: str) -> bool:
 
 
 def same(expected: Sequence[Row], actual: Sequence[Row], *, ordered: bool, tolerance: float = 1e-6) -> bool:
-    """Whether the rows are equal; `tolerance` is relative for numbers above 1 and absolute below."""
+    """Return whether the rows are equal; `tolerance` is relative for numbers above 1 and absolute below."""
     if len(expected) != len(actual):
         return False
     if ordered:
@@ -44,7 +44,8 @@ def same(expected: Sequence[Row], actual: Sequence[Row], *, ordered: bool, toler
 
 
 def _same_multiset(expected: Sequence[Row], actual: Sequence[Row], tolerance: float) -> bool:
-    """Equal rows cancel out first; what is left differs in numbers at most, and is paired within rows that agree otherwise."""
+    """Compare multisets. Equal rows cancel first. The remaining rows differ at most in numbers and are paired with rows
+    that agree otherwise."""
     missing, extra = Counter(map(_exact, expected)), Counter(map(_exact, actual))
     missing, extra = missing - extra, extra - missing
     left, right = _by_kind(missing), _by_kind(extra)
@@ -56,7 +57,7 @@ def _exact(row: Row) -> tuple[Any, ...]:
 
 
 def _cell(value: Any) -> Any:
-    """A hashable cell: a number, or a kind and a text that never equals one."""
+    """Return a hashable cell: a number, or a kind with a text, which never equals a number."""
     if value is None:
         return ("null",)
     if isinstance(value, bool):
@@ -71,7 +72,7 @@ def _cell(value: Any) -> Any:
 
 
 def _by_kind(rows: Counter[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[tuple[Any, ...]]]:
-    """Rows by all that is no number in them."""
+    """Group rows by everything in them except numbers."""
     kinds: dict[tuple[Any, ...], list[tuple[Any, ...]]] = defaultdict(list)
     for row, count in rows.items():
         kind = tuple("number" if _is_number(cell) else cell for cell in row)
@@ -80,8 +81,8 @@ def _by_kind(rows: Counter[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[tuple
 
 
 def _paired(left: list[tuple[Any, ...]], right: list[tuple[Any, ...]], tolerance: float) -> bool:
-    """Whether each row on the left can have one of its own on the right. Sorted order finds it nearly always; ties near a rounding
-    edge need a search."""
+    """Return whether every row on the left can be paired with a different row on the right. Sorted order nearly always
+    finds a pairing; ties near a rounding edge need a search."""
     if len(left) != len(right):
         return False
     left, right = sorted(left), sorted(right)
@@ -91,7 +92,7 @@ def _paired(left: list[tuple[Any, ...]], right: list[tuple[Any, ...]], tolerance
 
 
 def _matched(left: list[tuple[Any, ...]], right: list[tuple[Any, ...]], tolerance: float) -> bool:
-    """A perfect matching by augmenting paths."""
+    """Return whether a perfect matching exists, by augmenting paths."""
     near = [[index for index, other in enumerate(right) if _rows_equal(row, other, tolerance)] for row in left]
     taken_by: dict[int, int] = {}
 

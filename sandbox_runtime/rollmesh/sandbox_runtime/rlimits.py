@@ -1,8 +1,8 @@
-"""Resource limits of every process in a session, hard and soft alike: what the jailed process can't raise again. Only a profile
-that asks for more address space than memory has room between the two.
+"""Resource limits of every process in a session. Hard and soft limits are equal, so that the process cannot raise them,
+except for a profile with more address space than memory.
 
-RLIMIT_NPROC counts per uid and user namespace, so it bounds a session only because each has a uid or a user namespace of
-its own. RLIMIT_AS is per process: the whole session's memory is bounded by a cgroup where one is writable.
+RLIMIT_NPROC counts per uid and user namespace, so it bounds a session only because each has a separate uid or user
+namespace. RLIMIT_AS is per process; a cgroup, if one is writable, bounds the memory of the whole session.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import resource
 from rollmesh.sandbox_runtime.limits import Limits
 
 _CORE_BYTES = 1
-"""Too few for any core file, and the one value for which the kernel starts no program of `core_pattern` either: with 0 it would pipe
-each crash to the host's. A program can lower it to 0, and then crashes as if there were no limit here."""
+"""Too few bytes for any core file, and the one value with which the kernel does not start a program of `core_pattern`
+either; with 0 it would pipe each crash to the host's program. A program can lower it to 0, and then crashes as if this
+limit did not exist."""
 _SIGPENDING_MAX = 256
-"""Queued signals and timers: kernel memory that no other limit counts where no memory cgroup is writable."""
+"""Maximum number of queued signals and timers, which use kernel memory that no other limit counts without a memory
+cgroup."""
 
 
 def apply(limits: Limits, *, processes: bool = True) -> None:
-    """Set them all; raises OSError or ValueError if one is refused. `processes`: whether the session has a count of its own."""
+    """Set all limits. Raises OSError or ValueError if one is rejected. `processes`: whether the session has a separate
+    count of processes."""
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory_bytes, limits.address_space_bytes or limits.memory_bytes))
     for kind, value in (
         (resource.RLIMIT_CPU, limits.cpu_total_s),

@@ -1,7 +1,7 @@
-"""Installing a seccomp filter: which system calls a session may make. Which ones that are is said by the service.
+"""Install a seccomp filter, which defines the system calls that a session may make.
 
-The filter is compiled outside the jail (`rollmesh.services.sandbox.seccomp_policy`), once per node, and comes with the
-launcher's set-up as classic BPF; here it is only handed to the kernel.
+The service compiles the filter once per node (`rollmesh.services.sandbox.seccomp_policy`) and sends it with the
+launcher's settings as classic BPF. This module only passes it to the kernel.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class _Program(ctypes.Structure):
 
 
 def install(program: bytes) -> None:
-    """Filter this process and all it will start, for good. Needs no_new_privs. Raises OSError, ValueError."""
+    """Filter this process and all its future children, permanently. Needs no_new_privs. Raises OSError, ValueError."""
     count, rest = divmod(len(program), _INSTRUCTION_BYTES)
     if rest or not 0 < count <= _INSTRUCTIONS_MAX:
-        raise ValueError(f"{len(program)} bytes are no seccomp filter")
+        raise ValueError(f"{len(program)} bytes are not a seccomp filter")
     header = _Program(length=count, filter=program)
     syscalls.call("seccomp", _SET_MODE_FILTER, 0, ctypes.byref(header))

@@ -1,7 +1,8 @@
-"""A session's pid 1: contained first, then a loop that answers the service's frames until its socket ends.
+"""A session's pid 1: it contains itself and then serves requests of the service until its socket ends.
 
-The service sends one request at a time and reads one reply to each, with frames of output ahead of it if it asked for them; the first frame is sent unasked and says whether the jail
-was made. Verbs: run, call, put, get; snapshot and restore are `snapshot`'s.
+The service sends one request at a time and reads one reply to each, preceded by frames of output if it requested them.
+The first frame is sent without a request and reports whether the jail exists. Verbs: run, call, put, get; `snapshot`
+implements snapshot and restore.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rollmesh.sandbox_runtime.limits import Limits
 
 
 def serve_session(context: contain.ZygoteContext, spec: contain.SessionSpec, namespace: Mapping[str, Any]) -> NoReturn:
-    """Contain this process and serve; never returns into the zygote's code, whatever happens."""
+    """Contain this process and serve requests. Never returns into the zygote's code, whatever happens."""
     try:
         _contain_and_serve(context, spec, namespace)
     finally:
@@ -36,7 +37,7 @@ def _contain_and_serve(context: contain.ZygoteContext, spec: contain.SessionSpec
 
 
 def answer_all(connection: socket.socket, namespace: Mapping[str, Any], limits: Limits) -> None:
-    """Say that a session is ready, then answer its requests until its socket ends."""
+    """Report that the session is ready, then answer requests until its socket ends."""
     random_state.seed_generators()
     interpreter = Interpreter(namespace, limits)
     languages = Languages(interpreter, limits)
@@ -50,7 +51,7 @@ def answer_all(connection: socket.socket, namespace: Mapping[str, Any], limits: 
 
 
 def _report_refusal(socket_fd: int, reason: str) -> None:
-    """Write to wherever the socket is by now: containment may have failed before or after moving it."""
+    """Write the error to the socket's current descriptor: containment may have failed before or after moving it."""
     frame = framing.encode({"ready": False, "reason": reason[: framing.REFUSAL_BYTES_MAX]})
     for fd in (socket_fd, contain.SOCKET_FD):
         try:
@@ -92,7 +93,7 @@ def _run(languages: Languages, request: framing.Message, wall_s: float) -> frami
 
 
 def _emit(descriptor: int, text: str) -> None:
-    """A frame ahead of the reply. The service reads on whatever its client does, so this hardly ever waits."""
+    """Send a frame of output before the reply. The service reads regardless of its client, so this hardly ever blocks."""
     plain = text.encode("utf-8", "replace").decode()
     frame = memoryview(framing.encode({"descriptor": descriptor, "text": plain}))
     while frame:

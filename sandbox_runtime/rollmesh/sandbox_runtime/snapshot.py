@@ -1,10 +1,11 @@
-"""Snapshot and restore, the jail's side: the files, then the python state, as two sections of records on the session's socket.
+"""Snapshot and restore in the jail: the files and then the Python state, as two sections of records on the session's
+socket.
 
     snapshot  request -> records -> reply {lost} or {refused, too_large}
     restore   request, records -> reply {} or {refused}
 
-Both sides of it run inside jails and trust nothing but the jail: see `tree` and `state`. A restore comes first in a fresh session;
-one that fails leaves a session that the service ends. A half-read stream is read to its end before the reply, so
+Both run inside jails and rely on nothing but the jail: see `tree` and `state`. A restore is the first request of a
+fresh session. If it fails, the service ends the session. A partly read stream is read to its end before the reply, so
 that the next request is found.
 """
 
@@ -24,9 +25,9 @@ VERBS = frozenset({"snapshot", "restore"})
 NUM_SECTIONS = 2
 
 LOST_MAX = 200
-"""Names in a reply's `lost`; one more entry says how many were left out."""
+"""Maximum number of names in a reply's `lost`; one more entry gives the number of omitted names."""
 NAME_CHARS_MAX = 120
-"""Of each of them."""
+"""Maximum characters of each name."""
 _READ_BYTES = 1 << 16
 
 
@@ -37,7 +38,8 @@ def answer(
     base: Mapping[str, Any],
     also_lost: Sequence[str] = (),
 ) -> framing.Message:
-    """Carry out one of `VERBS`. `base`: what the profile put into every namespace. `also_lost`: what the session has beside it."""
+    """Execute one of `VERBS`. `base` contains what the profile put into every namespace. `also_lost` names other state
+    that the session cannot save."""
     pid = os.getpid()
     try:
         if request["verb"] == "snapshot":
@@ -45,7 +47,7 @@ def answer(
         return _restore(connection, interpreter, base)
     finally:
         if os.getpid() != pid:
-            os._exit(1)  # a child that a foreign __reduce__ forked: it must not answer for the session
+            os._exit(1)  # a child that a foreign __reduce__ forked must not reply for the session
 
 
 def _save(

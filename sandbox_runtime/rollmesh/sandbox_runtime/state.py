@@ -1,12 +1,14 @@
-"""The python state of a session as a stream of pickles: written in one jail, read in a fresh one of the same profile.
+"""The Python state of a session as a stream of pickles, written in one jail and read in a fresh one of the same
+profile.
 
-Saved is what the session's code made: each name of its namespace, what it deleted, the working directory, sys.path, the
-environment, the `random` module's state, and the source lines for later tracebacks. Values shared by several names stay shared.
-Functions and classes of the session are saved by value (cloudpickle); their globals are the namespace itself, before and after. What
-the profile provides is saved by name, and not at all while unchanged. Names that can't be saved are told.
+Saved is what the session's code created: each name of its namespace, the names that it deleted, the working directory,
+sys.path, the environment, the state of the `random` module, and the source lines for later tracebacks. Values shared by
+several names stay shared. Functions and classes of the session are saved by value (cloudpickle); their globals are the
+namespace itself, before and after. What the profile provides is saved by name, and not at all while unchanged. Names
+that cannot be saved are reported.
 
-Everything read here is hostile, and unpickling executes it: that is allowed nowhere but inside the jail, where the
-session's code could have executed the same.
+Everything read here is hostile, and unpickling executes it. That is allowed only inside the jail, where the session's
+code could have executed the same.
 """
 
 from __future__ import annotations
@@ -29,17 +31,18 @@ _NAMESPACE = "namespace"
 _BASE = "base"
 _OWN_NAMES = frozenset({"__name__", "__builtins__"})
 _CODE_NAME = "<call "
-"""How the interpreter names what it compiles."""
+"""Prefix of the file names of code that the interpreter compiles."""
 _PROVIDED = (FunctionType, type, ModuleType)
 _UNCHANGING = (*_PROVIDED, str, bytes, int, float, complex, bool, type(None))
 
 
 class StateError(Exception):
-    """What was saved does not load again."""
+    """The saved state cannot be loaded."""
 
 
 def save(namespace: dict[str, Any], base: Mapping[str, Any], out: Any) -> list[str]:
-    """Write the state to `out`; the names that could not be saved. Raises what a hostile object raises only the second time."""
+    """Write the state to `out` and return the names that could not be saved. Raises only what a hostile object raises
+    at its second pickling."""
     wanted = {name: value for name, value in namespace.items() if _is_wanted(name, value, base)}
     make = functools.partial(_pickler_class(), namespace=namespace, base=base)
     lost = _lost(wanted, make)
@@ -56,9 +59,9 @@ def save(namespace: dict[str, Any], base: Mapping[str, Any], out: Any) -> list[s
 
 
 def load(namespace: dict[str, Any], base: Mapping[str, Any], source: io.BufferedReader) -> int:
-    """Bring a fresh namespace to what was saved; the number of its last run. Raises StateError."""
+    """Restore a fresh namespace and return the number of its last run. Raises StateError."""
     if not source.peek(1):
-        return 0  # files only, as of a repository
+        return 0  # files only, for example of a repository
     unpickler = _Unpickler(source, namespace, base)
     what = "the state"
     try:
@@ -73,7 +76,7 @@ def load(namespace: dict[str, Any], base: Mapping[str, Any], source: io.Buffered
         random.setstate(saved["random"])
         return max((int(name[len(_CODE_NAME) : -1]) for name in saved["sources"]), default=0)
     except BaseException as error:
-        raise StateError(f"{what} does not load again: {type(error).__name__}: {error}"[:500]) from error
+        raise StateError(f"cannot load {what}: {type(error).__name__}: {error}"[:500]) from error
 
 
 def _is_wanted(name: object, value: object, base: Mapping[str, Any]) -> bool:
@@ -83,7 +86,7 @@ def _is_wanted(name: object, value: object, base: Mapping[str, Any]) -> bool:
 
 
 def _lost(wanted: Mapping[str, Any], make: Callable[[Any], Any]) -> list[str]:
-    """Names that can't be pickled. Nothing is written yet: a stream can't take back half a value."""
+    """Return the names that cannot be pickled. Nothing is written yet, because a stream cannot drop half of a value."""
     if _can_pickle(make, (value for value in wanted.values())):
         return []
     return [name for name, value in wanted.items() if not _can_pickle(make, [value])]
@@ -100,7 +103,7 @@ def _can_pickle(make: Callable[[Any], Any], values: Iterable[Any]) -> bool:
 
 
 class _DiscardingWriter(io.RawIOBase):
-    """Takes everything and keeps nothing."""
+    """A file that discards everything."""
 
     def write(self, data: Any) -> int:
         return memoryview(data).nbytes
@@ -122,13 +125,14 @@ def _process_state() -> dict[str, Any]:
 
 
 def _moved(path: str, saved: Mapping[str, Any]) -> str:
-    """A path in the private directory of the session that was saved, as it is in this one."""
+    """Translate a path in the private directory of the saved session to this session."""
     before, here = saved["private_dir"], process_env.private_dir()
     return here + path[len(before) :] if path == before or path.startswith(before + "/") else path
 
 
 def _restore_process_state(saved: Mapping[str, Any]) -> None:
-    """Before any value is loaded: modules of the session are imported by name, by way of sys.path."""
+    """Restore the process state before any value is loaded: modules of the session are imported by name through
+    sys.path."""
     sys.path[:] = [_moved(entry, saved) for entry in saved["path"]]
     os.environ.clear()
     os.environ.update({name: _moved(value, saved) for name, value in saved["environment"].items()})
@@ -139,7 +143,7 @@ def _restore_process_state(saved: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _pickler_class() -> Any:
-    """cloudpickle's pickler, taught that the namespace and what the profile provides exist on the other side as well."""
+    """Return cloudpickle's pickler, extended so that the namespace and the profile's values are saved by reference."""
     cloudpickle = importlib.import_module("cloudpickle")
 
     class StatePickler(cloudpickle.Pickler):  # type: ignore[misc, name-defined]
@@ -158,7 +162,7 @@ def _pickler_class() -> Any:
         def _dynamic_function_reduce(self, func: FunctionType) -> Any:
             reduced = super()._dynamic_function_reduce(func)
             if func.__globals__ is self._namespace:
-                reduced[2][1]["__globals__"] = {}  # its globals come with the namespace, where each has its own name
+                reduced[2][1]["__globals__"] = {}  # its globals are saved with the namespace
             return reduced
 
     return StatePickler

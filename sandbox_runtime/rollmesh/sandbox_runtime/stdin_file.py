@@ -1,4 +1,4 @@
-"""Standard input of a program that a session runs: a file, which `/dev/stdin` of the jail names while the program runs."""
+"""Standard input of a program that a session runs: a file to which `/dev/stdin` points while the program runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rollmesh.sandbox_runtime.process_env import private_dir
 
 @contextmanager
 def stdin_file(content: bytes) -> Iterator[int]:
-    """A descriptor that reads `content`. Raises OSError where the disk is full or the program before has left a directory there."""
+    """Yield a descriptor that reads `content`. Raises OSError if the disk is full or the previous program left a
+    directory at the path."""
     path = os.path.join(private_dir(), STDIN_NAME)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)

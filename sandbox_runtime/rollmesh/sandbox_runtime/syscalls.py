@@ -1,9 +1,9 @@
 """System calls that Python 3.11 does not wrap, through ctypes.
 
-Every wrapper raises OSError naming the step, so that a jail that can't be made says which mechanism refused. The library
-is loaded as `PyDLL`: the interpreter lock stays held, since the callers are single-threaded and a release would cost more
-than the calls. Every session makes some thirty of these calls just after its fork, where each line executed costs a copy of the
-pages it touches: hence what little Python there is around them.
+Every wrapper raises OSError with the name of the step, so that the error of a jail names the mechanism that failed. The
+library is loaded as `PyDLL`, which keeps the interpreter lock: the callers are single-threaded, and releasing the lock
+would cost more than the calls. Every session makes about thirty of these calls just after its fork, where each executed
+line costs a copy of the pages that it touches, so these wrappers contain little Python.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _ARGUMENTS_MAX = 6
 _syscall = _libc.syscall
 _syscall.restype = ctypes.c_long
 _syscall.argtypes = (ctypes.c_long, *(ctypes.c_void_p,) * _ARGUMENTS_MAX)
-"""Variadic in C, where a bare int would fill half a register; as void pointers ints, bytes and references all fill a whole one."""
+"""The function is variadic in C, where a bare int would fill half a register. As void pointers ints, bytes and
+references fill a whole one."""
 _REST = (0,) * _ARGUMENTS_MAX
 
 PR_SET_PDEATHSIG = 1
@@ -41,7 +42,7 @@ _NUMBERS = {
 
 @functools.cache
 def number(name: str) -> int:
-    """The system call's number here; raises OSError on an architecture without a table."""
+    """Return the number of a system call. Raises OSError on an architecture without a table."""
     table = _NUMBERS.get(platform.machine())
     if table is None:
         raise OSError(f"no system call table for {platform.machine()}; known: {', '.join(_NUMBERS)}")
@@ -49,7 +50,7 @@ def number(name: str) -> int:
 
 
 def check(result: int, step: str) -> int:
-    """Turn a -1 into an OSError carrying errno and the step's name."""
+    """Convert -1 to an OSError with errno and the name of the step."""
     if result == -1:
         code = ctypes.get_errno()
         raise OSError(code, f"{step}: {os.strerror(code)}")
@@ -57,12 +58,12 @@ def check(result: int, step: str) -> int:
 
 
 def call(name: str, *args: object, step: str = "") -> int:
-    """A raw system call by name."""
+    """Make a raw system call by name."""
     return check(_syscall(number(name), *args, *_REST[len(args) :]), step or name)
 
 
 def prctl(option: int, value: int, step: str, extra: int = 0) -> None:
-    """prctl(option, value, extra) with the remaining arguments zero, as the kernel requires of several options."""
+    """Call prctl(option, value, extra) with the remaining arguments zero, as the kernel requires for several options."""
     zero = ctypes.c_ulong(0)
     check(_libc.prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(extra), zero, zero), step)
 
@@ -78,23 +79,23 @@ def setns(fd: int, kind: int) -> None:
 
 
 def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
-    """mount(2)."""
+    """Call mount(2)."""
     result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
     check(result, f"mount {kind or 'bind'} {source} on {target}")
 
 
 def umount(target: str, flags: int) -> None:
-    """umount2(2)."""
+    """Call umount2(2)."""
     check(_libc.umount2(target.encode(), flags), f"umount {target}")
 
 
 def duplicate(fd: int, lowest: int) -> int:
-    """A copy of `fd`, numbered `lowest` or above, closed on exec. `fcntl.fcntl` would first raise an error to itself: its third
-    argument is no bytes."""
+    """Return a copy of `fd` with a number of at least `lowest`, closed on exec. `fcntl.fcntl` would first raise and
+    catch an error, because its third argument is not bytes."""
     return check(_libc.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest), "dup")
 
 
 def sethostname(name: str) -> None:
-    """Name this UTS namespace."""
+    """Set the host name of this UTS namespace."""
     raw = name.encode()
     check(_libc.sethostname(raw, len(raw)), "sethostname")

@@ -1,9 +1,9 @@
-"""A session's files as a tar stream, packed in one jail and unpacked in another; the service never looks inside.
+"""A session's files as a tar stream, packed in one jail and unpacked in another; the service never parses it.
 
-Regular files, directories and symbolic links are kept, with permissions and times. Hard links become files of their own.
-What else there is (pipes, sockets, files that can't be read) is named as lost. Unpacking makes the links last, into a
-directory that was empty, so that nothing is ever written through one; and whatever an archive says, it can write only where the jail
-can: its private directory, bounded in bytes and files.
+Regular files, directories and symbolic links are saved with permissions and times. Hard links become separate files.
+Everything else (pipes, sockets, unreadable files) is reported as lost. Unpacking starts with an empty directory and
+creates links last, so that nothing is ever written through one. Whatever an archive contains, it can write only where
+the jail can: its private directory, bounded in bytes and files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from rollmesh.sandbox_runtime import process_env
 
 
 def pack(out: Any, root: str = "") -> list[str]:
-    """Write the tree below `root` to `out`; what of it could not be saved. Raises OSError if it changes meanwhile."""
+    """Write the tree below `root` to `out`. Return the paths that could not be saved. Raises OSError if the tree
+    changes meanwhile."""
     root = root or process_env.private_dir()
     lost: list[str] = []
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as archive:
@@ -32,7 +33,7 @@ def pack(out: Any, root: str = "") -> list[str]:
 
 
 def unpack(source: IO[bytes], root: str = "") -> None:
-    """Make the tree below `root`, which is empty. Raises OSError, ValueError, tarfile.TarError."""
+    """Create the tree below `root`, which is empty. Raises OSError, ValueError, tarfile.TarError."""
     root = root or process_env.private_dir()
     links: list[tuple[str, str]] = []
     modes: dict[str, int] = {}
@@ -49,7 +50,7 @@ def unpack(source: IO[bytes], root: str = "") -> None:
     for target, path in links:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(target, path)
-    for path in reversed(modes):  # a directory without write permission only after its content
+    for path in reversed(modes):  # a directory may lack write permission, so its content comes first
         _set_mode(path, modes[path])
 
 
@@ -75,7 +76,7 @@ def _add(archive: tarfile.TarFile, path: str, name: str) -> bool:
 
 def _add_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> bool:
     try:
-        file = open(path, "rb", opener=_open_unfollowed)  # noqa: SIM115 - closed below; only opening may be refused
+        file = open(path, "rb", opener=_open_unfollowed)  # noqa: SIM115 - closed below; only opening may fail
     except PermissionError:
         return False
     with file:
@@ -106,6 +107,6 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None
 
 
 def _set_mode(path: str, mode: int) -> None:
-    """Where the driver refuses this to sessions it is lost: the content counts."""
+    """Set a mode. If the driver forbids this to sessions, the mode is lost, and the content is kept."""
     with contextlib.suppress(PermissionError):
         os.chmod(path, mode & 0o777)

@@ -1,8 +1,8 @@
-"""Done once by a zygote so that no session has to: the paths every session takes are walked before the first fork.
+"""Execute the code paths of every session once in the zygote before the first fork.
 
-The interpreter specialises code after a few executions, resolves names of shared libraries on first use, and fills caches; what the zygote
-has done a session inherits, and what a session does by itself costs time and a private copy of each page it touches. Only our own
-code runs here.
+The interpreter specializes code after a few executions, resolves names of shared libraries on first use, and fills
+caches. A session inherits what the zygote has done; otherwise it costs the session time and a private copy of each page
+that it touches. Only our own code runs here.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rollmesh.sandbox_runtime.program import Program
 from rollmesh.sandbox_runtime.session import answer_all
 
 _TIMES = 20
-"""More than the executions after which CPython 3.11 to 3.13 specialise a function."""
+"""More than the number of executions after which CPython 3.11 to 3.13 specialize a function."""
 _CODES = ("value = 6\nprint(value * 7)", "[n for n in range(3)]", "1/0")
 _WALL_S = 60.0
 _SIGNALS = (signal.SIGALRM, signal.SIGPROF)
 
 
 def warm_up(namespace: Mapping[str, Any]) -> None:
-    """Answer a few requests as a session would, often; the zygote's own streams and signals are as before afterwards."""
+    """Serve a few requests repeatedly like a session, and then restore the zygote's streams and signals."""
     with _streams_and_signals_kept():
         for _ in range(_TIMES):
             _answer_requests(namespace)
@@ -49,7 +49,8 @@ def _answer_requests(namespace: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _streams_and_signals_kept() -> Iterator[None]:
-    """Descriptors 1 and 2 too: an interpreter empties what it finds behind them, which here is the zygote's log."""
+    """Save and restore streams and signals, including descriptors 1 and 2: an interpreter truncates the files behind
+    them, and here they are the zygote's log."""
     streams, handlers = (sys.stdout, sys.stderr), [signal.getsignal(number) for number in _SIGNALS]
     kept = [os.dup(1), os.dup(2)]
     nothing = os.open("/dev/null", os.O_WRONLY | os.O_CLOEXEC)

@@ -1,14 +1,14 @@
 """The zygote: a warm, contained, single-threaded interpreter that forks one session per request.
 
-It holds no secret, no environment and no descriptor but its control socket and the namespace handles, since a fork inherits
-everything. It is pid 1 of its own pid namespace, so that its death, however it comes, ends every session. It speaks packets
+It has no secret, no environment and no descriptor except its control socket and the namespace handles, because a fork
+inherits everything. It is pid 1 of a separate pid namespace, so its exit always ends every session. It exchanges packets
 with the service:
 
-  in   open {id, place, uid, limits, egress, private_dir} with descriptors [session socket, entrances of cgroups ..., egress port if egress is 1]; kill {id}
-  out  ready; fatal {reason}; failed {id, reason}; ended {id, status, cpu_s, cpu_limit_s, rss_bytes}
+    in   open {id, slot, uid, limits, egress, private_dir} with descriptors [session socket, entry files of cgroups ..., egress port if egress is 1]; kill {id}
+    out  ready; fatal {reason}; failed {id, reason}; ended {id, status, cpu_s, cpu_limit_s, rss_bytes}
 
-`ended` is sent when the kernel has reaped the whole pid namespace, or the session's warden all of it: nothing of the session is
-left by then. A warden that was itself killed leaves that to the zygote.
+`ended` is sent when the kernel, or the session's reaper, has reaped all processes of the session. If a reaper itself
+was killed, the zygote does its work.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _ALWAYS = (
     "rollmesh.sandbox_runtime.judging.candidate", "rollmesh.sandbox_runtime.judging.checking",
     "rollmesh.sandbox_runtime.judging.program", "rollmesh.sandbox_runtime.judging.remote", "rollmesh.sandbox_runtime.judging.sql", "rollmesh.sandbox_runtime.judging.unit",
 )  # fmt: skip
-"""What sessions themselves need or nearly every program imports."""
+"""Modules that sessions themselves need or that nearly every program imports."""
 _LATE = ("encodings.idna", "subprocess", "threading", "unittest")
-"""What sessions import when they first need it. Every session would pay for the work of `threading` after a fork, and for the
-mappings of each shared library."""
+"""Modules that sessions import on first use. Otherwise every session would pay for the work of `threading` after a fork
+and for the mappings of each shared library."""
 _OWN_FRAMES = 64
-"""More than the stack frames of the jail's own code below any foreign code."""
+"""More than the number of stack frames of the jail's own code below foreign code."""
 _UNLIMITED_S = 1 << 53
-"""More than any process uses."""
+"""More CPU seconds than any process uses."""
 
 
 class Zygote:
@@ -69,7 +69,7 @@ class Zygote:
         self._limits, self._limits_message = Limits(), Limits().as_dict()
         self._pids: dict[str, int] = {}
         self._killed: set[str] = set()
-        """Of those, whom the service had killed."""
+        """Ids of sessions that the service asked to kill."""
         self._by_pidfd: dict[int, str] = {}
         self._kill_methods: dict[str, reaper.KillMethod | None] = {}
         self._uses_reapers = not context.has(mechanisms.PID_NAMESPACE)
@@ -77,7 +77,7 @@ class Zygote:
             reaper.adopt_orphans()
 
     def serve(self) -> None:
-        """Until the service closes its end."""
+        """Serve until the service closes its end."""
         self._poll.register(self._control, select.POLLIN)
         while True:
             for fd, _ in self._poll.poll():
@@ -119,19 +119,20 @@ class Zygote:
         self._watch(packet["id"], pid)
 
     def _limits_of(self, message: framing.Message) -> Limits:
-        """Most sessions have those of the one before, which are not made and checked again."""
+        """Return the limits. Most sessions have the limits of the previous one, which are then reused without a new
+        check."""
         if message != self._limits_message:
             self._limits, self._limits_message = Limits(**message), message
         return self._limits
 
     def _fork(self, spec: contain.SessionSpec, slot: int, method: reaper.KillMethod | None) -> int:
-        """The session's first process, or with `method` its warden. Raises OSError."""
+        """Fork the session's first process, or with `method` its reaper. Raises OSError."""
         if self._context.has(mechanisms.NETWORK_NAMESPACE):
             self._networks.enter(slot)
         pid = os.fork() if method else namespaces.fork_as_init(self._context.pid_namespace_fd)
         if pid:
             return pid
-        self._control.detach()  # its number is reused in the session; a late finaliser must not close that
+        self._control.detach()  # the session reuses its number, so a late finalizer must not close it
         if method is not None:
             reaper.reap_session(
                 lambda parent: serve_session(self._context, replace(spec, reaper_pid=parent), self._namespace), method
@@ -165,14 +166,17 @@ class Zygote:
         )
 
     def _kill_is_ambiguous(self, session_id: str) -> bool:
-        """Whether a kill of what we watch would tell nothing: we asked for it, or the program can do it."""
+        """Whether the kill of the watched process says nothing about its cause: the service requested it, or the
+        program can do it."""
         method = self._kill_methods[session_id]
         return session_id in self._killed or (method is not None and not method.confined)
 
     def _cpu_limit_s(self, pidfd: int) -> int:
-        """At which the kernel would have killed a process that has ended and is not yet waited for: the program may have lowered it.
-        0 if that can't be learnt, or if the process was not killed. A warden has no limit and its session's death is its exit: no
-        program is behind the kill of a warden, and any may be behind that of a session's first process."""
+        """Return the CPU limit of a process that has exited and is not reaped yet, because the program may have lowered
+        it. 0 if it is unknown or the process was not killed. A reaper has no limit, and reports the end of its session
+        by its exit status: no program can cause the kill of a reaper, but any program can cause that of a session's
+        first process.
+        """
         ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
         if ended is None or ended.si_code != os.CLD_KILLED or ended.si_status != signal.SIGKILL:
             return 0
@@ -190,7 +194,8 @@ class Zygote:
             return file.read()
 
     def _status(self, session_id: str, code: int) -> int:
-        """The session's, from that of its first process or its warden; after this nothing of it is left."""
+        """Convert the exit status of a first process or a reaper to that of the session. Afterwards no process of the
+        session is left."""
         method = self._kill_methods.pop(session_id)
         if method is None:
             return code
@@ -214,22 +219,22 @@ def _close_all(fds: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZygoteProfile:
-    """What a zygote has ready. All of it is the operator's code: it runs before containment."""
+    """The environment of a zygote. All of it is code of the operator and runs before containment."""
 
     preload: Sequence[str] = ()
-    """Modules imported ahead, so that sessions find them warm."""
+    """Modules imported before the fork, so that sessions find them loaded."""
     library_paths: Sequence[str] = ()
-    """Directories put on sys.path and shown read-only in the jail, e.g. a site-packages."""
+    """Directories added to sys.path and readable in the jail, e.g. a site-packages."""
     tools: Sequence[str] = ()
-    """Modules whose public functions every session finds in its namespace."""
+    """Modules whose public functions are in every session's namespace."""
     prelude: str = ""
-    """Source executed once; every session starts with what it defines."""
+    """Source executed once; every session starts with its definitions."""
     pickler: str = ""
-    """Directory of the cloudpickle package, for snapshots; without it sessions can't be saved."""
+    """Directory of the cloudpickle package, for snapshots; without it sessions cannot be saved."""
 
 
 def run_zygote(control: socket.socket, profile: ZygoteProfile, plan: IsolationPlan) -> None:
-    """Warm up, contain, serve. A failure before serving is sent as `fatal` and ends the process."""
+    """Load the profile, contain the process, serve. An error before serving is sent as `fatal` and ends the process."""
     privileges.die_with_parent()
     try:
         namespace = _load_profile(profile, late=mechanisms.MOUNT_NAMESPACE in plan.mechanisms)
@@ -246,10 +251,10 @@ def run_zygote(control: socket.socket, profile: ZygoteProfile, plan: IsolationPl
 
 
 def _load_profile(profile: ZygoteProfile, *, late: bool) -> dict[str, Any]:
-    """Import and execute what the profile declares; the namespace sessions begin with.
+    """Import and execute what the profile declares. Return the namespace with which sessions start.
 
-    `late`: whether sessions can import later what few of them need. Without a root of their own they may not even be let into the
-    interpreter's directories, below a home for instance.
+    `late`: whether sessions can import rarely used modules later. Without a separate root they may not even be able to
+    enter the interpreter's directories, for example below a home directory.
     """
     sys.path.extend(profile.library_paths)
     if profile.pickler:
@@ -271,7 +276,8 @@ def _load_profile(profile: ZygoteProfile, *, late: bool) -> dict[str, Any]:
 
 
 def _add_standard_builtins() -> None:
-    """Give sessions what `python FILE` would: the builtins that `-S` omits, and 1000 stack frames. `exit` does not close stdin."""
+    """Give sessions the environment of `python FILE`: the builtins that `-S` omits, and 1000 stack frames. `exit` does
+    not close stdin."""
     vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.setrecursionlimit(sys.getrecursionlimit() + _OWN_FRAMES)
 
@@ -285,6 +291,6 @@ def _public_functions(module: ModuleType) -> dict[str, Any]:
 
 
 def _raise_descriptor_limit() -> None:
-    """Each session costs the zygote one pidfd; sessions get their own, lower limit."""
+    """Raise the descriptor limit. Each session costs the zygote one pidfd; sessions get a separate, lower limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -13,19 +13,19 @@ from rollmesh.shared.errors import ConfigError
 
 
 @pytest.mark.parametrize("field", [field for field in Limits().as_dict() if field != "address_space_bytes"])
-def test_limits_must_be_positive(field: str) -> None:
-    with pytest.raises(ValueError, match=rf"limits\.{field} must be positive, is 0"):
+def test_limits_must_exceed_zero(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"limits\.{field} must be > 0, got 0"):
         Limits(**{field: 0})
 
 
 def test_address_space_is_not_below_memory() -> None:
     assert Limits(memory_bytes=100, address_space_bytes=0)
-    with pytest.raises(ValueError, match=r"limits\.address_space_bytes 99 is below limits\.memory_bytes 100"):
+    with pytest.raises(ValueError, match=r"limits\.address_space_bytes 99 must be >= limits\.memory_bytes 100"):
         Limits(memory_bytes=100, address_space_bytes=99)
 
 
 def test_flood_limit_is_not_below_what_is_kept() -> None:
-    with pytest.raises(ValueError, match=r"limits\.flood_bytes 5 is below limits\.output_bytes 6"):
+    with pytest.raises(ValueError, match=r"limits\.flood_bytes 5 must be >= limits\.output_bytes 6"):
         Limits(flood_bytes=5, output_bytes=6)
 
 
@@ -37,7 +37,7 @@ def test_flood_limit_is_not_below_what_is_kept() -> None:
         ({"engine": "gaol"}, "engine must be one of jail, landlock, none, fake, got 'gaol'"),
         ({"warm": ["nope"]}, "warm names 'nope'"),
         ({"profiles": {"p": {"limits": {"memroy_bytes": 1}}}}, "unknown limit 'memroy_bytes'"),
-        ({"profiles": {"p": {"limits": {"call_s": -1}}}}, "limits.call_s must be positive, is -1"),
+        ({"profiles": {"p": {"limits": {"call_s": -1}}}}, "limits.call_s must be > 0, got -1"),
         ({"profiles": {"p": {"library_paths": ["lib"]}}}, "library_paths must be absolute, got 'lib'"),
         ({"profiles": {"p": {"library_lock": "lock"}}}, "library_lock must be absolute, got 'lock'"),
     ],

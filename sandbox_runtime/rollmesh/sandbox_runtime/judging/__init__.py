@@ -1,4 +1,4 @@
-"""Code of judgments that runs inside jails: the candidate's side of each question, and the oracle's own.
+"""Code of judgments that runs inside jails: the candidate's side of each request, and the oracle's side.
 
-Imported by every zygote before it is contained, so that sessions find it without a file. Standard library only.
+Every zygote imports it before it is contained, so that sessions can use it without files. Standard library only.
 """

@@ -1,4 +1,5 @@
-"""The oracle's side of a judgment by checker. Runs inside the oracle's jail, where no candidate's code ever is."""
+"""The oracle's side of a judgment by checker. Runs inside the oracle's jail, which never contains code of the
+candidate."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 
 
 def wrap(check: Callable[[Any, Any, Any], object]) -> Callable[[str], str]:
-    """The operator's `check` as a function from JSON to JSON. Only True accepts: a value that happens to be truthy is a mistake."""
+    """Wrap the operator's `check` as a function from JSON to JSON. Only True accepts; another truthy value is an error."""
 
     def checked(text: str) -> str:
         given, expected, answer = json.loads(text)

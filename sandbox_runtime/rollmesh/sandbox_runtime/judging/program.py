@@ -1,10 +1,9 @@
-"""Runs the candidate's Python file as a program: a fork of the warm session with the test's standard input.
+"""Run the candidate's Python file as a program: a fork of the warm session with the test's standard input.
 
-The interpreter itself executes the file as its main program and then finalizes as at the end of `python FILE`: it joins threads,
-calls the functions of `atexit`, flushes the streams and destroys the objects that are left.
-
-What the program prints is the session's own output, bounded and cut there. Its end is reported as a status; nothing it does to this
-process can make more of that than a status. Nothing of it outlives the call.
+The interpreter itself executes the file as its main program and then finalizes as at the end of `python FILE`: it joins
+threads, calls the functions of `atexit`, flushes the streams and destroys the remaining objects. The output of the
+program is the session's own output, which is bounded and cut there. Its end is reported as a status, and nothing that
+it does to this process can change more than the status. None of its processes outlives the call.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ _DESCRIPTORS_MAX = 1024
 
 
 def run_program(path: str, stdin: str, cpu_s: str) -> str:
-    """Run it with `cpu_s` CPU seconds, a number as text. JSON of `{"status": N}`: the exit status, or minus the signal that ended it."""
+    """Run the file with `cpu_s` CPU seconds, a number as text. Return JSON of `{"status": N}`: the exit status, or
+    minus the signal that ended it."""
     with stdin_file(stdin.encode()) as source:
         child = os.fork()
         if child == 0:
@@ -42,14 +42,15 @@ def run_program(path: str, stdin: str, cpu_s: str) -> str:
 
 
 def _end_all(child: int) -> None:
-    """Kill and reap whatever the program left: in a session of its own every process but this one, elsewhere its process group."""
-    everybody = os.getpid() == 1 or kill_is_confined()
-    for kill, whom in ((os.kill, child), (os.kill, -1) if everybody else (os.killpg, child)):
+    """Kill and reap the remaining processes of the program: every process but this one if the session has a separate
+    pid namespace or kill is confined, otherwise its process group."""
+    reaches_all = os.getpid() == 1 or kill_is_confined()
+    for kill, target in ((os.kill, child), (os.kill, -1) if reaches_all else (os.killpg, child)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            kill(whom, signal.SIGKILL)
+            kill(target, signal.SIGKILL)
     with contextlib.suppress(ChildProcessError):
         while True:
-            os.waitpid(-1 if everybody else -child, 0)
+            os.waitpid(-1 if reaches_all else -child, 0)
 
 
 def _be_program(path: str, source: int, cpu_s: float) -> NoReturn:
@@ -62,7 +63,7 @@ def _be_program(path: str, source: int, cpu_s: float) -> NoReturn:
 
 
 def _arrange(source: int, cpu_s: float) -> None:
-    """Give the program its own standard streams, the usual signals, and its share of CPU."""
+    """Set the program's standard streams, default signals and CPU limit."""
     for number in (signal.SIGALRM, signal.SIGPROF):
         signal.signal(number, signal.SIG_DFL)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -76,20 +77,19 @@ def _arrange(source: int, cpu_s: float) -> None:
 
 
 def _set_stream(name: str, descriptor: int, mode: str, *, buffering: int = -1, errors: str = "strict") -> None:
-    """Under both names: the interpreter flushes both, and the second keeps the buffer open when a program wraps it again."""
+    """Set a stream under both names: the interpreter flushes both, and the second keeps the buffer open when a program
+    wraps it again."""
     stream = os.fdopen(descriptor, mode, buffering, "utf-8", errors, "\n", closefd=False)
     setattr(sys, name, stream)
     setattr(sys, f"__{name}__", stream)
 
 
 def _execute(path: str) -> NoReturn:
-    """Run the file as the main program and end this process as the interpreter would."""
+    """Run the file as the main program and end this process as the interpreter does."""
     sys.argv = [path]
     sys.path.insert(0, private_dir())
     sys.dont_write_bytecode = True
-    atexit.register(
-        _keep_modules, dict(sys.modules)
-    )  # before the program registers any, so it is called after all of them
+    atexit.register(_keep_modules, dict(sys.modules))  # registered before those of the program, so called after them
     sys.modules["__main__"] = ModuleType("__main__")
     vars(sys.modules["__main__"])["__builtins__"] = builtins
     name = os.fsencode(path)
@@ -100,7 +100,8 @@ def _execute(path: str) -> NoReturn:
 
 
 def _keep_modules(warm: dict[str, ModuleType]) -> None:
-    """Hide the modules of the zygote from finalization. The program has no object in them, and destroying them would copy their pages."""
+    """Hide the modules of the zygote from finalization. The program has no object in them, and destroying them would
+    copy their pages."""
     for name, module in warm.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]

@@ -1,8 +1,9 @@
-"""The candidate's module as hidden tests see it, in the oracle's jail: a question for each use, plain data or a handle for each reply.
+"""The candidate's module as hidden tests see it, in the oracle's jail: each use is a request, and each reply is plain
+data or a handle.
 
-What an operator of a test decides, it decides here, on copies: `in`, `==`, `[]` and arithmetic never reach the candidate, which therefore
-neither answers them nor learns what the test expects. Only the arguments of calls and assigned attributes are sent. Operations that
-would be the candidate's to decide raise `UnsupportedError`, or Python's own TypeError.
+Operators of a test are evaluated here, on copies: `in`, `==`, `[]` and arithmetic never reach the candidate, which
+therefore neither decides them nor learns what the test expects. Only the arguments of calls and assigned attributes are
+sent. Operations that only the candidate could decide raise `UnsupportedError`, or Python's own TypeError.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from rollmesh.sandbox_runtime.judging.values import decode, encode, loads
 
 _REFERENCE = "a name that no attribute has"
 _ITEMS_MAX = 10_000
-"""Of one iterator that a test passes to the candidate."""
+"""Maximum items of one iterator that a test passes to the candidate."""
 
 
 class CandidateError(Exception):
-    """The candidate raised something that has no builtin type, or sent a reply that is not valid."""
+    """The candidate raised an exception without a builtin type, or sent an invalid reply."""
 
 
 class UnsupportedError(TypeError):
-    """A test did with an object what only the candidate could decide. The text holds no value of the test."""
+    """A test used an operation that only the candidate could decide. The text contains no value of the test."""
 
 
 class Channel:
-    """Questions of the test's thread to the candidate, and the replies."""
+    """Requests of the test's thread to the candidate, and the replies."""
 
     def __init__(self, *, objects: bool = True) -> None:
         self._objects = objects
@@ -43,11 +44,13 @@ class Channel:
         """Whether the tests' source is being executed, rather than a test."""
         self._handles: dict[tuple[str, int], Handle] = {}
         self._copies: dict[int, Any] = {}
-        """Contents of objects by number, until a method of the object is called: all operators of a test see the same."""
+        """Contents of objects by number, kept until a method of the object is called, so that all operators of a test
+        see the same contents."""
         self._classes: dict[str, type[Exception]] = {}
 
     def ask(self, verb: str, text: str, *forms: str) -> tuple[str, Any]:
-        """The candidate's reply: its form, which is `value` or one of `forms`, and its content. Raises what the candidate raised."""
+        """Send a request and return the form of the reply, which is `value` or one of `forms`, and its content. Raises
+        what the candidate raised."""
         self.num_asked += 1
         self.outbox.put({"ask": [verb, text]})
         try:
@@ -68,7 +71,7 @@ class Channel:
         raise said(error, shown)
 
     def invoke(self, number: int | None, name: str, arguments: Sequence[Any] = (), keywords: Any = None) -> Any:
-        """What a function, or a method of an object, returns."""
+        """Return the result of a function, or of a method of an object."""
         question = {
             "object": number,
             "name": name,
@@ -78,12 +81,12 @@ class Channel:
         return self.ask("invoke", json.dumps(question))[1]
 
     def look_up(self, path: str, function: Handle) -> Any:
-        """An attribute: plain data, an exception class, or `function` if it can be called."""
+        """Return an attribute: plain data, an exception class, or `function` if it is callable."""
         form, content = self.ask("look_up", path, "callable", "exception")
         return function if form == "callable" else content
 
     def contents(self, number: int) -> Any:
-        """A copy of an object: a dict, a list, or the length of what has only a length."""
+        """Return a copy of an object: a dict, a list, or the length of an object that has only a length."""
         if number not in self._copies:
             _, found = self.ask("contents", str(number))
             if type(found) not in (dict, list, int):
@@ -97,7 +100,8 @@ class Channel:
             self._copies.pop(number, None)
 
     def _class_of(self, names: Any) -> type[Exception]:
-        """A local exception class for one of the candidate's: a builtin one, or one with the same bases as far as they are known."""
+        """Return a local exception class for one of the candidate: a builtin class, or one with the same bases as far
+        as they are known."""
         if not names:
             return CandidateError
         name = str(names[0])[:200]
@@ -130,7 +134,7 @@ class Channel:
 
 
 class _Reference(NamedTuple):
-    """What a handle stands for: an attribute of the candidate's module, an object, or an attribute of an object."""
+    """Target of a handle: an attribute of the candidate's module, an object, or an attribute of an object."""
 
     channel: Channel
     number: int | None = None
@@ -165,7 +169,7 @@ class Module(types.ModuleType):
 
 
 class Handle:
-    """A function, a class or an object of the candidate. Its attributes are the candidate's, so it has no others."""
+    """A function, a class or an object of the candidate. It has only the attributes of its target."""
 
     def __init__(self, reference: _Reference) -> None:
         self.__dict__[_REFERENCE] = reference
@@ -198,7 +202,7 @@ class Handle:
 
 
 class Object(Handle):
-    """Compared by identity: it is equal to itself alone."""
+    """An object of the candidate, equal to itself alone."""
 
     def __len__(self) -> int:
         contents = _contents(self)
@@ -220,7 +224,7 @@ class Object(Handle):
 
 
 class Stream(Handle):
-    """An iterator or a generator: each item is asked for when the test takes it, once."""
+    """An iterator or a generator: each item is requested once, when the test reads it."""
 
     def __iter__(self) -> Stream:
         return self
@@ -231,7 +235,7 @@ class Stream(Handle):
 
 
 class _Missing:
-    """What the candidate's module lacks: fails when it is used."""
+    """A name that the candidate's module lacks; fails when it is used."""
 
     def __init__(self, error: AttributeError) -> None:
         self.__dict__["_error"] = error
@@ -261,6 +265,6 @@ def _contents(handle: Handle) -> Any:
 
 
 def said(error: Exception, text: str = "") -> Exception:
-    """Mark as raised by the candidate. An assertion that it raises is not an assertion of the test."""
+    """Mark an exception as raised by the candidate. Its assertion error is not an assertion of the test."""
     error.__said__ = text or str(error)  # type: ignore[attr-defined]
     return error

@@ -1,6 +1,7 @@
-"""The candidate's side of hidden tests that call it: looks up, calls, copies, and keeps the objects that have no form as a value.
+"""The candidate's side of hidden tests that call it: looks up names, calls functions, copies objects, and keeps objects
+that are not plain data.
 
-As in `candidate`, nothing here is trusted: it runs among the candidate's code, and all it sends is data.
+As in `candidate`, nothing here is trusted: it runs beside the candidate's code and sends only data.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from rollmesh.sandbox_runtime.judging.values import decode, encode
 
 OBJECTS_MAX = 10_000
 ITEMS_MAX = 10_000
-"""Of one object that is copied."""
+"""Maximum items of one copied object."""
 _objects: list[object] = []
 _numbers: dict[int, int] = {}
-"""Of the kept objects, by identity."""
+"""Numbers of the kept objects, by identity."""
 
 
 def look_up(name: str) -> str:
-    """An attribute of the candidate's module, or of object N for `@N.name`: `{"value": ...}`, `{"callable": true}`,
-    `{"exception": [names of the class and its bases]}` or `{"error": [...]}`."""
+    """Look up an attribute of the candidate's module, or of object N for `@N.name`. Returns `{"value": ...}`,
+    `{"callable": true}`, `{"exception": [names of the class and its bases]}` or `{"error": [...]}`."""
 
     def found() -> dict[str, Any]:
         number, _, attribute = name.removeprefix("@").partition(".")
@@ -38,7 +39,8 @@ def look_up(name: str) -> str:
 
 
 def invoke(question: str) -> str:
-    """Call `name`, or method `name` of `object`, with `arguments` and `keywords`: `{"value": ...}` or `{"error": [...]}`."""
+    """Call `name`, or method `name` of `object`, with `arguments` and `keywords`. Returns `{"value": ...}` or
+    `{"error": [...]}`."""
 
     def called() -> dict[str, Any]:
         asked = json.loads(question)
@@ -50,8 +52,8 @@ def invoke(question: str) -> str:
 
 
 def contents(number: str) -> str:
-    """Copy object N: `{"value": ...}` is a dict for a mapping, a list for anything else to iterate over, and a number for what has
-    only a length."""
+    """Copy object N. Returns `{"value": ...}`: a dict for a mapping, a list for another iterable, and a number for an
+    object that has only a length."""
     return _replied(lambda: {"value": encode(_copied(_objects[int(number)]), _keep)})
 
 
@@ -76,7 +78,7 @@ def _replied(action: Callable[[], dict[str, Any]]) -> str:
         return json.dumps(action())
     except MemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever the candidate raises is its answer
+    except Exception as error:  # noqa: BLE001 - an exception of the candidate is its reply
         return json.dumps({"error": [_names(type(error)), str(error)[:1000]]})
 
 

@@ -1,7 +1,7 @@
-"""Runs one query on a fresh database for a judgment. The candidate's and the reference query have a session each.
+"""Run one query on a fresh database for a judgment. The candidate's and the reference query have separate sessions.
 
-The database is made by the operator's statements, then read-only: an authorizer refuses everything but reading, so that a query can't
-attach files, change rows or set pragmas. Rows travel as JSON.
+The operator's statements create the database. It is then read-only: an authorizer rejects everything but reading, so
+that a query cannot attach files, change rows or set pragmas. Rows are returned as JSON.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import json
 from typing import Any
 
 ROWS_MAX = 10_000
-"""More rows than this are no answer."""
+"""Maximum rows of an answer."""
 
 
 def query(setup: str, text: str) -> str:
-    """JSON of `{"rows": [...]}`. Raises sqlite3's errors, whose texts are the writer's to read."""
+    """Return JSON of `{"rows": [...]}`. Raises sqlite3's errors, whose texts the author of the query may read."""
     import sqlite3  # only sessions of this kind need it
 
     allowed = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
@@ -33,7 +33,7 @@ def query(setup: str, text: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """Blobs and the infinities, which JSON has not, as text that no SQL text equals by chance."""
+    """Encode blobs and infinities, which JSON lacks, as objects, which never equal an SQL text."""
     if isinstance(value, bytes):
         return {"blob": value.hex()}
     if isinstance(value, float) and value - value != 0:

@@ -1,7 +1,8 @@
-"""Hidden tests that call the candidate, run where it is not: the oracle's jail, in which `import solution` gives a proxy.
+"""Run hidden tests that call the candidate, in the oracle's jail without the candidate: `import solution` gives a
+proxy.
 
-A test runs in a thread; when it uses the proxy, the question goes out as the answer to the service's request, and the candidate's
-reply comes in with the next one:
+A test runs in a thread. When it uses the proxy, the request is returned as the reply to the service's request, and the
+candidate's reply arrives with the next one:
 
     service             oracle's jail (this module)            candidate's jail (`remote`)
     start(test)  ---->  test calls solution.f(1)
@@ -10,7 +11,7 @@ reply comes in with the next one:
     resume(reply) --->  solution.f(1) returns
                  <----  {"end": ["AC", ""]}
 
-`proxy` is what the test sees of the candidate.
+`proxy` implements the test's view of the candidate.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ _channel = Channel()
 
 
 class BrokenTestsError(Exception):
-    """The hidden tests do not load, and the candidate had no part in it."""
+    """The hidden tests do not load, and the candidate did not cause it."""
 
 
 def start(source: str, test: str, module: str, objects: str) -> str:
-    """Begin one test; `objects`, `yes` or `no`, says whether the candidate may return them. The first question or the end, as JSON."""
-    import threading  # not by the zygote
+    """Start one test. `objects`, `yes` or `no`, says whether the candidate may return objects. Return the first request
+    or the end as JSON."""
+    import threading  # imported late, not in the zygote
 
     global _channel
     _channel = Channel(objects=objects == "yes")
@@ -42,7 +44,7 @@ def start(source: str, test: str, module: str, objects: str) -> str:
 
 
 def resume(reply: str) -> str:
-    """Give the candidate's reply to the question. The next question or the end, as JSON."""
+    """Continue with the candidate's reply. Return the next request or the end as JSON."""
     _channel.inbox.put(reply)
     return json.dumps(_channel.outbox.get())
 
@@ -86,7 +88,7 @@ def _load(source: str) -> Any:
 
 
 def _try(holder: Any, name: str) -> tuple[str, str]:
-    """One test function, method of a plain class, or unittest method."""
+    """Run one test function, method of a plain class, or unittest method."""
     import unittest  # only sessions of this kind need it
 
     if isinstance(holder, type) and issubclass(holder, unittest.TestCase):
@@ -106,7 +108,7 @@ def _try(holder: Any, name: str) -> tuple[str, str]:
 
 
 class _Errors:
-    """The first thing that kept a unittest from passing."""
+    """Records the first error of a unittest."""
 
     def __init__(self) -> None:
         import unittest
@@ -138,7 +140,8 @@ class _Errors:
 
 
 def _meaning(error: BaseException) -> tuple[str, str]:
-    """The verdict of what a test raised. The text of the tests' own errors is left out: it may quote what was expected."""
+    """Return the verdict for an exception of a test. The text of the tests' own errors is omitted, because it may quote
+    expected values."""
     said = getattr(error, "__said__", None)
     if said is not None:
         return "RE", said
@@ -148,8 +151,8 @@ def _meaning(error: BaseException) -> tuple[str, str]:
         return "RE", str(error)
     if isinstance(error, AssertionError):
         return "WA", "an assertion of the test failed"
-    return "WA", f"the test could not use what it was given ({type(error).__name__})"
+    return "WA", f"the test failed on the value that it got ({type(error).__name__})"
 
 
 def _nothing() -> None:
-    """Stands for a fixture that a class does not have."""
+    """Replaces a fixture that a class lacks."""

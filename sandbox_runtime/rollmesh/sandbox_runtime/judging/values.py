@@ -1,7 +1,9 @@
-"""Python values as JSON and back, between a candidate's jail and its hidden tests: plain data only, kept apart by tags.
+"""Encode Python values as JSON and decode them, between a candidate's jail and its hidden tests: plain data only,
+distinguished by tags.
 
-Numbers, text, booleans, None and lists are JSON's own; every JSON object is one tag with its content. Decoding makes values of Python's own
-classes and handles of objects, never an instance of a foreign class: equality, truth and arithmetic are then Python's, not the sender's.
+Numbers, text, booleans, None and lists use their JSON form; every JSON object is one tag with its content. Decoding
+creates values of Python's own classes and handles of objects, never an instance of a foreign class: equality, truth and
+arithmetic are then decided by Python and not by the sender.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "range": lambda bounds: range(*bounds), "complex": lambda parts: complex(*parts),
     "keys": lambda keys: dict.fromkeys(keys).keys(), "iterator": iter,
 }  # fmt: skip
-"""Tag -> the value from the list of its parts."""
+"""Tag -> function that builds the value from the list of its parts."""
 _PARTS: dict[type, Callable[[Any], tuple[str, list[Any]]]] = {
     range: lambda value: ("range", [value.start, value.stop, value.step]),
     complex: lambda value: ("complex", [value.real, value.imag]),
@@ -30,12 +32,12 @@ _BASES: tuple[Callable[[Any], Any], ...] = (
     int, float, complex, str, list, dict, tuple, set, frozenset, deque, bytes
 )  # fmt: skip
 _BY_TEXT = {"Decimal": "decimal", "Fraction": "fractions"}
-"""Class -> module, of numbers whose text is all there is to them."""
+"""Class -> module, for numbers that their text fully represents."""
 _FLOATS = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 def encode(value: Any, keep: Callable[[object], dict[str, Any]]) -> Any:
-    """Plain JSON values for a value; `keep` makes the tag and the content for what has no form here."""
+    """Encode a value as plain JSON values. `keep` creates the tag and the content of a value without a form here."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -56,7 +58,8 @@ def encode(value: Any, keep: Callable[[object], dict[str, Any]]) -> Any:
 
 
 def _encode_other(value: Any, keep: Callable[[object], dict[str, Any]]) -> Any:
-    """Subclasses of builtin types (enums, named tuples, counters, numpy's scalars) as the builtin; other objects as `keep` does."""
+    """Encode subclasses of builtin types (enums, named tuples, counters, numpy's scalars) as the builtin, and other
+    objects with `keep`."""
     for base in _BASES:
         if isinstance(value, base):  # type: ignore[arg-type]
             return encode(base(value), keep)
@@ -71,8 +74,8 @@ def _encode_other(value: Any, keep: Callable[[object], dict[str, Any]]) -> Any:
 
 
 def decode(plain: Any, take: Callable[[str, Any], Any]) -> Any:
-    """The value of plain JSON values; `take` makes a value of a tag that is not known here and its content. ValueError or TypeError for
-    what `encode` never makes."""
+    """Decode plain JSON values. `take` creates the value of an unknown tag from its content. Raises ValueError or
+    TypeError for values that `encode` never creates."""
     if isinstance(plain, list):
         return [decode(entry, take) for entry in plain]
     if not isinstance(plain, dict):
@@ -94,7 +97,7 @@ def decode(plain: Any, take: Callable[[str, Any], Any]) -> Any:
 
 
 def loads(text: str) -> Any:
-    """Strict JSON. ValueError."""
+    """Decode strict JSON. Raises ValueError."""
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError:
@@ -108,4 +111,4 @@ def _list(value: Any) -> list[Any]:
 
 
 def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")

@@ -1,1 +1,2 @@
-"""The languages of a session: one file per language behind the port of `port`, found by name in `registry`. Inside the jail."""
+"""The languages of a session, inside the jail: one module per language behind the port in `port`, found by name in
+`registry`."""

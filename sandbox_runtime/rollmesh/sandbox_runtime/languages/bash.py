@@ -1,8 +1,8 @@
-"""bash with its state: one interactive shell on a pseudo-terminal per session, one command after another.
+"""bash with state: one interactive shell on a pseudo-terminal per session, one command after another.
 
-The current directory, variables, functions and jobs survive from command to command. A command out of time gets what Ctrl-C
-sends; if that does not help its job is killed, and at last the shell. `exit` ends the shell, not the session: the next command
-gets a fresh shell and its stderr says so. All processes die with the session.
+The current directory, variables, functions and jobs persist from command to command. A command that is out of time gets
+the signal of Ctrl-C. If it continues, its job is killed, and finally the shell. `exit` ends the shell, not the session:
+the next command gets a fresh shell and a note on stderr. All processes end with the session.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rollmesh.sandbox_runtime.output import Capture, Emit
 from rollmesh.sandbox_runtime.program import Program
 
 _LINE_BYTES_MAX = 1000
-"""Of source text per line typed: a terminal takes 4096 bytes, and a byte needs up to four."""
+"""Bytes of source text per typed line: a terminal accepts 4096 bytes, and a byte needs up to four."""
 _START_S = 5.0
 _INTERRUPT_S = (0.1, 0.4)
-"""How long each interrupt is waited for: the first is lost on a process that is just becoming another program."""
+"""Seconds to wait after each interrupt. The first is lost if the process is just executing another program."""
 _KILL_S = 0.2
 _TAIL_S = 0.02
 
@@ -41,16 +41,16 @@ class Bash:
 
     @property
     def runs(self) -> bool:
-        """Whether a shell holds state."""
+        """Whether a shell exists and holds state."""
         return self._shell is not None
 
     def run(self, program: Program, wall_s: float, emit: Emit | None = None) -> Reply:
-        """See `port.Language`."""
+        """Run a command; see `port.Language`."""
         port.refuse_input(program)
         if "\0" in program.code:
             return port.failed("ValueError", "bash code must not contain a NUL character")
         if not os.path.exists(PTMX):
-            raise ProgramRejected("this session has no terminal for bash: the host let none be mounted in the jail")
+            raise ProgramRejected("this session has no terminal for bash: the host did not allow the mount in the jail")
         began_s = time.monotonic()
         capture = Capture(1, keep=self._limits.output_bytes, flood=self._limits.flood_bytes, emit=emit)
         notice, self._notice = self._notice, ""
@@ -88,11 +88,11 @@ class Bash:
         return reply | port.failed("ExitStatus", str(mark.status)) if mark.status else reply
 
     def _lost(self, stopped: str) -> Reply:
-        """The shell ended, by itself or because nothing else ended the command."""
+        """Report a shell that ended by itself or was killed because nothing else stopped the command."""
         assert self._shell is not None
         status = self._shell.end()
         self._shell = None
-        how = "was killed with a command out of bounds" if stopped else f"had ended with status {status}"
+        how = "was killed with a command that exceeded its limits" if stopped else f"ended with status {status}"
         self._notice = f"[the shell {how}; this is a fresh one]\n"
         reply: Reply = {"exit_status": status, "outcome": port.OK}
         if stopped:
@@ -107,7 +107,7 @@ def _stopped(kind: str) -> Reply:
 
 
 def _lines(code: str) -> Iterator[bytes]:
-    """What is typed: the code as one quoted word to `eval`, in pieces where it is long."""
+    """Yield the typed lines: the code as one quoted word for `eval`, in pieces if it is long."""
     raw = code.encode("utf-8", "replace")
     pieces = [raw[at : at + _LINE_BYTES_MAX] for at in range(0, len(raw), _LINE_BYTES_MAX)] or [b""]
     if len(pieces) == 1:
@@ -120,7 +120,7 @@ def _lines(code: str) -> Iterator[bytes]:
 
 
 def _quoted(raw: bytes) -> bytes:
-    """As $'...', with every byte escaped that a terminal or the quotes would act on."""
+    """Quote as $'...', with every byte escaped on which a terminal or the quotes would act."""
     return b"$'" + b"".join(_ESCAPED[byte] for byte in raw) + b"'"
 
 
@@ -130,7 +130,8 @@ _ESCAPED = [
 
 
 def _enter(shell: Shell, line: bytes, capture: Capture, deadline_s: float) -> tuple[Mark | None, str]:
-    """Type a line and wait for the mark; (None, ...) if the shell is lost. The second is the limit that was reached, or empty."""
+    """Type a line and wait for the mark. Return the mark, or None if the shell is gone, and the limit that was reached
+    or an empty text."""
     os.write(shell.master, line)
     mark, alive = _wait(shell, capture, deadline_s)
     if mark is not None or not alive:
@@ -147,7 +148,8 @@ def _enter(shell: Shell, line: bytes, capture: Capture, deadline_s: float) -> tu
 
 
 def _wait(shell: Shell, capture: Capture, deadline_s: float, *, flood: bool = True) -> tuple[Mark | None, bool]:
-    """Until the mark, the shell's end, the deadline, or too much output; whether the shell lives."""
+    """Wait for the mark, the end of the shell, the deadline, or too much output. Return the mark and whether the shell
+    still runs."""
     poll = select.poll()
     poll.register(shell.master, select.POLLIN)
     poll.register(shell.pidfd, select.POLLIN)
@@ -167,15 +169,15 @@ def _read(shell: Shell, capture: Capture) -> tuple[Mark | None, bool]:
         return shell.read(capture), True
     except BlockingIOError:
         return None, True
-    except OSError:  # nobody holds the terminal any more
+    except OSError:  # no process has the terminal open
         return None, False
 
 
 def _read_remaining(shell: Shell, capture: Capture) -> tuple[None, bool]:
-    """The kernel passes on asynchronously what was written to a terminal: wait a moment for the shell's last output."""
+    """Wait briefly for the shell's last output, because the kernel delivers writes to a terminal asynchronously."""
     poll = select.poll()
     poll.register(shell.master, select.POLLIN)
-    until_s = time.monotonic() + 10 * _TAIL_S  # a job left in the background may print for ever
+    until_s = time.monotonic() + 10 * _TAIL_S  # a background job may print forever
     while time.monotonic() < until_s and not capture.flooded and poll.poll(_TAIL_S * 1000):
         _, alive = _read(shell, capture)
         if not alive:

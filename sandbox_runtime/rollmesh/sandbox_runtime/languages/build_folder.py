@@ -1,4 +1,4 @@
-"""A folder of its own for one program: its source, what the compiler makes of it, and nothing after it has run."""
+"""A separate directory for one program with its source and the compiler's output, deleted after the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmesh.sandbox_runtime.process_env import private_dir
 
 @contextmanager
 def build_folder(name: str, code: str) -> Iterator[str]:
-    """A fresh folder with the source in the file `name`. Raises OSError where the disk is full."""
+    """Create a directory with the source in the file `name`. Raises OSError if the disk is full."""
     folder = tempfile.mkdtemp(prefix=".program-", dir=private_dir())
     try:
         with open(os.path.join(folder, name), "w", encoding="utf-8", errors="replace") as file:

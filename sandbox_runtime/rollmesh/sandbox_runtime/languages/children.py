@@ -1,7 +1,8 @@
-"""A child process of a session: fed its input, its output captured within bounds, ended at its deadline with its whole group.
+"""A child process of a session: feed its input, capture its bounded output, and kill its whole process group at the
+deadline.
 
-The child's end is its own: grandchildren that hold its pipes open are not waited for. They are killed with the child's process
-group; one that has left the group lives on until the session ends.
+Only the child itself is awaited, not grandchildren that hold its pipes open. They are killed with the child's process
+group. A process that has left the group runs until the session ends.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _TAIL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildExit:
-    """How a child ended. `stopped`: the limit for which it was killed (port.TIME, port.OUTPUT), or empty."""
+    """Exit of a child. `stopped` is the limit for which it was killed (port.TIME, port.OUTPUT), or empty."""
 
     status: int
     """Exit status, or minus the signal."""
@@ -38,14 +39,14 @@ class ChildExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streams:
-    """Where a child's output goes. One capture for both merges them."""
+    """Captures of a child's output. One capture for both merges them."""
 
     stdout: Capture
     stderr: Capture
 
     @property
     def flooded(self) -> bool:
-        """Whether more was printed than is tolerated."""
+        """Whether more was printed than the flood limit."""
         return self.stdout.flooded or self.stderr.flooded
 
 
@@ -58,8 +59,9 @@ def run_child(
     stdin: bytes = b"",
     prepare: Callable[[], None] | None = None,
 ) -> ChildExit:
-    """Execute and wait, at most `wall_s`. `prepare` runs in the child before the program. Raises OSError if it can't start."""
-    import subprocess  # not by the zygote: it brings `threading`, whose work after a fork every session would pay for
+    """Execute a program and wait at most `wall_s` for it. `prepare` runs in the child before the program. Raises
+    OSError if it cannot start."""
+    import subprocess  # imported late: it imports `threading`, whose work after a fork would slow every session
 
     with stdin_file(stdin) as source:
         process = subprocess.Popen(
@@ -79,7 +81,7 @@ def _wait(process: subprocess.Popen[bytes], streams: Streams, wall_s: float) -> 
     try:
         stopped = pipes.serve(time.monotonic() + wall_s)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the pid is still valid
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         pipes.drain()
@@ -88,7 +90,8 @@ def _wait(process: subprocess.Popen[bytes], streams: Streams, wall_s: float) -> 
 
 
 def cpu_bound(cpu_s: float, address_space: bool = False) -> Callable[[], None]:
-    """For `prepare`: a CPU limit of this process alone, and the full address space if asked."""
+    """Return a function for `prepare` that sets a CPU limit of this process alone, and the full address space if
+    requested."""
 
     def prepare() -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -101,13 +104,13 @@ def cpu_bound(cpu_s: float, address_space: bool = False) -> Callable[[], None]:
 
 
 def full_address_space() -> None:
-    """All that the profile gives, which may be more than the session's memory."""
+    """Raise the limit to the profile's address space, which may exceed the session's memory."""
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 class _Pipes:
-    """Both pipes of a child, never waited on one by one."""
+    """Both output pipes of a child, which are polled together."""
 
     def __init__(self, process: subprocess.Popen[bytes], streams: Streams) -> None:
         assert process.stdout is not None
@@ -123,7 +126,7 @@ class _Pipes:
             self._poll.register(fd, select.POLLIN)
 
     def serve(self, deadline_s: float) -> str:
-        """Until the child has ended; the limit that was reached before, or empty."""
+        """Read until the child has exited. Return the limit that was reached before, or an empty text."""
         while True:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
@@ -137,7 +140,7 @@ class _Pipes:
                 return port.OUTPUT
 
     def drain(self) -> None:
-        """What is left in the pipes, without waiting for whoever may still hold them."""
+        """Read the rest of the pipes without waiting for other processes that hold them open."""
         until_s = time.monotonic() + _TAIL_S
         for fd in self._captures:
             while time.monotonic() < until_s and self._read(fd):
@@ -149,7 +152,7 @@ class _Pipes:
             file.close()
 
     def _read(self, fd: int) -> bool:
-        """Take one piece; False when there is none."""
+        """Read one piece. Return False if nothing is available."""
         try:
             data = os.read(fd, _PIECE_BYTES)
         except BlockingIOError:

@@ -1,6 +1,7 @@
-"""A piece of the jail's own work in a child process: it ends at its deadline, crashes alone, and leaves nothing behind.
+"""Run work of the jail in a child process, which ends at its deadline, crashes alone, and leaves nothing behind.
 
-The child is a fork of the session's pid 1, so what the profile has preloaded is there. It answers with one JSON object on a pipe.
+The child is a fork of the session's pid 1, so the modules that the profile preloaded are available. It returns one JSON
+object on a pipe.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Work = Callable[[], Reply]
 
 
 def run_forked(work: Work, *, wall_s: float, cpu_s: float, bytes_max: int) -> Reply:
-    """What `work` returns, or how it failed. More than `bytes_max` bytes of answer are a failure. Raises OSError if it can't start."""
+    """Return the result of `work`, or how it failed. More than `bytes_max` bytes of result are a failure. Raises
+    OSError if it cannot start."""
     began_s = time.monotonic()
     read_fd, write_fd = os.pipe()
     pid = os.fork()
@@ -41,7 +43,7 @@ def run_forked(work: Work, *, wall_s: float, cpu_s: float, bytes_max: int) -> Re
 
 
 def _answer(work: Work, fd: int, cpu_s: float) -> NoReturn:
-    """In the child; never returns into the session's loop."""
+    """Run the work in the child. Never returns into the session's loop."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -59,7 +61,7 @@ def _answer(work: Work, fd: int, cpu_s: float) -> NoReturn:
 
 
 def _read(fd: int, deadline_s: float, bytes_max: int) -> bytes | None:
-    """All until the end of the pipe; None when the deadline passed before."""
+    """Read to the end of the pipe; None if the deadline passed before."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     data = bytearray()
@@ -83,6 +85,6 @@ def _understood(data: bytes | None, status: int) -> Reply:
         return reply
     if status == -signal.SIGXCPU:
         return port.failed("TimeLimitError", "CPU time limit reached", port.TIME)
-    return port.failed("Crash", f"the query's process ended with status {status} and no answer") | {
+    return port.failed("Crash", f"the query's process ended with status {status} and without a result") | {
         "exit_status": status
     }

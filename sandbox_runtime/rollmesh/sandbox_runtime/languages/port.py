@@ -1,4 +1,4 @@
-"""The port of a language: what a session asks of whatever runs a program."""
+"""The port of a language: the interface between a session and the code that runs its programs."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from typing import Any, Protocol
 from rollmesh.sandbox_runtime.program import Program
 
 OK, ERROR, TIME, MEMORY, PROCESSES, OUTPUT = "ok", "error", "time", "memory", "processes", "output"
-"""How a program ends, as the service reads it."""
+"""Outcomes of a program, as the service decodes them."""
 
 Reply = dict[str, Any]
 """outcome, stdout, stderr, result, truncated, wall_s, cpu_s, exit_status, error_type, error_message, traceback; absent means empty."""
 
 
 class ProgramRejected(Exception):
-    """This program can't be run here: the asker's mistake, nothing ran."""
+    """This program cannot run here because of a mistake of the caller. Nothing ran."""
 
 
 class Language(Protocol):
-    """Runs programs of one language, under the limits of the session it was made for."""
+    """Runs programs of one language, under the limits of the session for which it was created."""
 
     def run(self, program: Program, wall_s: float) -> Reply:
-        """Run to its end or for `wall_s`. Raises Refused; OSError and MemoryError for what the session has run out of."""
+        """Run a program to its end or for `wall_s`. Raises ProgramRejected, and OSError or MemoryError if a resource of
+        the session is exhausted."""
         ...
 
 
 def refuse_input(program: Program) -> None:
-    """For the languages that keep state between commands. Raises Refused."""
+    """Reject input for a language that keeps state between commands. Raises ProgramRejected."""
     if program.stdin or program.arguments:
         raise ProgramRejected(
-            f"{program.language} keeps its state between commands: it takes no stdin and no arguments"
+            f"{program.language} keeps its state between commands and does not accept stdin or arguments"
         )
 
 
 def failed(error_type: str, message: str, outcome: str = ERROR) -> Reply:
-    """The part of a reply that says what went wrong."""
+    """Return the part of a reply that describes an error."""
     return {"outcome": outcome, "error_type": error_type, "error_message": message}

@@ -1,7 +1,7 @@
-"""Languages whose programs are files: C and C++, compiled by the host's compilers, and JavaScript by its node.
+"""Languages whose programs are files: C and C++ with the host's compilers, and JavaScript with its node.
 
-The compiler runs inside the jail under the same limits; what it refuses is the program's ERROR with the compiler's text. The
-program starts in the session's directory. Nothing of it stays but the files it wrote there.
+The compiler runs inside the jail under the same limits. If it rejects a program, the outcome is ERROR with the
+compiler's text. The program starts in the session's directory. Only the files that it writes there remain.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from rollmesh.sandbox_runtime.program import Program
 
 _BINARY = "program"
 _NODE_ADDRESS_SPACE_BYTES = 1 << 30
-"""What node's compilers reserve before the first line runs; with less it interprets, about ten times slower, and runs."""
+"""Bytes of address space that node's compilers reserve before the first line runs; with less, node interprets, about
+ten times slower."""
 _OUT_OF_MEMORY = ("std::bad_alloc", "JavaScript heap out of memory", "out of memory allocating")
 _MESSAGE_CHARS_MAX = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
-    """How a language becomes a program."""
+    """Command line of a compiler."""
 
     source: str
     argv: tuple[str, ...]
@@ -69,13 +70,15 @@ class Compiled:
         )
         reply = _reply(ended, streams)
         if reply["outcome"] == port.ERROR:
-            first = next((line for line in reply["stderr"].splitlines() if "error" in line), "no program was made")
+            first = next(
+                (line for line in reply["stderr"].splitlines() if "error" in line), "the compiler created no program"
+            )
             reply |= port.failed("CompileError", first[:_MESSAGE_CHARS_MAX])
         return ended, reply
 
 
 class JavaScript:
-    """node, one process per program."""
+    """JavaScript on node, one process per program."""
 
     def __init__(self, limits: Limits, emit: Emit | None) -> None:
         self._limits = limits
@@ -90,7 +93,7 @@ class JavaScript:
 
 
 def _node_flags(limits: Limits) -> list[str]:
-    """The heap stays below the session's memory; a small address space leaves no room for compiled code."""
+    """Return flags that keep the heap below the session's memory. A small address space has no room for compiled code."""
     flags = [f"--max-old-space-size={max(16, limits.memory_bytes * 3 // 4 >> 20)}", "--v8-pool-size=1"]
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     return [*flags, "--jitless"] if 0 <= most < _NODE_ADDRESS_SPACE_BYTES else flags
@@ -129,11 +132,11 @@ def _reply(ended: children.ChildExit, streams: children.Streams) -> Reply:
     stderr, cut_stderr = streams.stderr.take()
     reply: Reply = {"stdout": stdout, "stderr": stderr, "truncated": cut_stdout or cut_stderr}
     reply |= {"exit_status": ended.status, "cpu_s": ended.cpu_s}
-    return reply | _how(ended, stderr)
+    return reply | _outcome(ended, stderr)
 
 
-def _how(ended: children.ChildExit, stderr: str) -> Reply:
-    """The outcome behind a status: a limit of ours, a limit of the kernel's, or the program's own end."""
+def _outcome(ended: children.ChildExit, stderr: str) -> Reply:
+    """Map an exit to an outcome: a limit of the sandbox, a limit of the kernel, or the program's own end."""
     if ended.stopped == port.TIME:
         return port.failed("TimeLimitError", "wall time limit reached", port.TIME)
     if ended.stopped == port.OUTPUT:

@@ -1,4 +1,4 @@
-"""The languages of a host by name, and those of one session, made when they are first used."""
+"""The languages of a host by name, and those of one session, created on first use."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _TOOLS = {"bash": "/bin/bash", "c": "gcc", "cpp": "g++", "javascript": "node"}
 
 
 def present(path: str | None = None) -> tuple[str, ...]:
-    """The languages that the programs on this host (or in this jail) allow. `path` is searched instead of PATH."""
+    """Return the languages that the programs of this host (or this jail) support. `path` is searched instead of PATH."""
     tools = (name for name, tool in _TOOLS.items() if shutil.which(tool, path=path))
     return (PYTHON, *tools, *(name for name in sql.MODULES if sql.is_here(name)))
 
 
 class Languages:
-    """Those of one session."""
+    """The languages of one session."""
 
     def __init__(self, interpreter: Interpreter, limits: Limits) -> None:
         self._interpreter = interpreter
@@ -34,11 +34,11 @@ class Languages:
 
     @property
     def unsaved(self) -> tuple[str, ...]:
-        """What of it a snapshot can't hold."""
+        """Names of the state that a snapshot cannot save."""
         return ("<bash>",) if self._bash.runs else ()
 
     def run(self, program: Program, wall_s: float, emit: Emit | None) -> Reply:
-        """Run in whatever language the program names. Raises Refused."""
+        """Run a program in its language. Raises ProgramRejected."""
         try:
             return self._run(program, wall_s, emit)
         except MemoryError:
@@ -63,11 +63,11 @@ class Languages:
 
 def _not_here(language: str) -> str:
     library = sql.MODULES.get(language)
-    missing = f": its profile lacks the library {library}, to be named in library_paths and preload" if library else ""
-    return f"language {language!r} is not here{missing}; this host has: {', '.join(present())}"
+    missing = f": its profile lacks the library {library}; name it in library_paths and preload" if library else ""
+    return f"language {language!r} is not available{missing}; this host has: {', '.join(present())}"
 
 
 def _out_of(error: OSError) -> Reply:
-    """What a session that can't start a program or write its source has run out of."""
+    """Map an error of starting a program or writing its source to the exhausted resource."""
     outcome = {errno.EAGAIN: port.PROCESSES, errno.ENOMEM: port.MEMORY}.get(error.errno or 0, port.ERROR)
     return port.failed(type(error).__name__, str(error), outcome)

@@ -1,7 +1,9 @@
-"""SQL, read-only, on a database file of the session: sqlite by the standard library, duckdb where the profile brings it.
+"""SQL, read-only, on a database file of the session: sqlite from the standard library, duckdb if the profile provides
+it.
 
-One statement per command, in a process of its own. Both engines are told to read only, in more than one way: sqlite opens the file
-read-only and asks an authorizer at every step; duckdb opens it read-only with access to other files and its own settings locked.
+One statement per command, in a separate process. Both engines enforce read-only access in several ways: sqlite opens
+the file read-only and calls an authorizer at every step; duckdb opens it read-only with access to other files disabled
+and its settings locked.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ _ACTIONS = (
     "ALTER_TABLE", "CREATE_TABLE", "CREATE_INDEX", "CREATE_VIEW", "CREATE_TRIGGER", "CREATE_VTABLE", "CREATE_TEMP_TABLE",
     "CREATE_TEMP_INDEX", "CREATE_TEMP_VIEW", "CREATE_TEMP_TRIGGER", "DROP_TABLE", "DROP_INDEX", "DROP_VIEW", "DROP_TRIGGER",
 )  # fmt: skip
-"""What sqlite asks leave for, by the names of its constants: for the message alone."""
+"""Actions of sqlite's authorizer by the names of its constants, for error messages."""
 _GROWTH = 6
-"""How much longer a text can get in JSON."""
+"""Factor by which a text can grow in JSON."""
 _OVERHEAD_BYTES = 1 << 16
 
 
 def is_here(language: str) -> bool:
-    """Whether its library can be imported."""
+    """Whether the library of a language can be imported."""
     return importlib.util.find_spec(MODULES[language]) is not None
 
 
@@ -50,7 +52,7 @@ class Sql:
         self._limits = limits
 
     def run(self, program: Program, wall_s: float) -> Reply:
-        """See `port.Language`. The result is a table in JSON."""
+        """Run a query; see `port.Language`. The result is a table in JSON."""
         path, limits = _database(program), self._limits
         return run_forked(
             lambda: self._query(path, program.code, limits),
@@ -86,12 +88,12 @@ def _sqlite(path: str, query: str, limits: Limits) -> Reply:
         columns = [column[0] for column in cursor.description or ()]
         return table_reply(columns, cursor, limits.output_bytes)
     except (sqlite3.Error, sqlite3.Warning) as error:
-        why = f": only reading is allowed here, not {refused[0]}" if refused else ""
+        why = f": only reading is allowed, not {refused[0]}" if refused else ""
         return port.failed(type(error).__name__, f"{error}{why}"[: limits.output_bytes])
 
 
 def _authorize(refused: list[str], action: int, first: str | None, second: str | None, *_: str | None) -> int:
-    """Reading is allowed, and nothing else."""
+    """Allow reading and reject everything else."""
     import sqlite3
 
     if action in (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE):
@@ -119,7 +121,7 @@ def _duckdb(path: str, query: str, limits: Limits) -> Reply:
             return port.failed("ProgrammingError", f"one statement at a time, got {len(statements)}")
         kind = statements[0].type
         if kind not in (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN):
-            return port.failed("PermissionError", f"not authorized: only reading is allowed here, not {kind.name}")
+            return port.failed("PermissionError", f"not authorized: only reading is allowed, not {kind.name}")
         cursor = connection.execute(statements[0])
         columns = [column[0] for column in cursor.description or ()]
         return table_reply(columns, _rows(cursor), limits.output_bytes)

@@ -1,7 +1,7 @@
 """The result of a query as JSON text: {"columns": [...], "rows": [[...], ...]}, cut at whole rows.
 
-Numbers, text, booleans and null are themselves; bytes are {"hex": "..."}; decimals become numbers; lists and structures stay such;
-whatever else (dates, intervals, uuids, not-a-number) is its text.
+Numbers, text, booleans and null keep their JSON form. Bytes become {"hex": "..."} and decimals become numbers. Lists
+and structures stay lists and structures. Everything else (dates, intervals, uuids, not-a-number) becomes text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROWS_MAX = 10_000
 
 
 def table_reply(columns: Sequence[str], rows: Iterable[Sequence[Any]], bytes_max: int) -> Reply:
-    """At most `ROWS_MAX` rows and `bytes_max` bytes; `truncated` says whether any were left out."""
+    """Encode at most `ROWS_MAX` rows and `bytes_max` bytes; `truncated` says whether rows were omitted."""
     head = json.dumps({"columns": list(columns), "rows": []}, ensure_ascii=False)[:-2]
     parts: list[str] = []
     room, cut = bytes_max - len(head.encode()) - 2, False
@@ -33,7 +33,7 @@ def table_reply(columns: Sequence[str], rows: Iterable[Sequence[Any]], bytes_max
 
 
 def plain(value: Any) -> Any:
-    """A value that JSON has."""
+    """Convert a value to a JSON value."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

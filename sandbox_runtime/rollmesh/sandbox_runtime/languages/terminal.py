@@ -1,9 +1,9 @@
-"""A shell on a pseudo-terminal, and the text that comes out of it: no echo, no translation, no control sequences.
+"""A shell on a pseudo-terminal, and its output without echo, translation and control sequences.
 
-The shell tells by a mark on its terminal that it waits for the next line: a random word, so that programs don't print it by
-accident, with the status of the last command and the CPU time used so far. A terminal keeps the order of what is written to it,
-so everything before the mark is the command's output. The shell's builtins print the mark; where a program has disabled one of them, the
-prompt does, without the times.
+When the shell waits for the next line, it prints a mark on its terminal: a random word, which programs do not print by
+accident, with the status of the last command and the CPU time used so far. A terminal preserves the order of writes, so
+everything before the mark is output of the command. Builtins of the shell print the mark. If a program has disabled one
+of them, the prompt prints it without the times.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ _START, _END = b"\x1e", b"\x1f"
 _MARK_BYTES_MAX = 200
 _TIMES = re.compile(r"(\d+)m([\d.,]+)s")
 _SEQUENCE = re.compile(
-    rb"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor
+    rb"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colors, cursor
     rb"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"  # OSC: titles, links
     rb"|\x1b[PX^_][^\x1b]*\x1b\\"
     rb"|\x1b[ -/]*[0-Z\\^-~]"
 )
 _SEQUENCE_BYTES_MAX = 256
-"""An escape that goes on for longer is no sequence: it is let through."""
+"""Maximum bytes of a control sequence; a longer one is passed through as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """The shell waits again."""
+    """The mark of a shell that waits for the next line."""
 
     status: int
     cpu_s: float
 
 
 class Shell:
-    """A running bash as leader of its own terminal session. `master` and `pidfd` are there to be polled."""
+    """A running bash as leader of its terminal session. Callers poll `master` and `pidfd`."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        import subprocess  # as late as in `children`
+        import subprocess  # imported late, as in `children`
 
         self._word = os.urandom(8).hex()
         self.master, slave = os.openpty()
@@ -78,7 +78,7 @@ class Shell:
         self._reader = _MarkReader(self._word)
 
     def setup_line(self) -> bytes:
-        """What makes the shell tell that it waits."""
+        """Return the line that makes the shell print marks."""
         mark = "\\builtin printf %s \"$PS1\" && \\builtin times && \\builtin printf '\\037'"
         report = f"PS1=$'\\036{self._word}:'$?: PS2=; {{ {mark}; }} > {self._name} 2>&- && PS1= || PS1+=$'\\037'"
         return (
@@ -87,7 +87,7 @@ class Shell:
         ).encode()
 
     def reset_mode(self) -> None:
-        """No echo, no change of line ends; programs may have left the terminal otherwise."""
+        """Disable echo and line-end translation, because programs may have changed the terminal mode."""
         mode = termios.tcgetattr(self.master)
         mode[tty.IFLAG] = termios.ICRNL
         mode[tty.OFLAG] = 0
@@ -95,7 +95,8 @@ class Shell:
         termios.tcsetattr(self.master, termios.TCSANOW, mode)
 
     def read(self, into: Capture) -> Mark | None:
-        """Take what the terminal holds; the mark once it has come. Raises BlockingIOError when there is nothing, OSError at its end."""
+        """Read the terminal's output into `into`. Return the mark once it has arrived. Raises BlockingIOError if
+        nothing is available and OSError at the end."""
         if not self._reader.pending:
             data = os.read(self.master, 1 << 16)
             if not data:
@@ -104,7 +105,7 @@ class Shell:
         return self._reader.next(into)
 
     def interrupt(self, number: int) -> None:
-        """Signal the job in the foreground, which may be the shell itself."""
+        """Signal the foreground job, which may be the shell itself."""
         if (group := self._foreground()) > 0:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, number)
@@ -115,14 +116,14 @@ class Shell:
         return self._foreground() not in (0, self._process.pid)
 
     def _foreground(self) -> int:
-        """The process group that has the terminal; 0 if none has it any more."""
+        """Return the process group that has the terminal; 0 if none has it."""
         try:
             return os.tcgetpgrp(self.master)
         except OSError:
             return 0
 
     def end(self) -> int:
-        """Kill the shell and its foreground job, and forget them; the shell's exit status."""
+        """Kill the shell and its foreground job. Return the shell's exit status."""
         if self.busy_with_job:
             self.interrupt(signal.SIGKILL)
         self._process.kill()
@@ -133,7 +134,7 @@ class Shell:
 
 
 class _MarkReader:
-    """Takes marks and control sequences out of a stream of bytes, whatever pieces it comes in."""
+    """Removes marks and control sequences from a stream of bytes, in pieces of any size."""
 
     def __init__(self, word: str) -> None:
         self._start = _START + word.encode() + b":"
@@ -145,18 +146,18 @@ class _MarkReader:
         self.pending = True
 
     def next(self, into: Capture) -> Mark | None:
-        """Hand on the text before the next mark and return it; None if there is none yet."""
+        """Pass on the text before the next mark and return the mark; None if it has not arrived."""
         self.pending = False
         begin = self._buffer.find(self._start)
         if begin < 0:
-            self._hand_on(into, self._held_from())
+            self._pass_on(into, self._held_from())
             return None
         end = self._buffer.find(_END, begin + len(self._start))
         if end < 0:
             is_mark = len(self._buffer) - begin < _MARK_BYTES_MAX
-            self._hand_on(into, begin if is_mark else begin + len(self._start))
+            self._pass_on(into, begin if is_mark else begin + len(self._start))
             return None
-        whole = self._buffer.rfind(self._start, begin, end)  # a mark that broke off is followed by another
+        whole = self._buffer.rfind(self._start, begin, end)  # an incomplete mark is followed by another
         body = self._buffer[whole + len(self._start) : end].decode("ascii", "replace")
         text, self._buffer = self._buffer[:begin], self._buffer[end + 1 :]
         into.feed(_SEQUENCE.sub(b"", text))
@@ -164,7 +165,7 @@ class _MarkReader:
         return _parse(body)
 
     def _held_from(self) -> int:
-        """Where something begins that may become a mark or a control sequence."""
+        """Return the position of a possible start of a mark or a control sequence."""
         held = len(self._buffer)
         last = self._buffer.rfind(_START)
         if last >= 0 and self._start.startswith(self._buffer[last:]):
@@ -174,13 +175,14 @@ class _MarkReader:
             held = min(held, escape)
         return held
 
-    def _hand_on(self, into: Capture, until: int) -> None:
+    def _pass_on(self, into: Capture, until: int) -> None:
         into.feed(_SEQUENCE.sub(b"", self._buffer[:until]))
         self._buffer = self._buffer[until:]
 
 
 def _parse(body: str) -> Mark:
-    """`status:` and, if it is not disabled, what the builtin `times` prints: user and system time of the shell and of its children."""
+    """Parse `status:` and, unless disabled, the output of the builtin `times`: user and system time of the shell and of
+    its children."""
     status, _, times = body.partition(":")
     cpu_s = sum(int(minutes) * 60 + float(seconds.replace(",", ".")) for minutes, seconds in _TIMES.findall(times))
     return Mark(status=int(status) if status.isdigit() else 1, cpu_s=cpu_s)

@@ -1,1 +1,1 @@
-"""Tool modules a profile may preload into its zygote; they run inside the jail, standard library only."""
+"""Tool modules that a profile may preload into its zygote. They run inside the jail and use the standard library only."""

@@ -1,6 +1,6 @@
-"""The calculator tool: one arithmetic operation per call, everything else answered `err`.
+"""The calculator tool: one arithmetic operation per call; everything else returns `err`.
 
-A task of L operators then needs L dependent calls: the refusal is what makes the task multi-turn.
+A task of L operators then needs L dependent calls, so this restriction makes the task multi-turn.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 REFUSED = "err"
 _DIGITS_MAX = 18
-"""Longest operand: no call can make a number that is costly to print."""
+"""Maximum digits of an operand, so that no result is expensive to print."""
 
 _OPERATIONS: dict[type[ast.operator], Callable[[int | float, int | float], int | float]] = {
     ast.Add: operator.add,
@@ -24,7 +24,7 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int | float, int | float], int |
 
 
 def call(text: str) -> str:
-    """The value of `text`, an expression of integers with at most one operator; `err` for anything else."""
+    """Return the value of `text`, an expression of integers with at most one operator; `err` for anything else."""
     if len(text) > 2 * _DIGITS_MAX + 8:
         return REFUSED
     try:
@@ -42,7 +42,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _operand(node: ast.expr) -> int:
-    """An integer, possibly negated: a sign is not an operation."""
+    """Return an integer, possibly negated: a sign is not an operation."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_operand(node.operand)
     if isinstance(node, ast.Constant) and type(node.value) is int and len(str(node.value)) <= _DIGITS_MAX:

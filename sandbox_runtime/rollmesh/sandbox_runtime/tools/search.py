@@ -1,7 +1,8 @@
-"""Search tools of a session: `search`, `browse` and `retrieve`, over the egress of its profile. Each takes and returns one text.
+"""Search tools of a session: `search`, `browse` and `retrieve`, over the egress of its profile. Each takes and returns
+one text.
 
-What a page holds is untrusted and parsed here, inside the jail. Long texts come in pieces: the end of a piece tells how to
-ask for the next one. Raises EgressError where the proxy refuses; its text says why.
+The content of pages is untrusted and parsed here, inside the jail. Long texts are returned in pieces; the end of a
+piece explains how to get the next one. Raises EgressError with the proxy's reason if it refuses a request.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _FROM = re.compile(r"(?s)(.*\S)\s+@([0-9]{1,9})")
 
 
 def search(query: str) -> str:
-    """The best results for a few words: number, title, id, URL and a piece of text of each."""
+    """Return the best results for a few words: number, title, id, URL and a part of the text of each."""
     results = _asked(f"/search?q={quote(query.strip())}")["results"]
     if not results:
         return "no results"
@@ -25,12 +26,12 @@ def search(query: str) -> str:
 
 
 def browse(url: str) -> str:
-    """The text of the page at a URL; `<url> @4000` goes on at character 4000."""
+    """Return the text of the page at a URL; `<url> @4000` continues at character 4000."""
     return _piece("browse", "/browse?url=", url)
 
 
 def retrieve(doc_id: str) -> str:
-    """The text of a document by the id that a search gave; `<id> @4000` goes on at character 4000."""
+    """Return the text of a document by its id from a search; `<id> @4000` continues at character 4000."""
     return _piece("retrieve", "/retrieve?id=", doc_id)
 
 
@@ -56,5 +57,5 @@ def _piece(verb: str, path: str, wanted: str) -> str:
     end = begin + size
     shown = (f"{title}\n\n" if title and not begin else "") + text[begin:end]
     if end < len(text):
-        shown += f"\n[{end} of {len(text)} characters; go on with {verb}: {name} @{end}]"
+        shown += f"\n[{end} of {len(text)} characters; continue with {verb}: {name} @{end}]"
     return shown

@@ -1,1 +1,2 @@
-"""Egress: what sessions of a profile may reach outside, through a proxy on the service's side. None unless a profile names a policy."""
+"""Egress: network access of a profile's sessions through a proxy in the service. There is no access unless a profile
+names a policy."""

@@ -1,6 +1,5 @@
-"""Names to addresses that may be connected to. The caller connects to what is returned here, never to the name again: a name
-that leads elsewhere when asked a second time gains nothing.
-"""
+"""Resolve names to addresses that sessions may connect to. The caller connects to the returned address and never
+resolves the name again, so a name with changing addresses gains nothing."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from rollmesh.services.sandbox.egress.exchange import EgressRefused
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Addresses of a host, as text. Raises OSError."""
+"""Resolves a host and port to addresses as text. Raises OSError."""
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 async def resolve_by_dns(host: str, port: int) -> Sequence[str]:
-    """What the system's resolver says."""
+    """Resolve with the resolver of the system."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
@@ -26,23 +25,25 @@ async def resolve_by_dns(host: str, port: int) -> Sequence[str]:
 async def resolve(
     host: str, port: int, *, fixed: Mapping[str, Sequence[str]], resolver: Resolver, allow_private: bool
 ) -> Sequence[str]:
-    """The host's addresses, all of them allowed: one bad address refuses the host. Raises Refused."""
+    """Return the addresses of a host. All must be allowed; one forbidden address rejects the host. Raises
+    EgressRefused."""
     try:
         found = fixed[host] if host in fixed else await resolver(host, port)
     except OSError as error:
-        raise EgressRefused("upstream", f"the name {host} could not be resolved: {error.strerror or error}") from error
+        raise EgressRefused("upstream", f"cannot resolve the name {host}: {error.strerror or error}") from error
     except UnicodeError as error:  # a label that no name can have
-        raise EgressRefused("upstream", f"{host} is no name: {error}") from error
+        raise EgressRefused("upstream", f"{host} is not a valid name: {error}") from error
     if not found:
         raise EgressRefused("upstream", f"the name {host} has no address")
     for text in found:
         if not may_connect(text, allow_private=allow_private):
-            raise EgressRefused("address", f"the name {host} leads to an address that is not public")
+            raise EgressRefused("address", f"the name {host} resolves to an address that is not public")
     return found
 
 
 def may_connect(text: str, *, allow_private: bool) -> bool:
-    """Whether an address is public; with `allow_private` also loopback and private ones. Link-local and special ones never are."""
+    """Return whether an address is public; with `allow_private` also loopback and private ones. Link-local and special
+    addresses are never allowed."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:  # with a scope, e.g. fe80::1%eth0
@@ -54,7 +55,7 @@ def _single_may(address: _Address, allow_private: bool) -> bool:
     if address.is_link_local or address.is_multicast or address.is_unspecified:
         return False
     if isinstance(address, ipaddress.IPv6Address) and (address.ipv4_mapped is not None or address in _NAT64):
-        return True  # judged by what is embedded
+        return True  # the embedded address decides
     site_local = isinstance(address, ipaddress.IPv6Address) and address.is_site_local
     if address.is_loopback or site_local:
         return allow_private
@@ -64,7 +65,7 @@ def _single_may(address: _Address, allow_private: bool) -> bool:
 
 
 def _embedded(address: _Address) -> Sequence[_Address]:
-    """IPv4 addresses that an IPv6 one leads to."""
+    """Return the IPv4 addresses that are embedded in an IPv6 address."""
     if isinstance(address, ipaddress.IPv4Address):
         return ()
     found = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]

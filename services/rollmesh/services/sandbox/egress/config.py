@@ -1,4 +1,4 @@
-"""Configuration of egress: named policies, each an allow-list with limits."""
+"""Settings of egress: named policies, each an allow-list with limits."""
 
 from __future__ import annotations
 
@@ -12,35 +12,40 @@ _HOST = re.compile(r"\.?(?!-)[a-z0-9-]+(\.[a-z0-9-]+)*")
 _METHOD = re.compile(r"[A-Z]+")
 SECRET_HEADER = re.compile(r"[A-Za-z0-9-]+")
 PORTS = {"http": 80, "https": 443}
-"""Schemes that are spoken, and their own ports."""
+"""Supported schemes and their default ports."""
 
 
 class EgressRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that may be reached. A request is allowed if any rule allows it; there are no rules that deny."""
+    """One rule of an allow-list. A request is allowed if any rule allows it. There are no deny rules."""
 
     host: str
-    """`example.org` is that host alone, `.example.org` every host below it and not itself. Lower case; never an address."""
+    """`example.org` allows that host alone; `.example.org` allows every host below it but not itself. Lower case; never
+    an address."""
     schemes: tuple[str, ...] = ("https",)
-    """`https`, `http`. The proxy speaks TLS itself and checks the certificate: there are no tunnels."""
+    """Allowed schemes, `https` and `http`. The proxy itself terminates TLS and checks the certificate; there are no
+    tunnels."""
     ports: tuple[int, ...] = ()
-    """Empty means the scheme's own port."""
+    """Allowed ports. If empty, the default port of the scheme."""
     methods: tuple[str, ...] = ("GET", "HEAD")
-    """Others can change things outside, and carry data out: a host that takes them is a way out for whatever a session knows."""
+    """Allowed methods. Methods other than GET and HEAD can change external state and carry data out of a session."""
     path_prefix: str = "/"
-    """Paths at or below it, by whole segments: `/wiki` allows `/wiki` and `/wiki/x`, not `/wikis`."""
+    """Allowed path and the paths below it, by whole segments: `/wiki` allows `/wiki` and `/wiki/x`, but not `/wikis`."""
     allow_private: bool = False
-    """Whether the host's name may lead to a loopback or private address, e.g. a search server of one's own. Link-local ones
-    (clouds' metadata services) are never connected to."""
+    """Whether the host may resolve to a loopback or private address, e.g. of an internal search server. The proxy never
+    connects to link-local addresses (metadata services of clouds)."""
     header_files: dict[str, str] = {}
-    """Header -> file that holds its value, e.g. {Authorization: /etc/keys/search}. Added here, for this rule alone; no session sees it."""
+    """Header -> file with its value, e.g. {Authorization: /etc/keys/search}. The proxy adds it for this rule alone, and
+    no session sees it."""
 
     def __post_init__(self) -> None:
         if not _HOST.fullmatch(self.host) or self.host.rpartition(".")[2].isdigit():
-            raise ValueError(f"host must be a lower-case name, or one with a leading dot; no address: {self.host!r}")
+            raise ValueError(
+                f"host must be a lower-case name, optionally with a leading dot, and not an address, got {self.host!r}"
+            )
         if not self.schemes or any(scheme not in PORTS for scheme in self.schemes):
             raise ValueError(f"schemes must name some of {', '.join(PORTS)}, got {self.schemes}")
         if any(not 0 < port < 65536 for port in self.ports):
-            raise ValueError(f"ports must lie between 1 and 65535, got {self.ports}")
+            raise ValueError(f"ports must be in [1, 65535], got {self.ports}")
         if not self.methods or any(not _METHOD.fullmatch(m) or m in ("CONNECT", "TRACE") for m in self.methods):
             raise ValueError(f"methods must be upper-case and neither CONNECT nor TRACE, got {self.methods}")
         if not self.path_prefix.startswith("/"):
@@ -50,43 +55,47 @@ class EgressRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EgressConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One policy, named by profiles. Limits are refusals in clear text to the session, never an infra failure."""
+    """One policy, to which profiles refer. A request beyond a limit is refused with a text for the session and is never
+    an infrastructure failure."""
 
     rules: tuple[EgressRule, ...] = ()
-    """What may be reached. None: nothing outside."""
+    """Allowed requests. If empty, nothing outside is allowed."""
     retrieval: RetrievalConfig | None = None
-    """What the session's tools `search`, `browse` and `retrieve` work on; None: they are refused."""
+    """Backend of the session's tools `search`, `browse` and `retrieve`. If None, they are refused."""
     cache: CacheConfig = CacheConfig()
-    """Whether answers to GET are kept, and replayed."""
+    """Whether responses to GET are recorded and replayed."""
     addresses: dict[str, tuple[str, ...]] = {}
-    """Addresses by host, instead of asking DNS: for hosts of one's own, and where runs must not depend on DNS. Checked like all others."""
+    """Fixed addresses by host, instead of DNS, e.g. for internal hosts and for runs that must not depend on DNS. They
+    are checked like all others."""
     ca_file: str = ""
-    """Certificates to trust instead of the system's, PEM."""
+    """PEM file of the trusted certificates. If empty, those of the system."""
     requests_max: int = 256
-    """Requests of one session in its life, refused ones included; then it gets no more connections."""
+    """Maximum number of requests of one session, refused ones included; then it gets no more connections."""
     connections_max: int = 4
-    """Of one session at a time. A connection carries one request."""
+    """Maximum number of concurrent connections of one session. A connection carries one request."""
     inflight_max: int = 64
-    """Requests in progress for all sessions of this policy together; more wait, within `timeout_s`. Each may hold
-    `response_bytes_max` bytes of the service's memory, twice while a body is unpacked."""
+    """Maximum number of requests in progress for all sessions of this policy; more wait, within `timeout_s`. Each may
+    hold `response_bytes_max` bytes of the service's memory, twice that while a body is decompressed."""
     rate_per_s: float = 50.0
-    """Requests per second of one tenant, on this node."""
+    """Requests per second of one tenant on this node."""
     burst: int = 100
-    """Requests that a tenant may make at once before `rate_per_s` holds."""
+    """Requests that a tenant may make at once before `rate_per_s` applies."""
     untaken_bytes_max: int = 256 << 20
-    """Answers that sessions of this policy have not taken yet, together; then more are refused. Bounds the service's memory."""
+    """Maximum bytes of responses that the sessions of this policy have not read; then further responses are refused.
+    Bounds the service's memory."""
     header_bytes_max: int = 16 << 10
-    """Request line and headers, and those of an answer."""
+    """Maximum bytes of a request line with headers, and of response headers."""
     request_bytes_max: int = 64 << 10
-    """Body of a request."""
+    """Maximum bytes of a request body."""
     response_bytes_max: int = 2 << 20
-    """Body of an answer, packed and unpacked: a larger one is refused, not cut."""
+    """Maximum bytes of a response body, both compressed and decompressed. A larger response is refused, not cut."""
     request_s: float = 10.0
-    """For a session to send its whole request once it has a connection, and to take the whole answer."""
+    """Seconds for a session to send a complete request after it gets a connection, and to read a complete response."""
     timeout_s: float = 20.0
-    """For all that is done about a request: waiting, name resolution, connecting, redirects, the answer."""
+    """Seconds for processing a request: waiting, name resolution, connecting, redirects, and the response."""
     redirects_max: int = 5
-    """Followed for searches and pages, each one checked like a first request. Plain requests get redirects as answers."""
+    """Maximum number of redirects followed for searches and pages; each is checked like a first request. Plain requests
+    get redirects as responses."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -1,8 +1,8 @@
-"""One connection of a session: HTTP/1.1 by h11, one request, one reply, closed. What arrives is hostile.
+"""One connection of a session: HTTP/1.1 with h11, one request, one reply, closed. The received data is hostile.
 
-The whole request must arrive within the policy's `request_s`, and the whole reply be taken within it: a session that dawdles
-holds one of its own connections and nothing else. Bytes behind the first request are refused: there is no pipelining to be
-confused by.
+The session must send the whole request within the policy's `request_s` and read the whole reply within it. A slow
+session occupies one of its connections and nothing else. Bytes after the first request are refused, so there is no
+pipelining.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PIECE_BYTES = 1 << 16
 
 
 class Connection:
-    """The proxy's end. `close` when done, whatever happened."""
+    """The proxy's end of a connection. Always call `close` at the end."""
 
     def __init__(self, connection: socket.socket, config: EgressConfig) -> None:
         self._socket = connection
@@ -30,7 +30,7 @@ class Connection:
         self._is_head = False
 
     async def read(self) -> EgressRequest | None:
-        """The request; None if the session closed without one. Raises Refused, OSError."""
+        """Return the request; None if the session closed the connection without one. Raises EgressRefused, OSError."""
         try:
             async with asyncio.timeout(self._config.request_s):
                 return await self._read()
@@ -38,7 +38,7 @@ class Connection:
             raise EgressRefused("slow", f"the request was not complete after {self._config.request_s:g} s") from None
         except h11.RemoteProtocolError as error:
             rule = "header_bytes" if error.error_status_hint == 431 else "malformed"
-            raise EgressRefused(rule, f"not HTTP/1.1 as it should be: {error}") from error
+            raise EgressRefused(rule, f"invalid HTTP/1.1: {error}") from error
 
     async def write(self, reply: EgressReply) -> None:
         """Send the reply. Raises OSError, TimeoutError."""
@@ -48,7 +48,7 @@ class Connection:
             await self._loop.sock_sendall(self._socket, data)
 
     def close(self) -> None:
-        """Give up the socket; nobody may be waiting on it."""
+        """Close the socket. No call may be waiting on it."""
         self._socket.close()
 
     async def _read(self) -> EgressRequest | None:
@@ -67,17 +67,17 @@ class Connection:
             elif isinstance(event, h11.ConnectionClosed):
                 return None
             else:
-                assert head is not None  # the end of a message, or PAUSED behind it, comes after a head
+                assert head is not None  # the end of a message, or PAUSED after it, follows a head
                 return self._whole(head, bytes(body))
 
     def _check_head(self, head: h11.Request) -> None:
         self._is_head = head.method == b"HEAD"
         if head.method == b"CONNECT":
             raise EgressRefused(
-                "connect", "there are no tunnels: ask for https URLs as such, the proxy speaks TLS itself"
+                "connect", "there are no tunnels; request https URLs directly, the proxy terminates TLS itself"
             )
         if self._link.they_are_waiting_for_100_continue:
-            raise EgressRefused("malformed", "Expect is not served: send the body at once")
+            raise EgressRefused("malformed", "Expect is not supported; send the body at once")
         for name, value in head.headers:
             if name == b"content-length":
                 self._check_size(int(value))
@@ -88,13 +88,13 @@ class Connection:
 
     def _whole(self, head: h11.Request, body: bytes) -> EgressRequest:
         if self._link.trailing_data[0]:
-            raise EgressRefused("malformed", "one request per connection: there are bytes behind it")
+            raise EgressRefused("malformed", "bytes follow the request; send one request per connection")
         headers = {name.decode("ascii"): value.decode("latin-1") for name, value in head.headers}
         return EgressRequest(method=head.method.decode(), target=head.target.decode(), headers=headers, body=body)
 
 
 def _encoded(status: int, headers: dict[str, str], body: bytes) -> bytes:
-    """The reply's bytes; by a parser that has not seen the request, so that what was wrong with it can still be said."""
+    """Encode the reply. A new parser is used, so that a reply to an invalid request can also be encoded."""
     link = h11.Connection(h11.SERVER)
     reason = http.HTTPStatus(status).phrase if status in set(http.HTTPStatus) else ""
     head = h11.Response(status_code=status, headers=wire(headers), reason=reason.encode())

@@ -1,4 +1,4 @@
-"""What passes through the proxy: a session's request, the reply, and the refusal that names its rule."""
+"""Data types of the proxy: a session's request, its reply, and the refusal that names a rule."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ STATUS = {
     "busy": 503,
     "timeout": 504,
 }
-"""HTTP status by refusing rule. From 500 on it is not the session's doing."""
+"""HTTP status by refusing rule. The session does not cause those from 500 on."""
 
 
 class EgressRefused(Exception):
-    """The proxy does not do it. `rule` is a key of `STATUS`; the text goes to the session."""
+    """The proxy refuses a request. `rule` is a key of `STATUS`; the session gets the text."""
 
     def __init__(self, rule: str, why: str) -> None:
         super().__init__(why)
@@ -44,11 +44,11 @@ class EgressRefused(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EgressRequest:
-    """As the session sent it, whole."""
+    """A complete request of a session."""
 
     method: str
     target: str
-    """Absolute (`https://host/path`) for the outside, or a path for the proxy's own services."""
+    """An absolute URL (`https://host/path`) for an external request, or a path for the proxy's own services."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Lower-case names."""
     body: bytes = b""
@@ -56,7 +56,7 @@ class EgressRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EgressReply:
-    """As the session gets it, whole."""
+    """A complete reply to a session."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -67,12 +67,12 @@ class EgressReply:
 
 
 def wire(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Headers as h11 takes them. A value's bytes are anything from 128 on, too, as they came; h11 encodes text as ASCII only."""
+    """Encode headers for h11. Values keep their original bytes, also above 127; h11 itself encodes text as ASCII only."""
     return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
 
 
 def refusal(error: EgressRefused, policy: str) -> EgressReply:
-    """The reply that tells a session why not."""
+    """Return the reply that explains a refusal to a session."""
     text = f"egress refused by rule `{error.rule}` of policy `{policy}`: {error}\n"
     headers = {"content-type": "text/plain; charset=utf-8", "x-refused-by": error.rule}
     return EgressReply(status=error.status, headers=headers, body=text.encode(), refused_by=error.rule)

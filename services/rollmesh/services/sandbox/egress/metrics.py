@@ -6,7 +6,7 @@ from rollmesh.shared.telemetry.metrics import counter
 
 REQUESTS = counter(
     "rollmesh_sandbox_egress_requests_total",
-    "Requests of sessions to the outside, by policy and outcome: answered, cached, or the rule that refused.",
+    "External requests of sessions, by policy and outcome: answered, cached, or the refusing rule.",
     "policy",
     "outcome",
 )

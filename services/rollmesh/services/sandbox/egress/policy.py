@@ -1,7 +1,8 @@
-"""The allow-list: whether a URL may be asked for, by pure text. Addresses are checked apart, when the name is resolved.
+"""The allow-list: decide from the text of a URL whether a session may request it. Addresses are checked separately,
+when the name is resolved.
 
-URLs are taken strictly and never repaired: what two parsers could read differently (user names, backslashes, fragments, other
-alphabets, numbers as hosts) is refused, since the host that is checked must be the host that is asked.
+URLs are parsed strictly and never repaired. Any URL that two parsers could read differently (user names, backslashes,
+fragments, other alphabets, numbers as hosts) is refused, because the checked host must be the requested host.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SHOWN_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """A URL taken apart."""
+    """A parsed URL."""
 
     scheme: str
     host: str
@@ -40,19 +41,19 @@ class Url:
 
     @property
     def authority(self) -> str:
-        """Host, and the port where it is not the scheme's own."""
+        """Host, and the port if it is not the default of the scheme."""
         return self.host if self.port == PORTS[self.scheme] else f"{self.host}:{self.port}"
 
 
 def parse(text: str) -> Url:
-    """Take an absolute URL apart. Raises Refused."""
+    """Parse an absolute URL. Raises EgressRefused."""
     shown = text[:_SHOWN_CHARS]
     parts = _URL.fullmatch(text)
     if parts is None or not _SAFE.fullmatch(text) or "\\" in text or "#" in text:
         raise EgressRefused("malformed", f"not a plain absolute URL: {shown!r}")
     scheme = parts["scheme"].lower()
     if scheme not in PORTS:
-        raise EgressRefused("scheme", f"scheme {scheme!r} is not spoken here; known: {', '.join(PORTS)}")
+        raise EgressRefused("scheme", f"scheme {scheme!r} is not supported; known: {', '.join(PORTS)}")
     if parts["authority"].startswith("["):
         raise EgressRefused("ip_literal", f"hosts are given by name, not by address: {shown!r}")
     authority = _AUTHORITY.fullmatch(parts["authority"])
@@ -68,7 +69,7 @@ def parse(text: str) -> Url:
 
 
 def allow(rules: Sequence[EgressRule], method: str, url: Url) -> EgressRule:
-    """The first rule that allows it. Raises Refused, naming what of the nearest rule did not fit."""
+    """Return the first rule that allows a request. Raises EgressRefused with the mismatch of the closest rule."""
     nearest = EgressRefused("host", f"{url.host} is not on the allow-list")
     depth = 0
     for rule in rules:
@@ -87,7 +88,7 @@ def _host_fits(pattern: str, host: str) -> bool:
 
 
 def _misfit(rule: EgressRule, method: str, url: Url) -> tuple[int, EgressRefused] | None:
-    """Why a rule for this host does not allow it, and how near it came."""
+    """Return why a rule for this host does not allow the request, and how close it came."""
     if url.scheme not in rule.schemes:
         return 1, EgressRefused("scheme", f"{url.host} is allowed by {', '.join(rule.schemes)} only")
     if url.port not in (rule.ports or (PORTS[url.scheme],)):
@@ -100,7 +101,7 @@ def _misfit(rule: EgressRule, method: str, url: Url) -> tuple[int, EgressRefused
 
 
 def _path_fits(prefix: str, path: str) -> bool:
-    """By whole segments. What a server might take for another path once it has decoded it never fits a narrower prefix."""
+    """Match by whole segments. A path that a server might decode to another path never matches a narrower prefix."""
     if any(segment in (".", "..") for segment in unquote(path).split("/")) or _HIDDEN_DOT.search(path):
         return False
     if prefix == "/":

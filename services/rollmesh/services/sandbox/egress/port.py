@@ -1,9 +1,9 @@
-"""One session's way out: the socket it was born with, over which it gets connections, each made here and passed to it.
+"""One session's egress port: an inherited socket over which it receives connections that the service creates.
 
-The session never makes a socket: it sends a packet and receives a connected descriptor, or a text that says why not. So a jail
-with egress has the same system calls and the same empty network namespace as one without; which session asks is known by
-whose port it is, not by what it says. A session can hold `connections_max` connections and get `requests_max` of them in
-its life; what it does with them costs it those and nothing else.
+The session never creates a socket: it sends a packet and receives a connected descriptor, or a text with the reason of
+the refusal. A jail with egress therefore has the same system calls and the same empty network namespace as one without.
+The service identifies a session by its port and not by what it sends. A session can hold `connections_max` connections
+and get `requests_max` of them in total.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ GRANTED, DENIED = b"+", b"-"
 
 
 class Port:
-    """`theirs` is for the session; the caller closes it once it is passed on. End with `close`."""
+    """The service's end of a port. `theirs` is for the session; the caller closes it after passing it on. End with
+    `close`."""
 
     def __init__(self, proxy: Proxy, client: EgressClient) -> None:
         self._proxy = proxy
@@ -37,7 +38,7 @@ class Port:
         self._task.add_done_callback(lambda _: self._ours.close())
 
     def close(self) -> None:
-        """End it and what is in progress; nobody is told."""
+        """Close the port and cancel requests in progress without a reply."""
         self._task.cancel()
         for task in self._connections:
             task.cancel()
@@ -55,11 +56,11 @@ class Port:
                     self._left -= 1
                     continue
                 self._connect()
-        except OSError as error:  # the session has ended, or does not read what it asked for
+        except OSError as error:  # the session has ended, or does not read its connections
             _log.debug("the port of %s ended: %s", self._client.session, error)
 
     def _connect(self) -> None:
-        """Raises OSError if the session does not take it."""
+        """Pass a new connection to the session. Raises OSError if the session does not receive it."""
         self._left -= 1
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -78,14 +79,14 @@ class Port:
         self._connections.discard(task)
         connection.close()
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a request of session %s broke", self._client.session, exc_info=error)
+            _log.error("a request of session %s failed", self._client.session, exc_info=error)
 
     def _deny(self, rule: str, why: str) -> None:
         reply = self._proxy.refuse(self._client, EgressRefused(rule, why))
         self._ours.send(DENIED + reply.body)
 
     async def _handle(self, connection: Connection) -> None:
-        with suppress(OSError, TimeoutError):  # the session went away or does not read: its own loss
+        with suppress(OSError, TimeoutError):  # the session has ended or does not read
             try:
                 request = await connection.read()
             except EgressRefused as error:

@@ -1,4 +1,4 @@
-"""The ports of a node's sessions, by session; what an engine needs to know of egress.
+"""The egress ports of a node by session: the interface of egress to engines.
 
 await ports.start()
 with ports.opening(session_id, policy) as fds:      # one descriptor, or none without a policy
@@ -30,7 +30,8 @@ from rollmesh.shared.clock import Clock, SystemClock
 
 
 class Ports:
-    """All policies of a node. `folder` is for their indexes; made when needed, kept over restarts."""
+    """The policies and ports of a node. `folder` holds indexes and records; it is created on demand and persists over
+    restarts."""
 
     def __init__(
         self,
@@ -48,14 +49,14 @@ class Ports:
         self._ports: dict[str, Port] = {}
 
     async def start(self) -> None:
-        """Make the policies ready; a corpus that is not indexed yet is indexed now. Raises ConfigError."""
+        """Prepare the policies. A corpus without an index is indexed now. Raises ConfigError."""
         for name, config in self._configs.items():
             self._proxies[name] = await asyncio.to_thread(
                 make_proxy, name, config, self._folder, clock=self._clock, resolver=self._resolver
             )
 
     def stop(self) -> None:
-        """End what is left."""
+        """Close all ports and proxies."""
         for session_id in list(self._ports):
             self.close(session_id)
         for proxy in self._proxies.values():
@@ -63,7 +64,7 @@ class Ports:
 
     @contextmanager
     def opening(self, session_id: str, policy: str, tenant: str = "") -> Iterator[tuple[int, ...]]:
-        """The descriptor for a new session, open inside; none without a policy."""
+        """Yield the descriptors for a new session, open inside the block: one, or none without a policy."""
         if not policy:
             yield ()
             return
@@ -76,14 +77,14 @@ class Ports:
             raise
 
     def close(self, session_id: str) -> None:
-        """The session has ended; one without a port is none the worse."""
+        """Close the port of an ended session, if it has one."""
         port = self._ports.pop(session_id, None)
         if port is not None:
             port.close()
 
 
 def make_proxy(name: str, config: EgressConfig, folder: Path, *, clock: Clock, resolver: Resolver) -> Proxy:
-    """A policy with all it needs, open. Blocks; raises ConfigError."""
+    """Create a proxy with its upstream, retrieval and cache. Blocking. Raises ConfigError."""
     upstream = Upstream(config, resolver)
     retrieval = None
     if config.retrieval is not None:

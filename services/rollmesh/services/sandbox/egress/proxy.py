@@ -1,7 +1,8 @@
-"""A policy at work: every request of its sessions is budgeted, answered, counted and logged here, refusals like answers.
+"""Apply a policy: every request of its sessions is rate-limited, answered, counted and logged here, refused ones
+included.
 
-Requests for absolute URLs go outside; paths are the proxy's own services. What a reply held is logged by its digest, under the
-session's id, so that what a sample saw can be checked later.
+Requests for absolute URLs go outside; paths are services of the proxy. The log contains the digest of each reply under
+the session's id, so that the data that a sample saw can be verified later.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ _SHOWN_CHARS = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EgressClient:
-    """Who asks."""
+    """The session and tenant of a request."""
 
     session: str
     tenant: str = ""
 
 
 class Proxy:
-    """One policy. `retrieval` answers paths; without it there is nothing but the outside."""
+    """The proxy of one policy. `retrieval` serves paths; without it only absolute URLs are served."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Proxy:
         self._permits = asyncio.Semaphore(config.inflight_max)
 
     def close(self) -> None:
-        """Nothing is asked any more."""
+        """Close retrieval and cache. No request may be in progress."""
         if self._retrieval is not None:
             self._retrieval.close()
         if self._cache is not None:
@@ -69,12 +70,13 @@ class Proxy:
 
     @asynccontextmanager
     async def answering(self, client: EgressClient, request: EgressRequest) -> AsyncIterator[EgressReply]:
-        """The reply, which may be a refusal, after at most the policy's `timeout_s`; held in memory until the block ends."""
+        """Yield the reply, which may be a refusal, after at most the policy's `timeout_s`. It is held in memory until
+        the block ends."""
         began_s = self._clock.monotonic_s()
         try:
             reply = await self._answer(client, request)
             if self._untaken_bytes + len(reply.body) > self.config.untaken_bytes_max:
-                raise EgressRefused("busy", "too many answers have not been taken by their sessions; ask again later")
+                raise EgressRefused("busy", "too many responses wait for their sessions; retry later")
         except EgressRefused as error:
             reply = refusal(error, self.name)
         self._record(client, request, reply, self._clock.monotonic_s() - began_s)
@@ -85,7 +87,7 @@ class Proxy:
             self._untaken_bytes -= len(reply.body)
 
     def refuse(self, client: EgressClient, error: EgressRefused) -> EgressReply:
-        """The reply to what never became a request."""
+        """Return the reply to data that is not a valid request."""
         reply = refusal(error, self.name)
         self._record(client, EgressRequest(method="", target=""), reply, 0.0)
         return reply
@@ -98,17 +100,17 @@ class Proxy:
                     return await self._fresh(request)
                 return await self._cache.answer(self._digest, request, lambda: self._recordable(request))
         except TimeoutError:
-            raise EgressRefused("timeout", f"no answer within {self.config.timeout_s:g} s") from None
+            raise EgressRefused("timeout", f"no response within {self.config.timeout_s:g} s") from None
 
     async def _fresh(self, request: EgressRequest) -> EgressReply:
         if not request.target.startswith("/"):
             return await self._upstream.ask(request)
         if self._retrieval is None:
-            raise EgressRefused("not_found", "this policy serves no search; ask for absolute URLs")
+            raise EgressRefused("not_found", "this policy has no search; request absolute URLs")
         return await self._retrieval.answer(request)
 
     async def _recordable(self, request: EgressRequest) -> EgressReply:
-        """That there is nothing is an answer too: it must be the same when it is asked again."""
+        """Return a reply to be recorded. `not_found` is recorded too, so that a repeated request gets the same reply."""
         try:
             return await self._fresh(request)
         except EgressRefused as error:

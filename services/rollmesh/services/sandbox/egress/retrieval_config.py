@@ -1,4 +1,4 @@
-"""Configuration of retrieval."""
+"""Settings of retrieval."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ import msgspec
 
 
 class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A search endpoint that answers GET with JSON. The policy's rules must allow its URL; its key belongs into that rule."""
+    """A search endpoint that returns JSON to GET. The policy's rules must allow its URL, and that rule holds its key."""
 
     url: str
-    """Template, e.g. `https://search.internal/v1?q={query}&n={count}`; both are filled in percent-encoded."""
+    """URL template, e.g. `https://search.internal/v1?q={query}&n={count}`. Values are percent-encoded."""
     document: str = ""
-    """Template with {id} for documents by id, where `id_field` is set; empty: they are not served, pages are browsed by URL."""
+    """URL template with {id} for documents by id, if `id_field` is set. If empty, documents are not served, and pages
+    are browsed by URL."""
     results: str = "results"
-    """Where the list of results lies in the answer: keys by dots, e.g. `web.results`; empty if the answer is the list."""
+    """Path of the list of results in the response: keys separated by dots, e.g. `web.results`; empty if the response is
+    the list."""
     id_field: str = ""
-    """Key of a result's id; empty means that its URL is its id."""
+    """Key of a result's id. If empty, the URL is the id."""
     url_field: str = "url"
-    """Key of its URL."""
+    """Key of a result's URL."""
     title_field: str = "title"
-    """Key of its title; results without one have none."""
+    """Key of a result's title; results without it have no title."""
     text_field: str = "snippet"
-    """Key of its text, cut to `snippet_chars_max`."""
+    """Key of a result's text, which is cut to `snippet_chars_max`."""
 
     def __post_init__(self) -> None:
         if self.url.count("{query}") != 1 or self.url.replace("{query}", "").replace("{count}", "").count("{"):
@@ -33,24 +35,26 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class RetrievalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `search`, `browse` and `retrieve` work on."""
+    """Backend and limits of the tools `search`, `browse` and `retrieve`."""
 
     engine: Literal["corpus", "endpoint"]
-    """`corpus`: offline, documents of a file, nothing is asked outside. `endpoint`: searches and pages come from outside."""
+    """`corpus`: offline documents of a file, without external requests. `endpoint`: searches and pages from external
+    servers."""
     corpus: str = ""
-    """JSON Lines of {id, url, title, text}; id and text are required. Indexed once per content, by BM25 over title and text."""
+    """JSON Lines file of {id, url, title, text}; id and text are required. Indexed once per content, by BM25 over title
+    and text."""
     index_dir: str = ""
-    """Where the index is kept, about twice the corpus in size; empty means the node's state directory."""
+    """Directory of the index, about twice the size of the corpus. If empty, the state directory of the node."""
     endpoint: EndpointConfig | None = None
-    """The search endpoint."""
+    """The search endpoint; required for engine `endpoint`."""
     results_max: int = 5
-    """Results of one search."""
+    """Maximum number of results of one search."""
     snippet_chars_max: int = 300
-    """Of each result."""
+    """Maximum characters of the text of each result."""
     page_chars_max: int = 4000
-    """Of a page or document shown at a time; the tool tells how to go on."""
+    """Characters of a page or document that are shown at a time; the tool explains how to continue."""
     query_chars_max: int = 500
-    """Longest query; a longer one is refused."""
+    """Maximum characters of a query; a longer one is refused."""
 
     def __post_init__(self) -> None:
         for name in ("results_max", "snippet_chars_max", "page_chars_max", "query_chars_max"):
@@ -61,15 +65,16 @@ class RetrievalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Answers kept on disk, so that a repeated rollout sees what the first one saw."""
+    """Recorded responses, so that a repeated rollout sees what the first one saw."""
 
     mode: Literal["off", "on", "only"] = "off"
-    """`on` records and replays; answers do not expire. `only` replays: what was not recorded is refused, nothing is asked outside."""
+    """`on` records and replays; records do not expire. `only` replays: a request without a record is refused, and
+    nothing is requested externally."""
     path: str = ""
-    """File of the records; empty means one per policy in the node's state directory. Nodes of one host may share it. Records count for
-    the configuration that made them: rules, endpoint, corpus and sizes."""
+    """File of the records. If empty, one per policy in the state directory of the node. Nodes of one host may share it.
+    A record is valid for the configuration that created it: rules, endpoint, corpus and sizes."""
     bytes_max: int = 1 << 30
-    """Bodies kept; beyond it those unused for longest go."""
+    """Maximum bytes of recorded bodies; beyond it the least recently used records are evicted."""
 
     def __post_init__(self) -> None:
         if self.bytes_max <= 0:

@@ -1,7 +1,7 @@
-"""One request to the outside: h11 over asyncio streams, to an address that was checked, everything bounded.
+"""One external request: h11 over asyncio streams, to a checked address, with all sizes bounded.
 
-A connection carries one request and is closed. Bodies arrive whole or not at all. What is packed is unpacked here, bounded
-while it is unpacked, so that neither the service nor a session meets a decompression bomb.
+A connection carries one request and is closed. Bodies are returned completely or not at all. Compressed bodies are
+decompressed here under a size limit, so that neither the service nor a session meets a decompression bomb.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply
 _PIECE_BYTES = 1 << 16
 _CONNECT_S = 5.0
 _PASSED_ON = ("accept", "accept-language", "content-type", "if-modified-since", "if-none-match")
-"""Of a session's headers. A list of what passes, not of what is stripped: credentials and hop-by-hop headers have many names."""
+"""Headers of a session that are forwarded. An allow-list, because credentials and hop-by-hop headers have many names."""
 _PASSED_BACK = ("content-language", "content-type", "etag", "last-modified", "location", "retry-after")
 _ENCODINGS = {"gzip": 31, "x-gzip": 31, "deflate": 47}
-"""Content encodings that are unpacked -> zlib's window bits."""
+"""Content encodings that are decompressed -> zlib's window bits."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Upstream:
-    """Asks what the policy allows. Shared by all sessions of a policy."""
+    """Makes the requests that the policy allows. Shared by all sessions of a policy."""
 
     def __init__(self, config: EgressConfig, resolver: addresses.Resolver = addresses.resolve_by_dns) -> None:
         self._config = config
@@ -42,11 +42,12 @@ class Upstream:
 
     @property
     def digest(self) -> str:
-        """What is allowed, and from where: answers of another policy are no answers of this one."""
+        """Digest of the rules and sizes, because responses under another policy must not be replayed."""
         return hashlib.sha256(msgspec.json.encode((self._config.rules, self._config.response_bytes_max))).hexdigest()
 
     async def ask(self, request: EgressRequest) -> EgressReply:
-        """The answer to one request, redirects as they are. Raises Refused; bounded by the caller's deadline."""
+        """Return the response to one request; redirects are returned unchanged. Raises EgressRefused. Bounded by the
+        caller's deadline."""
         url = policy.parse(request.target)
         rule = policy.allow(self._config.rules, request.method, url)
         found = await addresses.resolve(
@@ -60,12 +61,12 @@ class Upstream:
         try:
             return await self._exchange(reader, writer, _upstream_request(request, url, rule), request.body)
         except (OSError, h11.ProtocolError, EOFError) as error:
-            raise EgressRefused("upstream", f"{url.authority} broke off: {error}") from error
+            raise EgressRefused("upstream", f"the connection to {url.authority} failed: {error}") from error
         finally:
             writer.transport.abort()
 
     async def follow(self, target: str, headers: Mapping[str, str]) -> EgressReply:
-        """What a GET finds behind redirects; each step is checked like a first request. Raises Refused."""
+        """Follow redirects of a GET; each step is checked like a first request. Raises EgressRefused."""
         for _ in range(self._config.redirects_max + 1):
             reply = await self.ask(EgressRequest(method="GET", target=target, headers=headers))
             location = reply.headers.get("location")
@@ -86,8 +87,8 @@ class Upstream:
                         server_hostname=url.host if url.scheme == "https" else None,
                     )
             except (OSError, TimeoutError) as error:
-                reason = str(error) or "no answer in time"
-        raise EgressRefused("upstream", f"{url.authority} could not be connected to: {reason}")
+                reason = str(error) or "timeout"
+        raise EgressRefused("upstream", f"cannot connect to {url.authority}: {reason}")
 
     def _trusted(self) -> ssl.SSLContext:
         if self._tls is None:
@@ -124,27 +125,27 @@ class Upstream:
             elif isinstance(event, h11.EndOfMessage):
                 return status, headers, bytes(body)
             elif isinstance(event, h11.ConnectionClosed):
-                raise EOFError("no answer")
+                raise EOFError("no response")
 
     def _unpacked(self, encoding: str, packed: bytes) -> bytes:
         encoding = encoding.strip().lower()
         if encoding in ("", "identity") or not packed:
             return packed
         if encoding not in _ENCODINGS:
-            raise EgressRefused("encoding", f"the answer is encoded as {encoding[:50]!r}, which nobody asked for")
+            raise EgressRefused("encoding", f"the response has the encoding {encoding[:50]!r}, which was not requested")
         unpacker = zlib.decompressobj(_ENCODINGS[encoding])
         try:
             body = unpacker.decompress(packed, self._config.response_bytes_max + 1)
         except zlib.error as error:
-            raise EgressRefused("encoding", f"the answer is not {encoding}: {error}") from error
+            raise EgressRefused("encoding", f"the response is not valid {encoding}: {error}") from error
         if len(body) > self._config.response_bytes_max:
             raise self._too_large()
         if not unpacker.eof:
-            raise EgressRefused("encoding", f"the answer's {encoding} ends too early")
+            raise EgressRefused("encoding", f"the {encoding} data of the response is truncated")
         return body
 
     def _too_large(self) -> EgressRefused:
-        return EgressRefused("response_bytes", f"the answer exceeds {self._config.response_bytes_max} bytes")
+        return EgressRefused("response_bytes", f"the response exceeds {self._config.response_bytes_max} bytes")
 
 
 def _upstream_request(request: EgressRequest, url: policy.Url, rule: EgressRule) -> h11.Request:
@@ -157,15 +158,15 @@ def _upstream_request(request: EgressRequest, url: policy.Url, rule: EgressRule)
 
 
 def _secrets(header_files: Mapping[str, str]) -> dict[str, str]:
-    """Read at each request, so that a key can be changed under a running service."""
+    """Read secret headers at each request, so that a key can be changed while the service runs."""
     try:
         secrets = {name.lower(): Path(path).read_text(encoding="ascii").strip() for name, path in header_files.items()}
     except (OSError, UnicodeDecodeError) as error:
-        raise EgressRefused("upstream", "a key of this host cannot be read on the service's side") from error
+        raise EgressRefused("upstream", "the service cannot read a key for this host") from error
     if not all(
         value.isprintable() for value in secrets.values()
-    ):  # never quoted: the parser's own complaint would show it
-        raise EgressRefused("upstream", "a key of this host is no header's value")
+    ):  # not quoted, because the error of the parser would show it
+        raise EgressRefused("upstream", "a key for this host is not a valid header value")
     return secrets
 
 
@@ -174,8 +175,8 @@ def _texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 
 def _absolute(base: str, location: str) -> str:
-    """Where a redirect leads, as text; `policy.parse` judges it. Raises Refused."""
+    """Return the target of a redirect as text, which `policy.parse` checks. Raises EgressRefused."""
     try:
         return urldefrag(urljoin(base, location)).url
     except ValueError as error:
-        raise EgressRefused("malformed", f"the redirect leads to no URL: {error}") from error
+        raise EgressRefused("malformed", f"the redirect target is not a URL: {error}") from error

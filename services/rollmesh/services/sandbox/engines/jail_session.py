@@ -135,14 +135,14 @@ class JailSession:
 
         Raises TimeoutError, SessionGone, ProtocolBroken.
         """
-        provided = self._bounds(message, timeout_s)
+        bounds = self._bounds(message, timeout_s)
         with self._in_use():
             async with asyncio.timeout(timeout_s):
                 await self._send(_frame(message))
                 data = bytearray()
                 if on_output is not None:
-                    data = await self._pass_on(on_output, provided)
-                return await self._read(provided, data)
+                    data = await self._pass_on(on_output, bounds)
+                return await self._read(bounds, data)
 
     async def save(self, bytes_max: int, save: SavePiece, timeout_s: float) -> SessionReply:
         """Request a snapshot, pass its records to `save`, and return the reply. Raises the errors of `request` and of
@@ -216,12 +216,12 @@ class JailSession:
             num_ended += size < records.RECORD_BYTES
         return data
 
-    async def _pass_on(self, on_output: OnOutput, provided: _Bounds) -> bytearray:
+    async def _pass_on(self, on_output: OnOutput, bounds: _Bounds) -> bytearray:
         """Pass on pieces of output until another frame arrives. Return that frame's bytes."""
         data, room = bytearray(), 4 * self._output_bytes
         while True:
-            end, data = await self._whole_frame(provided, data)
-            piece = _decoded(data, end, provided.paths)
+            end, data = await self._whole_frame(bounds, data)
+            piece = _decoded(data, end, bounds.paths)
             if not piece.descriptor:
                 return data
             room -= len(piece.text)
@@ -230,22 +230,22 @@ class JailSession:
             on_output(piece.descriptor, piece.text)
             del data[:end]
 
-    async def _whole_frame(self, provided: _Bounds, data: bytearray) -> tuple[int, bytearray]:
+    async def _whole_frame(self, bounds: _Bounds, data: bytearray) -> tuple[int, bytearray]:
         """Read until `data` holds a whole frame. Return the end of the frame and the data."""
         data = await self._piece(framing.LENGTH.size, data)
         (size,) = framing.LENGTH.unpack_from(data)
-        if size > provided.frame_bytes:
-            raise ProtocolBroken(f"a frame of {size} bytes; at most {provided.frame_bytes} are allowed")
+        if size > bounds.frame_bytes:
+            raise ProtocolBroken(f"a frame of {size} bytes; at most {bounds.frame_bytes} are allowed")
         return framing.LENGTH.size + size, await self._piece(framing.LENGTH.size + size, data)
 
-    async def _read(self, provided: _Bounds, data: bytearray | None = None) -> SessionReply:
-        end, data = await self._whole_frame(provided, data or bytearray())
+    async def _read(self, bounds: _Bounds, data: bytearray | None = None) -> SessionReply:
+        end, data = await self._whole_frame(bounds, data or bytearray())
         if len(data) != end:
             raise ProtocolBroken("an unrequested frame")
-        reply = _decoded(data, end, provided.paths)
+        reply = _decoded(data, end, bounds.paths)
         if reply.descriptor:
             raise ProtocolBroken("unrequested output")
-        self._require_bounded(reply, provided)
+        self._require_bounded(reply, bounds)
         return reply
 
     def _bounds(self, message: dict[str, Any], timeout_s: float) -> _Bounds:
@@ -261,20 +261,20 @@ class JailSession:
             files_bytes=message.get("bytes_max") or message.get("files_bytes_max") or 0,
         )
 
-    def _require_bounded(self, reply: SessionReply, provided: _Bounds) -> None:
+    def _require_bounded(self, reply: SessionReply, bounds: _Bounds) -> None:
         """Check a reply that code in the jail may have forged: reject names and sizes that were not requested. Raises
         ProtocolBroken."""
-        if not provided.paths.issuperset(reply.files):
+        if not bounds.paths.issuperset(reply.files):
             raise ProtocolBroken("files that were not requested")
-        if sum(len(text) * 3 // 4 - 2 for text in reply.files.values()) > provided.files_bytes:
-            raise ProtocolBroken(f"files of more than {provided.files_bytes} bytes")
+        if sum(len(text) * 3 // 4 - 2 for text in reply.files.values()) > bounds.files_bytes:
+            raise ProtocolBroken(f"files of more than {bounds.files_bytes} bytes")
         texts = (reply.stdout, reply.stderr, reply.result, reply.error_type, reply.error_message, reply.traceback)
         if max(map(len, texts)) > self._text_max:
             raise ProtocolBroken(f"a text of more than {self._text_max} characters")
         if len(reply.lost) > LOST_MAX + 1:
             raise ProtocolBroken(f"{len(reply.lost)} lost names; at most {LOST_MAX + 1} are allowed")
-        if reply.wall_s > provided.wall_s:
-            raise ProtocolBroken(f"a command of {reply.wall_s} s that was answered within {provided.wall_s} s")
+        if reply.wall_s > bounds.wall_s:
+            raise ProtocolBroken(f"{reply.wall_s} s reported for a command that took at most {bounds.wall_s} s")
 
     async def _piece(self, num_bytes: int, data: bytearray) -> bytearray:
         """Read until `data` has `num_bytes` bytes. A reply is the last data on the socket, so additional bytes are

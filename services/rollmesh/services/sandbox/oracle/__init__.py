@@ -1,1 +1,1 @@
-"""Hidden tests: manifests, their store, and judgments whose verdict no candidate can forge."""
+"""Hidden tests: manifests, their store, and judgments whose verdicts no candidate can forge."""

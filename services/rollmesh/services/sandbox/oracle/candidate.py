@@ -1,7 +1,7 @@
-"""The candidate of a judgment: its files in a jail of their own, asked one question at a time.
+"""The candidate of a judgment: its files in a separate jail, which gets one request at a time.
 
-A fresh session for each test, or one for all, as the manifest says; a session that died is replaced for the next test. A candidate
-that does not load fails every test alike, and is not loaded again.
+The manifest says whether each test gets a fresh session or all tests share one. A session that has exited is replaced
+for the next test. A candidate that does not load fails every test, and is not loaded again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollmesh.shared.errors import InvalidInput
 
 OpenSession = Callable[[], AbstractAsyncContextManager[JudgingSession]]
 Prepare = Callable[[JudgingSession], Awaitable[None]]
-"""What a fresh session with the candidate's files needs before its first question; raises `CandidateFailed`."""
+"""Prepares a fresh session with the candidate's files for its first request; raises `CandidateFailed`."""
 
 _PRELUDE = """
 from rollmesh.sandbox_runtime.judging.candidate import ask, load
@@ -30,7 +30,8 @@ from rollmesh.sandbox_runtime.judging.sql import query
 
 
 class Candidate:
-    """Asked through `ask` and `run`, which raise `CandidateFailed` for whatever is the candidate's doing."""
+    """A candidate, used through `ask` and `run`, which raise `CandidateFailed` for everything that the candidate
+    causes."""
 
     def __init__(
         self,
@@ -61,33 +62,33 @@ class Candidate:
 
     @property
     def spent_s(self) -> float:
-        """Seconds that the candidate took in this test so far."""
+        """Seconds that the candidate has taken in this test so far."""
         return self._spent_s + (self._session.spent_s if self._session is not None else 0.0)
 
     def source(self) -> str:
-        """Text of the entry. `CandidateFailed` if there is none."""
+        """Return the text of the entry file. Raises `CandidateFailed` if it does not exist."""
         try:
             return self._files[self._entry].decode()
         except KeyError:
-            raise CandidateFailed(JudgeVerdict.RE, f"there is no file {self._entry}") from None
+            raise CandidateFailed(JudgeVerdict.RE, f"the file {self._entry} does not exist") from None
         except UnicodeDecodeError:
             raise CandidateFailed(JudgeVerdict.RE, f"{self._entry} is not UTF-8") from None
 
     async def ask(self, function: str, *arguments: str) -> RunResult:
-        """Call a function of the jail's side. The result is what the candidate says, whatever it is."""
+        """Call a function of `sandbox_runtime.judging` in the candidate's jail. The candidate controls the result."""
         session = await self._usable()
         try:
             return require_ok(await session.call(function, *arguments))
-        except InvalidInput as error:  # it threw our side out of its session
+        except InvalidInput as error:  # it removed our functions from its session
             raise CandidateFailed(JudgeVerdict.RE, str(error)) from None
 
     async def run(self, program: Program) -> RunResult:
-        """Run a program of its own. InvalidInput if this host lacks its language."""
+        """Run a separate program. Raises InvalidInput if this host lacks its language."""
         session = await self._usable()
         return require_ok(await session.run(program))
 
     async def end_test(self) -> float:
-        """After each test: ends the session if the next may not have it. The seconds the candidate took."""
+        """End a test; end the session if the next test must not share it. Return the seconds that the candidate took."""
         spent_s, self._spent_s = self.spent_s, 0.0
         if self._session is not None:
             self._session.spent_s = 0.0
@@ -115,7 +116,7 @@ class Candidate:
         try:
             await session.put(self._files)
         except InvalidInput as error:
-            raise CandidateFailed(JudgeVerdict.RE, f"its files could not be written: {error}") from None
+            raise CandidateFailed(JudgeVerdict.RE, f"cannot write its files: {error}") from None
         require_ok(await session.run(Program(code=_PRELUDE)))
         session.spent_s = 0.0
         if self._prepare_more is not None:
@@ -127,7 +128,7 @@ class Candidate:
 
 
 def loading(entry: str) -> Prepare:
-    """Import a file of the candidate's as a module."""
+    """Return a `Prepare` that imports a file of the candidate as a module."""
 
     async def load(session: JudgingSession) -> None:
         require_ok(await session.call("load", entry))

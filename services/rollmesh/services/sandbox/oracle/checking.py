@@ -1,7 +1,8 @@
-"""The oracle's jail for checkers: the operator's code and, as data, what the candidate answered. No candidate's code enters it.
+"""The oracle's jail for checkers. It contains the operator's code and the candidate's answers as data, never code of
+the candidate.
 
-What a checker does on an answer it can't handle (raise, hang, run out of memory) is a rejection: the candidate chose the answer,
-and must not gain a second try by it. A checker that does not even load is the operator's, and no verdict at all.
+If a checker fails on an answer (exception, timeout, out of memory), the answer is rejected: the candidate chose it and
+must not gain a retry. A checker that does not load is an error of the operator and gives no verdict.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _WRAP = "from rollmesh.sandbox_runtime.judging.checking import wrap as _wrap\n_c
 
 
 class CheckerSession:
-    """A checker, loaded once and asked for each answer; replaced when an answer killed it."""
+    """A checker session, loaded once and called for each answer; replaced if an answer ended it."""
 
     def __init__(self, open_session: OpenSession, checker: Checker) -> None:
         self._open_session = open_session
@@ -41,7 +42,7 @@ class CheckerSession:
         await self._stack.aclose()
 
     async def check(self, given: Any, expected: Any, answer: Any) -> None:
-        """`CandidateFailed` with WA unless the checker accepts. BrokenOracle if it does not load."""
+        """Raise `CandidateFailed` with WA unless the checker accepts. Raises BrokenOracle if the checker does not load."""
         session = await self._loaded()
         text = json.dumps([given, expected, answer])
         accept, message = _read(await session.call("_checked", text, wall_s=self._checker.wall_s))
@@ -57,14 +58,14 @@ class CheckerSession:
             result = await self._session.run(Program(code=code))
             if result.outcome is not RunOutcome.OK:
                 raise BrokenOracle(
-                    f"the checker does not load: {result.error_type}: {result.error_message}; mend the manifest"
+                    f"the checker does not load: {result.error_type}: {result.error_message}; fix the manifest"
                 )
         return self._session
 
 
 def _read(result: RunResult) -> tuple[bool, str]:
     if result.outcome is not RunOutcome.OK:
-        # Not the message: it may quote the expected answer.
+        # The message is omitted, because it may quote the expected answer.
         return False, f"the checker could not judge the answer ({result.error_type})"
     try:
         said = strict_json(result.result)

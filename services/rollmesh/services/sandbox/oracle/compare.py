@@ -1,6 +1,7 @@
-"""Comparing answers with expected ones. Runs in the service: the given side is hostile plain data, never an object with methods.
+"""Compare answers with expected ones. Runs in the service: the given side is hostile plain data, never an object with
+methods.
 
-Values are what JSON has. Work is bounded by the expected side: the given one is followed only as far as it agrees.
+Values are JSON values. The work is bounded by the expected side: the given side is read only while it matches.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ TextCompare = Literal["exact", "tokens", "numbers", "checker"]
 ValueCompare = Literal["equal", "numbers", "checker"]
 
 _WHITE_SPACE = " \t\n\r\v\f"
-"""What separates words and may end a line. Every other character, a no-break space for instance, is part of the answer."""
+"""Characters that separate words and may end a line. Every other character, for example a no-break space, is part of
+the answer."""
 _WORD = re.compile(f"[^{_WHITE_SPACE}]+")
 _INTEGER = re.compile("[+-]?[0-9]+")
 _NUMERAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def strict_json(text: str | bytes) -> Any:
-    """The value of a JSON text. ValueError for what JSON has not: NaN, Infinity, numbers that only an infinity stands for, a key twice,
-    depth or digits without end."""
+    """Decode a JSON text. Raises ValueError for extensions of JSON: NaN, Infinity, numbers outside the range of floats,
+    duplicate keys, excessive depth or digits."""
     try:
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_unique)
     except RecursionError:
@@ -33,7 +35,8 @@ def strict_json(text: str | bytes) -> Any:
 
 
 def same_value(expected: Any, given: Any, tolerance: float = 0.0) -> bool:
-    """Whether two JSON values are equal; numbers within a tolerance, relative or absolute. A boolean is no number."""
+    """Return whether two JSON values are equal; numbers within a relative or absolute tolerance. A boolean is not a
+    number."""
     if isinstance(expected, bool) or isinstance(given, bool):
         return expected is given
     if isinstance(expected, (int, float)):
@@ -52,7 +55,8 @@ def same_value(expected: Any, given: Any, tolerance: float = 0.0) -> bool:
 
 
 def same_number(expected: float, given: float, tolerance: float) -> bool:
-    """Equal, or within the tolerance times the larger of 1 and the expected magnitude. Two integers must be equal."""
+    """Return whether two numbers are equal, or differ by at most the tolerance times the larger of 1 and the expected
+    magnitude. Two integers must be equal."""
     if expected == given or (isinstance(expected, int) and isinstance(given, int)):
         return expected == given
     try:
@@ -62,7 +66,7 @@ def same_number(expected: float, given: float, tolerance: float) -> bool:
 
 
 def compare_text(expected: str, given: str, how: TextCompare, tolerance: float) -> JudgeVerdict:
-    """AC, PE or WA of a program's output."""
+    """Return AC, PE or WA for the output of a program."""
     ours, theirs = _WORD.findall(expected), _WORD.findall(given)
     if how == "numbers":
         return JudgeVerdict.AC if _same_words(ours, theirs, tolerance) else JudgeVerdict.WA
@@ -74,7 +78,7 @@ def compare_text(expected: str, given: str, how: TextCompare, tolerance: float) 
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without white space at their ends, and without empty lines at the end of the text."""
+    """Split into lines without trailing white space, and without empty lines at the end of the text."""
     return "\n".join(line.rstrip(_WHITE_SPACE) for line in text.split("\n")).rstrip("\n").split("\n")
 
 
@@ -85,7 +89,8 @@ def _same_words(expected: list[str], given: list[str], tolerance: float) -> bool
 
 
 def _same_numeral(expected: str, given: str, tolerance: float) -> bool:
-    """Whether two words are numerals of ASCII with the same value, or near enough unless both are integers."""
+    """Return whether two words are ASCII numerals with the same value, or, unless both are integers, within the
+    tolerance."""
     if not (_NUMERAL.fullmatch(expected) and _NUMERAL.fullmatch(given)):
         return False
     try:
@@ -105,11 +110,11 @@ def _finite(text: str) -> float:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("an object has a key twice")
+        raise ValueError("an object has a duplicate key")
     return found

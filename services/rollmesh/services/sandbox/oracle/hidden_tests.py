@@ -1,4 +1,4 @@
-"""RunTests: protobuf to a judgment and back."""
+"""Translate RunTests requests from protobuf to a judgment and back."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rollmesh.shared.ids import IdSource
 from rollmesh.v1 import sandbox_pb2
 
 _SHOWN = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
-"""What every jail is shown, read-only, apart from its interpreter and library paths."""
+"""Directories that every jail can read, besides its interpreter and library paths."""
 
 
 class HiddenTests:
-    """The store, if one is configured, and the judge."""
+    """The manifest store, if one is configured, and the judge."""
 
     def __init__(self, sessions: Sessions, config: SandboxConfig, *, clock: Clock, ids: IdSource) -> None:
-        """ConfigError or RecordError for a store that cannot be used."""
+        """Raises ConfigError or RecordError for an unusable store."""
         self._judge = Judge(sessions, config, clock=clock, ids=ids)
         self._store: ManifestStore | None = None
         if config.oracles:
@@ -34,7 +34,7 @@ class HiddenTests:
             self._store = ManifestStore(config.oracles, check=self._judge.check)
 
     async def answer(self, request: sandbox_pb2.RunTestsRequest) -> sandbox_pb2.RunTestsResponse:
-        """The verdicts. Raises MeshError, never for what the candidate did."""
+        """Return the verdicts. Raises MeshError, but never because of the candidate."""
         limits = _limits(request.limits)
         files = {file.path: file.content for file in request.files}
         report = await self._judge.judge(self._manifest(request), files, limits=limits, owner=request.owner)
@@ -42,7 +42,7 @@ class HiddenTests:
 
     def _manifest(self, request: sandbox_pb2.RunTestsRequest) -> Manifest:
         if bool(request.oracle_ref) == bool(request.manifest):
-            raise _invalid("oracle_ref", "either this or `manifest` must be given")
+            raise _invalid("oracle_ref", "exactly one of `oracle_ref` and `manifest` must be set")
         if request.oracle_ref:
             if self._store is None:
                 raise UnknownOracle(
@@ -59,20 +59,20 @@ class HiddenTests:
 
 
 def require_hidden(config: SandboxConfig) -> None:
-    """ConfigError if some jail would be shown the oracle store."""
+    """Raise ConfigError if a jail can read the oracle store."""
     oracles = Path(config.oracles).resolve()
     libraries = [path for profile in config.profiles.values() for path in profile.library_paths]
     for shown in (*_SHOWN, sys.base_prefix, *libraries):
         path = Path(os.path.realpath(shown))
         if oracles.is_relative_to(path) or path.is_relative_to(oracles):
             raise ConfigError(
-                f"oracles: {config.oracles} and {shown}, which jails are shown, lie one in the other; keep hidden tests apart",
+                f"oracles: {config.oracles} overlaps {shown}, which jails can read; move the hidden tests to another directory",
                 path=config.oracles,
             )
 
 
 def _limits(asked: sandbox_pb2.SandboxLimits) -> LimitsPerTest:
-    """Raise InvalidInput with the field and its range."""
+    """Decode limits. Raises InvalidInput with the field and its range."""
     try:
         return LimitsPerTest(**{name: getattr(asked, name) for name in LimitsPerTest.__struct_fields__})
     except ValueError as error:
@@ -85,7 +85,7 @@ def _encode(report: JudgeReport) -> sandbox_pb2.RunTestsResponse:
         num_tests=report.num_tests, num_accepted=report.num_accepted, accepted_share=report.accepted_share
     )
     for verdict in report.verdicts:
-        # The generated stubs give the enum a type of its own; the numbers are equal by definition and by test.
+        # The generated stubs use a separate type for the enum; a test checks that the numbers are equal.
         outcome: Any = verdict.verdict.value
         response.verdicts.add(name=verdict.name, outcome=outcome, message=verdict.message, wall_s=verdict.wall_s)
     return response

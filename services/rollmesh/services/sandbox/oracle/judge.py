@@ -1,11 +1,12 @@
-"""Judgments: a manifest's tests put to a candidate, in the manifest's order, at most so many judgments at a time.
+"""Judgments: run the tests of a manifest on a candidate, in the manifest's order, a bounded number of judgments at a
+time.
 
-    candidate's session   the candidate's files; each input as it is asked
+    candidate's session   the candidate's files; each input when it is needed
     this process          expected answers; compares plain data
     oracle's session      checkers and hidden test code; answers as data
 
-Verdicts are made here and in the oracle's session only. A jail lost, no place free, a broken manifest: the judgment as a whole is an
-error, never a verdict.
+Verdicts are created only here and in the oracle's session. A lost jail, a missing slot or a broken manifest is an error
+of the whole judgment, never a verdict.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from rollmesh.shared.errors import FieldViolation, InvalidInput, Overloaded, Unk
 from rollmesh.shared.ids import IdSource
 
 Trial = Callable[[int], Awaitable[None]]
-"""Puts the test of an index; raises `CandidateFailed`."""
+"""Runs the test with an index; raises `CandidateFailed`."""
 
 _LIMITS = {name: "call_s" if name == "wall_s" else name for name in LimitsPerTest.__struct_fields__}
 """Field of LimitsPerTest -> field of the sessions' Limits."""
-_OUT_OF_TIME = "not run: too many tests before it were out of time"
+_OUT_OF_TIME = "not run, because too many earlier tests were out of time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class _Request:
 
 
 class Judge:
-    """Judges candidates on a node's sessions."""
+    """Judges candidates in sessions of a node."""
 
     def __init__(self, sessions: Sessions, config: SandboxConfig, *, clock: Clock, ids: IdSource) -> None:
         self._sessions = sessions
@@ -73,7 +74,8 @@ class Judge:
     async def judge(
         self, manifest: Manifest, files: Mapping[str, bytes], *, limits: LimitsPerTest | None = None, owner: str = ""
     ) -> JudgeReport:
-        """Verdicts. Raises InvalidInput for limits above the manifest's or too low for it, and as opening and using sessions does."""
+        """Judge a candidate. Raises InvalidInput for limits above the manifest's or too low for it, and the errors of
+        opening and using sessions."""
         request = _Request(manifest, files, _narrow(manifest.limits, limits or LimitsPerTest()), owner or "RunTests")
         try:
             require_room(manifest, int(request.limits["output_bytes"]) or self._limits(manifest.profile).output_bytes)
@@ -81,7 +83,7 @@ class Judge:
             raise InvalidInput(f"`manifest`: {error}", violations=[FieldViolation("manifest", str(error))]) from None
         if self._num_asked >= self._config.judgments_inflight_max + self._config.judgments_queued_max:
             raise Overloaded(
-                f"{self._num_asked} judgments wait or go on at this sandbox node; wait or go to another node",
+                f"{self._num_asked} judgments are waiting or running on this sandbox node; wait or use another node",
                 retry_after_s=self._config.retry_after_s,
             )
         self._num_asked += 1
@@ -92,7 +94,8 @@ class Judge:
             self._num_asked -= 1
 
     def check(self, manifest: Manifest) -> None:
-        """ManifestError for a manifest that no candidate could pass under the limits of its profile, if that is configured."""
+        """Raise ManifestError for a manifest that no candidate can pass under the limits of its profile, if that
+        profile is configured."""
         if manifest.profile in self._config.profiles:
             require_room(manifest, manifest.limits.output_bytes or self._limits(manifest.profile).output_bytes)
 
@@ -155,18 +158,20 @@ class Judge:
         return self._profile(profile).resolved_limits()
 
     def _directory(self, profile: str) -> str:
-        """Where the profile's sessions have their repository, from their own directory."""
+        """Return the directory of the repository in the profile's sessions, relative to the private directory."""
         repository = self._profile(profile).repository
         if repository is None:
             raise UnknownProfile(
-                f"sandbox profile {profile!r} has no repository here: configure `repository`, or name another in the manifest",
+                f"sandbox profile {profile!r} has no repository on this node; configure `repository`, or name another profile in the manifest",
                 profile=profile,
             )
         return repository.name
 
     def _profile(self, name: str) -> ProfileConfig:
         if name not in self._config.profiles:
-            raise UnknownProfile(f"no sandbox profile {name!r} is configured here; see the manifest", profile=name)
+            raise UnknownProfile(
+                f"the manifest names sandbox profile {name!r}, which is not configured on this node", profile=name
+            )
         return self._config.profiles[name]
 
     @asynccontextmanager
@@ -203,11 +208,11 @@ def _verdict(manifest: Manifest, index: int, failed: CandidateFailed | None, wal
 
 
 def _narrow(manifest: LimitsPerTest, asked: LimitsPerTest) -> dict[str, float]:
-    """The manifest's limits with lower ones where asked, as sessions name them."""
+    """Return the manifest's limits, lowered where requested, by the names that sessions use."""
     narrowed: dict[str, float] = {}
     for name, theirs in _LIMITS.items():
         most, wanted = getattr(manifest, name), getattr(asked, name)
         if most and wanted > most:
-            raise InvalidInput(f"limits.{name} must be at most the manifest's {most}, got {wanted}")
+            raise InvalidInput(f"limits.{name} must be in [0, {most}], the manifest's limit, got {wanted}")
         narrowed[theirs] = wanted or most
     return narrowed

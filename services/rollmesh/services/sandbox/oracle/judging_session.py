@@ -1,6 +1,7 @@
-"""One session of a judgment: made for it, ended with it, and asked through it.
+"""One session of a judgment: created for it, used through it, and ended with it.
 
-What the program in it does wrong is a `RunResult`; a session that was lost or closed by somebody else is an infra failure.
+An error of the program in it is a `RunResult`. A session that was lost or closed by another caller is an infrastructure
+failure.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import SandboxFailed, UnknownSession
 
-_LOST = "a session of the judgment was closed under it; judge again"
+_LOST = "a session of the judgment was closed by another caller; retry the judgment"
 
 
 @dataclass(slots=True, eq=False)
 class JudgingSession:
-    """An open session. `spent_s` adds up what its questions took, by the service's clock."""
+    """An open session. `spent_s` sums the time of its requests, by the service's clock."""
 
     sessions: Sessions
     clock: Clock
@@ -29,14 +30,14 @@ class JudgingSession:
     spent_s: float = 0.0
 
     async def put(self, files: Mapping[str, bytes]) -> None:
-        """Write files. InvalidInput if the session refuses them."""
+        """Write files. Raises InvalidInput if the session rejects them."""
         try:
             await self.sessions.put_files(self.session_id, files)
         except UnknownSession as error:
             raise SandboxFailed(_LOST, session=self.session_id) from error
 
     async def run(self, program: Program, wall_s: float = 0.0) -> RunResult:
-        """Run source text. InvalidInput for a language this host lacks."""
+        """Run source text. Raises InvalidInput for a language that this host lacks."""
         began_s = self.clock.monotonic_s()
         try:
             result = await self.sessions.run(self.session_id, program, wall_s)
@@ -45,7 +46,7 @@ class JudgingSession:
         return self._noted(result, began_s)
 
     async def call(self, function: str, *arguments: str, wall_s: float = 0.0) -> RunResult:
-        """Call a function. InvalidInput if the session has none of that name."""
+        """Call a function. Raises InvalidInput if the session has no function of that name."""
         began_s = self.clock.monotonic_s()
         try:
             result = await self.sessions.call(self.session_id, function, arguments, wall_s)
@@ -63,7 +64,7 @@ class JudgingSession:
 async def open_session(
     sessions: Sessions, clock: Clock, session_id: str, *, profile: str, limits: Mapping[str, float], owner: str
 ) -> AsyncIterator[JudgingSession]:
-    """A fresh session until the block ends. Raises what opening raises."""
+    """Open a fresh session until the block ends. Raises the errors of `Sessions.open`."""
     await sessions.open(session_id, profile=profile, limits=limits, ttl_s=0, owner=owner)
     try:
         yield JudgingSession(sessions, clock, session_id)

@@ -1,7 +1,7 @@
-"""Manifests: the hidden tests of one task, as an operator writes them in JSON. docs/sandbox.md has an example of each kind.
+"""Manifests: the hidden tests of one task, which an operator writes in JSON. docs/sandbox has an example of each kind.
 
-A manifest is read strictly: an unknown field, a wrong type or a key given twice is an error that names the place, since a test
-that silently isn't run is worse than one that fails.
+A manifest is decoded strictly: an unknown field, a wrong type or a duplicate key is an error with its location, because
+a test that is silently not run is worse than one that fails.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rollmesh.services.sandbox.oracle.unit_tests import test_names
 
 NUM_TESTS_MAX = 10_000
 TEST = "{test}"
-"""Stands for a test's name in the command of a repository."""
+"""Placeholder for a test's name in the command of a repository."""
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be used: the field (empty if it is the whole) and the cause."""
+    """Error of an unusable manifest: the field (empty for the whole manifest) and the cause."""
 
     def __init__(self, cause: str, field: str = "") -> None:
         super().__init__(f"{field}: {cause}" if field else cause)
@@ -31,20 +31,20 @@ class ManifestError(ValueError):
 
 
 class LimitsPerTest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one test; 0 means the profile's, which are also the most."""
+    """Limits of one test. 0 means the profile's limit, which is also the maximum."""
 
     wall_s: float = 0.0
-    """Wall seconds of one question to the candidate, and of its loading; of a unit test, of all its questions together."""
+    """Wall seconds of one request to the candidate, and of its loading; for a unit test, of all its requests together."""
     cpu_s: float = 0.0
-    """CPU seconds of the same."""
+    """CPU seconds of one request to the candidate, and of its loading."""
     memory_bytes: int = 0
     """Bytes of memory of the candidate's session."""
     processes_max: int = 0
     """Processes and threads of the candidate's session."""
     output_bytes: int = 0
-    """Bytes of an answer, and of what is printed."""
+    """Bytes of an answer, and of the printed output."""
     disk_bytes: int = 0
-    """Bytes of files, the candidate's own included."""
+    """Bytes of files, including those of the candidate."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -54,21 +54,23 @@ class LimitsPerTest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Checker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Decides where many answers are right. Runs in a jail of its own, which no candidate's code ever enters."""
+    """A checker for tests with many correct answers. It runs in a separate jail, which never contains code of the
+    candidate."""
 
     source: str
-    """Python with a function `check(given, expected, answer)` that returns whether to accept; or `(accept, message)`."""
+    """Python source with a function `check(given, expected, answer)` that returns a bool or `(accept, message)`."""
     profile: str = "python"
-    """Profile of its jail."""
+    """Profile of the checker's jail."""
     wall_s: float = 0.0
-    """Wall seconds of one check; 0 means the profile's."""
+    """Wall seconds of one check; 0 means the profile's limit."""
 
 
 class _Test(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str = ""
-    """In the verdict; empty means its number, from 1. The caller sees it: let it say nothing of the answer."""
+    """Name in the verdict; if empty, the number of the test, from 1. The caller sees it, so it must not reveal the
+    answer."""
     weight: float = 1.0
-    """Its part of the accepted share."""
+    """Weight of the test in the accepted share."""
 
 
 class StdioTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,25 +86,25 @@ class FunctionTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """One call of the function."""
 
     arguments: list[Any] | dict[str, Any]
-    """JSON values: a list by position, an object by name."""
+    """Arguments as JSON values: a list by position or an object by name."""
     expected: Any
-    """JSON value. Tuples arrive as lists, keys of dictionaries as strings."""
+    """Expected result as a JSON value. Tuples become lists, and keys of dictionaries become strings."""
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """What all kinds share."""
+    """Fields of all kinds of manifests."""
 
     profile: str = "python"
-    """Profile of the candidate's jail: what it may import."""
+    """Profile of the candidate's jail, which determines what it can import."""
     limits: LimitsPerTest = LimitsPerTest()
-    """Of each test."""
+    """Limits of each test."""
     isolate: bool = True
-    """A fresh session for each test, so that nothing passes from one to the next. False is quicker where loading is slow: what an
-    earlier input did to the candidate's state then shows in later tests."""
+    """Whether each test gets a fresh session, so that no state passes between tests. False is faster if loading is
+    slow, but state from an earlier test then affects later tests."""
     stop_at_first_failure: bool = False
-    """Leave out the tests behind the first that is not accepted."""
+    """Whether to skip the tests after the first one that is not accepted."""
     time_limits_max: int = 3
-    """After so many tests out of time the rest count as out of time without being run: they would only cost."""
+    """Number of tests out of time after which the remaining tests count as out of time without being run."""
 
     def _check(self, tests: tuple[Any, ...]) -> None:
         if not 1 <= len(tests) <= NUM_TESTS_MAX:
@@ -118,21 +120,23 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class StdioManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="stdio"):
-    """A program: standard input in, standard output compared."""
+    """A program: standard input is given, standard output is compared."""
 
     language: Literal["python", "c", "cpp", "javascript"] = "python"
-    """Of the candidate's file."""
+    """Language of the candidate's file."""
     entry: str = "solution.py"
     """The candidate's file that is run."""
     tests: tuple[StdioTest, ...]
     """In the order in which they run."""
     compare: TextCompare = "exact"
-    """`exact`: the same lines, white space at their ends and empty lines at the end apart; otherwise the same tokens are PE.
-    `tokens`: the same words in any white space. `numbers`: the same, numerals within `tolerance`. `checker`. White space is that of ASCII."""
+    """`exact`: equal lines, ignoring trailing white space and empty lines at the end; equal tokens otherwise give PE.
+    `tokens`: equal words, whatever the white space. `numbers`: the same, with numerals within `tolerance`. `checker`:
+    the checker decides. White space means ASCII white space."""
     tolerance: float = 1e-6
-    """Of `numbers`: relative, and absolute below 1. Two integers must be equal; 0 compares decimal fractions exactly, too."""
+    """Tolerance of `numbers`: relative, and absolute below 1. Two integers must be equal. 0 also compares decimal
+    fractions exactly."""
     checker: Checker | None = None
-    """Of `checker`; it gets the texts of stdin, expected and given stdout."""
+    """Checker for `compare` = `checker`. It gets the texts of stdin, expected stdout and actual stdout."""
 
     def __post_init__(self) -> None:
         self._check(self.tests)
@@ -140,23 +144,24 @@ class StdioManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class FunctionManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="function"):
-    """A function: JSON arguments in, its JSON result compared."""
+    """A function: JSON arguments are given, its JSON result is compared."""
 
     language: Literal["python"] = "python"
-    """Of the candidate's file."""
+    """Language of the candidate's file."""
     entry: str = "solution.py"
     """The candidate's file."""
     function: str
-    """Name in it; `Class.method` is called on a fresh instance."""
+    """Name of the function in the file; `Class.method` is called on a fresh instance."""
     tests: tuple[FunctionTest, ...]
     """In the order in which they run."""
     compare: ValueCompare = "equal"
-    """`equal`: the same JSON value, where 1 equals 1.0 and true is no number. `numbers`: the same, numbers within `tolerance`.
-    `checker`."""
+    """`equal`: the same JSON value, where 1 equals 1.0 and true is not a number. `numbers`: the same, with numbers
+    within `tolerance`. `checker`: the checker decides."""
     tolerance: float = 1e-6
-    """Of `numbers`: relative, and absolute below 1. Two integers must be equal."""
+    """Tolerance of `numbers`: relative, and absolute below 1. Two integers must be equal."""
     checker: Checker | None = None
-    """Of `checker`; it gets the values of arguments, expected and result."""
+    """Checker for `compare` = `checker`. It gets the values of the arguments, the expected result and the actual
+    result."""
 
     def __post_init__(self) -> None:
         self._check(self.tests)
@@ -166,39 +171,39 @@ class FunctionManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class UnitTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One test of the source; its name is `test_x` or `TestX.test_y`."""
+    """One test of the source, named `test_x` or `TestX.test_y`."""
 
 
 class UnitManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="unit"):
-    """Test functions and unittest cases that import the candidate's module. They run in a jail of their own, where the module is a
-    proxy: arguments and results pass as values, exceptions by the name of their builtin type."""
+    """Test functions and unittest cases that import the candidate's module. They run in a separate jail, where the
+    module is a proxy: arguments and results pass as values, exceptions by the name of their builtin type."""
 
     entry: str = "solution.py"
     """The candidate's file."""
     module: str = "solution"
     """Name under which the tests import it."""
     source: str
-    """The tests: functions `test_x`, classes `TestX` and unittest cases with methods `test_x`."""
+    """Source of the tests: functions `test_x`, classes `TestX` and unittest cases with methods `test_x`."""
     oracle_profile: str = "python"
-    """Profile of the tests' jail: what they may import."""
+    """Profile of the tests' jail, which determines what they can import."""
     tests: tuple[UnitTest, ...] = ()
-    """Those to run; empty means all in the source."""
+    """Tests to run; if empty, all tests in the source."""
     objects: bool = True
-    """Whether results may be objects of the candidate's classes. False suits tests of functions: such a result is then WA, and none of its
-    methods can answer an assertion (`got.startswith("Paris")`)."""
+    """Whether results may be objects of the candidate's classes. With False such a result gives WA, so that none of its
+    methods can decide an assertion (`got.startswith("Paris")`). False suits tests of functions."""
     questions_max: int = 10_000
-    """Uses of the candidate by one test. An item of a generator is one."""
+    """Maximum number of requests to the candidate by one test. Each item of a generator is one request."""
 
     def __post_init__(self) -> None:
         try:
             known = test_names(self.source)
         except SyntaxError as error:
-            raise ValueError(f"source is no Python: {error.msg}, line {error.lineno}") from None
+            raise ValueError(f"source is not valid Python: {error.msg}, line {error.lineno}") from None
         if not self.tests:
             msgspec.structs.force_setattr(self, "tests", tuple(UnitTest(name=name) for name in known))
         self._check(self.tests)
         if unknown := [test.name for test in self.tests if test.name not in known]:
-            raise ValueError(f"tests names {unknown[0]!r}, which the source has not; it has {', '.join(known)}")
+            raise ValueError(f"tests names {unknown[0]!r}, which the source lacks; it has {', '.join(known)}")
         if not self.module.isidentifier():
             raise ValueError(f"module must be a name, got {self.module!r}")
         if self.questions_max < 1:
@@ -206,25 +211,26 @@ class UnitManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class SqlTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The query on one database."""
+    """Runs the query on one database."""
 
     setup: str
-    """Statements that make the database; the candidate's session gets them too."""
+    """Statements that create the database. The candidate's session gets them too."""
     rows: list[list[Any]] | None = None
-    """Expected rows; absent means those of `gold`."""
+    """Expected rows; if absent, the rows of `gold`."""
 
 
 class SqlManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="sql"):
-    """One sqlite query, read-only, on a database for each test. More databases tell apart queries that agree on one by chance."""
+    """One read-only sqlite query, run on one database per test. Several databases distinguish queries that give equal
+    rows on one of them."""
 
     entry: str = "query.sql"
     """The candidate's file."""
     gold: str = ""
-    """Reference query, run in a session of its own."""
+    """Reference query, run in a separate session."""
     ordered: bool = False
     """Whether the order of rows counts."""
     tolerance: float = 1e-6
-    """Of numbers: relative, and absolute below 1. Two integers must be equal."""
+    """Tolerance of numbers: relative, and absolute below 1. Two integers must be equal."""
     tests: tuple[SqlTest, ...]
     """In the order in which they run."""
 
@@ -236,21 +242,23 @@ class SqlManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class RepositoryTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One test of the repository, by the name that its runner knows it by."""
+    """One test of the repository, by the name that its test runner uses."""
 
 
 class RepositoryManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="repository"):
-    """A patch to the repository of a profile: applied to its tree, then the repository's own tests, each a process with exit status 0 or not.
-    They run beside the candidate's code, so a pass is evidence and no proof: see `repositories`."""
+    """A patch to the repository of a profile. It is applied to the repository's tree, and then the repository's own
+    tests run, each as a process that passes with exit status 0. They run in the same process as the candidate's code,
+    so a pass is evidence and not proof: see `repositories`."""
 
     profile: str
-    """One that has a repository."""
+    """A profile with a repository."""
     entry: str = "solution.patch"
-    """The candidate's file: a unified diff with a/ and b/ prefixes. An empty one leaves the tree as it is, which shows what a patch must mend."""
+    """The candidate's file: a unified diff with a/ and b/ prefixes. An empty one leaves the tree unchanged, which shows
+    the failures that a patch must fix."""
     command: tuple[str, ...] = ("python3", "-B", "-m", "unittest", TEST)
-    """Runs one test in the repository's directory; `{test}` stands for its name."""
+    """Command that runs one test in the repository's directory; `{test}` is replaced by its name."""
     files: dict[str, str] = {}
-    """Hidden test files by path in the repository, written after the patch over whatever lies there."""
+    """Hidden test files by path in the repository, written after the patch over existing files."""
     tests: tuple[RepositoryTest, ...]
     """In the order in which they run."""
 
@@ -269,20 +277,20 @@ Manifest = StdioManifest | FunctionManifest | UnitManifest | SqlManifest | Repos
 
 
 class Named(Protocol):
-    """What verdicts need of a test of any kind."""
+    """The part of a test that verdicts need."""
 
     @property
     def name(self) -> str: ...
 
 
 def name_of(test: Named, index: int) -> str:
-    """Its name, or its number from 1."""
+    """Return the name of a test, or its number from 1."""
     return test.name or str(index + 1)
 
 
 def require_room(manifest: Manifest, output_bytes: int) -> None:
-    """ManifestError if an expected output is longer than what is kept of a candidate's, which therefore could never pass. One byte is
-    left for the end of the last line."""
+    """Raise ManifestError if an expected output is longer than the retained output of a candidate, because no candidate
+    could pass. One byte is reserved for the end of the last line."""
     if not isinstance(manifest, StdioManifest | FunctionManifest) or manifest.checker is not None:
         return
     tests: tuple[StdioTest | FunctionTest, ...] = manifest.tests
@@ -299,7 +307,7 @@ def require_room(manifest: Manifest, output_bytes: int) -> None:
 
 
 def check_comparing(how: str, tolerance: float, checker: Checker | None) -> None:
-    """ValueError unless the fields about comparing fit together."""
+    """Raise ValueError unless the fields about comparison are consistent."""
     if (how == "checker") != (checker is not None):
         raise ValueError("checker must be given if and only if compare is `checker`")
     if not (math.isfinite(tolerance) and tolerance >= 0):
@@ -307,7 +315,7 @@ def check_comparing(how: str, tolerance: float, checker: Checker | None) -> None
 
 
 def parse_manifest(text: str | bytes) -> Manifest:
-    """The manifest that a JSON text holds. ManifestError."""
+    """Decode a manifest from JSON. Raises ManifestError."""
     try:
         value = strict_json(text)
     except UnicodeDecodeError as error:
@@ -318,7 +326,7 @@ def parse_manifest(text: str | bytes) -> Manifest:
 
 
 def manifest_of(value: object) -> Manifest:
-    """The manifest that plain values describe. ManifestError."""
+    """Decode a manifest from plain values. Raises ManifestError."""
     try:
         manifest: Manifest = msgspec.convert(value, Manifest, strict=True)
         return manifest

@@ -1,4 +1,4 @@
-"""Queries: the candidate's in its session, the reference in another; rows are compared in the service."""
+"""Judge SQL queries: the candidate's runs in its session, the reference in another, and the service compares the rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rows = list[list[Any]]
 
 
 async def try_sql(manifest: SqlManifest, test: SqlTest, candidate: Candidate, open_oracle: OpenSession) -> None:
-    """Run the query on the test's database, compare what rows it says it got."""
+    """Run the query on the test's database and compare the rows that it reports."""
     given = _rows(read_answer(await candidate.ask("query", test.setup, candidate.source())))
     expected = test.rows if test.rows is not None else await _gold_rows(manifest, test, open_oracle)
     if not result_sets.same(expected, given, ordered=manifest.ordered, tolerance=manifest.tolerance):
@@ -37,11 +37,12 @@ async def _gold_rows(manifest: SqlManifest, test: SqlTest, open_oracle: OpenSess
         cause = f"{result.error_type}: {result.error_message}"
     except (CandidateFailed, ValueError):
         cause = "its rows are too long"
-    raise BrokenOracle(f"the reference query does not run: {cause}; mend the manifest")
+    raise BrokenOracle(f"the reference query does not run: {cause}; fix the manifest")
 
 
 def _rows(said: Any) -> Rows:
-    """Rows of flat cells. `CandidateFailed` for any other shape: only our own code speaks in that session, unless a query broke out of it."""
+    """Check that a reply has rows of flat cells. Raises `CandidateFailed` for any other shape: only our own code
+    replies from that session, unless a query broke out of it."""
     rows = said.get("rows") if isinstance(said, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, list) and all(map(_is_cell, row)) for row in rows):
         raise CandidateFailed(JudgeVerdict.RE, "the session's protocol was broken")

@@ -1,15 +1,15 @@
-"""Patches: the candidate's applied to a repository's tree, and the tests of that tree run one by one.
+"""Judge patches: apply the candidate's patch to a repository's tree and run the tests of that tree one by one.
 
-    fresh session -> its patch applied -> hidden test files written over it -> each test a process of its own
+    fresh session -> patch applied -> hidden test files written over it -> each test in a separate process
 
-A patch that brings its own version of a hidden test file loses it: the files are written last. FAIL_TO_PASS are the tests that an empty
-patch fails, PASS_TO_PASS those that it passes.
+The hidden test files are written last, so a patch cannot replace them. FAIL_TO_PASS are the tests that fail with an
+empty patch, and PASS_TO_PASS those that pass with it.
 
-What a verdict here is worth: in-tree tests import the candidate's code and run beside it, in one process. The commands that start
-them, the patch tool and the files come from this side, and a test counts as passed only by the exit status of its own process; but code
-that is imported by a test can end that process with status 0, or change the test framework first. No wall of the sandbox prevents that:
-what must not be forged needs tests that talk to the candidate over a pipe, as the other kinds do. A pass is evidence against a patch
-that fails, not proof for one that wants to cheat.
+Limits of these verdicts: in-tree tests import the candidate's code and run in the same process. The service provides
+the commands that start them, the patch tool and the files, and a test passes only by the exit status of its
+process. But code that a test imports can end that process with status 0, or change the test framework first. No
+isolation mechanism of the sandbox prevents that. Verdicts that must not be forged need tests that use the candidate
+over a pipe, as the other kinds do. A pass is evidence about an honest patch, and not proof about a cheating one.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ def _rollmesh(directory, command):
             pass
         process.wait()
 """
-"""Both are run by the session's interpreter, which itself runs none of the candidate's code; its time limit ends them."""
+"""The session's interpreter runs both helpers and none of the candidate's code; its time limit ends them."""
 
 
 def patching(manifest: RepositoryManifest, directory: str) -> Prepare:
-    """Apply the candidate's patch, all of it or nothing, by git where the host has it; then write the hidden files."""
+    """Return a `Prepare` that applies the candidate's patch, completely or not at all, with git if the host has it, and
+    then writes the hidden files."""
     hidden = {f"{directory}/{path}": text.encode() for path, text in manifest.files.items()}
 
     async def patch(session: JudgingSession) -> None:
@@ -64,9 +65,9 @@ def patching(manifest: RepositoryManifest, directory: str) -> Prepare:
             raise CandidateFailed(JudgeVerdict.RE, f"the patch does not apply: {text}")
         try:
             await session.put(hidden)
-        except InvalidInput as error:  # a link or a directory in their place, or no room
+        except InvalidInput as error:  # a link or a directory at their path, or a full disk
             raise CandidateFailed(
-                JudgeVerdict.RE, f"the patched tree does not take the hidden test files: {error}"
+                JudgeVerdict.RE, f"cannot write the hidden test files into the patched tree: {error}"
             ) from None
 
     return patch
@@ -88,7 +89,7 @@ def _program(helper: str, *arguments: str | Sequence[str]) -> Program:
 
 
 def _said(result: RunResult) -> tuple[int, str]:
-    """Exit status and text of a helper. `CandidateFailed` for anything else."""
+    """Decode the exit status and text of a helper. Raises `CandidateFailed` for anything else."""
     try:
         answer: Any = json.loads(result.stdout.splitlines()[-1])
         return int(answer["status"]), str(answer["text"])

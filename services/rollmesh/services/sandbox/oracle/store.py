@@ -1,12 +1,12 @@
-"""The oracle store: manifests by `oracle_ref`, read from an operator's directory or file, on the service's side only.
+"""The manifest store: manifests by `oracle_ref`, read from an operator's directory or file by the service alone.
 
     DIR/calc/sum.json            one manifest                 oracle_ref "calc/sum"
-    DIR/easy.jsonl               one manifest a line, each    oracle_ref "easy:add-two"
+    DIR/easy.jsonl               one manifest per line, each  oracle_ref "easy:add-two"
                                  with a field "ref"
     FILE.jsonl                   the same without a prefix    oracle_ref "add-two"
 
-Every manifest is checked when the store is opened; then only its place is kept, since the tests of a data set may be larger than
-memory. A file changed since is refused, never read half old and half new.
+Every manifest is checked when the store is opened. Afterwards only its location is kept, because the tests of a data
+set may exceed memory. A file that has changed since is rejected, so that old and new content never mix.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _Stamp = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Location:
-    """Where a manifest stands."""
+    """Location of a manifest."""
 
     path: Path
     stamp: _Stamp
     offset: int
     size: int
     line: int
-    """From 1; 0 for a file that is one manifest."""
+    """Line number from 1; 0 for a file that is one manifest."""
 
 
 class ManifestStore:
-    """Manifests by reference. Raises ConfigError or RecordError for a place or a manifest that cannot be used. `check` raises
-    ManifestError for a manifest that this node cannot judge by."""
+    """Manifests by reference. Raises ConfigError or RecordError for an unusable source or manifest. `check` raises
+    ManifestError for a manifest that this node cannot judge."""
 
     def __init__(self, source: str | Path, check: Callable[[Manifest], None] = lambda _: None) -> None:
         self._source = Path(source)
@@ -53,7 +53,9 @@ class ManifestStore:
                     check(manifest)
                 if ref in self._locations:
                     raise _wrong(
-                        location, f"oracle_ref {ref!r} stands at {_describe(self._locations[ref])} already", _REF_FIELD
+                        location,
+                        f"oracle_ref {ref!r} is already defined at {_describe(self._locations[ref])}",
+                        _REF_FIELD,
                     )
                 self._locations[ref] = location
         except OSError as error:
@@ -65,11 +67,11 @@ class ManifestStore:
         return len(self._locations)
 
     def manifest(self, oracle_ref: str) -> Manifest:
-        """The manifest of a reference. UnknownOracle."""
+        """Return the manifest of a reference. Raises UnknownOracle."""
         location = self._locations.get(oracle_ref)
         if location is None:
             raise UnknownOracle(
-                f"no hidden tests `{oracle_ref[:200]}` here ({len(self)} are known); see `oracles` of the sandbox node",
+                f"unknown hidden tests `{oracle_ref[:200]}` ({len(self)} are known); see `oracles` of the sandbox node",
                 oracle_ref=oracle_ref[:200],
             )
         try:
@@ -84,7 +86,7 @@ class ManifestStore:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in a file of its own. ConfigError, RecordError."""
+    """Return the manifest of a file with one manifest. Raises ConfigError, RecordError."""
     try:
         return _read(_Location(path, _stamp(path), 0, path.stat().st_size, 0))[1]
     except OSError as error:
@@ -123,7 +125,7 @@ def _read(location: _Location) -> tuple[str, Manifest]:
 
 
 def _decode(raw: bytes, location: _Location) -> tuple[str, Manifest]:
-    """The reference (of a line) and the manifest. RecordError naming file, line and field."""
+    """Decode the reference (of a line) and the manifest. Raises RecordError with file, line and field."""
     if len(raw) > MANIFEST_BYTES_MAX:
         raise _wrong(location, f"is longer than {MANIFEST_BYTES_MAX} bytes")
     try:
@@ -141,7 +143,7 @@ def _decode(raw: bytes, location: _Location) -> tuple[str, Manifest]:
 
 @contextmanager
 def _locating(location: _Location) -> Iterator[None]:
-    """A ManifestError as a RecordError that names file and line."""
+    """Convert a ManifestError to a RecordError with file and line."""
     try:
         yield
     except ManifestError as error:

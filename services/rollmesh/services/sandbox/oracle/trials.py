@@ -1,4 +1,4 @@
-"""One test of each kind put to a candidate: returns for accepted, raises `CandidateFailed` otherwise."""
+"""Run one test on a candidate: return if it is accepted, otherwise raise `CandidateFailed`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rollmesh.services.sandbox.oracle.manifest import FunctionManifest, Function
 from rollmesh.services.sandbox.oracle.verdict import CandidateFailed, JudgeVerdict
 
 _SIGNALS = {-signal.SIGXCPU: JudgeVerdict.TLE, -signal.SIGKILL: JudgeVerdict.MLE}
-"""SIGKILL: within the session only the kernel kills so, for memory, or the program itself."""
+"""Verdict by exit status. Within the session only the kernel sends SIGKILL, for memory, or the program itself."""
 
 
 async def try_function(
     manifest: FunctionManifest, test: FunctionTest, candidate: Candidate, checker: CheckerSession | None
 ) -> None:
-    """Call the function, compare what it says it returned."""
+    """Call the function and compare the result that it reports."""
     result = await candidate.ask("ask", manifest.function, json.dumps(test.arguments))
     answer = read_answer(result)
     if checker is not None:
@@ -33,7 +33,7 @@ async def try_function(
 async def try_stdio(
     manifest: StdioManifest, test: StdioTest, candidate: Candidate, checker: CheckerSession | None, cpu_s: float
 ) -> None:
-    """Run the program, compare what it printed."""
+    """Run the program and compare its output."""
     output = await _printed(manifest, test, candidate, cpu_s)
     if checker is not None:
         await checker.check(test.stdin, test.stdout, output)
@@ -46,13 +46,13 @@ async def try_stdio(
 
 
 def read_answer(result: RunResult) -> Any:
-    """The JSON value that the candidate's session replied. `CandidateFailed` for anything else."""
+    """Return the JSON value of the candidate's reply. Raises `CandidateFailed` for anything else."""
     try:
         return strict_json(result.result)
     except ValueError as error:
         if result.truncated:
             raise CandidateFailed(JudgeVerdict.OLE, "the result is longer than the limit") from None
-        raise CandidateFailed(JudgeVerdict.WA, f"the result is no JSON value: {error}") from None
+        raise CandidateFailed(JudgeVerdict.WA, f"the result is not a JSON value: {error}") from None
 
 
 async def _printed(manifest: StdioManifest, test: StdioTest, candidate: Candidate, cpu_s: float) -> str:
@@ -63,7 +63,7 @@ async def _printed(manifest: StdioManifest, test: StdioTest, candidate: Candidat
         program = Program(language=manifest.language, code=candidate.source(), stdin=test.stdin.encode())
         result = await candidate.run(program)
     if result.truncated:
-        raise CandidateFailed(JudgeVerdict.OLE, "more was printed than the limit")
+        raise CandidateFailed(JudgeVerdict.OLE, "the output exceeds the limit")
     return result.stdout
 
 
@@ -75,7 +75,7 @@ def _require_success(result: RunResult) -> None:
     if status == 0:
         return
     if result.truncated:
-        raise CandidateFailed(JudgeVerdict.OLE, "more was printed than the limit")
+        raise CandidateFailed(JudgeVerdict.OLE, "the output exceeds the limit")
     how = f"signal {-status}" if status < 0 else f"status {status}"
     said = _last_line(result.stderr)
     verdict = JudgeVerdict.MLE if said.startswith("MemoryError") else _SIGNALS.get(status, JudgeVerdict.RE)

@@ -1,7 +1,7 @@
-"""Hidden tests that call the candidate: the oracle's session asks, the candidate's answers, and this stands between them.
+"""Hidden tests that call the candidate: this module relays requests of the oracle's session to the candidate's session.
 
-Both sessions end with the test. The test's source and its verdict never leave the oracle's session and this process; what passes to
-the candidate are its own arguments.
+Both sessions end with the test. The test's source and verdict never leave the oracle's session and this process. The
+candidate gets only the arguments of its calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _VERBS = ("look_up", "invoke", "contents")
 async def try_unit(
     manifest: UnitManifest, test: UnitTest, candidate: Candidate, open_oracle: OpenSession, wall_s: float
 ) -> None:
-    """Run one test to its end. `wall_s` bounds the time of the candidate as a whole."""
+    """Run one test to its end. `wall_s` bounds the total time of the candidate."""
     async with open_oracle() as session:
         _loaded(await session.run(Program(code=_PRELUDE)))
         objects = "yes" if manifest.objects else "no"
@@ -36,7 +36,7 @@ async def try_unit(
                 return
             reply = await _answer(candidate, *said["ask"])
             if candidate.spent_s > wall_s:
-                raise CandidateFailed(JudgeVerdict.TLE, f"the candidate took more than {wall_s} s in all")
+                raise CandidateFailed(JudgeVerdict.TLE, f"the candidate took more than {wall_s} s in total")
             said = await _said(session, "resume", reply)
         raise CandidateFailed(JudgeVerdict.RE, f"the test used the candidate more than {manifest.questions_max} times")
 
@@ -49,20 +49,21 @@ async def _answer(candidate: Candidate, verb: str, question: str) -> str:
 
 
 async def _said(session: JudgingSession, function: str, *arguments: str) -> dict[str, Any]:
-    """What the tests' session says. It holds no code of the candidate, but what the candidate answered may be too much for it."""
+    """Return the next message of the tests' session. It contains no code of the candidate, but the candidate's answer
+    may be too large for it."""
     result = await session.call(function, *arguments)
     if result.outcome is not RunOutcome.OK:
-        raise CandidateFailed(JudgeVerdict.WA, f"the hidden test could not go on ({result.error_type})")
+        raise CandidateFailed(JudgeVerdict.WA, f"the hidden test failed on the answer ({result.error_type})")
     try:
         said: dict[str, Any] = strict_json(result.result)
     except ValueError:
-        raise CandidateFailed(JudgeVerdict.WA, "the hidden test asked for more than a question may hold") from None
+        raise CandidateFailed(JudgeVerdict.WA, "a request of the hidden test exceeds the size limit") from None
     return said
 
 
 def _conclude(said: dict[str, Any]) -> None:
     if "broken" in said:
-        raise BrokenOracle(f"the hidden tests do not load: {said['broken']}; mend the manifest")
+        raise BrokenOracle(f"the hidden tests do not load: {said['broken']}; fix the manifest")
     verdict, message = said["end"]
     if JudgeVerdict[verdict] is not JudgeVerdict.AC:
         raise CandidateFailed(JudgeVerdict[verdict], message)

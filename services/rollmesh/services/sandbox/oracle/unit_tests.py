@@ -1,4 +1,4 @@
-"""Names of hidden tests in their source, by its syntax alone: nothing of it is run here."""
+"""Find the names of hidden tests in their source, by its syntax alone; nothing of it is executed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 
 
 def test_names(source: str) -> list[str]:
-    """`test_x` and `TestX.test_y`, in the order of the source. SyntaxError."""
+    """Return `test_x` and `TestX.test_y`, in the order of the source. Raises SyntaxError."""
     names: list[str] = []
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):

@@ -1,7 +1,7 @@
-"""Verdicts, and what a candidate's end means as one.
+"""Verdicts, and the mapping from outcomes of a candidate to verdicts.
 
-A verdict says what the candidate did. What went wrong with a jail or with the node is a `MeshError` of the whole judgment and
-never gets here.
+A verdict describes what the candidate did. An error of a jail or of the node is a `MeshError` of the whole judgment and
+never a verdict.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MESSAGE_CHARS_MAX = 300
 
 
 class JudgeVerdict(Enum):
-    """What one test showed. Values are the numbers of `rollmesh.v1.TestOutcome`."""
+    """Result of one test. Values are the numbers of `rollmesh.v1.TestOutcome`."""
 
     AC = 1
     """Accepted."""
@@ -29,9 +29,9 @@ class JudgeVerdict(Enum):
     MLE = 5
     """Out of memory."""
     OLE = 6
-    """Said more than the limit."""
+    """The output or answer exceeds the limit."""
     PE = 7
-    """The right answer in the wrong white space."""
+    """The right answer with wrong white space."""
 
 
 _BY_OUTCOME = {
@@ -43,25 +43,25 @@ _BY_OUTCOME = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HiddenTestResult:
-    """One test's verdict."""
+    """Verdict of one hidden test."""
 
     name: str
     verdict: JudgeVerdict
     message: str = ""
     """One line; never the expected answer."""
     wall_s: float = 0.0
-    """Seconds the candidate took, by the service's clock: the jail's own is the candidate's to set."""
+    """Seconds that the candidate took, by the service's clock, because the candidate can forge the jail's time."""
     weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeReport:
-    """The verdicts of the tests that were run, in the manifest's order."""
+    """The verdicts of the tests that ran, in the manifest's order."""
 
     verdicts: Sequence[HiddenTestResult]
     num_tests: int
     weight: float
-    """Of all tests of the manifest."""
+    """Total weight of the manifest's tests."""
 
     @property
     def num_accepted(self) -> int:
@@ -70,14 +70,14 @@ class JudgeReport:
 
     @property
     def accepted_share(self) -> float:
-        """Accepted weight of all weight, 0 to 1; exactly 1 if and only if every test was accepted."""
+        """Accepted share of the total weight, 0 to 1; exactly 1 if and only if every test was accepted."""
         if self.num_accepted == self.num_tests:
             return 1.0
         return sum(verdict.weight for verdict in self.verdicts if verdict.verdict is JudgeVerdict.AC) / self.weight
 
 
 class CandidateFailed(Exception):
-    """The candidate failed a test; caught where the verdict is written down."""
+    """The candidate failed a test. The judge catches it and records the verdict."""
 
     def __init__(self, verdict: JudgeVerdict, message: str) -> None:
         super().__init__(message)
@@ -86,7 +86,7 @@ class CandidateFailed(Exception):
 
 
 def failure_of(result: RunResult) -> CandidateFailed | None:
-    """What a result that is not OK means; None for one that is."""
+    """Return the failure that a result means; None if its outcome is OK."""
     if result.outcome is RunOutcome.OK:
         return None
     message = f"{result.error_type}: {result.error_message}".strip().removesuffix(":")
@@ -94,13 +94,14 @@ def failure_of(result: RunResult) -> CandidateFailed | None:
 
 
 def require_ok(result: RunResult) -> RunResult:
-    """The result, if it is one. `CandidateFailed` for whatever the candidate did instead."""
+    """Return the result if its outcome is OK. Raises `CandidateFailed` otherwise."""
     if (failed := failure_of(result)) is not None:
         raise failed
     return result
 
 
 def one_line(text: str) -> str:
-    """For people and for protobuf: a candidate's text may hold anything, lone surrogates included."""
+    """Convert to one printable line. A candidate's text may contain anything, including lone surrogates that protobuf
+    rejects."""
     printable = "".join(char if char.isprintable() else " " for char in text[: 4 * MESSAGE_CHARS_MAX])
     return " ".join(printable.split())[:MESSAGE_CHARS_MAX]

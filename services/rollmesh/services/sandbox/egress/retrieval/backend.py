@@ -1,4 +1,4 @@
-"""The retrieval port: what answers searches and holds documents."""
+"""The retrieval port: interface of a backend that searches and stores documents."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""
     title: str = ""
     content_type: str = "text/plain"
-    """`text/html` is turned into text inside the jail: markup from outside is hostile."""
+    """MIME type. `text/html` is converted to text inside the jail, because external markup is hostile."""
     text: str
 
 
 class Backend(Protocol):
-    """An engine of retrieval. Methods raise `EgressRefused` and end within the caller's deadline."""
+    """A retrieval backend. Methods raise `EgressRefused` and end within the caller's deadline."""
 
     @property
     def digest(self) -> str:
-        """Names everything of the backend that its answers depend on, as far as it is ours: part of cache keys."""
+        """Digest of the configuration and local data that the results depend on; part of cache keys."""
         ...
 
     async def search(self, query: str) -> Sequence[Hit]:
-        """Best first, at most `results_max`."""
+        """Return the best results first, at most `results_max`."""
         ...
 
     async def page(self, url: str) -> Document:
-        """The page at a URL."""
+        """Return the page at a URL."""
         ...
 
     async def document(self, doc_id: str) -> Document:
-        """The document of an id that a search gave."""
+        """Return the document with an id from a search result."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,8 @@
-"""Answers on disk, by what was asked: recorded once, replayed for good. The first record of a question stands.
+"""Responses on disk by request, recorded once and replayed permanently. The first record of a request is kept.
 
-SQLite in a thread of its own; processes of one host may share a file. Bounded in bytes: what was unused for longest goes. Disk
-trouble costs the cache and not the answer, except where only records may be replayed.
+SQLite runs in a separate thread; processes of one host may share a file. The size is bounded: the least recently used
+records are evicted. If the disk fails, responses are served but not recorded, except in a mode that only replays
+records.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ CREATE TABLE IF NOT EXISTS totals (one INTEGER PRIMARY KEY CHECK (one = 1), byte
 INSERT OR IGNORE INTO totals VALUES (1, 0, 0);
 """
 _RECORD_BYTES = 512
-"""What a record costs beside its body, roughly."""
+"""Approximate bytes of a record besides its body."""
 _RECORDED = (200, 404)
-"""Statuses that say something of what was asked; others say how things stood at the moment."""
+"""Recorded statuses. Others depend on the current state of the server."""
 
 
 class Cache:
-    """A file of records, open. Make it with `opened`."""
+    """An open file of records. Create it with `opened`."""
 
     def __init__(self, config: CacheConfig, store: sqlite3.Connection) -> None:
         self._config = config
@@ -49,7 +50,7 @@ class Cache:
 
     @classmethod
     def opened(cls, config: CacheConfig, path: Path) -> Cache:
-        """Open or make the file; to be replayed only, it must be there. Blocks; raises ConfigError."""
+        """Open or create the file; in mode `only` it must exist. Blocking. Raises ConfigError."""
         path = Path(config.path or path)
         try:
             if config.mode == "only":
@@ -64,26 +65,29 @@ class Cache:
         return cls(config, store)
 
     def close(self) -> None:
-        """What was recorded is on disk."""
+        """Close the file after pending writes."""
         self._thread.submit(self._store.close)
         self._thread.shutdown(wait=False)
 
     async def answer(
         self, digest: str, request: EgressRequest, ask: Callable[[], Awaitable[EgressReply]]
     ) -> EgressReply:
-        """The record of a question, made by `ask` if there is none. `digest` names what answers depend on beside it."""
+        """Return the record of a request, created by `ask` if it does not exist. `digest` identifies everything else
+        that responses depend on."""
         replayed_only = self._config.mode == "only"
         if request.method != "GET" or request.body:
             if replayed_only:
                 raise EgressRefused(
-                    "not_recorded", "only recorded answers are replayed, and those are GET without a body"
+                    "not_recorded", "this policy only replays recorded responses, which are GET requests without a body"
                 )
             return await ask()
         key = _key(digest, request)
         if (kept := await self._do(lambda: self._find(key))) is not None:
             return kept
         if replayed_only:
-            raise EgressRefused("not_recorded", "only recorded answers are replayed, and this was never asked")
+            raise EgressRefused(
+                "not_recorded", "this policy only replays recorded responses, and this request is not recorded"
+            )
         reply = await ask()
         if reply.status not in _RECORDED:
             return reply
@@ -94,8 +98,8 @@ class Cache:
             return await asyncio.get_running_loop().run_in_executor(self._thread, action)
         except sqlite3.Error as error:
             if self._config.mode == "only":
-                raise EgressRefused("upstream", "the records cannot be read on the service's side") from error
-            _log.warning("the egress cache failed; answers are not kept: %s", error)
+                raise EgressRefused("upstream", "the service cannot read its records") from error
+            _log.warning("the egress cache failed; responses are not recorded: %s", error)
             return None
 
     def _find(self, key: str) -> EgressReply | None:
@@ -111,7 +115,7 @@ class Cache:
         return EgressReply(status=row[0], headers=headers, body=row[2], cached=not refused_by, refused_by=refused_by)
 
     def _keep(self, key: str, url: str, reply: EgressReply) -> EgressReply | None:
-        """The record as it stands afterwards: of two who asked at once both get the first one's."""
+        """Store a record and return the stored one: of two simultaneous requests both get the first response."""
         size = len(reply.body) + _RECORD_BYTES
         if size > self._config.bytes_max:
             return None

@@ -1,8 +1,9 @@
-"""The offline corpus: documents of a JSON Lines file, ranked by BM25 in SQLite's full-text index.
+"""An offline corpus: documents of a JSON Lines file, ranked by BM25 in SQLite's full-text index.
 
-The index is a file named by the digest of the corpus: built once, complete when it has its name, opened read-only and reused by
-every later start. Ranking is deterministic: equal scores go by the order in the corpus. Queries run in one thread of their own, are
-words only (no query language reaches SQLite) and are interrupted at their deadline.
+The index file is named by the digest of the corpus. It is built once, is complete when it has its final name, and is
+opened read-only and reused by later starts. Ranking is deterministic: equal scores keep the order of the corpus.
+Queries run in one separate thread, contain words only (no query syntax reaches SQLite), and are interrupted at their
+deadline.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rollmesh.shared.errors import ConfigError
 _T = TypeVar("_T")
 
 _FORMAT = b"1"
-"""Of the index; part of its digest."""
+"""Version of the index format; part of its digest."""
 _WORD = re.compile(r"\w+")
 _WORDS_MAX = 32
 _SNIPPET_WORDS = 60
@@ -54,7 +55,7 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 class Corpus:
-    """A corpus with its index, open; implements `Backend`. Make it with `opened`."""
+    """An open corpus with its index; implements `Backend`. Create it with `opened`."""
 
     def __init__(self, config: RetrievalConfig, index: Path, digest: str) -> None:
         self._config = config
@@ -66,7 +67,7 @@ class Corpus:
 
     @classmethod
     def opened(cls, config: RetrievalConfig, folder: Path) -> Corpus:
-        """Index the corpus in `folder` unless that was done before. Blocks; raises ConfigError."""
+        """Open the corpus; index it in `folder` unless the index exists. Blocking. Raises ConfigError."""
         corpus, folder = Path(config.corpus), Path(config.index_dir or folder)
         try:
             digest = _digest(corpus)
@@ -98,7 +99,7 @@ class Corpus:
         return await self._one("id", doc_id)
 
     def close(self) -> None:
-        """A query in progress is interrupted."""
+        """Interrupt a query in progress and close the index."""
         self._store.interrupt()
         self._thread.submit(self._store.close)
         self._thread.shutdown(wait=False)
@@ -119,7 +120,7 @@ class Corpus:
             return await asyncio.get_running_loop().run_in_executor(self._thread, bounded)
         except sqlite3.OperationalError as error:
             if error.sqlite_errorname != "SQLITE_INTERRUPT":
-                raise EgressRefused("upstream", "the corpus cannot be read on the service's side") from error
+                raise EgressRefused("upstream", "the service cannot read the corpus") from error
             raise EgressRefused("timeout", f"the corpus did not answer within {_QUERY_S:g} s") from error
 
 
@@ -130,7 +131,8 @@ def _digest(corpus: Path) -> str:
 
 
 def _build(corpus: Path, index: Path) -> None:
-    """Under another name until it is complete: two nodes that build at once do the work twice and no harm."""
+    """Build the index under a temporary name until it is complete. If two nodes build it at once, both results are
+    valid."""
     draft = index.with_suffix(f".{os.getpid()}")
     draft.unlink(missing_ok=True)
     try:
@@ -155,7 +157,7 @@ def _rows(corpus: Path) -> Iterator[tuple[str, str, str, str]]:
             line = _decoded(corpus, number, raw)
             key = hashlib.blake2b(line.id.encode(), digest_size=16).digest()
             if key in seen:
-                raise ConfigError(f"{corpus}:{number}: the id {line.id!r} occurs twice")
+                raise ConfigError(f"{corpus}:{number}: the id {line.id!r} is duplicated")
             seen.add(key)
             yield line.id, line.url, line.title, line.text
 

@@ -1,4 +1,4 @@
-"""Retrieval from outside: a search endpoint that answers JSON, and pages as they are. Everything goes through the allow-list."""
+"""Retrieval from external servers: a search endpoint that returns JSON, and pages. Every request passes the allow-list."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ACCEPT_PAGE = {"accept": "text/html, text/plain;q=0.9, */*;q=0.1"}
 
 
 class Endpoint:
-    """Implements `Backend`."""
+    """A search endpoint as `Backend`."""
 
     def __init__(self, config: RetrievalConfig, upstream: Upstream) -> None:
         assert config.endpoint is not None
@@ -38,7 +38,7 @@ class Endpoint:
         target = _filled(self._endpoint.url, query=query, count=str(self._config.results_max))
         reply = await self._upstream.follow(target, {"accept": "application/json"})
         if reply.status != 200:
-            raise EgressRefused("upstream", f"the search endpoint answered {reply.status}")
+            raise EgressRefused("upstream", f"the search endpoint returned status {reply.status}")
         results = _results(reply.body, self._endpoint.results)
         return [hit for result in results if (hit := self._hit(result))][: self._config.results_max]
 
@@ -47,26 +47,26 @@ class Endpoint:
         if reply.status in (404, 410):
             raise EgressRefused("not_found", f"there is no page at {url}: status {reply.status}")
         if reply.status != 200:
-            raise EgressRefused("upstream", f"{url} answered {reply.status}")
+            raise EgressRefused("upstream", f"{url} returned status {reply.status}")
         content_type = reply.headers.get("content-type", "text/plain").lower()
         if not content_type.startswith(_TEXTS):
-            raise EgressRefused("content", f"{url} is no text but {content_type[:100]}")
+            raise EgressRefused("content", f"{url} is not text but {content_type[:100]}")
         return Document(
             id=url, url=url, content_type=content_type.partition(";")[0].strip(), text=_text(reply, content_type)
         )
 
     async def document(self, doc_id: str) -> Document:
         if self._endpoint.id_field and not self._endpoint.document:
-            raise EgressRefused("not_found", "this search has no documents by id: browse a result's URL")
+            raise EgressRefused("not_found", "this search has no documents by id; browse the URL of a result")
         if not self._endpoint.id_field:
             return await self.page(doc_id)
         return await self.page(_filled(self._endpoint.document, id=doc_id))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: an endpoint holds no resources."""
 
     def _hit(self, result: object) -> Hit | None:
-        """A result as far as it can be understood: what an endpoint says is foreign."""
+        """Decode a result leniently, because the endpoint's response is untrusted. Return None without an id."""
         if not isinstance(result, Mapping):
             return None
         names = self._endpoint
@@ -87,11 +87,11 @@ def _results(body: bytes, path: str) -> Sequence[object]:
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise EgressRefused("upstream", f"the search endpoint answered no JSON: {error}") from error
+        raise EgressRefused("upstream", f"the search endpoint did not return JSON: {error}") from error
     for key in path.split(".") if path else ():
         found = found.get(key) if isinstance(found, dict) else None
     if not isinstance(found, list):
-        raise EgressRefused("upstream", f"the search endpoint's answer has no list at {path!r}")
+        raise EgressRefused("upstream", f"the response of the search endpoint has no list at {path!r}")
     return found
 
 

@@ -1,5 +1,5 @@
-"""The paths that sessions ask the proxy for: /search?q=, /browse?url=, /retrieve?id=. Answers are JSON, bounded, the same for
-the same question."""
+"""The proxy's own paths for sessions: /search?q=, /browse?url=, /retrieve?id=. Responses are JSON, bounded, and equal
+for equal requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARAMETERS = {"/search": "q", "/browse": "url", "/retrieve": "id"}
 
 
 class Retrieval:
-    """Answers requests for paths of the proxy's own."""
+    """Serves requests for the proxy's own paths."""
 
     def __init__(self, config: RetrievalConfig, backend: Backend, response_bytes_max: int) -> None:
         self._shape = config
@@ -25,7 +25,7 @@ class Retrieval:
 
     @property
     def digest(self) -> str:
-        """What answers depend on."""
+        """Digest of everything that responses depend on."""
         shape = msgspec.json.encode(
             (self._shape.results_max, self._shape.snippet_chars_max, self._shape.page_chars_max)
         )
@@ -46,15 +46,15 @@ class Retrieval:
                 answer = {"page": await self._backend.document(value), "page_chars_max": self._shape.page_chars_max}
         body = _encoder.encode(answer)
         if len(body) > self._bytes_max:
-            raise EgressRefused("response_bytes", f"the answer exceeds {self._bytes_max} bytes")
+            raise EgressRefused("response_bytes", f"the response exceeds {self._bytes_max} bytes")
         return EgressReply(status=200, headers={"content-type": "application/json"}, body=body)
 
     def _question(self, request: EgressRequest) -> tuple[str, str]:
         path, _, query = request.target.partition("?")
         if path not in _PARAMETERS:
-            raise EgressRefused("not_found", f"there is no {path[:100]!r} here; there are {', '.join(_PARAMETERS)}")
+            raise EgressRefused("not_found", f"unknown path {path[:100]!r}; known: {', '.join(_PARAMETERS)}")
         if request.method != "GET":
-            raise EgressRefused("method", f"{path} is asked by GET")
+            raise EgressRefused("method", f"{path} must be requested by GET")
         try:
             values = parse_qs(query, strict_parsing=True, max_num_fields=1, errors="strict").get(_PARAMETERS[path], [])
         except ValueError:
@@ -62,5 +62,5 @@ class Retrieval:
         if len(values) != 1 or not values[0].strip():
             raise EgressRefused("malformed", f"{path} takes one parameter, `{_PARAMETERS[path]}`")
         if len(values[0]) > self._shape.query_chars_max:
-            raise EgressRefused("request_bytes", f"the question exceeds {self._shape.query_chars_max} characters")
+            raise EgressRefused("request_bytes", f"the query exceeds {self._shape.query_chars_max} characters")
         return path, values[0]
