@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollmesh.services.coordinator.config import CoordinatorConfig, FleetLimits, RunLimits
+from rollmesh.services.coordinator.config import CoordinatorConfig, RunLimits
+from rollmesh.services.coordinator.core.fleet import FleetConfig
 from rollmesh.services.coordinator.node import CoordinatorNode
 from rollmesh.services.data.config import DataConfig
 from rollmesh.services.data.node import DataNode
@@ -58,7 +59,7 @@ GATEWAY = coordinator_pb2.NODE_KIND_GATEWAY
 
 CONFIG = CoordinatorConfig(
     server=ServerConfig(stop_s=0.0),
-    fleet=FleetLimits(heartbeat_s=0.2, suspect_after_s=5.0, dead_after_s=10.0),
+    fleet=FleetConfig(heartbeat_s=0.2, suspect_after_s=5.0, dead_after_s=10.0),
     run=RunLimits(tick_s=0.02, watch_interval_s=0.02, snapshot_records=5, housekeeping_s=0.05),
     streams=StreamLimits(samples_bytes_max=16 * MIB, ledger_bytes_max=16 * MIB, dead_bytes_max=MIB),
 )

@@ -143,7 +143,7 @@ def test_run_goes_on_under_changed_settings_and_from_an_older_checkpoint(mine: P
 
     refused = _train("--resume", str(out), "run.group_size=8", "run.updates_max=6")
     assert refused.exit_code == 2
-    assert "`run.group_size` 4 -> 8: fixed for the life of a run" in refused.output
+    assert "`run.group_size` 4 -> 8: fixed after the run began" in refused.output
     assert "group_size: 4" in (out / "config.yaml").read_text()
 
     for path in (out / "checkpoints").glob("*/data_snapshot.bin"):

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.facts import GroupDecision
-from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec
-from tests.sim.world import World
+from rollmesh.services.coordinator.core.records import BoundPolicy
+from tests.sim.world import World, endless_spec
 
 OUTCOMES = st.sampled_from(
     [i.EpisodeOutcome.COMPLETED] * 6 + [i.EpisodeOutcome.INFRA_FAILURE, i.EpisodeOutcome.CANCELLED]
@@ -29,8 +29,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @initialize(eta=st.integers(0, 3), batch=st.integers(1, 3), size=st.integers(1, 3), seed=st.integers(0, 2**32))
     def begin(self, eta: int, batch: int, size: int, seed: int) -> None:
-        spec = RunSpec(
-            run="r",
+        spec = endless_spec(
             max_staleness=eta,
             beyond=BoundPolicy.DROP,
             batch_groups=batch,

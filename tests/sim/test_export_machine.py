@@ -11,9 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from rollmesh.services.coordinator.audit import Audit
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.facts import SampleEnd
-from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.ledger import StoredRecord
-from tests.sim.world import World
+from tests.sim.world import World, endless_spec
 
 OUTCOMES = st.sampled_from(
     [i.EpisodeOutcome.COMPLETED] * 4 + [i.EpisodeOutcome.INFRA_FAILURE, i.EpisodeOutcome.CANCELLED]
@@ -27,8 +26,8 @@ class ExportMachine(RuleBasedStateMachine):
 
     @initialize(groups=st.integers(1, 6), size=st.integers(1, 3), tries=st.integers(1, 3), seed=st.integers(0, 2**32))
     def begin(self, groups: int, size: int, tries: int, seed: int) -> None:
-        spec = RunSpec(
-            run="r", export_groups=groups, group_size=size, tries_max=tries, episode_lease_s=10.0, group_s_max=60.0
+        spec = endless_spec(
+            export_groups=groups, group_size=size, tries_max=tries, episode_lease_s=10.0, group_s_max=60.0
         )
         self.world = World(spec=spec, rng=random.Random(seed))
         self.world.ask(i.CreateRun(ticket=0, spec=spec))

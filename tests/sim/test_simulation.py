@@ -11,9 +11,9 @@ import pytest
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import Refusal
 from rollmesh.services.coordinator.core.facts import GroupDecision
-from rollmesh.services.coordinator.core.records import BoundPolicy, RunSpec
+from rollmesh.services.coordinator.core.records import BoundPolicy
 from rollmesh.shared.digest import next_digest
-from tests.sim.world import World
+from tests.sim.world import World, endless_spec
 
 ACTIONS = 600
 SEEDS = [int(s) for s in os.environ.get("ROLLMESH_SEEDS", "0,1,2,3,4,5,6,7").split(",")]
@@ -23,8 +23,7 @@ AFTER_DOUBT = {"LEASE_EXPIRED", "UNKNOWN_LEASE", "WRONG_UPDATE", "FENCED"}
 def make_world(seed: int) -> World:
     rng = random.Random(seed)
     eta = rng.choice([0, 1, 2, 4])
-    spec = RunSpec(
-        run="r",
+    spec = endless_spec(
         max_staleness=eta,
         beyond=BoundPolicy.DROP,
         batch_groups=rng.randint(1, 4),

@@ -43,6 +43,13 @@ from rollmesh.shared.versions import PolicyVersion
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
 
+def endless_spec(**values: Any) -> RunSpec:
+    """The spec of a run without evaluations, limits and stall reports, which is synchronous unless `values` say otherwise."""
+    off: dict[str, Any] = {"max_staleness": 0, "updates_max": 0, "eval_every": 0, "eval_tasks": 0, "stall_s": 0.0}
+    rest: dict[str, Any] = {"run": "r", "batch_groups": 1, "group_size": 1, "tries_max": 3, "eval_s_max": 60.0}
+    return RunSpec(**(rest | off | values))
+
+
 @dataclass
 class Checkpoint:
     update: int

@@ -28,7 +28,7 @@ from rollmesh.shared.versions import PolicyVersion
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 LIST = 64
 CHECKPOINT_EVERY = 10
-SPEC = RunSpec(run="bench", max_staleness=2, batch_groups=16, group_size=16)
+SPEC = RunSpec(run="bench", max_staleness=2, batch_groups=16, group_size=16, updates_max=0, eval_every=0, stall_s=0.0)
 SAMPLES_PER_UPDATE = SPEC.batch_groups * SPEC.group_size
 QUESTION = Message(role="user", content="What is (17 + 4) * 3? " * 9)
 

@@ -19,16 +19,16 @@ DEMO_CONFIG = Path(__file__).parent / "demo.yaml"
 """The demo's configuration, part of the package; `configs/demo.yaml` is a link to it."""
 
 
-class TrainConfig(MeshConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainConfig(MeshConfig):
     """A whole run as the command takes it."""
 
     made_model: MadeModelConfig | None = None
     """Makes the model on the spot; `model` must be empty then."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def check_fields(self) -> None:
+        super().check_fields()
         if self.made_model is not None and self.model:
-            raise ValueError(f"model must be empty where `made_model` makes it, got {self.model!r}")
+            raise ValueError(f"`model` must be empty if `made_model` is given, got {self.model!r}")
 
     def model_plan(self, base_dir: Path) -> MadeModelConfig | None:
         """Return `made_model` with its tasks filled in. A user's file in it is absolute."""

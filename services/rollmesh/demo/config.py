@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from rollmesh.services.data.generated import GeneratedSource
 from rollmesh.services.data.source import SOURCES
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension
+from rollmesh.shared.settings import NonNegativeInt, Settings
 
 
-class MadeModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MadeModelConfig(Settings):
     """A tiny model made in the run folder and warm-started on demonstrations of a generated source.
 
     It learns from the train range and stops by the validation range; the test range stays unseen.
@@ -26,12 +25,8 @@ class MadeModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tasks: Extension | None = None
     """Generated source of the demonstrations. It also has the levels by which success is measured, and the hash ranges. Default:
     `data.source`. If both have the same name, their shares must be equal."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Key of the weights and of the demonstrations; 0 takes the run's seed."""
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed must be >= 0, got {self.seed}")
 
 
 def demonstrated_source(config: MadeModelConfig, base_dir: str | Path | None = None) -> GeneratedSource:

@@ -13,53 +13,47 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 from transformers import PreTrainedModel
 
 from rollmesh.demo.chat import Demonstration
 from rollmesh.demo.muon import Muon
+from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.trainer.forward import logprobs_of, target_logits, target_logprobs
 from rollmesh.trainer.optim import guarded_step, set_lr
 from rollmesh.trainer.packing import PackingConfig, Sequence1D, num_targets, pack
 
 
-class WarmStartConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WarmStartConfig(Settings):
     """The warm start. Defaults are for the tiny model: 300-600 steps."""
 
     levels: int = 6
     """Highest level demonstrated. RL gets no signal on levels beyond it: success there stays at 0."""
-    levels_first: int = 3
+    levels_first: PositiveInt = 3
     """Levels 1 ... this one at the start. Starting with level 1 alone is slower."""
-    promote_loss: float = 0.15
+    promote_loss: PositiveFloat = 0.15
     """A level is added when the smoothed loss per token, in nats, falls below this."""
-    batch_size: int = 16
+    batch_size: PositiveInt = 16
     """Demonstrations per step."""
-    muon_lr: float = 0.015
-    adamw_lr: float = 4e-3
-    warmup_steps: int = 20
-    clip_norm: float = 1.0
-    target_success: float = 0.45
+    muon_lr: PositiveFloat = 0.015
+    adamw_lr: PositiveFloat = 4e-3
+    warmup_steps: PositiveInt = 20
+    clip_norm: PositiveFloat = 1.0
+    target_success: Annotated[float, Meta(gt=0, le=1)] = 0.45
     """Stop at this validation success. Higher leaves RL less to show; below 0.3 it rises slowly."""
-    evaluate_every: int = 10
+    evaluate_every: PositiveInt = 10
     """Steps between evaluations, once all levels are in. Success can rise by 0.4 within 25 steps: rare ones overshoot."""
-    steps_max: int = 3000
+    steps_max: PositiveInt = 3000
     """Give up after this many steps."""
     packing: PackingConfig = PackingConfig()
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.levels_first <= self.levels:
-            raise ValueError(f"levels_first = {self.levels_first}: must be between 1 and levels = {self.levels}")
-        for name in ("promote_loss", "muon_lr", "adamw_lr", "clip_norm"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
-        for name in ("batch_size", "evaluate_every", "steps_max", "warmup_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if not 0 < self.target_success <= 1:
-            raise ValueError(f"target_success = {self.target_success}: must be in (0, 1]")
+    def check_fields(self) -> None:
+        if self.levels_first > self.levels:
+            raise ValueError(f"`levels_first` must be <= levels = {self.levels}, got {self.levels_first}")
 
 
 Demonstrate = Callable[[int, np.random.Generator], Demonstration]

@@ -8,35 +8,34 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from rollmesh.demo.tokenizer import END, PAD, SPECIAL_TOKENS, VOCAB_SIZE
+from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 
 
-class TinyModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TinyModelConfig(Settings):
     """Shape of the tiny model. The defaults make 359,168 parameters."""
 
-    hidden_size: int = 128
+    hidden_size: PositiveInt = 128
     """Width. 64 trains twice as fast but rises less under RL."""
-    num_layers: int = 2
+    num_layers: PositiveInt = 2
     """Depth; two are needed to copy from the context (an induction head spans two layers)."""
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 32
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    head_dim: PositiveInt = 32
     """Per head; 32 is a size that flash-attention kernels accept."""
-    intermediate_size: int = 320
-    context_max: int = 512
+    intermediate_size: PositiveInt = 320
+    context_max: PositiveInt = 512
     """Most tokens of a sequence."""
-    rope_theta: float = 1e4
+    rope_theta: PositiveFloat = 1e4
 
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+    def check_fields(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads = {self.num_heads}: must be a multiple of num_kv_heads = {self.num_kv_heads}")
+            raise ValueError(
+                f"`num_heads` must be a multiple of num_kv_heads = {self.num_kv_heads}, got {self.num_heads}"
+            )
 
 
 def build_tiny_model(config: TinyModelConfig, *, seed: int) -> PreTrainedModel:

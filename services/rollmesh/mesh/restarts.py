@@ -6,49 +6,44 @@ Pure but for the clock it is given. Collaborator: `child`, which asks after each
 from __future__ import annotations
 
 from collections import deque
+from typing import Annotated
 
-import msgspec
+from msgspec import Meta
 
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.retry import pause_after
+from rollmesh.shared.settings import NonNegativeInt, PositiveFloat, Settings
 
 MIB = 1 << 20
 
 
-class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProcessesConfig(Settings):
     """A run as processes: one for each part."""
 
     enabled: bool = True
     """Each part in a process of its own, started again when it dies. False: all parts share one process, which saves about 50 MB of
     memory and a second of start per part, but a crash of one part is a crash of all."""
-    restarts_max: int = 10
+    restarts_max: NonNegativeInt = 10
     """Restarts of one process within `window_s`; one more death stops the run with its cause. A fault that repeats (a full disk, a
     bug) must come to light; single deaths, days apart, must not add up."""
-    window_s: float = 300.0
+    window_s: PositiveFloat = 300.0
     """Length of the window in which restarts count, seconds. Longer than `restarts_max` pauses take together."""
-    backoff_s: float = 0.2
+    backoff_s: PositiveFloat = 0.2
     """Pause before the first restart in a window, seconds. Short: most deaths do not repeat, and work waits."""
-    backoff_s_max: float = 10.0
+    backoff_s_max: PositiveFloat = 10.0
     """Longest pause; it doubles from one restart to the next. Long enough for what the process needs to come back itself."""
-    start_s: float = 120.0
+    start_s: PositiveFloat = 120.0
     """How long the coordinator may take from the start until it answers, seconds. It covers the import of all parts at once on few
     cores, and the recovery of a large ledger."""
-    stop_s: float = 30.0
+    stop_s: PositiveFloat = 30.0
     """How long a process may take to stop in good order before it is killed, seconds. A learner finishes its update and writes
     a checkpoint in 80 % of it: longer for large models."""
-    log_bytes_max: int = 16 * MIB
+    log_bytes_max: Annotated[int, Meta(ge=4096)] = 16 * MIB
     """Size at which the log of a process is cut to its newest part (half of this, at most 1 MiB)."""
 
-    def __post_init__(self) -> None:
-        if self.restarts_max < 0:
-            raise ValueError(f"restarts_max must be >= 0, got {self.restarts_max}")
-        for name in ("window_s", "backoff_s", "start_s", "stop_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+    def check_fields(self) -> None:
         if self.backoff_s_max < self.backoff_s:
-            raise ValueError(f"backoff_s_max must be >= backoff_s = {self.backoff_s}, got {self.backoff_s_max}")
-        if self.log_bytes_max < 4096:
-            raise ValueError(f"log_bytes_max must be >= 4096, got {self.log_bytes_max}")
+            raise ValueError(f"`backoff_s_max` must be >= backoff_s = {self.backoff_s}, got {self.backoff_s_max}")
 
 
 class Restarts:

@@ -16,12 +16,13 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.rpc.access import Access, Tls
 from rollmesh.shared.rpc.addresses import host_of, is_loopback, is_wildcard, join_host_port
 from rollmesh.shared.rpc.server import ServerConfig
+from rollmesh.shared.settings import Settings
 
 TOKEN_CHARS_MIN = 16
 _FREE_LOOPBACK_PORT = ServerConfig().address
 
 
-class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SecurityConfig(Settings):
     """Files, relative to the config file. With certificates all services speak mutual TLS to each other, on loopback too."""
 
     ca: str = ""
@@ -33,18 +34,18 @@ class SecurityConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     token_file: str = ""
     """File that holds the token, readable by its owner only. Empty: a random one per run, in `token` of the run folder."""
 
-    def __post_init__(self) -> None:
+    def check_fields(self) -> None:
         files = {"ca": self.ca, "certificate": self.certificate, "key": self.key}
         missing = [name for name, path in files.items() if not path]
         if missing and len(missing) < len(files):
-            raise ValueError(f"{missing[0]} must name a file too: TLS takes ca, certificate and key together")
+            raise ValueError(f"`{missing[0]}` must name a file, because TLS needs ca, certificate and key together")
 
     @property
     def has_tls(self) -> bool:
         return bool(self.ca)
 
 
-class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class NetworkConfig(Settings):
     """Where this host's services listen, unless a service's own `server.address` says otherwise."""
 
     host: str = "127.0.0.1"
@@ -52,9 +53,11 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     advertise: str = ""
     """Host that others are told to call; empty means `host`. Needed where that is 0.0.0.0 or ::."""
 
-    def __post_init__(self) -> None:
+    def check_fields(self) -> None:
         if is_wildcard(self.host) and not self.advertise:
-            raise ValueError(f"advertise must name the host by which others reach this machine, as host is {self.host}")
+            raise ValueError(
+                f"`advertise` must name the host by which other machines reach this one, because host is {self.host}"
+            )
 
     def listening(self, server: ServerConfig) -> ServerConfig:
         """A service's server, moved to this host's address if it has none of its own."""

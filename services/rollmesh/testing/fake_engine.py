@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from rollmesh.services.inference.engine import (
@@ -35,43 +34,36 @@ from rollmesh.services.inference.engine import (
 from rollmesh.services.inference.engines.requests import check_request, check_tokens
 from rollmesh.services.inference.engines.stop import STOP_ID, StopRules
 from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 from rollmesh.shared.trajectory import FinishReason, FloatArray, IntArray
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.testing.fake_policy import OUTPUTS, FakePolicy
 from rollmesh.testing.fake_weights import check_files
 
 
-class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FakeEngineConfig(Settings):
     """Sizes and delays of the fake."""
 
-    vocab_size: int = 64
+    vocab_size: PositiveInt = 64
     """Token t decodes to the printable character chr(32 + t % 95)."""
-    context_max: int = 1024
+    context_max: PositiveInt = 1024
     """Most tokens of a sequence, prefix and new tokens together."""
-    slots_max: int = 64
+    slots_max: PositiveInt = 64
     """Most requests that run at once."""
-    queue_max: int = 1024
+    queue_max: PositiveInt = 1024
     """Most requests that wait; one more is rejected with EngineBusy."""
-    sessions_max: int = 1024
+    sessions_max: NonNegativeInt = 1024
     """Most ended sessions whose prefix counts as cached."""
-    prepared_max: int = 2
+    prepared_max: PositiveInt = 2
     """Most prepared versions; preparing one more drops the oldest of them."""
-    tokens_per_step: int = 8
+    tokens_per_step: PositiveInt = 8
     """Tokens per request and step. A larger value is cheaper; 1 is most similar to a model."""
-    step_s: float = 0.0
+    step_s: NonNegativeFloat = 0.0
     """Duration of a step in seconds of the clock; 0 yields to the loop without sleeping."""
-    prepare_s: float = 0.0
+    prepare_s: NonNegativeFloat = 0.0
     """Duration of `prepare` in seconds of the clock."""
     tensors: dict[str, tuple[int, ...]] = {}
     """Expected shape per tensor name. Empty accepts any set of finite tensors, also an empty set."""
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "context_max", "slots_max", "queue_max", "prepared_max", "tokens_per_step"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("step_s", "prepare_s", "sessions_max"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.settings import NonNegativeInt, PositiveInt, Settings
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Outcome, TrainingSample
 from rollmesh.trainer.checkpoint_files import (
     SNAPSHOT_NAME,
@@ -45,21 +46,15 @@ _PERIOD = 64
 """Positions with equal remainders have the same distribution."""
 
 
-class FakeTrainerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FakeTrainerOptions(Settings):
     """Sizes and injected failures of the fake."""
 
-    vocab_size: int = 0
+    vocab_size: NonNegativeInt = 0
     """Number of tokens that it can score. 0 gives no probes, because the fake inference engine has other log-probs and would fail them."""
-    num_elements: int = 16
+    num_elements: PositiveInt = 16
     """Number of float32 values in its only tensor, `weights`."""
     non_finite_updates: tuple[int, ...] = ()
     """Updates with a non-finite gradient, which are skipped."""
-
-    def __post_init__(self) -> None:
-        if self.vocab_size < 0:
-            raise ValueError(f"vocab_size must be >= 0, got {self.vocab_size}")
-        if self.num_elements < 1:
-            raise ValueError(f"num_elements must be >= 1, got {self.num_elements}")
 
 
 class FakeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ import msgspec
 import yaml
 
 from rollmesh.shared.errors import ConfigError, FieldViolation, MeshError
+from rollmesh.shared.settings import expectation, shown
 
 T = TypeVar("T")
 MISTAKES_MAX = 50
@@ -28,6 +29,7 @@ MISTAKES_MAX = 50
 _MSGSPEC_ERROR = re.compile(r"^(?P<what>.*?)(?: - at `\$?(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"^Object contains unknown field `(?P<name>[^`]*)`$")
 _MISSING_FIELD = re.compile(r"^Object missing required field `(?P<name>[^`]*)`$")
+_FIELD_PROBLEM = re.compile(r"^`?(?P<name>\w+)(?P<below>[^\s`]*)`? (?P<what>.*)$", re.DOTALL)
 
 
 def load_config(type_: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
@@ -194,6 +196,8 @@ def _long_form(node: msgspec.inspect.Type, value: Any, default: object = None) -
 
     A mapping that omits this field gets it from `default`, the default of the key that holds the struct.
     """
+    if isinstance(node, msgspec.inspect.Metadata):
+        return _long_form(node.type, value, default)
     if isinstance(node, msgspec.inspect.UnionType):
         for option in node.types:
             value = _long_form(option, value, default)
@@ -269,8 +273,9 @@ class _Mistake:
 
     def error(self, places: _Places) -> ConfigError:
         key = self.path.lstrip(".") or "(top)"
+        colon = "" if self.what.startswith("must ") else ":"
         return ConfigError(
-            f"{places.of(self.path)}: `{key}`: {self.what}",
+            f"{places.of(self.path)}: `{key}`{colon} {self.what}",
             violations=[FieldViolation(key, self.what)],
             key=key,
             file=places.file or "",
@@ -287,8 +292,13 @@ def _mistake(type_: type, tree: dict[str, Any], text: str) -> _Mistake:
         return _Mistake(f"{path}.{unknown['name']}", f"unknown key{_did_you_mean(meant, names)}", meant)
     if missing := _MISSING_FIELD.match(what):
         return _Mistake(f"{path}.{missing['name']}", "required, but not given")
-    if (word := what.split(maxsplit=1)[:1]) and word[0].strip("`") in names:
-        return _Mistake(f"{path}.{word[0].strip('`')}", what)  # a range error begins with the field it is about
+    if (problem := _FIELD_PROBLEM.match(what)) and problem["name"] in names:  # ValueError of a struct
+        field_path = f"{path}.{problem['name']}{problem['below']}"
+        return _Mistake(field_path, problem["what"] if problem["what"].startswith("must ") else what)
+    found, value = _look_up(tree, path)
+    wanted = next(filter(None, (expectation(node) for node in _nodes(type_, path))), "")
+    if found and wanted and what.startswith("Expected ") and ", got" not in what:
+        return _Mistake(path, f"{wanted}, got {shown(value)}")
     return _Mistake(path, _with_value(what, tree, path))
 
 
@@ -374,23 +384,32 @@ def _look_up_steps(tree: object, steps: Sequence[str | int]) -> tuple[bool, Any]
 
 def _field_names(type_: Any, path: str, tree: object) -> list[str]:
     """The keys that may stand at `path`, for suggestions; empty if that is not a struct."""
-    nodes = [msgspec.inspect.type_info(type_)]
-    for step in _steps(path):
-        nodes = [below for node in nodes for below in _children(node, step)]
     found, value = _look_up(tree, path)
     tags = {str(v) for v in value.values() if isinstance(v, str)} if found and isinstance(value, dict) else set()
-    structs = [s for node in nodes for s in _structs(node)]
+    structs = [s for node in _nodes(type_, path) for s in _structs(node)]
     tagged = [s for s in structs if s.tag is not None and str(s.tag) in tags]
     return [field.encode_name for struct in (tagged or structs) for field in struct.fields]
 
 
+def _nodes(type_: Any, path: str) -> list[msgspec.inspect.Type]:
+    """The types that a value at `path` may have."""
+    nodes = [msgspec.inspect.type_info(type_)]
+    for step in _steps(path):
+        nodes = [below for node in nodes for below in _children(node, step)]
+    return nodes
+
+
 def _structs(node: msgspec.inspect.Type) -> list[msgspec.inspect.StructType]:
+    if isinstance(node, msgspec.inspect.Metadata):
+        return _structs(node.type)
     if isinstance(node, msgspec.inspect.UnionType):
         return [struct for option in node.types for struct in _structs(option)]
     return [node] if isinstance(node, msgspec.inspect.StructType) else []
 
 
 def _children(node: msgspec.inspect.Type, step: str | int) -> list[msgspec.inspect.Type]:
+    if isinstance(node, msgspec.inspect.Metadata):
+        return _children(node.type, step)
     if isinstance(node, msgspec.inspect.UnionType):
         return [below for option in node.types for below in _children(option, step)]
     if isinstance(node, msgspec.inspect.StructType):

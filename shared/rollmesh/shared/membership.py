@@ -18,7 +18,6 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-import msgspec
 from grpc.aio import EOF  # type: ignore[attr-defined]  # the stubs leave it out
 
 from rollmesh.shared.clock import Clock, SystemClock
@@ -36,6 +35,7 @@ from rollmesh.shared.retry import Backoff
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 _log = logging.getLogger(__name__)
@@ -44,24 +44,19 @@ _HOPELESS = (InvalidInput, Unauthenticated, PermissionDenied, Unimplemented)
 """Refusals that the same hello will meet again."""
 
 
-class MembershipConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MembershipConfig(Settings):
     """How a node stays in the mesh."""
 
-    welcome_s: float = 10.0
+    welcome_s: PositiveFloat = 10.0
     """Longest wait for the coordinator's welcome before the stream is given up."""
-    backoff_s: float = 0.1
+    backoff_s: PositiveFloat = 0.1
     """First pause before joining again, in seconds; doubles with every consecutive failure up to `backoff_s_max`."""
-    backoff_s_max: float = 5.0
+    backoff_s_max: PositiveFloat = 5.0
     """Longest pause: how late, at most, a restarted coordinator sees this node again."""
-    commands_max: int = 256
+    commands_max: PositiveInt = 256
     """Commands that may wait for the handler. More mean a stuck handler: the stream is dropped, and with it the commands."""
-    leave_s: float = 5.0
+    leave_s: PositiveFloat = 5.0
     """Longest wait for the last report when the node leaves."""
-
-    def __post_init__(self) -> None:
-        for name in ("welcome_s", "backoff_s", "backoff_s_max", "commands_max", "leave_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 class NodeHandler(Protocol):

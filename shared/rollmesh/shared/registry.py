@@ -16,10 +16,11 @@ import msgspec
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.objects import load_object
+from rollmesh.shared.settings import Settings
 from rollmesh.shared.user_code import explain, user_traceback
 
 
-class Extension(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Extension(Settings, kw_only=False):
     """The choice of one extension. In a configuration, a bare string means `name` without options."""
 
     short_form: ClassVar[str] = "name"
@@ -115,5 +116,5 @@ def unknown_name(kind: str, name: str, known: Iterable[str], own: str = "file.py
     )
 
 
-class _NoOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _NoOptions(Settings):
     """Options of a class that has no `Options`."""

@@ -6,10 +6,9 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
-import msgspec
-
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import Cancelled, DeadlineExceeded, MeshError
+from rollmesh.shared.settings import PositiveFloat, Settings
 
 T = TypeVar("T")
 
@@ -30,24 +29,19 @@ class BackoffLimits(Protocol):
         ...
 
 
-class RetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RetryConfig(Settings):
     """How long a client of RunService retries while the gateway is away."""
 
-    retry_s: float = 60.0
+    retry_s: PositiveFloat = 60.0
     """Longest time that one request is repeated, in seconds; at least the term of the batch lease once that is known."""
-    backoff_s: float = 0.05
+    backoff_s: PositiveFloat = 0.05
     """First pause between attempts, in seconds; doubles up to `backoff_s_max`."""
-    backoff_s_max: float = 2.0
+    backoff_s_max: PositiveFloat = 2.0
     """Longest pause between attempts, in seconds."""
-    call_s: float = 15.0
+    call_s: PositiveFloat = 15.0
     """Deadline of one attempt, in seconds. A lease may take its `wait_s` longer."""
-    fetch_s: float = 300.0
+    fetch_s: PositiveFloat = 300.0
     """Deadline of one attempt to fetch a whole batch, in seconds."""
-
-    def __post_init__(self) -> None:
-        for name in ("retry_s", "backoff_s", "backoff_s_max", "call_s", "fetch_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"`{name}` must be > 0, got {getattr(self, name)}")
 
 
 def pause_after(num_failed: int, first_s: float, max_s: float) -> float:

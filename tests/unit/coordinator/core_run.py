@@ -9,9 +9,9 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.core import Core, Decision
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, FinalizeGroup, Reply
 from rollmesh.services.coordinator.core.facts import Fact, GroupDecision, PayloadRef, Reward, SampleMeta, StepSpan, Task
-from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.versions import PolicyVersion
+from tests.sim.world import endless_spec
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
@@ -26,8 +26,8 @@ class CoreRun:
         self.epoch = 0
         self._tickets = itertools.count(1)
         self._payloads = itertools.count(1)
-        values: dict[str, Any] = {"run": "r", "max_staleness": 1, "batch_groups": 2, "group_size": 2} | spec
-        self.ask(i.CreateRun, spec=RunSpec(**values))
+        values: dict[str, Any] = {"max_staleness": 1, "batch_groups": 2, "group_size": 2} | spec
+        self.ask(i.CreateRun, spec=endless_spec(**values))
 
     @property
     def facts(self) -> list[Fact]:

@@ -12,7 +12,6 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import CancelEpisodes
-from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects
@@ -27,9 +26,10 @@ from rollmesh.shared.ledger_head import EMPTY
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import data_pb2, reward_pb2, types_pb2
+from tests.sim.world import endless_spec
 
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
-SPEC = RunSpec(run="r", max_staleness=1, batch_groups=1, group_size=2, episode_lease_s=10.0)
+SPEC = endless_spec(max_staleness=1, batch_groups=1, group_size=2, episode_lease_s=10.0)
 LIMITS = RunLimits(tick_s=0.1, backoff_s=1.0, backoff_s_max=4.0)
 
 

@@ -69,5 +69,7 @@ def test_sample_without_policy_tokens_has_no_staleness() -> None:
 
 
 def test_publishing_too_rarely_for_the_bound_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"publish_every = 4 with max_staleness = 2.*raise max_staleness"):
+    with pytest.raises(
+        ValueError, match=r"`publish_every` must be <= max_staleness \+ 1 = 3, got 4.*raise max_staleness"
+    ):
         RunSpec(run="r", max_staleness=2, publish_every=4)

@@ -57,7 +57,7 @@ def test_change_is_one_fact_and_a_repetition_none() -> None:
 def test_what_the_history_rests_on_may_not_change(name: str) -> None:
     run = CoreRun()
     values: dict[str, Any] = {"beyond": BoundPolicy.MASK, "success_reward": "other"}
-    with pytest.raises(Refusal, match=f"run.{name}: .* fixed for the life of a run") as refused:
+    with pytest.raises(Refusal, match=f"run.{name}: .* cannot change after the run began") as refused:
         change(run, "c1", **{name: values.get(name, 7)})
     assert refused.value.reason == "CHANGE_REFUSED"
     assert not [fact for fact in run.facts if isinstance(fact, f.RunChanged)]

@@ -11,18 +11,16 @@ from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DrawTasks
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
 from rollmesh.services.coordinator.core.fleet import choose
-from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.core.state import GroupPhase
 from rollmesh.shared.digest import next_digest
-from tests.sim.world import NAMES, Checkpoint, World, refused
+from tests.sim.world import NAMES, Checkpoint, World, endless_spec, refused
 from tests.tamper.ledger_copy import made, store
 
 from .core_run import CoreRun
 
 
 def make_world(*, eta: int = 1, updates_max: int = 0, eval_every: int = 0, batch_lease_s: float = 20.0) -> World:
-    spec = RunSpec(
-        run="r",
+    spec = endless_spec(
         max_staleness=eta,
         batch_groups=2,
         group_size=2,

@@ -11,7 +11,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, Refusal
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
-from rollmesh.services.coordinator.core.records import RunSpec
+from tests.sim.world import endless_spec
 
 from .core_run import NAMES, CoreRun
 
@@ -130,5 +130,5 @@ def test_weights_published_again_by_another_process_change_nothing() -> None:
 
 @pytest.mark.parametrize("field", ["updates_max", "eval_every"])
 def test_an_export_has_neither_updates_nor_evaluations(field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field} = 4.*set both to 0"):
-        RunSpec(run="r", export_groups=8, **{field: 4})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"`{field}` must be 0 in a run that exports .*, got 4"):
+        endless_spec(export_groups=8, **{field: 4})

@@ -15,6 +15,7 @@ from rollmesh.services.coordinator import fact_codec
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import records
 from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.settings import plain
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
@@ -49,12 +50,12 @@ def strategy(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
 def run_specs() -> st.SearchStrategy[records.RunSpec]:
     names = typing.get_type_hints(records.RunSpec)
     fields = {name: strategy(hint, name) for name, hint in names.items()}
-    fields |= {name: st.integers(int(least), int(most)) for name, (least, most) in records.SPEC_RANGES.items()}
-    fields |= {
-        name: st.floats(*records.SPEC_RANGES[name])
-        for name in fields
-        if names[name] is float and name in records.SPEC_RANGES
-    }
+    for field in msgspec.structs.fields(records.RunSpec):
+        node = plain(msgspec.inspect.type_info(field.type))
+        if isinstance(node, msgspec.inspect.IntType) and node.le is not None:
+            fields[field.name] = st.integers(node.ge, node.le)
+        elif isinstance(node, msgspec.inspect.FloatType):
+            fields[field.name] = st.floats(node.ge, node.le)
     fields |= {name: st.integers(1, 50) for name in ("batch_groups", "group_size", "max_staleness")}
     fields |= {"publish_every": st.just(1), "success_target": st.just(0.0)}
     trains = fields | {"export_groups": st.just(0)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
@@ -11,25 +10,15 @@ import pytest
 
 from rollmesh.cli.config import TrainConfig
 from rollmesh.demo.config import MadeModelConfig
-from rollmesh.mesh.changes import (
-    FIXED,
-    FREE,
-    SECTIONS_JUDGED,
-    check_changes,
-    diff,
-    may_change,
-    note_recorded,
-    recorded,
-    settings_of,
-)
-from rollmesh.mesh.config import RunConfig
-from rollmesh.services.coordinator.core.changes import MAY_CHANGE
+from rollmesh.mesh.changes import check_changes, diff, note_recorded, recorded, settings_of
+from rollmesh.mesh.config import MeshConfig, RunConfig
 from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.rollout.config import RolloutConfig, SamplingConfig
 from rollmesh.shared.errors import ChangeRefused
 from rollmesh.shared.registry import Extension
+from rollmesh.shared.settings import may_change
 
 WHOLE = TrainConfig(
     made_model=MadeModelConfig(shape={"hidden_size": 8}),
@@ -40,19 +29,44 @@ WHOLE = TrainConfig(
 )
 
 
-def test_table_names_every_setting_that_decides_what_is_learnt() -> None:
-    keys = [key for key in settings_of(WHOLE, Path("/")) if key.partition(".")[0] in SECTIONS_JUDGED]
+JUDGED = {"model", "made_model", "run", "data", "reward", "rollout", "learner"}
+
+
+def test_settings_that_decide_what_is_learned_are_fixed_unless_marked() -> None:
+    keys = [key for key in settings_of(WHOLE, Path("/")) if key.partition(".")[0] in JUDGED]
+    live = {key for key in keys if may_change(MeshConfig, key)}
     assert len(keys) > 80
-    unnamed = [key for key in keys if not any(fnmatchcase(key, pattern) for pattern in (*FIXED, *FREE))]
-    assert unnamed == ["learner.recipe_options.loss.clip"], "parts of the recipe without a rule are fixed"
-    for pattern in (*FIXED, *FREE):
-        section = pattern.partition(".")[0].rstrip("*")
-        assert section in {*SECTIONS_JUDGED, "sandbox"}, f"{pattern} rules over nothing"
+    sections = (
+        *("rollout.stages", "rollout.worker", "rollout.router", "rollout.sandbox", "rollout.reward"),
+        *("rollout.tool_latency", "learner.publish", "learner.retry", "reward.sandbox"),
+    )
+    recipe = {"learner.recipe_options.optimizer.lr", "learner.recipe_options.packing.tokens_max"}
+    single = {key for key in live - recipe if not key.startswith(sections) and not key.startswith("run.")}
+    assert recipe <= live
+    assert single == {
+        *("data.epochs_max", "data.catch_up_s_max", "data.runs_max", "data.snapshot_records"),
+        *("reward.concurrency_max", "reward.queue_samples_max", "rollout.session_ttl_s"),
+        *("learner.directory", "learner.device", "learner.threads", "learner.checkpoint_every", "learner.keep_last"),
+        *("learner.quarantined_max", "learner.wait_s", "learner.stop_s", "learner.tensorboard"),
+    }
 
 
-def test_table_and_coordinator_agree_on_the_spec() -> None:
+def test_the_file_and_the_recorded_spec_agree_on_what_may_change() -> None:
     fields = {field.name for field in msgspec.structs.fields(RunSpec)} - {"run"}
-    assert {name for name in fields if may_change(f"run.{name}")} == set(MAY_CHANGE)
+    live = {name for name in fields if may_change(RunSpec, name)}
+    assert live == {name for name in fields if may_change(MeshConfig, f"run.{name}")}
+    assert live == {
+        *(
+            "max_staleness",
+            "publish_every",
+            "tries_max",
+            "episode_lease_s",
+            "batch_lease_s",
+            "group_s_max",
+            "eval_s_max",
+        ),
+        *("eval_every", "updates_max", "seconds_max", "success_target", "tokens_max", "stall_s"),
+    }
 
 
 @pytest.mark.parametrize(
@@ -72,8 +86,9 @@ def test_table_and_coordinator_agree_on_the_spec() -> None:
         ("rollout.worker.episodes_max", True),
         ("learner.recipe", False),
         ("learner.recipe_options.optimizer.lr", True),
+        ("learner.recipe_options.optimizer.name", False),
         ("learner.recipe_options.loss.clip_low", False),
-        ("learner.a_setting_of_tomorrow", False),
+        ("learner.an_unknown_setting", False),
         ("counts.inference", True),
         ("bus.url", True),
         ("telemetry.anything", True),
@@ -85,7 +100,7 @@ def test_table_and_coordinator_agree_on_the_spec() -> None:
     ],
 )
 def test_what_may_change(key: str, may: bool) -> None:
-    assert may_change(key) is may
+    assert may_change(MeshConfig, key) is may
 
 
 def test_refusal_names_every_fixed_setting_and_the_remedy() -> None:
@@ -94,7 +109,7 @@ def test_refusal_names_every_fixed_setting_and_the_remedy() -> None:
     changes = diff(old, new)
     assert ConfigChange(key="run.updates_max", old="100", new="9") in changes
     with pytest.raises(
-        ChangeRefused, match=r"`run.group_size` 16 -> 8; `run.seed` 1 -> 2: fixed .*train a new run"
+        ChangeRefused, match=r"`run.group_size` 16 -> 8; `run.seed` 1 -> 2: fixed after .*train a new run"
     ) as caught:
         check_changes(changes)
     assert caught.value.metadata["keys"] == "run.group_size,run.seed"

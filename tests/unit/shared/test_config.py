@@ -94,7 +94,7 @@ def test_a_wrong_type_says_what_was_expected_and_found(tmp_path: Path) -> None:
 
 def test_a_range_error_names_the_field_it_is_about() -> None:
     err = error_of(None, "rollout.turns_max=0")
-    assert str(err) == "override `rollout.turns_max=0`: `rollout.turns_max`: turns_max must be at least 1, got 0"
+    assert str(err) == "override `rollout.turns_max=0`: `rollout.turns_max` must be >= 1, got 0"
 
 
 def test_keys_inside_a_tagged_union_are_named(tmp_path: Path) -> None:

@@ -6,14 +6,13 @@ import json
 from enum import IntEnum
 from typing import Any
 
-import msgspec
-
 from rollmesh.services.coordinator.audit_report import ChangeLine, Complain
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.changes import MAY_CHANGE
+from rollmesh.services.coordinator.core.changes import changed_fields
 from rollmesh.services.coordinator.core.facts import ConfigChange
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.ledger import StoredRecord
+from rollmesh.shared.settings import may_change
 
 
 class Changes:
@@ -44,13 +43,11 @@ class Changes:
 
     def _compare(self, old: RunSpec, fact: f.RunChanged) -> None:
         listed = {change.key: change for change in fact.changes}
-        for name in (field.name for field in msgspec.structs.fields(RunSpec)):
+        for name in changed_fields(old, fact.spec):
             was, now = getattr(old, name), getattr(fact.spec, name)
-            if was == now:
-                continue
             what = f"run.{name} changed from {was!r} to {now!r}"
-            if name not in MAY_CHANGE:
-                self._complain("ledger", f"{what}, and it may not change in the life of a run")
+            if not may_change(RunSpec, name):
+                self._complain("ledger", f"{what}, and it cannot change after the run began")
             elif (change := listed.get(f"run.{name}")) is None:
                 self._complain("ledger", f"{what}, but the record's list of changes does not contain it")
             elif not _says(change, was, now):

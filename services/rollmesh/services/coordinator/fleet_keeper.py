@@ -12,10 +12,17 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 from rollmesh.services.coordinator import validation
-from rollmesh.services.coordinator.config import FleetLimits
 from rollmesh.services.coordinator.core import fleet as fl
 from rollmesh.services.coordinator.core import inputs as i
-from rollmesh.services.coordinator.core.fleet import Fleet, FleetEvent, Node, NodeKind, NodeState, WeightGoal
+from rollmesh.services.coordinator.core.fleet import (
+    Fleet,
+    FleetConfig,
+    FleetEvent,
+    Node,
+    NodeKind,
+    NodeState,
+    WeightGoal,
+)
 from rollmesh.services.coordinator.fact_codec import decode, encode_into, known_member
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import (
@@ -77,7 +84,7 @@ class FleetKeeper:
 
     def __init__(
         self,
-        limits: FleetLimits,
+        limits: FleetConfig,
         runs: Callable[[], Mapping[str, Run]],
         goals: Callable[[], Mapping[str, WeightGoal]],
         *,
@@ -85,7 +92,7 @@ class FleetKeeper:
         coordinator_id: str,
         commands_max: int,
     ) -> None:
-        self._fleet = Fleet(limits.for_core())
+        self._fleet = Fleet(limits)
         self._limits = limits
         self._runs = runs
         self._goals = goals

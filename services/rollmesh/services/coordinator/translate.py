@@ -54,8 +54,9 @@ def run_spec(message: events_pb2.RunSpec) -> RunSpec:
         run_streams(message.run)
         return decode(RunSpec, filled)
     except (ValueError, InvalidInput) as error:
-        field = str(error).split(" ", 1)[0]
-        raise InvalidSpec(f"spec.{error}", violations=[FieldViolation(f"spec.{field}", str(error))]) from error
+        field, _, what = str(error).partition(" ")
+        field = f"spec.{field.strip('`')}"
+        raise InvalidSpec(f"`{field}` {what}", violations=[FieldViolation(field, what)]) from error
 
 
 def wait_s(asked: float, remaining_s: float) -> float:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
-import msgspec
+from msgspec import Meta
 
 from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.pool import MemoryPool
@@ -17,41 +17,30 @@ from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, MeshError
 from rollmesh.shared.registry import Extension
+from rollmesh.shared.settings import LIVE, NonNegativeInt, PositiveInt, Settings
 from rollmesh.shared.user_code import explain, user_traceback
 
 
-class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DataConfig(Settings):
     """Settings of the data service."""
 
     source: Extension = Extension("calc")
     """Source of the tasks: `jsonl`, `calc`, `code`, `sql`, or your own."""
     selector: Extension = Extension("uniform")
     """Selector of the next training task: `uniform`, `thompson`, or your own."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the draws; not of the tasks."""
-    epochs_max: int = 0
+    epochs_max: Annotated[NonNegativeInt, LIVE] = 0
     """The training pool is used up after this many times its size in draws; 0 = never."""
     success_reward: str = ""
     """Reward that selectors learn from, read as a success rate in [0, 1]; empty = the run's `success_reward`."""
-    catch_up_s_max: float = 5.0
+    catch_up_s_max: Annotated[float, Meta(ge=0, le=60), LIVE] = 5.0
     """Longest time a call waits for the ledger position it asks for before it is told to retry, seconds."""
-    runs_max: int = 16
+    runs_max: Annotated[PositiveInt, LIVE] = 16
     """Most runs whose ledgers are followed at once."""
 
-    snapshot_records: int = 20_000
+    snapshot_records: Annotated[NonNegativeInt, LIVE] = 20_000
     """Ledger records between snapshots, which bound the fold after a restart; 0 leaves one only at an orderly end."""
-
-    def __post_init__(self) -> None:
-        if self.snapshot_records < 0:
-            raise ValueError(f"snapshot_records must be >= 0, got {self.snapshot_records}")
-        if self.seed < 0:
-            raise ValueError(f"seed must be >= 0, got {self.seed}")
-        if self.epochs_max < 0:
-            raise ValueError(f"epochs_max must be >= 0, got {self.epochs_max}")
-        if not 0.0 <= self.catch_up_s_max <= 60.0:
-            raise ValueError(f"catch_up_s_max must be in [0, 60], got {self.catch_up_s_max}")
-        if self.runs_max < 1:
-            raise ValueError(f"runs_max must be >= 1, got {self.runs_max}")
 
 
 def build_pools(config: DataConfig, base_dir: str | Path | None = None) -> dict[Split, TaskPool]:

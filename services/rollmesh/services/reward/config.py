@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
 import msgspec
+from msgspec import Meta
 
 from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
 from rollmesh.services.reward.finalizer import FINALIZERS, Finalizer
@@ -18,30 +18,27 @@ from rollmesh.services.reward.scorer import SCORERS, Sandbox, Scorer, UsesSandbo
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension
+from rollmesh.shared.settings import LIVE, PositiveFloat, PositiveInt, Settings
 from rollmesh.trainer.advantages import AdvantageConfig, make_advantage
 
 
-class ScorerConfig(Extension, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ScorerConfig(Extension):
     """One scorer: `exact`, `math`, `format`, `length`, `tests`, or your own, with the name of its reward."""
 
     reward: str = ""
     """Name of its reward within the run. Default: the short name of the scorer."""
-    timeout_s: float = 30.0
+    timeout_s: PositiveFloat = 30.0
     """Timeout for one sample, in seconds. A timeout is an infra failure of the sample."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
-            raise ValueError(f"timeout_s must be finite and > 0, got {self.timeout_s}")
 
     @property
     def reward_name(self) -> str:
         return self.reward or self.short_name
 
 
-class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RewardConfig(Settings):
     """Settings of the reward service."""
 
-    scorers: tuple[ScorerConfig, ...] = (ScorerConfig(name="exact", reward="correct"),)
+    scorers: Annotated[tuple[ScorerConfig, ...], Meta(min_length=1)] = (ScorerConfig(name="exact", reward="correct"),)
     """Scorers in the order they run; each gives rewards of its own name."""
     weights: dict[str, float] = {}
     """Reward name -> weight, for the advantage of the built-in trainer and for the finalizer alike. A reward that is not named is
@@ -52,28 +49,21 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Answer keys of `jsonl` sources by the source's `name`."""
     oracles: dict[str, Extension] = {}
     """Scheme of oracle references -> your own oracle, which resolves them to answer keys."""
-    sandboxes: tuple[str, ...] = ()
+    sandboxes: Annotated[tuple[str, ...], LIVE] = ()
     """Addresses (host:port) of sandbox nodes for scorers that run code, used beside those of the mesh."""
-    sandbox: SandboxClientConfig = SandboxClientConfig()
+    sandbox: Annotated[SandboxClientConfig, LIVE] = SandboxClientConfig()
     """Limits of the way to sandbox nodes."""
-    concurrency_max: int = 64
+    concurrency_max: Annotated[PositiveInt, LIVE] = 64
     """Samples scored at the same time."""
-    queue_samples_max: int = 4096
+    queue_samples_max: Annotated[PositiveInt, LIVE] = 4096
     """Samples waiting or being scored; more are refused with OVERLOADED."""
 
-    def __post_init__(self) -> None:
-        if not self.scorers:
-            raise ValueError("scorers must name at least one scorer, got none")
+    def check_fields(self) -> None:
         names = [scorer.reward_name for scorer in self.scorers]
         if len(set(names)) != len(names):
-            raise ValueError(f"scorers must have names that differ, got {', '.join(names)}")
-        if not all(math.isfinite(weight) for weight in self.weights.values()):
-            raise ValueError(f"weights must be finite, got {self.weights}")
+            raise ValueError(f"`scorers` must have different names, got {', '.join(names)}")
         if self.weights and not any(self.weights.values()):
-            raise ValueError(f"weights must name at least one reward with a weight other than 0, got {self.weights}")
-        for name in ("concurrency_max", "queue_samples_max"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+            raise ValueError(f"`weights` must contain a weight other than 0, got {self.weights}")
 
 
 def build_engine(

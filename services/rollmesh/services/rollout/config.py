@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.clients.reward import RewardClientConfig
 from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.registry import Extension
+from rollmesh.shared.settings import LIVE, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 ToolCallBody = Literal["bare", "json"]
 
 
-class FormatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FormatConfig(Settings):
     """Changes to the words of the conversation. What is unset comes from the model's chat template and its eos tokens."""
 
     turn_end: str | None = None
@@ -33,63 +35,44 @@ class FormatConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     assistant_role: str = "assistant"
     """Role of the policy in the text view of the episode."""
 
-    def __post_init__(self) -> None:
+    def check_fields(self) -> None:
         if self.observation is not None and self.observation.count("{text}") != 1:
-            raise ValueError(f"observation must hold {{text}} exactly once, got {self.observation!r}")
+            raise ValueError(f"`observation` must contain {{text}} exactly once, got {self.observation!r}")
         if self.turn_end == "":
-            raise ValueError("turn_end must not be empty, got ''; remove the key to take it from the chat template")
+            raise ValueError("`turn_end` must not be empty, got ''; remove the key to take it from the chat template")
 
 
-class SamplingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SamplingConfig(Settings):
     """How tokens are drawn unless the agent asks for something else."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=10)] = 1.0
     """0 is greedy. Off-policy corrections assume that training samples at 1 without truncation."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Nucleus mass; 1 is off."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Number of most probable tokens kept; 0 is off."""
-    max_tokens: int = 256
+    max_tokens: PositiveInt = 256
     """Most new tokens of one turn."""
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 10.0:
-            raise ValueError(f"temperature must be in [0, 10], got {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be >= 0, got {self.top_k}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be >= 1, got {self.max_tokens}")
 
-
-class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LimitsConfig(Settings):
     """Limits of one episode. Reaching one is the model's doing: the episode ends, is scored and may be trained on."""
 
-    turns_max: int = 16
+    turns_max: PositiveInt = 16
     """Most generations."""
-    tokens_max: int = 4096
+    tokens_max: PositiveInt = 4096
     """Most sampled tokens, over all turns and branches."""
-    context_tokens_max: int = 1024
+    context_tokens_max: PositiveInt = 1024
     """Longest sequence, prompt and observations included; at most what the engine holds (`context_max`, by default the same)."""
-    run_s_max: float = 600.0
+    run_s_max: PositiveFloat = 600.0
     """Longest time in the RUN stage, seconds."""
-    observation_chars_max: int = 4096
+    observation_chars_max: Annotated[int, Meta(ge=16)] = 4096
     """Longest observation, characters; the middle of a longer one is cut out and marked."""
-    segments_max: int = 1024
+    segments_max: PositiveInt = 1024
     """Most segments of the tree."""
 
-    def __post_init__(self) -> None:
-        for name in ("turns_max", "tokens_max", "context_tokens_max", "segments_max"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.run_s_max <= 0:
-            raise ValueError(f"run_s_max must be > 0, got {self.run_s_max}")
-        if self.observation_chars_max < 16:
-            raise ValueError(f"observation_chars_max must be >= 16, got {self.observation_chars_max}")
 
-
-class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ToolConfig(Settings):
     """Where a tool named by a task runs, and how the prompt describes it."""
 
     profile: str
@@ -105,10 +88,10 @@ class ToolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     parameters: dict[str, Any] = {}
     """JSON schema of its arguments in the prompt. Empty: from the signature of the profile's function."""
 
-    def __post_init__(self) -> None:
+    def check_fields(self) -> None:
         if self.function and (self.language != "python" or self.arguments):
             raise ValueError(
-                f"a tool is a function or code in a language, not both: {self.function!r}, {self.language!r}"
+                f"`function` must be empty for code in a language, got {self.function!r} with {self.language!r}"
             )
 
 
@@ -116,94 +99,73 @@ def _default_tools() -> dict[str, ToolConfig]:
     return {"calculator": ToolConfig(profile="calc", function="call"), "python": ToolConfig(profile="python")}
 
 
-class StagesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StagesConfig(Settings):
     """Episodes at once in each stage of one worker. What is over waits in front of the stage."""
 
-    init_max: int = 32
+    init_max: PositiveInt = 32
     """INIT: encode the prompt, open sandbox sessions. Bounds how many jails are started at once."""
-    run_max: int = 256
+    run_max: PositiveInt = 256
     """RUN: the agent. Should be at least the engines' slots, or they idle."""
-    score_max: int = 64
+    score_max: PositiveInt = 64
     """SCORE: rewards and hand-over. Bounds requests at the reward service."""
-    init_s_max: float = 60.0
+    init_s_max: PositiveFloat = 60.0
     """Longest time in INIT, seconds; beyond it the episode is an infra failure."""
-    score_s_max: float = 120.0
+    score_s_max: PositiveFloat = 120.0
     """Longest time in SCORE, seconds; beyond it the episode is an infra failure."""
 
-    def __post_init__(self) -> None:
-        for name in ("init_max", "run_max", "score_max"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("init_s_max", "score_s_max"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
-
-class ToolLatencyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ToolLatencyConfig(Settings):
     """Extra latency of every tool call, for experiments on asynchrony."""
 
     distribution: Literal["none", "lognormal", "pareto"] = "none"
     """Shape. Both tails are long: most calls are quick, a few hold their whole group up."""
-    mean_s: float = 1.0
+    mean_s: NonNegativeFloat = 1.0
     """Mean of the drawn latency, seconds."""
     shape: float = 1.5
     """Pareto: the tail index, above 1; lognormal: sigma of the logarithm. 1.5 puts about half of the time in a tenth of the
     calls."""
-    max_s: float = 60.0
+    max_s: PositiveFloat = 60.0
     """Longest latency, seconds; a draw above it is cut, which lowers the mean a little."""
     seed: int = 0
     """Seed of the draws."""
 
-    def __post_init__(self) -> None:
-        if self.mean_s < 0:
-            raise ValueError(f"mean_s must be >= 0, got {self.mean_s}")
+    def check_fields(self) -> None:
         if self.shape <= (1.0 if self.distribution == "pareto" else 0.0):
-            raise ValueError(f"shape must be > 1 for pareto and > 0 for lognormal, got {self.shape}")
-        if self.max_s <= 0:
-            raise ValueError(f"max_s must be > 0, got {self.max_s}")
+            raise ValueError(f"`shape` must be > 1 for pareto and > 0 for lognormal, got {self.shape}")
 
 
-class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerConfig(Settings):
     """How a worker talks to the coordinator and the sample stream."""
 
-    episodes_max: int = 320
+    episodes_max: Annotated[int, Meta(ge=1, le=4096)] = 320
     """Episodes held at once, from lease to acknowledged report; at most 4096."""
-    acquire_wait_s: float = 10.0
+    acquire_wait_s: Annotated[float, Meta(ge=0, le=60)] = 10.0
     """How long one request for work may wait at the coordinator, seconds, at most 60."""
-    renew_every_s_max: float = 10.0
+    renew_every_s_max: PositiveFloat = 10.0
     """Leases are renewed after a third of their term, but at least this often, seconds."""
-    report_window_s: float = 0.005
+    report_window_s: Annotated[float, Meta(ge=0, le=1)] = 0.005
     """Reports that come within this time travel in one request, seconds. Longer saves requests and delays training."""
-    rpc_s_max: float = 10.0
+    rpc_s_max: PositiveFloat = 10.0
     """Deadline of a request to the coordinator (beyond the wait it asks for) and of an append, seconds."""
-    backoff_s: float = 0.1
+    backoff_s: PositiveFloat = 0.1
     """First wait after a failed request, seconds; doubles up to `backoff_s_max`."""
-    backoff_s_max: float = 2.0
+    backoff_s_max: PositiveFloat = 2.0
     """Longest wait between tries, seconds."""
-    give_up_s: float = 120.0
+    give_up_s: PositiveFloat = 120.0
     """How long a hand-over (append or report) is tried, seconds; then the coordinator's lease expiry decides. Longer than a
     restart of the bus or the coordinator takes."""
-    finish_s_max: float = 120.0
+    finish_s_max: PositiveFloat = 120.0
     """After a command to drain: how long the episodes held may go on, seconds; those that are left are given back, for others to
     run from their beginning. Long enough for most of them: what is given back was work for nothing."""
-    drain_s_max: float = 5.0
+    drain_s_max: PositiveFloat = 5.0
     """At the end: how long cancelled episodes get to close sessions and give their leases back, seconds."""
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.episodes_max <= 4096:
-            raise ValueError(f"episodes_max must be in [1, 4096], got {self.episodes_max}")
-        if not 0.0 <= self.acquire_wait_s <= 60.0:
-            raise ValueError(f"acquire_wait_s must be in [0, 60], got {self.acquire_wait_s}")
-        if not 0.0 <= self.report_window_s <= 1.0:
-            raise ValueError(f"report_window_s must be in [0, 1], got {self.report_window_s}")
-        for name in ("renew_every_s_max", "rpc_s_max", "backoff_s", "give_up_s", "finish_s_max", "drain_s_max"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+    def check_fields(self) -> None:
         if self.backoff_s_max < self.backoff_s:
-            raise ValueError(f"backoff_s_max must be >= backoff_s = {self.backoff_s}, got {self.backoff_s_max}")
+            raise ValueError(f"`backoff_s_max` must be >= backoff_s = {self.backoff_s}, got {self.backoff_s_max}")
 
 
-class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RolloutConfig(Settings):
     """Settings of a rollout node."""
 
     agent: Extension = Extension("tool_calling")
@@ -212,7 +174,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Folder with the model's tokenizer.json and tokenizer_config.json; the same that the engines serve."""
     tools: dict[str, ToolConfig] = msgspec.field(default_factory=_default_tools)
     """Tools by the name that tasks use."""
-    session_ttl_s: float = 900.0
+    session_ttl_s: Annotated[PositiveFloat, LIVE] = 900.0
     """Idle time after which a sandbox ends a session that this worker lost, seconds. Longer than the longest turn."""
     format: FormatConfig = msgspec.field(default_factory=FormatConfig)
     """Changes to the words of the conversation, which come from the model's chat template."""
@@ -225,19 +187,15 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """How evaluation episodes sample; unset means as in training."""
     limits: LimitsConfig = msgspec.field(default_factory=LimitsConfig)
     """Limits of one episode."""
-    stages: StagesConfig = msgspec.field(default_factory=StagesConfig)
+    stages: Annotated[StagesConfig, LIVE] = msgspec.field(default_factory=StagesConfig)
     """Episodes at once in each stage."""
-    worker: WorkerConfig = msgspec.field(default_factory=WorkerConfig)
+    worker: Annotated[WorkerConfig, LIVE] = msgspec.field(default_factory=WorkerConfig)
     """Leases, reports and hand-over."""
-    router: RouterConfig = msgspec.field(default_factory=RouterConfig)
+    router: Annotated[RouterConfig, LIVE] = msgspec.field(default_factory=RouterConfig)
     """How generations find their node."""
-    sandbox: SandboxClientConfig = msgspec.field(default_factory=SandboxClientConfig)
+    sandbox: Annotated[SandboxClientConfig, LIVE] = msgspec.field(default_factory=SandboxClientConfig)
     """How sessions find their node."""
-    reward: RewardClientConfig = msgspec.field(default_factory=RewardClientConfig)
+    reward: Annotated[RewardClientConfig, LIVE] = msgspec.field(default_factory=RewardClientConfig)
     """How scoring requests are gathered."""
-    tool_latency: ToolLatencyConfig = msgspec.field(default_factory=ToolLatencyConfig)
+    tool_latency: Annotated[ToolLatencyConfig, LIVE] = msgspec.field(default_factory=ToolLatencyConfig)
     """Extra latency of tools, for experiments."""
-
-    def __post_init__(self) -> None:
-        if self.session_ttl_s <= 0:
-            raise ValueError(f"session_ttl_s must be > 0, got {self.session_ttl_s}")

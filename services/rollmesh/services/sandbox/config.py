@@ -2,54 +2,48 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.mechanisms import DRIVERS, LANDLOCK, MECHANISMS
 from rollmesh.services.sandbox.egress.config import EgressConfig
+from rollmesh.shared.settings import FIXED, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
-_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_COMMIT = "^([0-9a-f]{40}|[0-9a-f]{64})$"
+_NAME = "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
-class RepositoryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RepositoryConfig(Settings):
     """Files of a repository. Every session gets its own copy at /session/<name>."""
 
-    path: str
+    path: Annotated[str, Meta(pattern="^/")]
     """Absolute path of a git repository on the node, bare or with a working tree. It must belong to the service's user,
     otherwise git rejects it."""
-    commit: str
+    commit: Annotated[str, Meta(pattern=_COMMIT)]
     """Full commit id, because a branch would give one profile two environments. Sessions get only the files of the
     commit. The history could hold later commits with the solutions."""
-    name: str = "repository"
+    name: Annotated[str, Meta(pattern=_NAME)] = "repository"
     """Directory below /session."""
 
-    def __post_init__(self) -> None:
-        if not self.path.startswith("/"):
-            raise ValueError(f"repository.path must be absolute, got {self.path!r}")
-        if not _COMMIT.fullmatch(self.commit):
-            raise ValueError(f"repository.commit must be a full commit id in lower-case hex, got {self.commit!r}")
-        if not _NAME.fullmatch(self.name):
-            raise ValueError(f"repository.name must be a plain directory name, got {self.name!r}")
 
-
-class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProfileConfig(Settings):
     """The environment of a profile's sessions. All of it is code of the operator and runs once before containment."""
 
     preload: tuple[str, ...] = ()
     """Modules imported before the fork. They make their import free for sessions, and a fork slower by about 1 ms per
     30 MB."""
-    library_paths: tuple[str, ...] = ()
+    library_paths: tuple[Annotated[str, Meta(pattern="^/")], ...] = ()
     """Absolute directories added to sys.path and readable in the jail, e.g. a site-packages. They must not contain
     secrets."""
     tools: tuple[str, ...] = ()
     """Modules whose public functions every session can call."""
     prelude: str = ""
     """Source executed once per zygote; every session starts with its definitions."""
-    library_lock: str = ""
+    library_lock: Annotated[str, Meta(pattern="^(/|$)")] = ""
     """Absolute path of a file that represents the content of `library_paths` in the environment's digest, e.g. a lock
     file with exact versions. If empty, every file of the libraries is hashed."""
     repository: RepositoryConfig | None = None
@@ -60,16 +54,10 @@ class ProfileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limits: dict[str, int | float] = {}
     """Limits that differ from the defaults, by field of `rollmesh.sandbox_runtime.limits.Limits`."""
 
-    def __post_init__(self) -> None:
+    def check_fields(self) -> None:
         known = {field.name for field in fields(Limits)}
-        for name in self.limits:
-            if name not in known:
-                raise ValueError(f"limits: unknown limit {name!r}; known: {', '.join(sorted(known))}")
-        for path in self.library_paths:
-            if not path.startswith("/"):
-                raise ValueError(f"library_paths must be absolute, got {path!r}")
-        if self.library_lock and not self.library_lock.startswith("/"):
-            raise ValueError(f"library_lock must be absolute, got {self.library_lock!r}")
+        if unknown := sorted(self.limits.keys() - known):
+            raise ValueError(f"`limits` must have keys of {', '.join(sorted(known))}, got {unknown[0]!r}")
         self.resolved_limits()
 
     def resolved_limits(self) -> Limits:
@@ -126,57 +114,41 @@ PROFILES = {
 too if `library_paths` and `preload` name it)."""
 
 
-class PoolsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PoolsConfig(Settings):
     """Sessions created before they are requested, and the lifetime of idle zygotes."""
 
-    ready_max: int = 8
+    ready_max: NonNegativeInt = 8
     """Maximum number of ready sessions on a node, all profiles together; 0 disables them. Their number follows demand.
     Each uses a slot that no live session needs, and a few MB. Profiles with egress have no ready sessions, because the
     fork binds a session to its proxy."""
-    making_max: int = 2
+    making_max: PositiveInt = 2
     """Maximum number of ready sessions being created at a time. More of them fill a pool faster and take more CPU from
     live sessions. If `starts_inflight_max` is above 1, one start is reserved for requested sessions."""
-    by_profile: dict[str, int] = {}
+    by_profile: dict[str, NonNegativeInt] = {}
     """Maximum number of ready sessions by profile; other profiles are bounded by `ready_max` alone. 0 disables them for
     a profile."""
-    halflife_s: float = 60.0
+    halflife_s: PositiveFloat = 60.0
     """Half-life of the measured demand, in seconds. A longer half-life keeps sessions ready over longer pauses between
     bursts."""
-    zygote_idle_s: float = 600.0
+    zygote_idle_s: NonNegativeFloat = 600.0
     """Seconds without an open after which a zygote without sessions ends, which frees its memory (tens of MB with large
     preloads). The next open starts a new one in about 0.1 s. 0 keeps all zygotes. Zygotes named in `warm` always stay.
     """
 
-    def __post_init__(self) -> None:
-        if self.halflife_s <= 0:
-            raise ValueError(f"halflife_s must be positive, got {self.halflife_s}")
-        if self.making_max < 1:
-            raise ValueError(f"making_max must be at least 1, got {self.making_max}; ready_max=0 keeps none")
-        numbers = {"ready_max": self.ready_max, "zygote_idle_s": self.zygote_idle_s}
-        numbers |= {f"by_profile.{name}": num for name, num in self.by_profile.items()}
-        for name, value in numbers.items():
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
 
-
-class TenantQuota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TenantQuota(Settings):
     """Quota of one tenant. Requests beyond it are rejected as OVERLOADED with the name of the tenant. 0 means that only
     the bound of the node applies."""
 
-    sessions_max: int = 0
+    sessions_max: NonNegativeInt = 0
     """Live sessions, including those being opened."""
-    starts_inflight_max: int = 0
+    starts_inflight_max: NonNegativeInt = 0
     """Sessions being opened, including those that wait for a start."""
-    commands_inflight_max: int = 0
+    commands_inflight_max: NonNegativeInt = 0
     """Runs, calls and file transfers in progress, including those that wait for their session."""
 
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
-
-class TenantsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TenantsConfig(Settings):
     """Quotas by tenant. The workers of a run open sessions under the run's name. Sessions without a tenant share one
     quota."""
 
@@ -190,33 +162,30 @@ class TenantsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.by_name.get(tenant, self.default)
 
 
-class SnapshotsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SnapshotsConfig(Settings):
     """Number, size and lifetime of the snapshots on a node."""
 
-    snapshots_max: int = 1024
+    snapshots_max: PositiveInt = 1024
     """Maximum number of snapshots on the node. More are rejected as OVERLOADED; the node never drops one to free space."""
-    tenant_snapshots_max: int = 256
+    tenant_snapshots_max: PositiveInt = 256
     """Maximum number of snapshots per tenant. Sessions without a tenant count as one tenant."""
-    bytes_max: int = 8 << 30
+    bytes_max: PositiveInt = 8 << 30
     """Maximum bytes of all snapshots, on the disk of the node's state directory."""
-    tenant_bytes_max: int = 2 << 30
+    tenant_bytes_max: PositiveInt = 2 << 30
     """Maximum bytes of the snapshots of one tenant."""
-    snapshot_bytes_max: int = 256 << 20
+    snapshot_bytes_max: PositiveInt = 256 << 20
     """Maximum bytes of one snapshot, files and pickled values together."""
-    ttl_s: float = 600.0
+    ttl_s: PositiveFloat = 600.0
     """Default time to live: seconds without a fork or restore after which a snapshot is dropped."""
-    ttl_s_max: float = 7200.0
+    ttl_s_max: PositiveFloat = 7200.0
     """Maximum time to live that a request may set, in seconds."""
 
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"snapshots.{name} must be positive, got {getattr(self, name)}")
+    def check_fields(self) -> None:
         if self.ttl_s > self.ttl_s_max:
-            raise ValueError(f"snapshots.ttl_s must not exceed snapshots.ttl_s_max {self.ttl_s_max}, got {self.ttl_s}")
+            raise ValueError(f"`ttl_s` must be <= ttl_s_max = {self.ttl_s_max}, got {self.ttl_s}")
 
 
-class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SandboxConfig(Settings):
     """Settings of one node: slots, leases and profiles."""
 
     engine: str = "jail"
@@ -229,52 +198,52 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     without: tuple[str, ...] = ()
     """Mechanisms to disable, by the names that `rollmesh doctor` shows. The service starts without them and logs them
     at each start. If a required mechanism is missing and not disabled, the service does not start."""
-    profiles: dict[str, ProfileConfig] = msgspec.field(default_factory=lambda: dict(PROFILES))
+    profiles: Annotated[dict[str, ProfileConfig], FIXED] = msgspec.field(default_factory=lambda: dict(PROFILES))
     """Profiles by name."""
     egress: dict[str, EgressConfig] = {}
     """Egress policies by name. Profiles refer to them."""
     warm: tuple[str, ...] = ()
     """Profiles whose zygotes start with the service (about 0.1 s each). Other zygotes start with their first session."""
-    sessions_max: int = 256
+    sessions_max: PositiveInt = 256
     """Maximum number of live sessions; more are rejected as OVERLOADED. Each costs about 3 MB and a uid."""
-    starts_inflight_max: int = 4
+    starts_inflight_max: PositiveInt = 4
     """Maximum number of sessions being created at a time. It leaves CPU for the calls of live sessions when many
     sessions start."""
-    starts_queued_max: int = 256
+    starts_queued_max: PositiveInt = 256
     """Maximum number of sessions that wait for a start; more are rejected as OVERLOADED. Tenants are served
     round-robin."""
     pools: PoolsConfig = PoolsConfig()
     """Ready sessions and the lifetime of zygotes."""
     tenants: TenantsConfig = TenantsConfig()
     """Quotas of tenants."""
-    ttl_s: float = 120.0
+    ttl_s: PositiveFloat = 120.0
     """Default time to live: seconds without use after which a session ends."""
     ttl_s_max: float = 3600.0
     """Maximum time to live that a request may set, in seconds."""
-    orphan_s: float = 60.0
+    orphan_s: PositiveFloat = 60.0
     """Seconds without use after which a session ends whose stream broke, if that is sooner than its time to live. The
     worker has probably crashed, and others need the slot. A running worker can return with its next call in this time.
     """
-    reap_every_s: float = 1.0
+    reap_every_s: PositiveFloat = 1.0
     """Seconds between checks for expired sessions, and so the maximum delay of their end."""
-    grace_s: float = 1.0
+    grace_s: PositiveFloat = 1.0
     """Seconds between the interrupt of code that is out of time and the kill of its session."""
-    start_timeout_s: float = 30.0
+    start_timeout_s: PositiveFloat = 30.0
     """Timeout for a zygote to import its preloads and contain itself, and for the start of a session, in seconds."""
-    retry_after_s: float = 0.5
+    retry_after_s: PositiveFloat = 0.5
     """Back-off that rejected callers should use, in seconds."""
-    commands_inflight_max: int = 256
+    commands_inflight_max: PositiveInt = 256
     """Maximum number of commands in progress per stream; the service then stops reading the stream."""
-    files_bytes_max: int = 4 << 20
+    files_bytes_max: PositiveInt = 4 << 20
     """Maximum bytes of files in one message, in each direction."""
     snapshots: SnapshotsConfig = SnapshotsConfig()
     """Quotas of snapshots."""
-    drain_s: float = 120.0
+    drain_s: PositiveFloat = 120.0
     """Seconds that open sessions may continue after a drain command. The remaining sessions are then ended, and their
     episodes are retried elsewhere."""
-    stop_s: float = 2.0
+    stop_s: PositiveFloat = 2.0
     """Seconds that commands in progress may continue when the node stops. Their sessions are then ended."""
-    uid_base: int = 0
+    uid_base: NonNegativeInt = 0
     """First uid of sessions if the service runs as root: the session in slot n has uid and gid uid_base + n. 0 claims a
     range that no other sandbox node on this host uses and that systemd does not allocate (60578-61183, then
     65536-524287). `landlock` and `none` use two uids per slot. Without root, each session gets a user namespace
@@ -282,39 +251,32 @@ class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
     cgroups: bool = True
     """Whether to bound the memory and processes of each session by control groups, where they are writable."""
-    oracles: str = ""
+    oracles: Annotated[str, FIXED] = ""
     """Directory or JSONL file with the manifests of hidden tests (`oracle/store.py` describes the layout). Only the
     service reads it, and no jail may be able to see it. If empty, callers send manifests with their candidates."""
-    judgments_inflight_max: int = 16
+    judgments_inflight_max: PositiveInt = 16
     """Maximum number of judgments in progress. Each uses at most two sessions at a time."""
-    judgments_queued_max: int = 1024
+    judgments_queued_max: PositiveInt = 1024
     """Maximum number of waiting judgments; more are rejected as OVERLOADED."""
     python: str = ""
     """Path of the interpreter of the zygotes, readable by the service's user. If empty, the interpreter of the service."""
 
-    def __post_init__(self) -> None:
-        for name in (
-            "sessions_max", "starts_inflight_max", "starts_queued_max", "ttl_s", "orphan_s", "reap_every_s", "grace_s", "start_timeout_s",
-            "retry_after_s", "drain_s", "stop_s", "commands_inflight_max", "files_bytes_max", "judgments_inflight_max",
-            "judgments_queued_max",
-        ):  # fmt: skip
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.uid_base < 0:
-            raise ValueError(f"uid_base must not be negative, got {self.uid_base}")
+    def check_fields(self) -> None:
         if self.ttl_s > self.ttl_s_max:
-            raise ValueError(f"ttl_s must not exceed ttl_s_max {self.ttl_s_max}, got {self.ttl_s}")
+            raise ValueError(f"`ttl_s` must be <= ttl_s_max = {self.ttl_s_max}, got {self.ttl_s}")
         _check_engine(self)
         for name, profile in self.profiles.items():
             if profile.egress and self.engine == "fake":
-                raise ValueError(f"profile {name!r} names egress, which the engine `fake` does not have")
+                raise ValueError(
+                    f"`profiles.{name}.egress` must be empty with the engine `fake`, got {profile.egress!r}"
+                )
             if profile.egress and profile.egress not in self.egress:
-                raise ValueError(f"profile {name!r} names egress {profile.egress!r}, which is not in egress")
+                raise ValueError(f"`profiles.{name}.egress` must be a key of egress, got {profile.egress!r}")
         _check_without(self.without)
         for field, names in (("warm", self.warm), ("pools.by_profile", self.pools.by_profile)):
             for name in names:
                 if name not in self.profiles:
-                    raise ValueError(f"{field} names {name!r}, which is not in profiles ({', '.join(self.profiles)})")
+                    raise ValueError(f"`{field}` must name profiles ({', '.join(self.profiles)}), got {name!r}")
 
 
 def _check_engine(config: SandboxConfig) -> None:

@@ -20,8 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import msgspec
-
 from rollmesh.shared.bus.bus import BusUnavailable
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.disk import free_bytes
@@ -29,6 +27,7 @@ from rollmesh.shared.errors import DiskFull
 from rollmesh.shared.ports import lasting_ports, owner_of
 from rollmesh.shared.rpc.access import Tls
 from rollmesh.shared.rpc.addresses import advertised, join_host_port, require_local
+from rollmesh.shared.settings import NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 _POLL_S = 0.01
 _DISK_POLL_S = 0.5
@@ -51,30 +50,23 @@ os.execv(command[0], command)
 """
 
 
-class EmbeddedServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EmbeddedServerConfig(Settings):
     """The embedded nats-server."""
 
-    payload_bytes_max: int = 8 * 1024 * 1024
+    payload_bytes_max: PositiveInt = 8 * 1024 * 1024
     """Largest record; NATS advises against more than 8 MiB."""
-    store_bytes_max: int = 16 * 1024 * 1024 * 1024
+    store_bytes_max: PositiveInt = 16 * 1024 * 1024 * 1024
     """Disk that all streams together may reserve."""
     sync_always: bool = False
     """Whether each write is forced to disk before its ack: safe against power loss, 10 to 100 times slower."""
-    start_s: float = 10.0
+    start_s: PositiveFloat = 10.0
     """How long the server may take until it answers; recovery of a large store counts."""
-    stop_s: float = 10.0
+    stop_s: PositiveFloat = 10.0
     """How long an orderly stop may take before it is killed."""
 
-    disk_free_bytes_min: int = 64 * 1024 * 1024
+    disk_free_bytes_min: NonNegativeInt = 64 * 1024 * 1024
     """With less room on its disk the run stops with that cause: a nats-server whose disk is full acknowledges nothing more, says so only
     in its log, and needs a restart when there is room again. Larger than what arrives within a second."""
-
-    def __post_init__(self) -> None:
-        if self.disk_free_bytes_min < 0:
-            raise ValueError(f"disk_free_bytes_min must not be negative, got {self.disk_free_bytes_min}")
-        for name in ("payload_bytes_max", "store_bytes_max", "start_s", "stop_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 class EmbeddedServer:

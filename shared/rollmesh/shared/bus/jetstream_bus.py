@@ -12,7 +12,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
-import msgspec
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
@@ -33,34 +32,30 @@ from rollmesh.shared.bus.link import INSUFFICIENT_STORAGE, STREAM_NOT_FOUND, Lin
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.stream_reader import StreamReader, make_record
 from rollmesh.shared.errors import DiskFull, InvalidInput
+from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.tracing import trace_headers
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class JetStreamConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JetStreamConfig(Settings):
     """How a client of JetStream behaves."""
 
-    deadline_s: float = 30.0
+    deadline_s: PositiveFloat = 30.0
     """How long a call may wait for the server, reconnects included, unless it says otherwise."""
-    connect_s: float = 5.0
+    connect_s: PositiveFloat = 5.0
     """How long the first connection may take."""
-    attempt_s: float = 5.0
+    attempt_s: PositiveFloat = 5.0
     """How long one request waits for its answer before it is sent again."""
-    reconnect_wait_s: float = 0.1
+    reconnect_wait_s: PositiveFloat = 0.1
     """Pause between attempts to reconnect. They never end: a run outlives its server's restarts."""
-    inflight_max: int = 256
+    inflight_max: PositiveInt = 256
     """Appends of one stream that may be unacknowledged; further ones wait."""
-    inflight_bytes_max: int = 64 * 1024 * 1024
+    inflight_bytes_max: PositiveInt = 64 * 1024 * 1024
     """The same in payload bytes."""
-    pull_batch: int = 128
+    pull_batch: PositiveInt = 128
     """Records that a reader asks for at once; each may be as large as a record can be."""
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 class JetStreamBus:

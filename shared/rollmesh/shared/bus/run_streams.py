@@ -8,26 +8,22 @@ import msgspec
 
 from rollmesh.shared.bus.bus import Discard, StreamSpec
 from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.settings import PositiveInt, Settings
 
 MIB = 1024 * 1024
 
 
-class StreamLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StreamLimits(Settings):
     """Disk that each stream of a run may use. JetStream reserves it, so the sum must fit the server's store."""
 
-    samples_bytes_max: int = 1024 * MIB
+    samples_bytes_max: PositiveInt = 1024 * MIB
     """Sample payloads not yet trained or purged; when full, rollout workers wait."""
-    ledger_bytes_max: int = 512 * MIB
+    ledger_bytes_max: PositiveInt = 512 * MIB
     """Facts of the whole run, never purged; about 200 bytes per sample and fact."""
-    dead_bytes_max: int = 64 * MIB
+    dead_bytes_max: PositiveInt = 64 * MIB
     """What was given up, with cause; the oldest are dropped."""
-    num_replicas: int = 1
+    num_replicas: PositiveInt = 1
     """Copies of each stream; above 1 needs a NATS cluster and survives the loss of a host."""
-
-    def __post_init__(self) -> None:
-        for name in ("samples_bytes_max", "ledger_bytes_max", "dead_bytes_max", "num_replicas"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 class RunStreams(msgspec.Struct, frozen=True, kw_only=True):

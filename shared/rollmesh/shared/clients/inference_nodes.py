@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import grpc
-import msgspec
 import numpy as np
 
 from rollmesh.shared.clients.generated import Target
@@ -19,38 +18,27 @@ from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_par
 from rollmesh.shared.errors import MeshError, ResourceExhausted, StaleWeights
 from rollmesh.shared.fleet import Fleet
 from rollmesh.shared.retry import pause_after
+from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.trajectory import FinishReason, IntArray, SamplingParams
 from rollmesh.v1 import coordinator_pb2, inference_pb2
 
 
-class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RouterConfig(Settings):
     """How requests find their node."""
 
-    deadline_s: float = 600.0
+    deadline_s: PositiveFloat = 600.0
     """Limit of one request, waiting for a node included."""
-    failures_max: int = 16
+    failures_max: PositiveInt = 16
     """Failures in a row, without a new token, after which a request is given up as an infra failure."""
-    penalty_s_min: float = 0.1
+    penalty_s_min: PositiveFloat = 0.1
     """How long a node that failed is passed by; doubles with every failure in a row."""
-    penalty_s_max: float = 10.0
+    penalty_s_max: PositiveFloat = 10.0
     """Longest time a failed node is passed by: how late, at most, it is tried again."""
-    session_moves_at: int = 4
+    session_moves_at: PositiveInt = 4
     """A session's next turn goes to another node if its own has at least so many requests of this client, and that one, for its
     capacity, at most half as many: a node that has just joined takes its share at once, for a prefill per session."""
-    sessions_max: int = 65536
+    sessions_max: PositiveInt = 65536
     """Sessions whose node is remembered, least recently used out first. Forgetting one costs a prefill."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "deadline_s",
-            "failures_max",
-            "penalty_s_min",
-            "penalty_s_max",
-            "session_moves_at",
-            "sessions_max",
-        ):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(slots=True)

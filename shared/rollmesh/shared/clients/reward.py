@@ -11,15 +11,17 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import grpc
-import msgspec
+from msgspec import Meta
 
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.trajectory import decode_rewards
 from rollmesh.shared.errors import InvalidInput, MeshError, NotFound, NotReady, ScorerFailed
 from rollmesh.shared.retry import pause_after
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.shared.telemetry.tracing import traceparent
 from rollmesh.shared.trajectory import Reward
@@ -31,33 +33,21 @@ ITEMS_MAX = 256
 Rewards = list[tuple[Reward, ...]]
 
 
-class RewardClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RewardClientConfig(Settings):
     """Limits of the reward client."""
 
-    window_s: float = 0.002
+    window_s: NonNegativeFloat = 0.002
     """How long an episode waits for others, seconds. 0 still gathers what is there in the same turn of the loop."""
-    batch_max: int = 64
+    batch_max: Annotated[int, Meta(ge=1, le=ITEMS_MAX)] = 64
     """Most episodes of one request, at most 256; a full batch goes at once."""
-    inflight_max: int = 8
+    inflight_max: PositiveInt = 8
     """Requests at once; more wait."""
-    rpc_s_max: float = 60.0
+    rpc_s_max: PositiveFloat = 60.0
     """Deadline of one request, seconds."""
-    tries_max: int = 5
+    tries_max: PositiveInt = 5
     """Tries of one request, over all nodes."""
-    backoff_s: float = 0.1
+    backoff_s: PositiveFloat = 0.1
     """First pause between tries, seconds; doubles."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.batch_max <= ITEMS_MAX:
-            raise ValueError(f"batch_max must be in [1, {ITEMS_MAX}], got {self.batch_max}")
-        for name in ("inflight_max", "tries_max"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.window_s < 0:
-            raise ValueError(f"window_s must be >= 0, got {self.window_s}")
-        for name in ("rpc_s_max", "backoff_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
 @dataclass(slots=True)

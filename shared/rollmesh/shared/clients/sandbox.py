@@ -19,43 +19,35 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
 
-import msgspec
-
 from rollmesh.shared.clients.hidden_tests import TestReport, read_report, tests_request
 from rollmesh.shared.clients.sandbox_link import Connect, OnOutput, WorkLink
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, NotReady, Overloaded
 from rollmesh.shared.retry import pause_after
+from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.logs import apart
 from rollmesh.v1 import sandbox_pb2
 
 _T = TypeVar("_T")
 
 
-class SandboxClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SandboxClientConfig(Settings):
     """Limits of the sandbox client."""
 
-    inflight_max: int = 1024
+    inflight_max: PositiveInt = 1024
     """Commands under way to one node; more wait."""
-    command_s_max: float = 60.0
+    command_s_max: PositiveFloat = 60.0
     """Longest wait for the answer to a command beyond its own time limit, seconds."""
-    open_s_max: float = 45.0
+    open_s_max: PositiveFloat = 45.0
     """How long nodes are asked for a session, seconds; then the last refusal is raised."""
-    backoff_s: float = 0.05
+    backoff_s: PositiveFloat = 0.05
     """First pause after every node has refused, seconds; doubles up to `backoff_s_max`."""
-    backoff_s_max: float = 2.0
+    backoff_s_max: PositiveFloat = 2.0
     """Longest pause, seconds."""
-    judgement_s_max: float = 600.0
+    judgement_s_max: PositiveFloat = 600.0
     """Longest judgement by hidden tests, its wait for a place at the node included, seconds."""
-    close_s_max: float = 2.0
+    close_s_max: PositiveFloat = 2.0
     """How long the client waits at its end for nodes to confirm ended sessions, seconds; then their time to live ends them."""
-
-    def __post_init__(self) -> None:
-        if self.inflight_max < 1:
-            raise ValueError(f"inflight_max must be >= 1, got {self.inflight_max}")
-        for name in ("command_s_max", "open_s_max", "backoff_s", "backoff_s_max", "judgement_s_max", "close_s_max"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
 
 
 class ExecOutcome(IntEnum):

@@ -14,39 +14,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import grpc
-import msgspec
+from msgspec import Meta
 
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.auth_interceptor import bearer
 from rollmesh.shared.rpc.limits import MESSAGE_BYTES_MAX
+from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry.tracing import trace_headers
 
 
-class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ChannelConfig(Settings):
     """How a client talks to a server."""
 
-    deadline_s: float = 30.0
+    deadline_s: PositiveFloat = 30.0
     """Limit of a call with one answer that sets no timeout of its own. Streams have none."""
-    message_bytes_max: int = MESSAGE_BYTES_MAX
+    message_bytes_max: PositiveInt = MESSAGE_BYTES_MAX
     """Largest message either way."""
-    keepalive_s: float = 20.0
+    keepalive_s: PositiveFloat = 20.0
     """Silence after which the server is pinged; a dead one is noticed after this and 10 s more."""
-    reconnect_s_max: float = 1.0
+    reconnect_s_max: PositiveFloat = 1.0
     """Longest pause between attempts to connect. Short, since a restarted service should be found at once."""
     wait_for_ready: bool = False
     """Whether a call waits (within its deadline) for a server that cannot be reached, instead of failing with UNAVAILABLE."""
-    attempts_max: int = 4
+    attempts_max: Annotated[int, Meta(ge=1, le=5)] = 4
     """Attempts of an idempotent call that ends in UNAVAILABLE; gRPC allows up to 5. 1 means no retry."""
-
-    def __post_init__(self) -> None:
-        for name in ("deadline_s", "message_bytes_max", "keepalive_s", "reconnect_s_max"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 1 <= self.attempts_max <= 5:
-            raise ValueError(f"attempts_max must be between 1 and 5, got {self.attempts_max}")
 
 
 def open_channel(

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-import msgspec
 from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -34,39 +33,33 @@ from rollmesh.shared.rpc.metrics_interceptor import MetricsInterceptor
 from rollmesh.shared.rpc.reflection import add_reflection
 from rollmesh.shared.rpc.stream_interceptor import StreamInterceptor
 from rollmesh.shared.rpc.trace_interceptor import TraceInterceptor
+from rollmesh.shared.settings import NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.telemetry import metrics
 
 _COUNTS = ("concurrent_rpcs_max", "streams_max", "connection_rpcs_max")
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ServerConfig(Settings):
     """How a gRPC server binds and what it admits."""
 
     address: str = "127.0.0.1:0"
     """host:port or unix:PATH. Port 0 takes a free one. Anything but loopback needs TLS."""
     advertise: str = ""
     """Host that others are told to call; empty means the host of `address`. Needed where that is 0.0.0.0 or [::]."""
-    message_bytes_max: int = MESSAGE_BYTES_MAX
+    message_bytes_max: PositiveInt = MESSAGE_BYTES_MAX
     """Largest message either way. Bulk goes in chunks of 1-2 MiB; above 4 MiB gRPC gets several times slower."""
-    concurrent_rpcs_max: int = 4096
+    concurrent_rpcs_max: PositiveInt = 4096
     """Calls in progress, streams included; more are refused with RESOURCE_EXHAUSTED."""
-    streams_max: int = 3072
+    streams_max: PositiveInt = 3072
     """Streams in progress; more are refused with RESOURCE_EXHAUSTED. Less than `concurrent_rpcs_max` keeps room for short calls."""
-    connection_rpcs_max: int = 1024
+    connection_rpcs_max: PositiveInt = 1024
     """Calls in progress on one connection; further ones wait in the client, so that one client cannot use up the server's."""
-    deadline_s: float = 60.0
+    deadline_s: PositiveFloat = 60.0
     """Limit of a unary call whose client set no deadline."""
-    keepalive_s: float = 20.0
+    keepalive_s: PositiveFloat = 20.0
     """Silence after which the peer is pinged; a dead one is noticed after this and 10 s more."""
-    stop_s: float = 2.0
+    stop_s: NonNegativeFloat = 2.0
     """How long calls in progress may go on when the server stops; then they are cancelled."""
-
-    def __post_init__(self) -> None:
-        for name in ("message_bytes_max", *_COUNTS, "deadline_s", "keepalive_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.stop_s < 0:
-            raise ValueError(f"stop_s must not be negative, got {self.stop_s}")
 
 
 class RpcServer:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Literal
+from typing import Annotated, Literal
 
-import msgspec
+from msgspec import Meta
 
+from rollmesh.shared.settings import Settings, Share
 from rollmesh.shared.telemetry.logs import LoggingConfig
 
 
-class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TelemetryConfig(Settings):
     """Traces, metrics and logs of the processes of a run; see docs/observability.md. (YAML reads `off` as a boolean: hence none.)"""
 
     traces: Literal["none", "file", "otlp"] = "none"
     """`file` appends spans as JSON lines to RUN/traces, for `rollmesh trace`; `otlp` sends them to a collector."""
-    otlp_endpoint: str = "http://127.0.0.1:4317"
+    otlp_endpoint: Annotated[str, Meta(pattern="^https?://")] = "http://127.0.0.1:4317"
     """Collector's OTLP/gRPC address; https:// for TLS. Headers come from OTEL_EXPORTER_OTLP_HEADERS: secrets stay out of configs."""
-    sample_ratio: float = 1.0
+    sample_ratio: Share = 1.0
     """Share of episodes that are traced, chosen by episode id; all tries of one are, or none. 0.01 is plenty for a busy mesh."""
-    trace_file_bytes_max: int = 64 * 1024 * 1024
+    trace_file_bytes_max: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
     """Size at which a process's span file is put aside as `.old`, replacing the one before: at most twice this per process."""
     metrics: Literal["none", "prometheus"] = "none"
     """`prometheus` serves /metrics, per process, at `metrics_address`."""
@@ -31,13 +32,7 @@ class TelemetryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     log_format: Literal["plain", "json"] = "plain"
     """Lines for people, or one JSON object per line for collectors."""
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.sample_ratio <= 1.0:
-            raise ValueError(f"sample_ratio must be in [0, 1], got {self.sample_ratio}")
-        if self.trace_file_bytes_max < 4096:
-            raise ValueError(f"trace_file_bytes_max must be >= 4096, got {self.trace_file_bytes_max}")
-        if not self.otlp_endpoint.startswith(("http://", "https://")):
-            raise ValueError(f"otlp_endpoint must begin with http:// or https://, got {self.otlp_endpoint!r}")
+    def check_fields(self) -> None:
         self.metrics_place()
 
     def logging(self) -> LoggingConfig:

@@ -14,15 +14,16 @@ from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from typing import Literal, TextIO
 
-import msgspec
 from opentelemetry import context as otel_context
 from opentelemetry import trace
+
+from rollmesh.shared.settings import Settings
 
 _NO_IDS: Mapping[str, str] = {}
 _ids: ContextVar[Mapping[str, str]] = ContextVar("rollmesh_log_ids", default=_NO_IDS)
 
 
-class LoggingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LoggingConfig(Settings):
     """What is logged, and how."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import msgspec
 
 from rollmesh.shared.errors import HashMismatch, MeshError, UnknownBlob
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.weights.blobs import PARTIAL_SUFFIX, BlobStore, PartialBlob
 from rollmesh.shared.weights.host import host_id
 from rollmesh.shared.weights.manifest import BuiltManifest, ChunkSource, chunk_sizes, parse_manifest
@@ -31,21 +31,15 @@ _ROUNDS = 2
 """A blob begun at a bad source and ended at a good one shows only at its end; the second round starts it clean at each."""
 
 
-class TransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TransferConfig(Settings):
     """How blobs are moved."""
 
-    concurrency: int = 4
+    concurrency: PositiveInt = 4
     """Blobs on their way at once. More hides latency to far sources; on one host the disk is the limit."""
-    blob_deadline_s: float = 120.0
+    blob_deadline_s: PositiveFloat = 120.0
     """Limit of one blob's transfer from one source."""
     same_host: bool = True
     """Whether a peer's directory on this host is used instead of the network."""
-
-    def __post_init__(self) -> None:
-        if self.concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
-        if self.blob_deadline_s <= 0:
-            raise ValueError(f"blob_deadline_s must be positive, got {self.blob_deadline_s}")
 
 
 OpenChannel = Callable[[str], grpc.aio.Channel]

@@ -14,6 +14,7 @@ from enum import IntEnum
 
 from rollmesh.shared.process_info import ProcessInfo
 from rollmesh.shared.retry import pause_after
+from rollmesh.shared.settings import PositiveFloat, Settings
 from rollmesh.shared.versions import PolicyVersion
 
 PREPARE_TRIES_MAX = 3
@@ -58,16 +59,25 @@ class WeightVerb(IntEnum):
     DISCARD = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
-    heartbeat_s: float = 1.0
-    """Seconds between reports of a node."""
-    suspect_after_s: float = 5.0
-    """Silence after which a node gets nothing new."""
-    dead_after_s: float = 15.0
-    """Silence after which its work is given to others."""
-    prepare_s_max: float = 120.0
-    """Time a node has for one weight command before it is sent again."""
+class FleetConfig(Settings):
+    """When a node without heartbeat is suspected and removed, and how long it may work on a weight command."""
+
+    heartbeat_s: PositiveFloat = 1.0
+    """Seconds between the reports of a node."""
+    suspect_after_s: PositiveFloat = 5.0
+    """Time without a report after which a node gets no new work, seconds."""
+    dead_after_s: PositiveFloat = 15.0
+    """Time without a report after which the work of a node is given to others, seconds. A short time wastes work on a busy machine. A long
+    time delays recovery after a crash."""
+    prepare_s_max: PositiveFloat = 120.0
+    """Time that a node has for one weight command before the command is sent again, seconds."""
+
+    def check_fields(self) -> None:
+        if not self.heartbeat_s < self.suspect_after_s <= self.dead_after_s:
+            raise ValueError(
+                f"`suspect_after_s` must be in (heartbeat_s, dead_after_s] = ({self.heartbeat_s}, {self.dead_after_s}], got "
+                f"{self.suspect_after_s}"
+            )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
+
+from rollmesh.shared.settings import LIVE, NonNegativeInt, Settings, Share
 
 SAMPLES_PER_EPISODE_MAX = 4096
 SAMPLE_TOKENS_MAX = 2**31 - 1
@@ -25,104 +29,111 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Bound(Record, frozen=True, kw_only=True, omit_defaults=True):
     """How stale a trained token may be. Samples are judged by the bound under which their batch is leased."""
 
-    max_staleness: int = 0
-    beyond: BoundPolicy = BoundPolicy.DROP
+    max_staleness: int
+    beyond: BoundPolicy
 
 
-SPEC_NAME_CHARS_MAX = 64
 EPISODES_LIVE_MAX = 131_072
 """Most episodes that admission reserves at once: one decision, such as StopRun, then fits into a ledger record."""
-_COUNT_MAX = 10**9
-_LEASE_S = (0.01, 86_400.0)
-_WEEK_S = 604_800.0
-SPEC_RANGES: dict[str, tuple[float, float]] = {
-    "batch_groups": (1, 65_536),
-    "group_size": (1, 16_384),
-    "max_staleness": (0, EPISODES_LIVE_MAX - 1),
-    "publish_every": (1, EPISODES_LIVE_MAX),
-    "tries_max": (1, 1000),
-    "updates_max": (0, _COUNT_MAX),
-    "eval_every": (0, _COUNT_MAX),
-    "eval_tasks": (0, 100_000),
-    "export_groups": (0, _COUNT_MAX),
-    "tokens_max": (0, 10**15),
-    "episode_lease_s": _LEASE_S,
-    "batch_lease_s": _LEASE_S,
-    "group_s_max": (0.01, _WEEK_S),
-    "eval_s_max": (0.01, _WEEK_S),
-    "seconds_max": (0, 1e9),
-    "stall_s": (0, _WEEK_S),
-}
-"""Least and largest value by field; documented in `rollmesh/v1/events.proto`."""
+SpecName = Annotated[str, Meta(max_length=64)]
+_Count = Annotated[int, Meta(ge=0, le=10**9)]
+_Lease = Annotated[float, Meta(ge=0.01, le=86_400)]
+_Duration = Annotated[float, Meta(ge=0.01, le=604_800)]
 
 
-class RunSpec(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """What a run is. Changed by `RunChanged` alone; `rollmesh/v1/events.proto` describes each field."""
+class RunSettings(Settings):
+    """The parameters of a run, each declared here only. `RunSpec` is the recorded form, `RunConfig` (mesh/config.py) the form in files.
 
-    run: str = ""
-    policy: str = "main"
-    learner: str = "main"
-    max_staleness: int = 0
-    beyond: BoundPolicy = BoundPolicy.DROP
-    batch_groups: int = 1
-    group_size: int = 1
-    publish_every: int = 1
-    tries_max: int = 3
-    episode_lease_s: float = 30.0
-    batch_lease_s: float = 60.0
-    group_s_max: float = 600.0
-    updates_max: int = 0
-    eval_every: int = 0
-    eval_tasks: int = 0
-    eval_split: str = "test"
-    eval_s_max: float = 60.0
-    seed: int = 0
-    success_reward: str = "correct"
-    seconds_max: float = 0.0
-    success_target: float = 0.0
-    tokens_max: int = 0
-    export_groups: int = 0
-    export_split: str = "test"
-    stall_s: float = 0.0
+    A field of a running run is fixed unless it is marked LIVE. `rollmesh/v1/events.proto` states the same ranges.
+    """
 
-    def __post_init__(self) -> None:
-        for name, (least, most) in SPEC_RANGES.items():
-            if not least <= getattr(self, name) <= most:  # a NaN fails every comparison
-                raise ValueError(f"{name} = {getattr(self, name)}: must be in [{least}, {most}]")
-        for name in ("policy", "learner", "eval_split", "export_split", "success_reward"):
-            if len(getattr(self, name)) > SPEC_NAME_CHARS_MAX:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)[:20]!r}...: must have at most {SPEC_NAME_CHARS_MAX} characters"
-                )
-        episodes = (self.max_staleness + 1) * self.batch_groups * self.group_size
-        if not self.exports and episodes > EPISODES_LIVE_MAX:
-            raise ValueError(
-                f"batch_groups = {self.batch_groups} with group_size = {self.group_size}, max_staleness = {self.max_staleness}: "
-                f"(max_staleness + 1) * batch_groups * group_size must be at most {EPISODES_LIVE_MAX}, got {episodes}"
-            )
-        if self.exports and (self.updates_max or self.eval_every):
-            raise ValueError(
-                f"export_groups = {self.export_groups} with updates_max = {self.updates_max}, eval_every = {self.eval_every}: "
-                "a run that exports its samples has no updates and no evaluations; set both to 0"
-            )
-        if not 0 <= self.success_target <= 1:
-            raise ValueError(f"success_target = {self.success_target}: must be a share, 0 (never) to 1")
-        if self.success_target and not (self.eval_every and self.eval_tasks):
-            raise ValueError(
-                f"success_target = {self.success_target} with eval_every = {self.eval_every}, eval_tasks = {self.eval_tasks}: "
-                "success is seen in evaluations alone; set both above 0"
-            )
-        if self.publish_every > self.max_staleness + 1:
-            raise ValueError(
-                f"publish_every = {self.publish_every} with max_staleness = {self.max_staleness}: weights must be published "
-                f"at least every max_staleness + 1 = {self.max_staleness + 1} updates, or no new sample could be within "
-                "the bound; raise max_staleness or lower publish_every"
-            )
+    policy: SpecName = "main"
+    """Name of the trainable policy."""
+    learner: SpecName = "main"
+    """Name of the consumer of its samples."""
+    max_staleness: Annotated[int, Meta(ge=0, le=EPISODES_LIVE_MAX - 1), LIVE] = 2
+    """eta: largest number of updates between the oldest trained token and its update. 0 is on-policy. A larger value hides longer tails
+    and drifts more (docs/staleness.md)."""
+    batch_groups: Annotated[int, Meta(ge=1, le=65_536)] = 16
+    """Groups (tasks) per update."""
+    group_size: Annotated[int, Meta(ge=1, le=16_384)] = 16
+    """Episodes per group."""
+    publish_every: Annotated[int, Meta(ge=1, le=EPISODES_LIVE_MAX), LIVE] = 1
+    """Updates between published weights, at most max_staleness + 1."""
+    tries_max: Annotated[int, Meta(ge=1, le=1000), LIVE] = 4
+    """Attempts of an episode that fails for infrastructure reasons."""
+    episode_lease_s: Annotated[_Lease, LIVE] = 30.0
+    """Duration of an episode lease without renewal, seconds. After it another worker gets the episode."""
+    batch_lease_s: Annotated[_Lease, LIVE] = 60.0
+    """Duration of a batch lease without renewal, seconds. After it the batch is in doubt."""
+    group_s_max: Annotated[_Duration, LIVE] = 600.0
+    """Deadline of a group after its first lease, seconds. A group is then finalized with the members that it has."""
+    updates_max: Annotated[_Count, LIVE] = 100
+    """The run ends after this many updates. 0: no limit."""
+    eval_every: Annotated[_Count, LIVE] = 10
+    """Updates between evaluations. The first and the last step are always evaluated. 0: never evaluate."""
+    eval_tasks: Annotated[int, Meta(ge=0, le=100_000)] = 320
+    """Tasks per evaluation."""
+    eval_split: SpecName = "test"
+    """Split of the evaluation tasks."""
+    eval_s_max: Annotated[_Duration, LIVE] = 120.0
+    """Longest time for which an evaluation may hold back new weights, seconds."""
+    seed: NonNegativeInt = 0
+    """Key of all draws: tasks, sampling, minibatches."""
+    success_reward: SpecName = "correct"
+    """Name of the reward that counts as success (1) or failure (0) in evaluations."""
+    seconds_max: Annotated[float, Meta(ge=0, le=1e9), LIVE] = 0.0
+    """The run ends after this many seconds. Only time counts in which a coordinator leads the run, over all restarts. 0: no limit."""
+    success_target: Annotated[Share, LIVE] = 0.0
+    """The run ends with the first evaluation in which at least this share of all evaluation tasks succeeds. 0: no target."""
+    tokens_max: Annotated[int, Meta(ge=0, le=10**15), LIVE] = 0
+    """The run ends once this many tokens were sampled for its training samples. Prompts and tool results do not count. 0: no limit."""
+    export_groups: _Count = 0
+    """0: train. Above 0: export this many groups without a learner. They are generated with the initial weights, StreamSamples returns the
+    samples, and the run ends. Settings of updates, staleness and evaluation then have no effect."""
+    export_split: SpecName = "test"
+    """Split from which an export draws its tasks, in the order of the source."""
+    stall_s: Annotated[float, Meta(ge=0, le=604_800), LIVE] = 300.0
+    """Seconds without progress after which the run is reported as stalled, with the cause (docs/reliability.md). It must exceed the longest
+    update and the longest episode. 0: never."""
 
     @property
     def exports(self) -> bool:
-        """Whether samples are handed out instead of trained on."""
+        """Whether samples are exported instead of trained on."""
         return self.export_groups > 0
+
+
+class RunSpec(RunSettings, forbid_unknown_fields=False):
+    """A run as the ledger records it, every value explicit. Only `RunChanged` changes it."""
+
+    run: str
+    """Name of the run."""
+    beyond: BoundPolicy = BoundPolicy.DROP
+    """What happens to samples beyond the bound."""
+
+    def check_fields(self) -> None:
+        episodes = (self.max_staleness + 1) * self.batch_groups * self.group_size
+        if not self.exports and episodes > EPISODES_LIVE_MAX:
+            raise ValueError(
+                f"`batch_groups` must satisfy (max_staleness + 1) * batch_groups * group_size <= {EPISODES_LIVE_MAX}, got "
+                f"{self.batch_groups} with max_staleness = {self.max_staleness} and group_size = {self.group_size}"
+            )
+        for name in ("updates_max", "eval_every"):
+            if self.exports and getattr(self, name):
+                raise ValueError(
+                    f"`{name}` must be 0 in a run that exports its samples (export_groups = {self.export_groups}), got "
+                    f"{getattr(self, name)}"
+                )
+        if self.success_target and not (self.eval_every and self.eval_tasks):
+            raise ValueError(
+                f"`success_target` must be 0 without evaluations, got {self.success_target} with eval_every = {self.eval_every}, "
+                f"eval_tasks = {self.eval_tasks}; set both above 0"
+            )
+        if self.publish_every > self.max_staleness + 1:
+            raise ValueError(
+                f"`publish_every` must be <= max_staleness + 1 = {self.max_staleness + 1}, got {self.publish_every}: otherwise no new "
+                "sample could be within the bound; raise max_staleness or lower publish_every"
+            )
 
     @property
     def bound(self) -> Bound:

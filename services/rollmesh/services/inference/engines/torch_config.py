@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
+from rollmesh.shared.settings import NonNegativeInt, PositiveInt, Settings
 
 Forward = Literal["auto", "built_in", "cached", "recompute"]
 
 
-class TorchEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TorchEngineConfig(Settings):
     """Model, sizes and memory of the torch engine.
 
     The key-value cache has `2 * layers * slots_max * kv_heads * context_max * head_dim` numbers of `dtype`, allocated once at the
@@ -24,44 +24,27 @@ class TorchEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     with the whole sequence at every step. The others are tools for tests."""
     device: str = "cpu"
     """Torch device, e.g. `cpu` or `cuda:0`."""
-    dtype: str = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """`float32`, `bfloat16` or `float16`. Log-probs agree with a trainer's within this precision."""
-    slots_max: int = 64
+    slots_max: PositiveInt = 64
     """Most sequences in the cache at once, running and resident together. This is the largest decode batch."""
-    context_max: int = 1024
+    context_max: PositiveInt = 1024
     """Most tokens of a sequence, prefix and new tokens together."""
-    queue_max: int = 1024
+    queue_max: PositiveInt = 1024
     """Most requests that wait for a slot; one more is rejected with EngineBusy."""
-    resident_slots_max: int = 64
+    resident_slots_max: NonNegativeInt = 64
     """Most ended sequences whose cache is kept for reuse; the least recently used is evicted first, or when a request needs its slot.
     0 turns reuse across requests off."""
-    prefill_tokens_max: int = 2048
+    prefill_tokens_max: PositiveInt = 2048
     """Most prefix tokens computed per step. Longer prefixes are cut into chunks, between which running sequences continue. A larger
     value gives more throughput, a smaller one a steadier token rate for the others. It also limits the batch of `score`."""
-    flush_tokens: int = 8
+    flush_tokens: PositiveInt = 8
     """Number of tokens after which a running request emits a delta; the first token is emitted at once. A larger value costs less per
     token, a smaller one loses less if the node crashes."""
-    prepared_max: int = 2
+    prepared_max: PositiveInt = 2
     """Most prepared versions; preparing one more drops the oldest of them."""
-    threads: int = 1
+    threads: PositiveInt = 1
     """Torch threads of the compute thread. More than one is very slow on shared cores, because OpenMP barriers spin."""
     torchscript: bool = True
     """Run each step as one TorchScript call. Eager torch acquires the interpreter lock after every operator; beside a busy thread, a
     step took 390 ms instead of 14. False is for debugging."""
-
-    def __post_init__(self) -> None:
-        for name in (
-            "slots_max",
-            "context_max",
-            "queue_max",
-            "prefill_tokens_max",
-            "flush_tokens",
-            "prepared_max",
-            "threads",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.resident_slots_max < 0:
-            raise ValueError(f"resident_slots_max must be >= 0, got {self.resident_slots_max}")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype must be float32, bfloat16 or float16, got {self.dtype!r}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
+from rollmesh.shared.settings import PositiveInt, Settings
 
 
-class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EndpointConfig(Settings):
     """A search endpoint that returns JSON to GET. The policy's rules must allow its URL, and that rule holds its key."""
 
     url: str
@@ -27,14 +27,14 @@ class EndpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     text_field: str = "snippet"
     """Key of a result's text, which is cut to `snippet_chars_max`."""
 
-    def __post_init__(self) -> None:
+    def check_fields(self) -> None:
         if self.url.count("{query}") != 1 or self.url.replace("{query}", "").replace("{count}", "").count("{"):
-            raise ValueError(f"url must hold {{query}} once, and no other field but {{count}}: {self.url!r}")
+            raise ValueError(f"`url` must contain {{query}} once, and no other field but {{count}}, got {self.url!r}")
         if self.document and self.document.count("{id}") != 1:
-            raise ValueError(f"document must hold {{id}} once: {self.document!r}")
+            raise ValueError(f"`document` must contain {{id}} once, got {self.document!r}")
 
 
-class RetrievalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RetrievalConfig(Settings):
     """Backend and limits of the tools `search`, `browse` and `retrieve`."""
 
     engine: Literal["corpus", "endpoint"]
@@ -47,24 +47,21 @@ class RetrievalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Directory of the index, about twice the size of the corpus. If empty, the state directory of the node."""
     endpoint: EndpointConfig | None = None
     """The search endpoint; required for engine `endpoint`."""
-    results_max: int = 5
+    results_max: PositiveInt = 5
     """Maximum number of results of one search."""
-    snippet_chars_max: int = 300
+    snippet_chars_max: PositiveInt = 300
     """Maximum characters of the text of each result."""
-    page_chars_max: int = 4000
+    page_chars_max: PositiveInt = 4000
     """Characters of a page or document that are shown at a time; the tool explains how to continue."""
-    query_chars_max: int = 500
+    query_chars_max: PositiveInt = 500
     """Maximum characters of a query; a longer one is refused."""
 
-    def __post_init__(self) -> None:
-        for name in ("results_max", "snippet_chars_max", "page_chars_max", "query_chars_max"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+    def check_fields(self) -> None:
         if (self.engine == "corpus") != bool(self.corpus) or (self.engine == "endpoint") != (self.endpoint is not None):
-            raise ValueError(f"engine {self.engine} needs `{self.engine}`, and not the other's settings")
+            raise ValueError(f"`engine` must have its own settings only: {self.engine!r} needs `{self.engine}`")
 
 
-class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CacheConfig(Settings):
     """Recorded responses, so that a repeated rollout sees what the first one saw."""
 
     mode: Literal["off", "on", "only"] = "off"
@@ -73,9 +70,5 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     path: str = ""
     """File of the records. If empty, one per policy in the state directory of the node. Nodes of one host may share it.
     A record is valid for the configuration that created it: rules, endpoint, corpus and sizes."""
-    bytes_max: int = 1 << 30
+    bytes_max: PositiveInt = 1 << 30
     """Maximum bytes of recorded bodies; beyond it the least recently used records are evicted."""
-
-    def __post_init__(self) -> None:
-        if self.bytes_max <= 0:
-            raise ValueError(f"bytes_max must be positive, got {self.bytes_max}")
