@@ -140,7 +140,7 @@ def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> Non
     assert done.exit_code == 2
     for expected in (
         r"mine.yaml:\d+: `run.updates_maks`: unknown key; did you mean `updates_max`\?",
-        r"mine.yaml:\d+: `run.group_size`: group_size",
+        r"mine.yaml:\d+: `run.group_size` must be in",
         r"mine.yaml:\d+: `run.seed`: Expected `int`",
         r"gone.jsonl: No such file",
         r"`rollout.agent`: .*there is no file .*agent.py",
@@ -209,11 +209,11 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
     [
         ("run.update_max=3", r"`run.update_max`: unknown key; did you mean `updates_max`\?"),
         ("run.updates_max=many", r"`run.updates_max`: Expected `int`, got `str` \(found 'many'\)"),
-        ("run.publish_every=4", r"publish_every = 4 with max_staleness = 2: .*raise max_staleness or lower publish_every"),
-        ("run.name=my/run", r"`run.name`: name must be .* got 'my/run'"),
+        ("run.publish_every=4", r"`run.publish_every` must be <= max_staleness \+ 1 = 3, got 4: .*raise max_staleness or lower publish_every"),
+        ("run.name=my/run", r"`run.name` must match .* got 'my/run'"),
         ("run.success_reward=corect", r"`run.success_reward`: no scorer gives .*`corect`; known: correct"),
         ("run.eval_split=dev", r"`run.eval_split` must be one of train, validation, test; got 'dev'"),
-        ("counts.sandbox=-1", r"`counts.sandbox`: sandbox must be >= 0, got -1"),
+        ("counts.sandbox=-1", r"`counts.sandbox` must be >= 0, got -1"),
         ("data.source.options.tools=[abacus]", r"`data.source.options.tools`: there is no tool `abacus`; known: calculator, python"),
         ("data.selector.name=best", r"there is no selector `best`; known: uniform, thompson"),
         ("rollout.agent=mine.py:Agent", r"`mine.py:Agent`: there is no file .*mine.py"),
@@ -223,7 +223,7 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
         ("learner.recipe_options.optimizer.lrr=1", r"recipe_options: .*`optimizer.lrr`: unknown key; did you mean `lr`\?"),
         ("made_model.warm_start.level=3", r"`made_model.warm_start`: .*unknown key; did you mean `levels`\?"),
         ("made_model.tasks.options.test_share=0.2", r"`made_model.tasks`: .*must equal those of data.source"),
-        ("model=somewhere", r"model must be empty where `made_model` makes it"),
+        ("model=somewhere", r"`model` must be empty if `made_model` is given"),
         ("reward.scorers.0.name=exakt", r"there is no scorer `exakt`; known: exact, math"),
     ],
 )  # fmt: skip

@@ -103,7 +103,7 @@ def test_a_fact_of_a_later_version_is_refused_not_skipped() -> None:
 
 def test_a_spec_that_cannot_work_is_a_value_error() -> None:
     message = run_pb2.CreateRunRequest(spec=events_pb2.RunSpec(run="r", beyond=events_pb2.BOUND_POLICY_DROP)).spec
-    with pytest.raises(ValueError, match="batch_groups = 0"):
+    with pytest.raises(ValueError, match="`batch_groups` must be in"):
         fact_codec.decode(records.RunSpec, message)
 
 

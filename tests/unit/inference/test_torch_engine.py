@@ -115,7 +115,7 @@ async def test_idle_thread_does_not_spin(engine: TorchEngine) -> None:
 @pytest.mark.parametrize("field", ["slots_max", "context_max", "flush_tokens", "threads", "prefill_tokens_max"])
 def test_config_out_of_range_names_field_and_value(field: str) -> None:
     settings: dict[str, Any] = {field: 0}
-    with pytest.raises(ValueError, match=f"{field} must be >= 1, got 0"):
+    with pytest.raises(ValueError, match=f"`{field}` must be >= 1, got 0"):
         TorchEngineConfig(model="m", **settings)
 
 

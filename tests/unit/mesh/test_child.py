@@ -170,7 +170,7 @@ def test_pauses_double_within_the_window_and_begin_anew_after_it() -> None:
 )
 def test_a_section_that_cannot_work_is_refused_with_the_field_and_its_value(wrong: dict[str, float]) -> None:
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name} must be .*got {value}"):
+    with pytest.raises(ValueError, match=f"`{name}` must be .*got {value}"):
         ProcessesConfig(**wrong)  # type: ignore[arg-type]
 
 

@@ -77,7 +77,7 @@ def test_the_run_has_the_estimator_of_its_recipe() -> None:
 
 
 def test_weights_at_the_learner_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"reward_weights must be empty.*`reward.weights`"):
+    with pytest.raises(ConfigError, match=r"reward_weights` must be empty.*`reward.weights`"):
         config_from_dict(MeshConfig, {"learner": {"reward_weights": {"correct": 1.0}}})
 
 

@@ -52,18 +52,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_beyond_loopback_needs_certificates_and_a_token(
     kind: type, security: dict[str, str], said: str, exposed: dict[str, Any]
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"`security`: security must name {said}: .*rollmesh certs"):
+    with pytest.raises(ConfigError, match=rf"`security` must name {said}: .*rollmesh certs"):
         config_from_dict(kind, {"security": security, **exposed})
     config_from_dict(kind, {"security": ALL, **exposed})
 
 
 def test_tls_takes_three_files() -> None:
-    with pytest.raises(ConfigError, match=r"security\.key`: key must name a file too"):
+    with pytest.raises(ConfigError, match=r"security\.key` must name a file, because TLS needs"):
         config_from_dict(MeshConfig, {"security": {"ca": "a", "certificate": "b"}})
 
 
 def test_every_interface_needs_a_host_to_tell() -> None:
-    with pytest.raises(ConfigError, match=r"network\.advertise`: advertise must name"):
+    with pytest.raises(ConfigError, match=r"network\.advertise` must name"):
         config_from_dict(MeshConfig, {"security": ALL, "network": {"host": "0.0.0.0"}})
 
 
@@ -125,9 +125,9 @@ def test_a_missing_token_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("nats://me:secret@127.0.0.1:4222", "url must not hold a password"),
-        ("nats://cluster.example.org:4222", "url must be tls://"),
-        ("nats://127.0.0.1:4222,nats://10.0.0.1:4222", "url must be tls://"),
+        ("nats://me:secret@127.0.0.1:4222", "`bus.url` must not contain a password"),
+        ("nats://cluster.example.org:4222", "`bus.url` must be tls://"),
+        ("nats://127.0.0.1:4222,nats://10.0.0.1:4222", "`bus.url` must be tls://"),
     ],
 )
 def test_a_cluster_is_reached_by_tls_and_its_password_stays_in_a_file(url: str, said: str) -> None:

@@ -223,8 +223,8 @@ def test_a_weight_for_a_reward_that_nobody_gives_is_refused() -> None:
         ({"scorers": [{"name": "exact"}, {"name": "math", "reward": "exact"}]}, "scorers.*exact, exact"),
         ({"scorers": [{"name": "exact", "timeout_s": 0}]}, "timeout_s"),
         ({"concurrency_max": 0}, "concurrency_max.*0"),
-        ({"weights": {"correct": float("nan")}}, "weights must be finite"),
-        ({"weights": {"correct": 0.0}}, "weights must name at least one reward"),
+        ({"weights": {"correct": float("nan")}}, "`weights.correct` must be finite, got nan"),
+        ({"weights": {"correct": 0.0}}, "`weights` must contain a weight other than 0"),
     ],
 )
 def test_settings_out_of_range_name_field_and_value(settings: dict[str, Any], message: str) -> None:

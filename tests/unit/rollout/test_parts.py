@@ -177,7 +177,7 @@ def test_result_text_of_a_failed_program_shows_what_it_wrote_to_stderr() -> None
 
 def test_tool_is_a_function_or_code_in_a_language() -> None:
     assert ToolConfig(profile="shell", language="bash").language == "bash"
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="`function` must be empty"):
         ToolConfig(profile="shell", language="bash", function="call")
 
 

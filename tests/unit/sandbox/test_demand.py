@@ -84,10 +84,10 @@ def test_shares_take_from_those_that_want_most() -> None:
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        ({"ready_max": -1}, "ready_max must not be negative"),
-        ({"by_profile": {"calc": -1}}, "by_profile.calc must not be negative"),
-        ({"halflife_s": 0.0}, "halflife_s must be positive"),
-        ({"zygote_idle_s": -1.0}, "zygote_idle_s must not be negative"),
+        ({"ready_max": -1}, "`ready_max` must be >= 0, got -1"),
+        ({"by_profile": {"calc": -1}}, "`by_profile.calc` must be >= 0, got -1"),
+        ({"halflife_s": 0.0}, "`halflife_s` must be > 0, got 0"),
+        ({"zygote_idle_s": -1.0}, "`zygote_idle_s` must be >= 0, got -1"),
     ],
 )
 def test_configuration_out_of_range_is_refused(wrong: dict[str, object], reason: str) -> None:
@@ -96,5 +96,5 @@ def test_configuration_out_of_range_is_refused(wrong: dict[str, object], reason:
 
 
 def test_a_pool_of_a_profile_that_is_not_configured_is_refused() -> None:
-    with pytest.raises(ValueError, match="pools.by_profile names 'cobol'"):
+    with pytest.raises(ValueError, match="`pools.by_profile` must name profiles .*, got 'cobol'"):
         SandboxConfig(pools=PoolsConfig(by_profile={"cobol": 1}))

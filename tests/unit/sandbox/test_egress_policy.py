@@ -173,5 +173,5 @@ def test_rule_that_cannot_mean_what_it_says_is_refused(fields: dict[str, object]
 
 
 def test_profile_names_a_policy_that_exists(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="names egress 'web', which is not in egress"):
+    with pytest.raises(ValueError, match="`profiles.python.egress` must be a key of egress, got 'web'"):
         SandboxConfig(profiles={"python": ProfileConfig(egress="web")})

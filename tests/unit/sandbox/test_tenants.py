@@ -120,5 +120,5 @@ async def test_renewing_prolongs_a_lease_without_a_command() -> None:
 
 
 def test_a_negative_quota_is_refused() -> None:
-    with pytest.raises(ValueError, match="sessions_max must not be negative"):
+    with pytest.raises(ValueError, match="`sessions_max` must be >= 0, got -1"):
         TenantQuota(sessions_max=-1)

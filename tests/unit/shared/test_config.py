@@ -10,34 +10,31 @@ import pytest
 from rollmesh.shared.config import config_from_dict, load_config, to_yaml
 from rollmesh.shared.config_schema import json_schema
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.settings import PositiveInt, Settings
 
 
-class Optimizer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Optimizer(Settings):
     lr: float = 1e-3
     """Learning rate."""
     betas: list[float] = msgspec.field(default_factory=lambda: [0.9, 0.95])
 
 
-class Local(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="local"):
+class Local(Settings, tag_field="kind", tag="local"):
     threads: int = 1
 
 
-class Remote(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="remote"):
+class Remote(Settings, tag_field="kind", tag="remote"):
     url: str
 
 
-class Rollout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    turns_max: int = 4
+class Rollout(Settings):
+    turns_max: PositiveInt = 4
     """Turns of one episode."""
     optimizer: Optimizer = Optimizer()
     engines: dict[str, Local | Remote] = {}
 
-    def __post_init__(self) -> None:
-        if self.turns_max < 1:
-            raise ValueError(f"turns_max must be at least 1, got {self.turns_max}")
 
-
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Config(Settings):
     rollout: Rollout = Rollout()
     seed: int = 0
     name: str | None = None

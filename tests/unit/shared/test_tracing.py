@@ -151,9 +151,9 @@ def test_the_span_file_is_bounded_and_survives_a_line_cut_short(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"sample_ratio": 1.5}, "sample_ratio must be in"),
+        ({"sample_ratio": 1.5}, "`sample_ratio` must be in"),
         ({"metrics_address": "localhost"}, "metrics_address must be IP:PORT"),
-        ({"otlp_endpoint": "collector:4317"}, "otlp_endpoint must begin with"),
+        ({"otlp_endpoint": "collector:4317"}, "`otlp_endpoint` must match"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(given: dict[str, object], said: str) -> None:
