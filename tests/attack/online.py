@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rollmesh.services.sandbox.config import ProfileConfig
 from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
-from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, EndpointConfig, RetrievalConfig
+from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, RetrievalConfig
+from rollmesh.shared.registry import Extension
 
 from .internet import Internet
 
@@ -45,10 +46,10 @@ def _host(layout: Internet, path: str, methods: tuple[str, ...]) -> EgressRule:
 
 
 def _policy(layout: Internet, records: Path, *rules: EgressRule) -> EgressConfig:
-    endpoint = EndpointConfig(url=f"http://{HOST}:{layout.allowed_port}/open/search?q={{query}}")
+    endpoint = Extension("endpoint", {"url": f"http://{HOST}:{layout.allowed_port}/open/search?q={{query}}"})
     return EgressConfig(
         rules=rules,
-        retrieval=RetrievalConfig(engine="endpoint", endpoint=endpoint),
+        retrieval=RetrievalConfig(backend=endpoint),
         cache=CacheConfig(mode="on", path=str(records)),
         addresses={HOST: ("127.0.0.1",), **{f"{name}.public.test": found for name, found in _LEADS_INSIDE.items()}},
         requests_max=60,

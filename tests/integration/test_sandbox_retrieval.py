@@ -19,9 +19,10 @@ from rollmesh.services.sandbox.egress.config import EgressConfig, EgressRule
 from rollmesh.services.sandbox.egress.exchange import EgressReply, EgressRequest
 from rollmesh.services.sandbox.egress.ports import make_proxy
 from rollmesh.services.sandbox.egress.proxy import EgressClient, Proxy
-from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, EndpointConfig, RetrievalConfig
+from rollmesh.services.sandbox.egress.retrieval_config import CacheConfig, RetrievalConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.registry import Extension
 
 from .outside import Outside, outside
 
@@ -50,15 +51,14 @@ def layout() -> Iterator[Outside]:
 
 def config(layout: Outside, search: str = "/search", **changes: Any) -> EgressConfig:
     base = f"http://{HOST}:{layout.port}"
-    endpoint = EndpointConfig(
-        url=f"{base}{search}?q={{query}}&n={{count}}", results="web.results", url_field="link", title_field="name", text_field="text"
-    )  # fmt: skip
+    fields = {"results": "web.results", "url_field": "link", "title_field": "name", "text_field": "text"}
+    endpoint = Extension("endpoint", {"url": f"{base}{search}?q={{query}}&n={{count}}", **fields})
     mine = EgressRule(host=HOST, schemes=("http",), ports=(layout.port,), allow_private=True, methods=("GET", "POST"))
     inside = EgressRule(host="inside.test", schemes=("http",), ports=(layout.port,))
     return EgressConfig(
         rules=(mine, inside),
         addresses={HOST: ("127.0.0.1",), "inside.test": ("127.0.0.1",)},
-        retrieval=RetrievalConfig(engine="endpoint", endpoint=endpoint),
+        retrieval=RetrievalConfig(backend=endpoint),
         **changes,
     )
 

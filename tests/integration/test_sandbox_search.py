@@ -40,7 +40,7 @@ sandbox:
     search: {{tools: [rollmesh.sandbox_runtime.tools.search], egress: library}}
     python: {{}}
   egress:
-    library: {{retrieval: {{engine: corpus, corpus: {corpus}, page_chars_max: 1000{extra}}}}}
+    library: {{retrieval: {{backend: {{name: corpus, options: {{path: {corpus}}}}}, page_chars_max: 1000{extra}}}}}
 rollout:
   tools:
     search: {{profile: search, function: search}}

@@ -19,12 +19,9 @@ from rollmesh.services.sandbox.egress.addresses import Resolver, resolve_by_dns
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.services.sandbox.egress.port import Port
 from rollmesh.services.sandbox.egress.proxy import EgressClient, Proxy
-from rollmesh.services.sandbox.egress.retrieval.backend import Backend
+from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.egress.retrieval.cache import Cache
-from rollmesh.services.sandbox.egress.retrieval.corpus import Corpus
-from rollmesh.services.sandbox.egress.retrieval.endpoint import Endpoint
 from rollmesh.services.sandbox.egress.retrieval.service import Retrieval
-from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
 from rollmesh.shared.clock import Clock, SystemClock
 
@@ -88,13 +85,9 @@ def make_proxy(name: str, config: EgressConfig, folder: Path, *, clock: Clock, r
     upstream = Upstream(config, resolver)
     retrieval = None
     if config.retrieval is not None:
-        backend = _backend(config.retrieval, folder, upstream)
+        backend = BACKENDS.make(config.retrieval.backend, limits=config.retrieval, folder=folder, upstream=upstream)
         retrieval = Retrieval(config.retrieval, backend, config.response_bytes_max)
     cache = None
     if config.cache.mode != "off":
         cache = Cache.opened(config.cache, folder / f"{quote(name, safe='')}.records")
     return Proxy(name, config, clock=clock, upstream=upstream, retrieval=retrieval, cache=cache)
-
-
-def _backend(config: RetrievalConfig, folder: Path, upstream: Upstream) -> Backend:
-    return Corpus.opened(config, folder) if config.engine == "corpus" else Endpoint(config, upstream)

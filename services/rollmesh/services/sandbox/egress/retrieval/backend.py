@@ -1,4 +1,7 @@
-"""The retrieval port: interface of a backend that searches and stores documents."""
+"""The retrieval port: answers searches and returns documents.
+
+Backends are found by name, or loaded from user code as `file.py:Name`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+
+from rollmesh.shared.registry import Registry
 
 
 class Hit(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +34,12 @@ class Document(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Backend(Protocol):
-    """A retrieval backend. Methods raise `EgressRefused` and end within the caller's deadline."""
+    """Answers searches. Methods raise `EgressRefused` and end within the deadline of the caller.
+
+    A class that implements it is constructed in a thread as `cls(limits=..., folder=..., upstream=..., options=...)`, or without
+    `options` if it has no class attribute `Options`. `limits` is the `RetrievalConfig`, `folder` a directory of the node for an index,
+    and `upstream` the client that enforces the allow-list. It raises ConfigError if it cannot start.
+    """
 
     @property
     def digest(self) -> str:
@@ -49,3 +59,12 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+BACKENDS = Registry(
+    "retrieval backend",
+    {
+        "corpus": "rollmesh.services.sandbox.egress.retrieval.corpus:CorpusBackend",
+        "endpoint": "rollmesh.services.sandbox.egress.retrieval.endpoint:EndpointBackend",
+    },
+)

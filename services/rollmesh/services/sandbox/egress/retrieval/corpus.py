@@ -25,7 +25,9 @@ import msgspec
 from rollmesh.services.sandbox.egress.exchange import EgressRefused
 from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
 from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
+from rollmesh.services.sandbox.egress.upstream import Upstream
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.settings import Settings
 
 _T = TypeVar("_T")
 
@@ -54,30 +56,36 @@ class _Line(msgspec.Struct, frozen=True):
     title: str = ""
 
 
-class Corpus:
-    """An open corpus with its index; implements `Backend`. Create it with `opened`."""
+class CorpusOptions(Settings):
+    """Settings of the corpus."""
 
-    def __init__(self, config: RetrievalConfig, index: Path, digest: str) -> None:
-        self._config = config
-        self._digest = digest
-        self._thread = ThreadPoolExecutor(1, "corpus")
+    path: str
+    """JSON Lines of {id, url, title, text}; id and text are required. Indexed once per content, by BM25 over title and text."""
+    index_dir: str = ""
+    """Directory of the index, which is about twice as large as the corpus. Default: the state directory of the node."""
+
+
+class CorpusBackend:
+    """An indexed corpus; implements `Backend`."""
+
+    Options = CorpusOptions
+
+    def __init__(self, *, limits: RetrievalConfig, folder: Path, upstream: Upstream, options: CorpusOptions) -> None:
+        """Index the corpus in `folder` unless its index exists. Block; raise ConfigError."""
+        corpus, folder = Path(options.path), Path(options.index_dir or folder)
+        self._limits = limits
         self._deadline_s = 0.0
-        self._store = sqlite3.connect(f"file:{index}?mode=ro&immutable=1", uri=True, check_same_thread=False)
-        self._store.set_progress_handler(lambda: time.monotonic() > self._deadline_s, _STEPS_PER_LOOK)
-
-    @classmethod
-    def opened(cls, config: RetrievalConfig, folder: Path) -> Corpus:
-        """Open the corpus; index it in `folder` unless the index exists. Blocking. Raises ConfigError."""
-        corpus, folder = Path(config.corpus), Path(config.index_dir or folder)
         try:
-            digest = _digest(corpus)
-            index = folder / f"corpus-{digest[:32]}.sqlite"
+            self._digest = _digest(corpus)
+            index = folder / f"corpus-{self._digest[:32]}.sqlite"
             if not index.exists():
                 folder.mkdir(parents=True, exist_ok=True)
                 _build(corpus, index)
-            return cls(config, index, digest)
+            self._store = sqlite3.connect(f"file:{index}?mode=ro&immutable=1", uri=True, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"egress: the corpus {corpus} cannot be indexed in {folder}: {error}") from error
+        self._store.set_progress_handler(lambda: time.monotonic() > self._deadline_s, _STEPS_PER_LOOK)
+        self._thread = ThreadPoolExecutor(1, "corpus")
 
     @property
     def digest(self) -> str:
@@ -88,8 +96,8 @@ class Corpus:
         if not words:
             return []
         match = " OR ".join(f'"{word}"' for word in words)
-        rows = await self._ask(lambda: self._store.execute(_SEARCH, (match, self._config.results_max)).fetchall())
-        cut = self._config.snippet_chars_max
+        rows = await self._ask(lambda: self._store.execute(_SEARCH, (match, self._limits.results_max)).fetchall())
+        cut = self._limits.snippet_chars_max
         return [Hit(id=row[0], url=row[1], title=row[2], snippet=row[3][:cut]) for row in rows]
 
     async def page(self, url: str) -> Document:

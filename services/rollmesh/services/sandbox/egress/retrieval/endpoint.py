@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
 
 from rollmesh.services.sandbox.egress.exchange import EgressRefused, EgressReply
 from rollmesh.services.sandbox.egress.retrieval.backend import Document, Hit
-from rollmesh.services.sandbox.egress.retrieval_config import EndpointConfig, RetrievalConfig
+from rollmesh.services.sandbox.egress.retrieval_config import RetrievalConfig
 from rollmesh.services.sandbox.egress.upstream import Upstream
+from rollmesh.shared.settings import Settings
 
 _CHARSET = re.compile(r"charset=\"?([A-Za-z0-9_.:-]{1,40})", re.IGNORECASE)
 _TEXTS = ("text/", "application/json", "application/xhtml+xml", "application/xml")
@@ -20,13 +22,42 @@ _FIELD_CHARS_MAX = 1000
 _ACCEPT_PAGE = {"accept": "text/html, text/plain;q=0.9, */*;q=0.1"}
 
 
-class Endpoint:
-    """A search endpoint as `Backend`."""
+class EndpointOptions(Settings):
+    """A search endpoint that returns JSON to GET. The policy's rules must allow its URL, and that rule holds its key."""
 
-    def __init__(self, config: RetrievalConfig, upstream: Upstream) -> None:
-        assert config.endpoint is not None
-        self._endpoint: EndpointConfig = config.endpoint
-        self._config = config
+    url: str
+    """URL template, e.g. `https://search.internal/v1?q={query}&n={count}`. Values are percent-encoded."""
+    document: str = ""
+    """URL template with {id} for documents by id, if `id_field` is set. If empty, documents are not served, and pages
+    are browsed by URL."""
+    results: str = "results"
+    """Path of the list of results in the response: keys separated by dots, e.g. `web.results`; empty if the response is
+    the list."""
+    id_field: str = ""
+    """Key of a result's id. If empty, the URL is the id."""
+    url_field: str = "url"
+    """Key of a result's URL."""
+    title_field: str = "title"
+    """Key of a result's title; results without it have no title."""
+    text_field: str = "snippet"
+    """Key of a result's text, which is cut to `snippet_chars_max`."""
+
+    def check_fields(self) -> None:
+        if self.url.count("{query}") != 1 or self.url.replace("{query}", "").replace("{count}", "").count("{"):
+            raise ValueError(f"`url` must contain {{query}} once, and no other field but {{count}}, got {self.url!r}")
+        if self.document and self.document.count("{id}") != 1:
+            raise ValueError(f"`document` must contain {{id}} once, got {self.document!r}")
+
+
+class EndpointBackend:
+    """A client of the search endpoint; implements `Backend`."""
+
+    Options = EndpointOptions
+
+    def __init__(self, *, limits: RetrievalConfig, folder: Path, upstream: Upstream, options: EndpointOptions) -> None:
+        """`folder` is not used."""
+        self._endpoint = options
+        self._limits = limits
         self._upstream = upstream
 
     @property
@@ -35,12 +66,12 @@ class Endpoint:
         return hashlib.sha256(described).hexdigest()
 
     async def search(self, query: str) -> Sequence[Hit]:
-        target = _filled(self._endpoint.url, query=query, count=str(self._config.results_max))
+        target = _filled(self._endpoint.url, query=query, count=str(self._limits.results_max))
         reply = await self._upstream.follow(target, {"accept": "application/json"})
         if reply.status != 200:
             raise EgressRefused("upstream", f"the search endpoint returned status {reply.status}")
         results = _results(reply.body, self._endpoint.results)
-        return [hit for result in results if (hit := self._hit(result))][: self._config.results_max]
+        return [hit for result in results if (hit := self._hit(result))][: self._limits.results_max]
 
     async def page(self, url: str) -> Document:
         reply = await self._upstream.follow(url, _ACCEPT_PAGE)
@@ -74,7 +105,7 @@ class Endpoint:
         doc_id = _field(result, names.id_field) if names.id_field else url
         if not doc_id:
             return None
-        return Hit(id=doc_id, url=url, title=title, snippet=text[: self._config.snippet_chars_max])
+        return Hit(id=doc_id, url=url, title=title, snippet=text[: self._limits.snippet_chars_max])
 
 
 def _filled(template: str, **values: str) -> str:
