@@ -15,6 +15,7 @@ from rollmesh.services.sandbox.engine import RunOutcome, SandboxEngine, Snapshot
 from rollmesh.services.sandbox.node import make_engine
 from rollmesh.shared.errors import InvalidInput, UnknownProfile, UnknownSession
 from rollmesh.shared.ids import SeededIds
+from rollmesh.shared.registry import Extension
 
 PROFILE = "calc"
 
@@ -26,7 +27,7 @@ async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         pytest.skip("this kernel's Landlock does not carry the driver")
     # An ordinary user hardly ever has a pids cgroup, and nothing here is about the number of processes.
     without = ("pids cgroup",) if request.param == "landlock" and not is_root else ()
-    config = SandboxConfig(engine=request.param, without=without)
+    config = SandboxConfig(engine=Extension(request.param), without=without)
     made = make_engine(config, state_dir=tmp_path, ids=SeededIds(os.getpid()))
     await made.start()
     yield made

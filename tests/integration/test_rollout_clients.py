@@ -17,6 +17,7 @@ from rollmesh.shared.clients.reward import RewardClient, RewardClientConfig
 from rollmesh.shared.clients.sandbox import ExecOutcome, SandboxClient, SandboxClientConfig, Session
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import MeshError, NotReady, Overloaded, Unavailable, UnknownOracle, UnknownProfile
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
@@ -43,7 +44,7 @@ async def until(condition: Callable[[], object]) -> None:
 def sandbox_node(folder: Path, name: str, **changes: Any) -> SandboxNode:
     server = ServerConfig(stop_s=0.0)
     return SandboxNode(
-        SandboxConfig(**{"engine": "fake", **changes}),
+        SandboxConfig(**{"engine": Extension("fake"), **changes}),
         node_id=name,
         access=ACCESS,
         state_dir=folder / name,
@@ -68,7 +69,7 @@ def live(node: SandboxNode) -> int:
 async def test_a_command_refused_for_the_tenants_quota_is_sent_again(tmp_path: Path) -> None:
     tenants = TenantsConfig(by_name={"run": TenantQuota(commands_inflight_max=1)})
     async with (
-        sandbox_node(tmp_path, "a", engine="jail", tenants=tenants, retry_after_s=0.02) as node,
+        sandbox_node(tmp_path, "a", engine=Extension("jail"), tenants=tenants, retry_after_s=0.02) as node,
         sandbox_client(node) as client,
         client.session("python", session_id="s", tenant="run") as slow,
         client.session("python", session_id="t", tenant="run") as quick,

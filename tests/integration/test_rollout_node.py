@@ -25,6 +25,7 @@ from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.codec.arrays import decode_ints
 from rollmesh.shared.codec.trajectory import encode_segment, episode_from_bytes
 from rollmesh.shared.errors import UnknownNode
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
 from rollmesh.shared.trajectory import sampled_segment, text_view
@@ -195,7 +196,7 @@ class Mesh:
         await server.start()
         self.address = server.address
         self.coordinator.add("inf-0", coordinator_pb2.NODE_KIND_INFERENCE, self.address)
-        config = SandboxConfig(engine="fake")
+        config = SandboxConfig(engine=Extension("fake"))
         self.sandbox = await enter(
             SandboxNode(
                 config, node_id="sandbox-0", access=ACCESS, state_dir=self.folder / "sb", coordinator=self.address

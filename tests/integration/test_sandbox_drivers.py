@@ -27,6 +27,7 @@ from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.services.sandbox.engines.private_folders import PrivateFolders
 from rollmesh.shared.errors import SandboxFailed
 from rollmesh.shared.ids import SeededIds
+from rollmesh.shared.registry import Extension
 
 IS_ROOT = os.geteuid() == 0
 pytestmark = pytest.mark.skipif(
@@ -41,7 +42,7 @@ NUM_UIDS = 100
 def config_for(engine: str, folder: str = "") -> SandboxConfig:
     limits: dict[str, int | float] = {"processes_max": 12, "memory_bytes": 96 << 20}
     return SandboxConfig(
-        engine=engine, profiles={"python": ProfileConfig(limits=limits)}, uid_base=UID_BASE, sessions_max=40,
+        engine=Extension(engine), profiles={"python": ProfileConfig(limits=limits)}, uid_base=UID_BASE, sessions_max=40,
         sessions_dir=folder, pools=PoolsConfig(ready_max=0), without=() if IS_ROOT or engine != "landlock" else ("pids cgroup",),
     )  # fmt: skip
 
@@ -342,4 +343,4 @@ def test_a_killer_without_uids_of_its_own_is_refused() -> None:
 
 def test_landlock_cannot_be_given_up_where_it_is_the_driver() -> None:
     with pytest.raises(ValueError, match="can't be without landlock"):
-        SandboxConfig(engine="landlock", without=("landlock",))
+        SandboxConfig(engine=Extension("landlock"), without=("landlock",))

@@ -17,10 +17,12 @@ import pytest_asyncio
 
 from rollmesh.sandbox_runtime.program import Program
 from rollmesh.services.sandbox.config import PROFILES, ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.describe import describe
 from rollmesh.services.sandbox.engine import RunOutcome, RunResult
 from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.shared.ids import SeededIds
+from rollmesh.shared.registry import Extension
 
 UID_BASE = 60900
 WALL_S = 40.0
@@ -435,3 +437,38 @@ async def test_language_without_its_library_says_what_the_profile_lacks(engine: 
 
 def replace_profile(name: str, **changes: Any) -> ProfileConfig:
     return msgspec.structs.replace(PROFILES[name], **changes)
+
+
+OWN_LANGUAGE = """
+from rollmesh.sandbox_runtime.languages.programs import Command
+
+class OldC:
+    def command(self):
+        return Command(source="main.c", build=("gcc", "-std=c89", "-o", "{folder}/p", "main.c"), run=("{folder}/p",))
+"""
+
+
+async def test_languages_of_the_operator_run_in_the_jail_under_its_limits(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN_LANGUAGE)
+    sed = Extension("command", {"source": "main.sed", "run": ["sed", "-f", "{folder}/main.sed"]})
+    config = SandboxConfig(uid_base=UID_BASE, languages={"sed": sed, "c89": Extension(f"{tmp_path}/mine.py:OldC")})
+    engine = JailEngine(config, state_dir=tmp_path / "state", ids=SeededIds(os.getpid() + 3))
+    await engine.start()
+    try:
+        await engine.open("s", "shell", PROFILES["shell"].resolved_limits())
+        edited = await run(engine, "sed", "s/a/b/g", stdin=b"a cat\n")
+        assert (edited.outcome, edited.stdout) == (RunOutcome.OK, "b cbt\n")
+        endless = await run(engine, "sed", ": a\nb a", 0.5, stdin=b"x\n")
+        assert (endless.outcome, endless.session_alive) == (RunOutcome.TIME, True)
+        built = await run(engine, "c89", 'int printf(const char *, ...); int main(void) { return printf("hi") - 2; }')
+        assert (built.outcome, built.stdout) == (RunOutcome.OK, "hi")
+        broken = await run(engine, "c89", "int main(void) { nonsense }")
+        assert (broken.outcome, broken.error_type) == (RunOutcome.ERROR, "CompileError")
+        assert not (await run(engine, "python", "import os; os.listdir('.')")).stdout
+        with pytest.raises(InvalidInput, match=r"language 'ada' is not here.*sed, c89"):
+            await run(engine, "ada", "")
+    finally:
+        await engine.close()
+    assert "sed" in describe(config).languages
+    declared, without = (describe(each).profiles[0].digest for each in (config, SandboxConfig()))
+    assert declared != without

@@ -16,6 +16,7 @@ from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.egress.config import EgressConfig
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import Overloaded
+from rollmesh.shared.registry import Extension
 
 from .pools_world import IDLE_S, World, processes, records, until, world_of
 
@@ -218,7 +219,7 @@ async def test_none_are_kept_where_the_configuration_says_so(tmp_path: Path) -> 
 @pytest.mark.skipif(os.geteuid() != 0, reason="an ordinary user's kernel may not carry the driver")
 async def test_other_drivers_have_ready_sessions_too(tmp_path: Path) -> None:
     before = processes()
-    async with world_of(tmp_path / "state", engine="none") as world:
+    async with world_of(tmp_path / "state", engine=Extension("none")) as world:
         await world.open("a")
         await world.ready(1)
         await world.open("b")

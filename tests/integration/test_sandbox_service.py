@@ -17,6 +17,7 @@ from rollmesh.services.sandbox.sessions import SessionEnd
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import InvalidInput, UnknownProfile
 from rollmesh.shared.ids import RandomIds
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
@@ -162,7 +163,7 @@ async def test_limits_become_outcomes(tmp_path: Path) -> None:
 async def test_refusals_are_typed_and_leave_the_stream(
     tmp_path: Path, command: dict[str, Any], code: int, reason: str
 ) -> None:
-    async with serving(tmp_path, engine="fake") as (node, stub, _):
+    async with serving(tmp_path, engine=Extension("fake")) as (node, stub, _):
         client = Client(stub)
         failure = (await client.ask("s", **command)).failure
         assert (failure.code, failure.reason) == (code, reason)
@@ -172,7 +173,7 @@ async def test_refusals_are_typed_and_leave_the_stream(
 
 
 async def test_full_node_says_when_to_come_back(tmp_path: Path) -> None:
-    async with serving(tmp_path, engine="fake", sessions_max=1) as (_, stub, _):
+    async with serving(tmp_path, engine=Extension("fake"), sessions_max=1) as (_, stub, _):
         client = Client(stub)
         await client.open("a", profile="calc")
         failure = (await client.ask("b", open=pb.OpenSession(profile="calc"))).failure
@@ -232,7 +233,7 @@ async def test_reaper_ends_what_is_not_used(tmp_path: Path) -> None:
 
 
 async def test_a_lease_is_renewed_without_a_command(tmp_path: Path) -> None:
-    async with serving(tmp_path, engine="fake") as (node, stub, clock):
+    async with serving(tmp_path, engine=Extension("fake")) as (node, stub, clock):
         client = Client(stub)
         await client.open("kept", profile="calc", ttl_s=10.0)
         await client.open("left", profile="calc", ttl_s=10.0)
@@ -246,7 +247,7 @@ async def test_a_lease_is_renewed_without_a_command(tmp_path: Path) -> None:
 
 async def test_a_tenant_beyond_its_quota_is_told_when_to_come_back(tmp_path: Path) -> None:
     tenants = TenantsConfig(by_name={"small": TenantQuota(sessions_max=1)})
-    async with serving(tmp_path, engine="fake", tenants=tenants) as (_, stub, _):
+    async with serving(tmp_path, engine=Extension("fake"), tenants=tenants) as (_, stub, _):
         client = Client(stub)
         await client.open("a", profile="calc", tenant="small")
         failure = (await client.ask("b", open=pb.OpenSession(profile="calc", tenant="small"))).failure

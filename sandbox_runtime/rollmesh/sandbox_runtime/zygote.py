@@ -23,7 +23,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -38,6 +38,7 @@ from rollmesh.sandbox_runtime import (
     reaper,
     warmup,
 )
+from rollmesh.sandbox_runtime.languages.programs import COMMANDS, Command
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.mechanisms import IsolationPlan
 from rollmesh.sandbox_runtime.session import serve_session
@@ -229,6 +230,8 @@ class ZygoteProfile:
     """Modules whose public functions are in every session's namespace."""
     prelude: str = ""
     """Source executed once; every session starts with its definitions."""
+    languages: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Languages of the operator: the fields of `languages.programs.Command` by name."""
     pickler: str = ""
     """Directory of the cloudpickle package, for snapshots; without it sessions cannot be saved."""
 
@@ -265,6 +268,7 @@ def _load_profile(profile: ZygoteProfile, *, late: bool) -> dict[str, Any]:
     namespace: dict[str, Any] = {}
     for name in profile.tools:
         namespace |= _public_functions(importlib.import_module(name))
+    COMMANDS.update((name, Command(**fields)) for name, fields in profile.languages.items())
     if profile.prelude:
         exec(compile(profile.prelude, "<prelude>", "exec"), namespace)  # noqa: S102 - the operator's own code
     if (num_threads := len(os.listdir("/proc/self/task"))) != 1:

@@ -23,6 +23,9 @@ from rollmesh.services.learner.engine import find_engine
 from rollmesh.services.reward.config import ScorerConfig, build_scorer
 from rollmesh.services.reward.config import build_engine as build_reward_engine
 from rollmesh.services.rollout.agent import load_agent
+from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
+from rollmesh.services.sandbox.engine import ENGINES
+from rollmesh.services.sandbox.languages import declared_commands
 from rollmesh.shared.config import all_in_one, config_from_dict
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
 from rollmesh.shared.objects import load_object
@@ -120,6 +123,14 @@ class _Check:
         self._rewards(has_tasks=bool(pools))
         with self._collected("rollout.agent"):
             load_agent(config.rollout.agent, base_dir)
+        with self._collected("sandbox.engine"):
+            ENGINES.options(config.sandbox.engine, base_dir)
+        with self._collected("sandbox.languages"):
+            declared_commands(config.sandbox.located(base_dir).languages)
+        for name, policy in config.sandbox.egress.items():
+            if policy.retrieval is not None:
+                with self._collected(f"sandbox.egress.{name}.retrieval.backend"):
+                    BACKENDS.options(policy.retrieval.backend, base_dir)
         if self._learner or config.counts.inference:
             self._learning(pools)
 

@@ -115,7 +115,7 @@ def _sandbox(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
     from rollmesh.services.sandbox.node import SandboxNode
 
     return SandboxNode(
-        layout.config.sandbox,
+        layout.config.sandbox.located(layout.base_dir),
         node_id=name,
         coordinator=layout.coordinator,
         access=layout.access,

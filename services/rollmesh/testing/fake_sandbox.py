@@ -25,7 +25,7 @@ _decoder = msgspec.msgpack.Decoder(dict[str, bytes])
 class FakeSandboxEngine:
     """Implements `SandboxEngine` without isolation. Never use it for code that a model wrote."""
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: SandboxConfig, **_: object) -> None:
         self._config = config
         self._files: dict[str, dict[str, bytes]] = {}
 

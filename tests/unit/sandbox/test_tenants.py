@@ -13,10 +13,11 @@ from rollmesh.services.sandbox.engine import RunResult
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Overloaded, SandboxFailed, UnknownSession
+from rollmesh.shared.registry import Extension
 from rollmesh.testing.fake_sandbox import FakeSandboxEngine
 
 CONFIG = SandboxConfig(
-    engine="fake",
+    engine=Extension("fake"),
     retry_after_s=0.25,
     tenants=TenantsConfig(
         default=TenantQuota(sessions_max=2),

@@ -1,7 +1,7 @@
-"""Languages whose programs are files: C and C++ with the host's compilers, and JavaScript with its node.
+"""Languages whose programs are source files that commands of the host build and run: C, C++, languages of the operator, and JavaScript.
 
-The compiler runs inside the jail under the same limits. If it rejects a program, the outcome is ERROR with the
-compiler's text. The program starts in the session's directory. Only the files that it writes there remain.
+A build runs inside the jail under the same limits. If it fails, the outcome is ERROR with the text of the compiler. The program starts in
+the directory of the session. Only the files that it writes there remain.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from rollmesh.sandbox_runtime.output import Capture, Emit
 from rollmesh.sandbox_runtime.process_env import private_dir
 from rollmesh.sandbox_runtime.program import Program
 
-_BINARY = "program"
 _NODE_ADDRESS_SPACE_BYTES = 1 << 30
 """Bytes of address space that node's compilers reserve before the first line runs; with less, node interprets, about
 ten times slower."""
@@ -30,41 +29,60 @@ _MESSAGE_CHARS_MAX = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compiler:
-    """Command line of a compiler."""
+class Command:
+    """How a source file is built and run. In an argument, `{folder}` stands for the directory that contains the source."""
 
     source: str
-    argv: tuple[str, ...]
-    libraries: tuple[str, ...] = ()
+    """Name of the source file."""
+    run: Sequence[str]
+    """Command that runs the program, in the directory of the session."""
+    build: Sequence[str] = ()
+    """Command that builds the program, in the directory of the source. Empty if there is nothing to build."""
+    full_address_space: bool = False
+    """Whether the program gets all the address space of the profile, which some runtimes reserve at their start."""
+
+    @property
+    def needs(self) -> str:
+        """The program of the host without which the language is missing."""
+        return (self.build or self.run)[0]
 
 
-COMPILERS = {
-    "c": Compiler(source="main.c", argv=("gcc", "-O2", "-std=gnu17"), libraries=("-lm",)),
-    "cpp": Compiler(source="main.cpp", argv=("g++", "-O2", "-std=gnu++17")),
+COMMANDS = {
+    "c": Command(
+        source="main.c", build=("gcc", "-O2", "-std=gnu17", "-o", "program", "main.c", "-lm"), run=("{folder}/program",)
+    ),
+    "cpp": Command(
+        source="main.cpp", build=("g++", "-O2", "-std=gnu++17", "-o", "program", "main.cpp"), run=("{folder}/program",)
+    ),
 }
+"""By language. A zygote adds the languages of the operator before it is contained, so that its sessions inherit them."""
 
 
-class Compiled:
-    """C or C++."""
+class CommandLanguage:
+    """Runs programs by a command."""
 
-    def __init__(self, compiler: Compiler, limits: Limits, emit: Emit | None) -> None:
-        self._compiler = compiler
+    def __init__(self, command: Command, limits: Limits, emit: Emit | None) -> None:
+        self._command = command
         self._limits = limits
         self._emit = emit
 
     def run(self, program: Program, wall_s: float) -> Reply:
-        began_s = time.monotonic()
-        with build_folder(self._compiler.source, program.code) as folder:
-            built, reply = self._compile(folder, wall_s)
+        began_s, command, built_s = time.monotonic(), self._command, 0.0
+        with build_folder(command.source, program.code) as folder:
+            reply: Reply = {"outcome": port.OK}
+            if command.build:
+                reply = self._build(folder, wall_s)
+                built_s = reply["cpu_s"]
             if reply["outcome"] == port.OK:
+                argv = [argument.replace("{folder}", folder) for argument in command.run]
                 left_s = began_s + wall_s - time.monotonic()
-                reply = _run([os.path.join(folder, _BINARY)], program, self._limits, self._emit, left_s)
-                reply["cpu_s"] += built.cpu_s
+                reply = _run(argv, program, self._limits, self._emit, left_s, address_space=command.full_address_space)
+                reply["cpu_s"] += built_s
         return reply | {"wall_s": time.monotonic() - began_s}
 
-    def _compile(self, folder: str, wall_s: float) -> tuple[children.ChildExit, Reply]:
-        compiler, streams = self._compiler, _streams(self._limits, None)
-        argv = [*compiler.argv, "-o", _BINARY, compiler.source, *compiler.libraries]
+    def _build(self, folder: str, wall_s: float) -> Reply:
+        streams = _streams(self._limits, None)
+        argv = [argument.replace("{folder}", folder) for argument in self._command.build]
         ended = children.run_child(
             argv, streams, cwd=folder, wall_s=wall_s, prepare=children.cpu_bound(self._limits.cpu_s)
         )
@@ -74,7 +92,7 @@ class Compiled:
                 (line for line in reply["stderr"].splitlines() if "error" in line), "the compiler created no program"
             )
             reply |= port.failed("CompileError", first[:_MESSAGE_CHARS_MAX])
-        return ended, reply
+        return reply
 
 
 class JavaScript:

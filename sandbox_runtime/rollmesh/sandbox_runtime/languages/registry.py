@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Mapping
 
 from rollmesh.sandbox_runtime.interpreter import Interpreter
 from rollmesh.sandbox_runtime.languages import port, sql
 from rollmesh.sandbox_runtime.languages.bash import Bash
 from rollmesh.sandbox_runtime.languages.port import ProgramRejected, Reply
-from rollmesh.sandbox_runtime.languages.programs import COMPILERS, Compiled, JavaScript
+from rollmesh.sandbox_runtime.languages.programs import COMMANDS, Command, CommandLanguage, JavaScript
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.output import Emit
 from rollmesh.sandbox_runtime.program import PYTHON, Program
 
-_TOOLS = {"bash": "/bin/bash", "c": "gcc", "cpp": "g++", "javascript": "node"}
+_TOOLS = {"bash": "/bin/bash", "javascript": "node"}
 """Language -> the program of the host that it needs."""
+BUILT_IN = (PYTHON, *_TOOLS, *COMMANDS, *sql.MODULES)
+"""Names of the languages that need no declaration."""
 
 
-def present(path: str | None = None) -> tuple[str, ...]:
-    """Return the languages that the programs of this host (or this jail) support. `path` is searched instead of PATH."""
-    tools = (name for name, tool in _TOOLS.items() if shutil.which(tool, path=path))
-    return (PYTHON, *tools, *(name for name in sql.MODULES if sql.is_here(name)))
+def present(path: str | None = None, declared: Mapping[str, Command] | None = None) -> tuple[str, ...]:
+    """Return the languages whose programs exist on this host (or in this jail).
+
+    `path` is searched instead of PATH. `declared` are languages of the operator besides those of `COMMANDS`.
+    """
+    tools = _TOOLS | {name: command.needs for name, command in {**COMMANDS, **(declared or {})}.items()}
+    found = (name for name, tool in tools.items() if shutil.which(tool, path=path))
+    return (PYTHON, *found, *(name for name in sql.MODULES if sql.is_here(name)))
 
 
 class Languages:
@@ -58,7 +65,7 @@ class Languages:
             return sql.Sql(program.language, self._limits).run(program, wall_s)
         if program.language == "javascript":
             return JavaScript(self._limits, emit).run(program, wall_s)
-        return Compiled(COMPILERS[program.language], self._limits, emit).run(program, wall_s)
+        return CommandLanguage(COMMANDS[program.language], self._limits, emit).run(program, wall_s)
 
 
 def _not_here(language: str) -> str:

@@ -25,6 +25,7 @@ from rollmesh.sandbox_runtime.mechanisms import IsolationPlan, Mechanism
 from rollmesh.services.sandbox import seccomp_policy
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.shared.errors import SandboxFailed
+from rollmesh.shared.registry import Extension
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ def probe_host(config: SandboxConfig, user: ProbeUser | None = None) -> tuple[Me
     found = {**_probe_kernel(config.python or os.path.realpath(sys.executable), user), **_probe_cgroups(config, user)}
     is_root = (user.uid if user else os.geteuid()) == 0
     irrelevant = mechanisms.USER_NAMESPACE if is_root else mechanisms.OWN_UID
-    driver = mechanisms.DRIVERS.get(config.engine, mechanisms.NO_DRIVER)
+    driver = mechanisms.DRIVERS.get(config.engine.name, mechanisms.NO_DRIVER)
     of_user = frozenset[str]() if is_root else driver.required_for_user
     statuses = []
     for name, mechanism in mechanisms.MECHANISMS.items():
@@ -80,7 +81,7 @@ def driver_errors(config: SandboxConfig, user: ProbeUser | None = None) -> dict[
     is ignored."""
     reasons = {}
     for name in mechanisms.DRIVERS:
-        asked = msgspec.structs.replace(config, engine=name, without=())
+        asked = msgspec.structs.replace(config, engine=Extension(name), without=())
         reasons[name] = missing_requirement(asked, probe_host(asked, user), user)
     return reasons
 
@@ -105,7 +106,7 @@ def missing_requirement(
 ) -> str:
     """Return why the service cannot run here as configured; empty if it can."""
     is_root = (user.uid if user else os.geteuid()) == 0
-    if config.engine == "landlock" and not is_root and 0 < landlock.abi() < landlock.SCOPES_SINCE:
+    if config.engine.name == "landlock" and not is_root and 0 < landlock.abi() < landlock.SCOPES_SINCE:
         return (
             f"sandbox.engine=landlock without root needs Landlock {landlock.SCOPES_SINCE} (Linux 6.12), and this kernel has"
             f" {landlock.abi()}: sessions could signal one another and the service. Remedy: run the service as root, or use the jail"
@@ -119,7 +120,7 @@ def _missing(status: MechanismStatus, config: SandboxConfig) -> str:
         return ""
     hint = "" if mechanism.core else f"; or disable it: sandbox.without=[{mechanism.name}]"
     return (
-        f"sandbox.engine={config.engine} needs the mechanism {mechanism.name!r}, which this host lacks ({status.detail})."
+        f"sandbox.engine={config.engine.name} needs the mechanism {mechanism.name!r}, which this host lacks ({status.detail})."
         f" Without it {mechanism.without}. Remedy: {mechanism.remedy}{hint}"
     )
 
@@ -127,17 +128,17 @@ def _missing(status: MechanismStatus, config: SandboxConfig) -> str:
 def _warn(config: SandboxConfig, statuses: Iterable[MechanismStatus]) -> None:
     """Log one line per start for a driver that guarantees less than the jail."""
     absent = "; ".join(f"{each.mechanism.name}: {each.mechanism.without}" for each in statuses if not each.enforced)
-    if config.engine not in mechanisms.DRIVERS or config.engine == "jail":
+    if config.engine.name not in mechanisms.DRIVERS or config.engine.name == "jail":
         return
-    if not mechanisms.DRIVERS[config.engine].isolates:
+    if not mechanisms.DRIVERS[config.engine.name].isolates:
         _log.warning(
             "sandbox.engine=%s: NOTHING IS ISOLATED; run only code that you trust with this host. %s",
-            config.engine,
+            config.engine.name,
             absent,
         )
     else:
         _log.warning(
-            "sandbox.engine=%s guarantees less than the jail. %s%s", config.engine, absent, _unreadable(config)
+            "sandbox.engine=%s guarantees less than the jail. %s%s", config.engine.name, absent, _unreadable(config)
         )
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Self
 
 import msgspec
 from msgspec import Meta
 
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.sandbox_runtime.mechanisms import DRIVERS, LANDLOCK, MECHANISMS
+from rollmesh.sandbox_runtime.mechanisms import LANDLOCK, MECHANISMS
 from rollmesh.services.sandbox.egress.config import EgressConfig
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.settings import FIXED, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 
 _COMMIT = "^([0-9a-f]{40}|[0-9a-f]{64})$"
@@ -188,9 +190,11 @@ class SnapshotsConfig(Settings):
 class SandboxConfig(Settings):
     """Settings of one node: slots, leases and profiles."""
 
-    engine: str = "jail"
+    engine: Extension = Extension("jail")
     """Driver: `jail`; `landlock`, which guarantees less, for hosts that forbid namespaces (see docs/sandbox); `none`,
-    without isolation, for trusted code; or `fake`, the calculator in the service's process, for tests."""
+    without isolation, for trusted code; `fake`, the calculator in the process of the service, for tests; or your own."""
+    languages: Annotated[dict[str, Extension], FIXED] = {}
+    """Languages besides those of the sandbox, by name: `command` with the commands in its options, or your own."""
     sessions_dir: str = ""
     """Absolute directory that every user can enter, in which `landlock` and `none` create a private directory per
     session. If empty, the temporary directory of the system. These sessions have no bound on disk use, so use a
@@ -266,7 +270,7 @@ class SandboxConfig(Settings):
             raise ValueError(f"`ttl_s` must be <= ttl_s_max = {self.ttl_s_max}, got {self.ttl_s}")
         _check_engine(self)
         for name, profile in self.profiles.items():
-            if profile.egress and self.engine == "fake":
+            if profile.egress and self.engine.name == "fake":
                 raise ValueError(
                     f"`profiles.{name}.egress` must be empty with the engine `fake`, got {profile.egress!r}"
                 )
@@ -278,17 +282,28 @@ class SandboxConfig(Settings):
                 if name not in self.profiles:
                     raise ValueError(f"`{field}` must name profiles ({', '.join(self.profiles)}), got {name!r}")
 
+    def located(self, base_dir: Path) -> Self:
+        """Return these settings with absolute user files: relative ones are relative to `base_dir`."""
+        replace = msgspec.structs.replace
+        egress = {
+            name: replace(
+                policy, retrieval=replace(policy.retrieval, backend=policy.retrieval.backend.located(base_dir))
+            )
+            if policy.retrieval is not None
+            else policy
+            for name, policy in self.egress.items()
+        }
+        languages = {name: chosen.located(base_dir) for name, chosen in self.languages.items()}
+        return replace(self, engine=self.engine.located(base_dir), egress=egress, languages=languages)
+
 
 def _check_engine(config: SandboxConfig) -> None:
-    known = (*DRIVERS, "fake")
-    if config.engine not in known:
-        raise ValueError(f"engine must be one of {', '.join(known)}, got {config.engine!r}")
-    if config.engine == "landlock" and LANDLOCK in config.without:
+    if config.engine.name == "landlock" and LANDLOCK in config.without:
         raise ValueError("without: the engine `landlock` can't be without landlock")
     if config.sessions_dir and not config.sessions_dir.startswith("/"):
         raise ValueError(f"sessions_dir must be absolute, got {config.sessions_dir!r}")
     for name, profile in config.profiles.items():
-        if profile.repository is not None and config.engine in ("landlock", "none"):
+        if profile.repository is not None and config.engine.name in ("landlock", "none"):
             raise ValueError(f"profile {name!r} names a repository, which needs the engine `jail`")
 
 

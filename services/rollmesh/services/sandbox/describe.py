@@ -3,29 +3,38 @@ thread."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rollmesh.sandbox_runtime import launcher, mechanisms
+from rollmesh.sandbox_runtime.languages.programs import Command
 from rollmesh.sandbox_runtime.languages.registry import present
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.services.sandbox.capability_probe import MechanismStatus, probe_host
 from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
 from rollmesh.services.sandbox.environments import environment_digest
+from rollmesh.services.sandbox.languages import declared_commands
 from rollmesh.v1 import sandbox_pb2
 
 
 def describe(config: SandboxConfig) -> sandbox_pb2.DescribeSandboxResponse:
     """Return the whole description. Raises SandboxFailed if the mechanisms cannot be probed."""
-    isolated = config.engine in mechanisms.DRIVERS
+    isolated = config.engine.name in mechanisms.DRIVERS
+    languages = declared_commands(config.languages)
     return sandbox_pb2.DescribeSandboxResponse(
-        profiles=[_profile(name, profile, config.python) for name, profile in sorted(config.profiles.items())],
-        languages=present(launcher.ENVIRONMENT["PATH"]),
-        driver=config.engine if isolated else "none",
+        profiles=[
+            _profile(name, profile, config.python, languages) for name, profile in sorted(config.profiles.items())
+        ],
+        languages=present(launcher.ENVIRONMENT["PATH"], languages),
+        driver=config.engine.name if isolated else "none",
         mechanisms=[_mechanism(status) for status in probe_host(config)],
     )
 
 
-def _profile(name: str, profile: ProfileConfig, python: str) -> sandbox_pb2.SandboxProfile:
+def _profile(
+    name: str, profile: ProfileConfig, python: str, languages: Mapping[str, Command]
+) -> sandbox_pb2.SandboxProfile:
     return sandbox_pb2.SandboxProfile(
-        name=name, digest=environment_digest(profile, python), limits=_limits(profile.resolved_limits())
+        name=name, digest=environment_digest(profile, python, languages), limits=_limits(profile.resolved_limits())
     )
 
 

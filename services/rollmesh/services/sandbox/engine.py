@@ -17,6 +17,7 @@ from typing import Protocol
 
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import Program
+from rollmesh.shared.registry import Registry
 
 SavePiece = Callable[[bytes], Awaitable[None]]
 """Callback that stores one piece of a snapshot."""
@@ -161,3 +162,14 @@ class SandboxEngine(Protocol):
     async def end(self, session_id: str) -> None:
         """End a session and all its processes; ignore unknown ids. When this returns, none of its processes is left."""
         ...
+
+
+ENGINES = Registry(
+    "sandbox engine",
+    {
+        "jail": "rollmesh.services.sandbox.engines.jail_engine:JailEngine",
+        "landlock": "rollmesh.services.sandbox.engines.jail_engine:JailEngine",
+        "none": "rollmesh.services.sandbox.engines.jail_engine:JailEngine",
+        "fake": "rollmesh.testing.fake_sandbox:FakeSandboxEngine",
+    },
+)

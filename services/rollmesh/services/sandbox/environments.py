@@ -10,22 +10,23 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
+from rollmesh.sandbox_runtime.languages.programs import Command
 from rollmesh.services.sandbox.config import ProfileConfig
 
 _INTERPRETER_S = 30.0
 _SKIPPED = "__pycache__"
 
 
-def environment_digest(profile: ProfileConfig, python: str = "") -> str:
+def environment_digest(profile: ProfileConfig, python: str = "", languages: Mapping[str, Command] | None = None) -> str:
     """Return the SHA-256 of the profile, its tools' sources, its libraries' files, the repository's commit, the
     interpreter and the machine.
 
-    `python` is `SandboxConfig.python`. Libraries are hashed by content, or by `library_lock` if the profile names one.
+    `python` is `SandboxConfig.python`, `languages` the declared commands. Libraries are hashed by content, or by `library_lock` if the profile names one.
     The digest does not cover the host's /usr and kernel, or the path of the repository, because the commit determines
     its files. Raises OSError.
     """
@@ -39,6 +40,8 @@ def environment_digest(profile: ProfileConfig, python: str = "") -> str:
         "python": _interpreter(python),
         "machine": platform.machine(),
     }
+    if languages:
+        parts["languages"] = msgspec.json.encode(languages, order="sorted").decode()
     for name, value in (*parts.items(), *_sources(profile), *_libraries(profile)):
         digest.update(f"{len(name)} {len(value)}\n{name}{value}".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()

@@ -17,15 +17,13 @@ from typing import Self
 
 from rollmesh.services.sandbox.branches import Branches
 from rollmesh.services.sandbox.config import SandboxConfig
-from rollmesh.services.sandbox.engine import PoolCounts, SandboxEngine
-from rollmesh.services.sandbox.engines.jail_engine import JailEngine
+from rollmesh.services.sandbox.engine import ENGINES, PoolCounts, SandboxEngine
 from rollmesh.services.sandbox.servicer import SandboxServicer
 from rollmesh.services.sandbox.sessions import Sessions
 from rollmesh.services.sandbox.snapshots import Snapshots
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.ids import IdSource, RandomIds
 from rollmesh.shared.joined_node import JoinedNode
-from rollmesh.shared.objects import load_object
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.v1 import coordinator_pb2, sandbox_pb2_grpc
@@ -147,8 +145,6 @@ class SandboxNode(JoinedNode):
 
 
 def make_engine(config: SandboxConfig, *, state_dir: Path, ids: IdSource, clock: Clock | None = None) -> SandboxEngine:
-    """The engine that `config.engine` names."""
-    if config.engine == "fake":
-        engine: SandboxEngine = load_object("rollmesh.testing.fake_sandbox:FakeSandboxEngine")(config)
-        return engine
-    return JailEngine(config, state_dir=state_dir, ids=ids, clock=clock)
+    """Construct the engine that `config.engine` names. Raise ConfigError."""
+    engine: SandboxEngine = ENGINES.make(config.engine, config=config, state_dir=state_dir, ids=ids, clock=clock)
+    return engine

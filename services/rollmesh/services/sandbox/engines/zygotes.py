@@ -14,6 +14,7 @@ from rollmesh.sandbox_runtime.mechanisms import IsolationPlan
 from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.engines.cleanup import StateDir
 from rollmesh.services.sandbox.engines.zygote_process import ZygoteProcess
+from rollmesh.services.sandbox.languages import declared_commands
 
 _SERVICE_FIELDS = ("limits", "egress", "library_lock", "repository")
 """Fields of a profile that its zygote does not need."""
@@ -26,6 +27,7 @@ class Zygotes:
         self.plan: IsolationPlan | None = None
         self._config = config
         self._state = state
+        self._languages = declared_commands(config.languages)
         self._running: dict[str, ZygoteProcess] = {}
         self._ending: set[ZygoteProcess] = set()
         self._locks = {name: asyncio.Lock() for name in config.profiles}
@@ -64,6 +66,7 @@ class Zygotes:
         described = msgspec.to_builtins(self._config.profiles[profile])
         for name in _SERVICE_FIELDS:
             del described[name]
+        described["languages"] = msgspec.to_builtins(self._languages)
         described["pickler"] = str(Path(cloudpickle.__file__).parent)
         log = self._state.path / f"zygote-{profile}.log"
         zygote = await ZygoteProcess.start(self._config.python, described, self.plan, log, self._config.start_timeout_s)
