@@ -1,4 +1,4 @@
-"""What every bus promises, held against the in-memory one and against JetStream on a real nats-server."""
+"""The contract of a bus, tested on the in-memory bus and on JetStream with a real nats-server."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_a_retry_past_the_dedup_window_still_finds_its_own_record(bus: Bus
     assert await log.append(b"2", msg_id="a2", expected_last_seq=1) == 2
     probe = 2
     async with asyncio.timeout(20):
-        while await log.append(b"probe", msg_id="probe") == probe + 1 == 3:  # until the window has forgotten it
+        while await log.append(b"probe", msg_id="probe") == probe + 1 == 3:  # until the window has expired
             pass
     assert await log.append(b"1", msg_id="a1", expected_last_seq=0) == 1
     with pytest.raises(WrongLastSequence):
@@ -386,7 +386,9 @@ async def test_a_range_of_a_damaged_stream_ends_with_the_records_that_are_left(
     jetstream: JetStreamBus, deleted: set[int]
 ) -> None:
     js = jetstream._link.js
-    await js.add_stream(name="D", subjects=["D"], allow_direct=True)  # streams of this bus refuse to delete a record
+    await js.add_stream(
+        name="D", subjects=["D"], allow_direct=True
+    )  # streams of this bus reject the deletion of a record
     log = await jetstream.open("D")
     for number in range(4):
         await log.append(b"x", msg_id=f"m{number}")

@@ -1,4 +1,4 @@
-"""What every engine must do, on each of them: the port's contract, through the port alone."""
+"""The contract of the engine port, tested on every engine through the port alone."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -39,7 +39,7 @@ def version(step: int) -> PolicyVersion:
 
 @dataclass
 class Call:
-    """One request and what came back."""
+    """One request and its deltas."""
 
     request: GenerateRequest
     deltas: list[GenerateDelta] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Kit:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder per model: its configuration and tokenizer, and two sets of weights in subfolders."""
+    """Create a folder per model with configuration and tokenizer, and two sets of weights in subfolders."""
     from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
     torch.set_num_threads(1)
@@ -158,7 +158,7 @@ def _checkpoint(folder: Path, model_class: Any, config: Any) -> Path:
 
 
 def torch_kit(forward: Forward, model: str, norm: str) -> Callable[..., Kit]:
-    """The torch engine with one of its forwards."""
+    """Return a function that opens the torch engine with one of its forwards."""
 
     def kit(checkpoints: dict[str, Path], folder: Path, sizes: dict[str, Any]) -> Kit:
         checkpoint = checkpoints[model]
@@ -265,7 +265,7 @@ async def test_seed_decides_the_tokens_whatever_runs_beside(kit: Kit) -> None:
     assert other.tokens != alone.tokens
 
 
-async def test_resume_from_received_tokens_goes_on_the_same(kit: Kit) -> None:
+async def test_resume_from_received_tokens_continues_the_same(kit: Kit) -> None:
     whole = await kit.run(PROMPT, seed=2**64 - 1, max_tokens=40, top_p=0.9)
     rest = await kit.run(PROMPT + whole.tokens[:17], seed=2**64 - 1, max_tokens=23, top_p=0.9)
     assert rest.tokens == whole.tokens[17:]
@@ -325,7 +325,7 @@ async def test_sequence_ends_when_the_context_is_full(kit: Kit) -> None:
         ([1], {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
     ],
 )
-async def test_request_that_can_never_run_is_refused(
+async def test_request_that_can_never_run_is_rejected(
     kit: Kit, token_ids: list[int], params: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -413,7 +413,7 @@ async def test_swap_with_keep_stamps_the_oldest_step_of_the_cache(kit: Kit) -> N
     assert {(delta.version.step, delta.kv_step_oldest) for delta in after.deltas} == {(1, 1)}
 
 
-async def test_activate_of_what_is_not_prepared_is_a_key_error(kit: Kit) -> None:
+async def test_activate_of_an_unprepared_version_is_a_key_error(kit: Kit) -> None:
     with pytest.raises(KeyError):
         await kit.engine.activate(version(9), KvPolicy.RECOMPUTE)
     await kit.prepare(1)
@@ -434,7 +434,7 @@ async def test_prepare_and_activate_are_idempotent(kit: Kit) -> None:
 
 
 @pytest.mark.parametrize("fault", ["shape", "nan", "missing", "extra", "garbage"])
-async def test_unfit_weights_are_rejected_while_serving_goes_on(kit: Kit, fault: str) -> None:
+async def test_unfit_weights_are_rejected_while_serving_continues(kit: Kit, fault: str) -> None:
     name = kit.rename
     changes: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
         "shape": lambda state: state.update({name: torch.zeros(3)}),

@@ -1,4 +1,4 @@
-"""What every sandbox engine must do alike: the fake one in its own process, every driver for real."""
+"""The contract of the sandbox engine, tested on the fake and on every real driver."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def engine(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
     is_root = os.geteuid() == 0
     if request.param == "landlock" and landlock.abi() < (1 if is_root else landlock.SCOPES_SINCE):
         pytest.skip("this kernel's Landlock does not carry the driver")
-    # An ordinary user hardly ever has a pids cgroup, and nothing here is about the number of processes.
+    # An ordinary user rarely has a pids cgroup, and no test here depends on the number of processes.
     without = ("pids cgroup",) if request.param == "landlock" and not is_root else ()
     config = SandboxConfig(engine=Extension(request.param), without=without)
     made = make_engine(config, state_dir=tmp_path, ids=SeededIds(os.getpid()))
@@ -132,7 +132,7 @@ async def test_close_ends_every_session(engine: SandboxEngine) -> None:
 
 
 class Saved:
-    """A snapshot in memory."""
+    """Collects a snapshot in memory."""
 
     def __init__(self) -> None:
         self.data = b""

@@ -1,4 +1,4 @@
-"""What every trainer behind the learner's port must do, on each of them: the port's contract, through the port alone."""
+"""The contract of the learner's trainer port, tested on every trainer through the port alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=["fake", "torch"])
 def make_config(request: pytest.FixtureRequest, tmp_path: Path, model: Path) -> MakeConfig:
-    """A config per learner; each has a folder of its own."""
+    """Return a config with a separate folder per learner."""
 
     def make(name: str) -> LearnerConfig:
         directory = str(tmp_path / name)
@@ -108,7 +108,7 @@ def batch(k: int, *, outcome: Outcome = Outcome.OK) -> tuple[list[TrainingSample
 
 
 def train(restored: Restored, updates: int) -> StepResult | None:
-    """Makes updates as the learner does: the list of what was trained follows the weights."""
+    """Make updates as the learner does, and append each to the list of trained samples."""
     result = None
     for k in range(restored.engine.step + 1, restored.engine.step + updates + 1):
         result = restored.engine.update(k, *batch(k))

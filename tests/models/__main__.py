@@ -1,4 +1,4 @@
-"""Writes the table of docs/models.md: every architecture of `tests.models` through trainer and engine. `make models` runs it."""
+"""Write the table of docs/models.md by running every architecture of `tests.models` in trainer and engine (`make models`)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _remark(trained: TrainerResult, served: EngineResult) -> str:
-    """The reasons of the slower ways, without numbers that change from run to run."""
+    """Return the reasons against faster forwards, without numbers that change between runs."""
     told = {"trainer": trained.reason, "engine": served.reason if served.forward in ("recompute", "") else ""}
     parts = [f"{part}: {reason.split('; cached: ')[-1]}" for part, reason in told.items() if reason]
     return re.sub(r"/tmp/\S+ ", "", "; ".join(parts)).replace("|", "/").replace("\n", " ")

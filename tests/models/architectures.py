@@ -17,7 +17,7 @@ VOCAB_SIZE = 96
 WINDOW = 8
 CONTEXT = 128
 LENGTH_MAX = 40
-"""Longest sequence that tests need; every architecture takes it."""
+"""Longest sequence of the tests; every architecture accepts it."""
 
 _SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -148,7 +148,7 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "nanochat": ("nanochat", {}),
     "minicpm3": ("minicpm3", {**_MLA, "dim_model_base": 16}),
     "modernbert_decoder": ("modernbert-decoder", {"local_attention": 2 * WINDOW, "global_attn_every_n_layers": 2}),
-    # Attention of limited reach.
+    # Attention with a window.
     "mistral_window": ("mistral", _WINDOWED),
     "ministral_window": ("ministral", {**_HEAD_8, **_MIXED, **_rope(rope_type="default")}),
     "qwen2_window": ("qwen2", {**_WINDOWED, "use_sliding_window": True, "max_window_layers": 1}),
@@ -192,7 +192,7 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {**_HEAD_8, **_MOE, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
     "ernie4_5_moe": ("ernie4_5_moe", {**_MOE, "moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1}),
     "llama4": ("llama4_text", {**_HEAD_8, **_MOE, "attention_chunk_size": WINDOW, "intermediate_size_mlp": 48}),
-    # Recurrent and hybrid ones.
+    # Recurrent and hybrid models.
     "mamba": ("mamba", {"state_size": 4, "time_step_rank": 4}),
     "mamba2": ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "chunk_size": 8}),
     "falcon_mamba": ("falcon_mamba", {"state_size": 4, "time_step_rank": 4}),
@@ -230,7 +230,7 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def build_model(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """The model called `name`, float32, in evaluation mode; equal seeds give equal weights."""
+    """Return the model called `name`, float32, in evaluation mode. Equal seeds give equal weights."""
     model_type, changes = ARCHITECTURES[name]
     make: Any = AutoModelForCausalLM.from_config
     with torch.random.fork_rng(devices=[]):

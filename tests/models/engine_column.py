@@ -1,4 +1,4 @@
-"""How the engine runs each tiny architecture, and how far its log-probs are from the plain forward's."""
+"""Run each tiny architecture in the engine, and compare its log-probs with the plain forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.models.architectures import CONTEXT, build_model
 
 @dataclass(frozen=True, slots=True)
 class EngineResult:
-    """`forward` is empty for a rejected model. `reason` says why not a faster one; the error is absolute, in nats."""
+    """The result for one model. `forward` is empty if it is rejected. `reason` is why a faster forward is not used. The error is
+    absolute, in nats."""
 
     forward: str
     reason: str

@@ -1,4 +1,4 @@
-"""The engine is right for every architecture it accepts: with its decoder, through transformers, or rejected by name."""
+"""The engine is correct for every architecture that it accepts, with its decoder or through transformers, and rejects the others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_architecture_is_served_wrong(name: str) -> None:
 
 
 def test_trainer_caps_attention_scores_as_the_engine_does() -> None:
-    """transformers' default attention leaves the cap out, so trainer and probes would agree on a model that nobody published."""
+    """The default attention of transformers omits the cap, so trainer and probes would agree on another model than the published one."""
     model: Any = build_model("gemma2_softcap")
     tokens = np.arange(1, 30, dtype=np.int32)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The trainer is right for every architecture it accepts: packed, unpacked, or rejected by name; none is silently wrong."""
+"""The trainer is correct for every architecture that it accepts, packed or unpacked, and rejects the others by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAST = {
     "gemma3_multimodal": ForwardMode.PACKED,
     "phi3_longrope": None,
 }
-"""One of each way in which a packed forward can go wrong."""
+"""One model for each way in which a packed forward can be wrong."""
 
 
 def _check(name: str) -> ForwardMode | None:

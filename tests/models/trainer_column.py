@@ -1,4 +1,4 @@
-"""How the trainer runs each tiny architecture, and how far its log-probs and gradients are from the plain forward's."""
+"""Run each tiny architecture in the trainer, and compare its log-probs and gradients with the plain forward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PACKING = PackingConfig(row_tokens=64, micro_batch_tokens=192)
 
 @dataclass(frozen=True, slots=True)
 class TrainerResult:
-    """`mode` is None for a rejected model, with the trainer's words in `reason`; errors are absolute (nats) and relative."""
+    """The result for one model. `mode` is None if it is rejected, and `reason` is the error. Errors are absolute (nats) and relative."""
 
     mode: ForwardMode | None
     reason: str
@@ -30,7 +30,7 @@ class TrainerResult:
 
 
 def trainer_result(name: str) -> TrainerResult:
-    """Runs random sequences of 3-40 tokens, longer than every sliding window, through the trainer's forward and the plain one."""
+    """Run random sequences of 3-40 tokens, longer than every sliding window, through the trainer's forward and the plain one."""
     model = build_model(name)
     try:
         choice = Trainer(model, UpdateConfig(), seed=0).forward_choice
@@ -49,7 +49,7 @@ def trainer_result(name: str) -> TrainerResult:
 
 
 def _sequences(longest: int) -> list[Sequence1D]:
-    """Longer ones than the context are never trained on."""
+    """Sequences longer than the context are never trained on."""
     rng = np.random.default_rng(1)
     made = []
     for length in (min(wanted, longest) for wanted in (LENGTH_MAX, 3, 17, 29, 8, 11, 36, 5)):

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, and an engine core that is stepped by hand."""
+"""Tiny checkpoints with random weights, and an engine core whose steps the test runs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def random_prompt(seed: int, num_tokens: int) -> list[int]:
 
 
 def read_chars(tokens: Sequence[int]) -> str:
-    """Token t is the character chr(32 + t)."""
+    """Return a tokenizer in which token t is the character chr(32 + t)."""
     return "".join(chr(32 + token) for token in tokens)
 
 
@@ -54,7 +54,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def hf_model(family: str, seed: int = 0, **fields: Any) -> Any:
-    """A transformers causal LM of `family` (Qwen3, Qwen2, Llama), tiny unless `fields` say otherwise."""
+    """Return a tiny transformers causal LM of `family` (Qwen3, Qwen2, Llama), with changes in `fields`."""
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 96, "max_position_embeddings": 256, "initializer_range": 0.15,
@@ -66,7 +66,7 @@ def hf_model(family: str, seed: int = 0, **fields: Any) -> Any:
 
 
 def hf_logprobs(model: Any, token_ids: Sequence[int] | NDArray[np.int32]) -> FloatArray:
-    """Plain softmax log-prob of each token given those before it; entry 0 is 0."""
+    """Return the plain softmax log-prob of each token given those before it; entry 0 is 0."""
     ids = torch.tensor(np.asarray(token_ids, np.int64))[None]
     with torch.no_grad():
         scores = torch.log_softmax(model(ids).logits[0].float(), dim=-1)
@@ -101,7 +101,7 @@ def tiny_model(folder: Path) -> TinyModel:
 
 
 class Stepper:
-    """A core under test: deltas are kept per request."""
+    """A core under test, with its deltas per request."""
 
     def __init__(self, core: TorchCore) -> None:
         self.core = core
@@ -146,7 +146,7 @@ class Stepper:
 
 
 def build_stepper(tiny: TinyModel, **fields: Any) -> Stepper:
-    """A core with the model's weights 0 active as version 0."""
+    """Return a core in which weights 0 of the model are active as version 0."""
     settings: dict[str, Any] = {"slots_max": 32, "context_max": 128, "torchscript": False} | fields
     config = TorchEngineConfig(model=str(tiny.folder), **settings)
     spec = read_spec(tiny.folder)

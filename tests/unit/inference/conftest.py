@@ -1,4 +1,4 @@
-"""One tiny checkpoint for the session, and cores over it."""
+"""Fixtures: one tiny checkpoint for the session, and cores on it."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Each model runs in the fastest way that equals transformers, and a model that has none is rejected before anything serves."""
+"""Each model runs with the fastest forward that equals transformers. A model without one is rejected before the engine serves."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the fake adds to the port: time by the clock, and failure made visible."""
+"""Properties of the fake beyond the port: steps follow the clock, and a failure is reported."""
 
 import asyncio
 import subprocess

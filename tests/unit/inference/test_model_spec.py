@@ -1,4 +1,4 @@
-"""The built-in decoder computes what transformers computes, and rejects what it does not know by the field that differs."""
+"""The built-in decoder equals transformers, and rejects an unknown model by the field that differs."""
 
 import dataclasses
 import json

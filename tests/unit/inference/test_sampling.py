@@ -48,8 +48,8 @@ def test_uniforms_are_flat_and_independent_along_each_axis(axis: str) -> None:
     }[axis]().double()
     counts = np.histogram(draws.numpy(), bins=64, range=(0, 1))[0]
     assert chi_square(counts, np.full(64, 1 / 64)) < 110  # 63 degrees of freedom: p = 0.0002
-    neighbours = np.corrcoef(draws[:-1].numpy(), draws[1:].numpy())[0, 1]
-    assert abs(neighbours) < 4 / n**0.5
+    adjacent = np.corrcoef(draws[:-1].numpy(), draws[1:].numpy())[0, 1]
+    assert abs(adjacent) < 4 / n**0.5
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_greedy_rows_take_the_mode_and_report_the_plain_model() -> None:
     torch.testing.assert_close(columns["logprobs"], columns["logprobs_model"])
 
 
-def test_rows_are_drawn_independently_of_their_neighbours() -> None:
+def test_rows_are_drawn_independently_of_other_rows() -> None:
     logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(2))
     whole = rules(8, temperature=0.9, top_p=0.9, seed=2**62)
     tokens, _ = sample(logits, whole)

@@ -14,7 +14,7 @@ def read_bytes(tokens: Sequence[int]) -> str:
 
 
 def first_stop(text: str, *stop: str) -> int:
-    """Number of byte tokens after which generation of `text` stops; -1 if it does not."""
+    """Return the number of byte tokens after which generation of `text` stops; -1 if it does not."""
     rules, tokens = StopRules(256, read_bytes), np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     marks = rules.marks(SamplingParams(stop=stop))
     for num in range(1, len(tokens) + 1):

@@ -151,7 +151,7 @@ def test_next_turn_of_a_session_computes_its_new_tokens_only(stepper: Build, tin
         run.run()
         first = run.deltas[f"t{turn}"][0]
         if turn:
-            # The last sampled token was never fed, so it belongs to the new ones.
+            # The last sampled token was never fed, so it counts as a new token.
             assert first.num_prompt_prefilled == len(observation) + 1
             assert first.num_prompt_cached == len(prefix) - len(observation) - 1
         expected = tiny.logprobs(0, prefix + run.tokens(f"t{turn}"))[len(prefix) :]

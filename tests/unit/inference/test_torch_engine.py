@@ -1,4 +1,4 @@
-"""The engine's thread: what happens when it breaks, idles, or is scripted."""
+"""The engine's thread: failure, idling and scripted steps."""
 
 import asyncio
 import time
@@ -42,7 +42,7 @@ async def test_broken_thread_ends_every_request_with_the_cause(
 
     monkeypatch.setattr(engine._runner, "decode", fail)
     ended: asyncio.Queue[GenerateDelta] = asyncio.Queue()
-    for i in range(8):  # more than there are slots: waiting ones end as well
+    for i in range(8):  # more than the slots, so that waiting requests end as well
         engine.submit(request(f"r{i}"), lambda delta: ended.put_nowait(delta) if delta.finish is not None else None)
     deltas = [await asyncio.wait_for(ended.get(), 20) for _ in range(8)]
     assert {delta.request_id for delta in deltas} == {f"r{i}" for i in range(8)}
@@ -108,7 +108,7 @@ async def test_idle_thread_does_not_spin(engine: TorchEngine) -> None:
     await engine.score([np.array(PROMPT, np.int32)])
     before, until = time.clock_gettime(clock), time.thread_time() + 0.05
     while time.thread_time() < until:
-        np.linalg.inv(np.eye(50))  # lets the interpreter lock go, so that a spinning thread would run
+        np.linalg.inv(np.eye(50))  # releases the interpreter lock, so that a spinning thread would run
     assert time.clock_gettime(clock) - before < 0.005
 
 

@@ -1,4 +1,4 @@
-"""Weights are checked whole before they can ever be active."""
+"""All tensors of a version are checked before it can become active."""
 
 from collections.abc import Callable
 from pathlib import Path
