@@ -174,7 +174,7 @@ def test_with_no_whole_checkpoint_nothing_is_moved_or_begun_anew(tmp_path: Path)
     for _ in range(2):
         advance(trainer, log, 1)
         (save(tmp_path, trainer, log).path / "optimizer.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"optimizer.pt is corrupt.*no checkpoint in .* is whole: bring one back"):
+    with pytest.raises(CheckpointError, match=r"optimizer.pt is corrupt.*no checkpoint in .* is intact: restore one"):
         latest_checkpoint(tmp_path)
     assert len(list_checkpoints(tmp_path)) == 2
 
@@ -249,7 +249,7 @@ def test_save_refuses_a_position_that_trainer_or_list_contradict(tmp_path: Path)
     trainer, log = fresh()
     with pytest.raises(ValueError, match="position at 3"):
         save_checkpoint(tmp_path, trainer, None, log, CheckpointPosition(update=3, seed=5))
-    with pytest.raises(ValueError, match="the list says"):
+    with pytest.raises(ValueError, match="must equal the digest"):
         save_checkpoint(tmp_path, trainer, None, log, CheckpointPosition(update=0, seed=5, digest="beef"))
     save(tmp_path, trainer, log)
     with pytest.raises(ValueError, match="exists already"):

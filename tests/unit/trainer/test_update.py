@@ -91,7 +91,7 @@ def test_accumulated_micro_batches_equal_one_big_batch(loss: LossConfig, normali
 
 
 def _gradients(config: UpdateConfig, samples: list[TrainingSample], groups: list) -> dict[str, torch.Tensor]:  # type: ignore[type-arg]
-    """Gradients just before the optimiser step, caught by a step hook."""
+    """Gradients just before the optimizer step, caught by a step hook."""
     made = trainer(config)
     caught: dict[str, torch.Tensor] = {}
 

@@ -3,16 +3,16 @@
 A checkpoint is one folder `<root>/update-00000012.0` (update, incarnation):
 
     config.json, generation_config.json, model.safetensors, tokenizer files    plain transformers format
-    optimizer.pt          optimiser state
-    trained.jsonl         what these weights were trained on (`trained_log`)
-    data_snapshot.bin     the data service's state, opaque here
+    optimizer.pt          optimizer state
+    trained.jsonl         samples that these weights were trained on (`trained_log`)
+    data_snapshot.bin     state of the data service, opaque here
     rollmesh.json         position and SHA-256 of every other file
 
-Atomic: everything is written and synced in a hidden temporary folder, which is then renamed. A leftover temporary one is ignored, and
-removed by the next save. Files are verified against their hashes before anything is loaded (`checkpoint_files`).
+A save is atomic: all files are written and synced in a hidden temporary folder, which is then renamed. A leftover temporary folder is
+ignored, and the next save removes it. Files are compared with their hashes before they are loaded (`checkpoint_files`).
 
-There is no random-generator state: `Trainer` derives all randomness from (seed, update); the schedule from update.
-Files of other owners in `<root>` are never touched.
+There is no random-generator state, because `Trainer` derives all randomness from (seed, update), and the schedule from the update.
+Other files in `<root>` are never changed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Checkpoint:
     path: Path
     meta: CheckpointMeta
     passed_by: tuple[str, ...] = ()
-    """What was wrong with newer ones; see `checkpoint_files`."""
+    """Errors of newer checkpoints; see `checkpoint_files`."""
 
     @property
     def trained(self) -> Path:
@@ -63,16 +63,16 @@ class Checkpoint:
         return (self.path / SNAPSHOT_NAME).read_bytes()
 
     def trained_log(self) -> TrainedLog:
-        """A log that goes on from this checkpoint."""
+        """Return a log that continues from this checkpoint."""
         return TrainedLog(self.trained, update=self.meta.update, digest=self.meta.digest)
 
     def restore(self, trainer: Trainer) -> tuple[str, ...]:
-        """Put weights, optimiser state and step into a trainer built for the same model and optimiser.
+        """Load weights, optimizer state and step into a trainer of the same model and optimizer.
 
-        The settings of the optimiser stay the trainer's: only its moments are the checkpoint's. Returns the settings that
-        differ, for people: "betas (0.9, 0.95) -> (0.9, 0.99)". The learning rate is not among them, it follows the update.
+        Only the moments of the optimizer are loaded; its settings stay the trainer's. Returns the settings that differ, e.g.
+        "betas (0.9, 0.95) -> (0.9, 0.99)", without the learning rate, which is a function of the update.
 
-        Raises CheckpointError if they do not fit, or if the trainer's seed differs: it would train on, but otherwise.
+        Raises CheckpointError if they do not fit, or if the trainer's seed differs, because it would then draw other minibatches.
         """
         if trainer.seed != self.meta.seed:
             raise CheckpointError(f"{self.path} was trained with seed {self.meta.seed}, not {trainer.seed}")
@@ -81,7 +81,7 @@ class Checkpoint:
             state = torch.load(self.path / OPTIMIZER_NAME, map_location=trainer.model.device, weights_only=True)
             changed = _load_moments(trainer.optimizer, state)
         except (ValueError, RuntimeError, KeyError) as error:
-            raise CheckpointError(f"{self.path} does not fit the configured model or optimiser: {error}") from error
+            raise CheckpointError(f"{self.path} does not fit the configured model or optimizer: {error}") from error
         trainer.step = self.meta.update
         return changed
 
@@ -96,9 +96,9 @@ def save_checkpoint(
     data_snapshot: bytes = b"",
     keep_last: int = 3,
 ) -> Checkpoint:
-    """Write a checkpoint durably, then remove all but the newest `keep_last`. The log goes on from the new file.
+    """Write a checkpoint durably, then remove all except the newest `keep_last`. The log continues from the new file.
 
-    Raises ValueError if position, trainer and log disagree on the update, or the folder exists already.
+    Raises ValueError if position, trainer and log have different updates, or if the folder exists.
     """
     _check_agreement(trainer, log, position, keep_last)
     final = root / folder_name(position)
@@ -119,13 +119,13 @@ def save_checkpoint(
 
 
 def latest_checkpoint(root: Path) -> Checkpoint | None:
-    """The newest whole checkpoint; None if there is none. Raises CheckpointError if there are some, and none is whole."""
+    """Return the newest intact checkpoint; None without a checkpoint. Raises CheckpointError if no checkpoint is intact."""
     found = newest_whole(root)
     return None if found is None else Checkpoint(found.path, found.meta, found.passed_by)
 
 
 def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> tuple[str, ...]:
-    """Load an optimiser's state but for its settings, which `load_state_dict` would overwrite. Returns those that differ."""
+    """Load an optimizer's state without its settings, which `load_state_dict` would overwrite. Return the settings that differ."""
     present = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     changed: dict[str, None] = {}
@@ -139,13 +139,15 @@ def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> tu
 
 def _check_agreement(trainer: Trainer, log: TrainedLog, position: CheckpointPosition, keep_last: int) -> None:
     if keep_last < 1:
-        raise ValueError(f"keep_last = {keep_last}: must be at least 1")
+        raise ValueError(f"keep_last must be >= 1, got {keep_last}")
     if not trainer.step == log.update == position.update:
         raise ValueError(f"trainer at {trainer.step}, list at {log.update}, position at {position.update}")
     if position.digest != log.digest:
-        raise ValueError(f"digest of update {position.update}: the list says {log.digest}, not {position.digest}")
+        raise ValueError(
+            f"position.digest must equal the digest {log.digest} of update {position.update} in the list, got {position.digest}"
+        )
     if position.seed != trainer.seed:
-        raise ValueError(f"seed = {position.seed}: the trainer's is {trainer.seed}")
+        raise ValueError(f"position.seed must equal the trainer's seed {trainer.seed}, got {position.seed}")
 
 
 def _write_files(

@@ -1,9 +1,9 @@
-"""Checkpoint folders on disk: which there are, whether one is whole, and what to do about one that isn't. Free of torch.
+"""List and verify the checkpoint folders on disk, and set damaged ones aside. Free of torch.
 
-`rollmesh.json` in each folder holds its position and the SHA-256 of every other file. A folder under its final name was complete when it
-was renamed; whether it still is, only the hashes tell. A damaged one is set aside under a name that nothing reads (`corrupt-update-...`)
-and kept for whoever wants to know why; the next older one is used, and told: going back to older weights is a roll-back with a new
-incarnation, never a detail. With no whole one left, nothing is moved and nothing is begun anew.
+`rollmesh.json` in each folder has its position and the SHA-256 of every other file. A folder with its final name was complete when it
+was renamed, and the hashes show whether it still is. A damaged folder is renamed to `corrupt-update-...`, which no code reads, and kept
+for inspection. The next older one is used, and this is reported, because a return to older weights is a roll-back with a new
+incarnation. If no checkpoint is intact, nothing is renamed and the trainer does not start.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _ASIDE = "corrupt-"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names the file and the remedy."""
+    """A checkpoint cannot be used. The message names the file and the remedy."""
 
 
 class CheckpointPosition(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a run stands at a checkpoint. Everything a learner needs to attach again."""
+    """Position of a run at a checkpoint: everything that a learner needs to attach again."""
 
     update: int
-    """Updates in the weights; 0 is a checkpoint of the initial weights."""
+    """Number of updates in the weights; 0 is a checkpoint of the initial weights."""
     policy: str = "main"
     incarnation: int = 0
     digest: str = INITIAL_DIGEST
@@ -47,11 +47,11 @@ class CheckpointPosition(msgspec.Struct, frozen=True, kw_only=True):
     head: LedgerHead = EMPTY
     """Head of the ledger that contains the commit of `update`; empty if unknown."""
     config_digest: str = ""
-    """Digest of the resolved configuration of the run, to notice a resume under another one."""
+    """Digest of the resolved configuration of the run, to detect a resume under another one."""
 
 
 class CheckpointMeta(CheckpointPosition, frozen=True, kw_only=True):
-    """rollmesh.json."""
+    """Content of rollmesh.json."""
 
     format: int = FORMAT
     files: dict[str, str] = {}
@@ -60,12 +60,12 @@ class CheckpointMeta(CheckpointPosition, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class WholeCheckpoint:
-    """A folder whose files are what they were when it was written."""
+    """A folder whose files are unchanged since it was written."""
 
     path: Path
     meta: CheckpointMeta
     passed_by: tuple[str, ...] = ()
-    """What was wrong with newer ones, in words, newest first; they are set aside."""
+    """Errors of newer checkpoints, which were set aside; newest first."""
 
 
 def folder_name(position: CheckpointPosition) -> str:
@@ -73,22 +73,22 @@ def folder_name(position: CheckpointPosition) -> str:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Whole checkpoints, oldest first: by incarnation, then update (a roll-back's updates replace the older incarnation's)."""
+    """Return the checkpoints, oldest first: by incarnation, then update, because a roll-back replaces updates of the older incarnation."""
     entries = root.iterdir() if root.is_dir() else ()
     return sorted((path for path in entries if _FOLDER.match(path.name) and path.is_dir()), key=age)
 
 
 def age(folder: Path) -> tuple[int, int]:
-    """(incarnation, update) of a checkpoint's folder, by its name. ValueError if it is none."""
+    """Return (incarnation, update) of a checkpoint from the name of its folder. Raises ValueError for another name."""
     if (match := _FOLDER.match(folder.name)) is None:
         raise ValueError(f"{folder.name} is not the name of a checkpoint")
     return int(match[2]), int(match[1])
 
 
 def newest_whole(root: Path) -> WholeCheckpoint | None:
-    """The newest checkpoint whose files are whole; damaged newer ones are set aside. None if there is none at all.
+    """Return the newest intact checkpoint, and set aside damaged newer ones. Return None if there is no checkpoint.
 
-    Raises CheckpointError if none is whole: beginning again from the initial weights is for a person to decide.
+    Raises CheckpointError if no checkpoint is intact, because an operator must decide to start from the initial weights.
     """
     damage: list[tuple[Path, str]] = []
     for path in reversed(list_checkpoints(root)):
@@ -101,13 +101,13 @@ def newest_whole(root: Path) -> WholeCheckpoint | None:
         return WholeCheckpoint(path, meta, passed_by)
     if damage:
         raise CheckpointError(
-            f"{damage[0][1]}; no checkpoint in {root} is whole: bring one back, or remove {root} to start from the initial weights"
+            f"{damage[0][1]}; no checkpoint in {root} is intact: restore one, or remove {root} to start from the initial weights"
         )
     return None
 
 
 def verify(path: Path) -> CheckpointMeta:
-    """Hold one folder against its hashes. Raises CheckpointError naming the file that is missing, malformed or altered."""
+    """Compare one folder with its hashes. Raises CheckpointError naming the file that is missing, malformed or changed."""
     meta_path = path / META_NAME
     try:
         meta = msgspec.json.decode(meta_path.read_bytes(), type=CheckpointMeta)
@@ -125,7 +125,7 @@ def verify(path: Path) -> CheckpointMeta:
 
 
 def write_meta(folder: Path, position: CheckpointPosition) -> CheckpointMeta:
-    """Hash and sync every file of a folder that is to be a checkpoint, then write rollmesh.json last."""
+    """Hash and sync every file of a new checkpoint folder, then write rollmesh.json."""
     files = {}
     for path in sorted(folder.iterdir()):
         sync(path)
@@ -140,7 +140,7 @@ def write_meta(folder: Path, position: CheckpointPosition) -> CheckpointMeta:
 
 
 def sync(path: Path) -> None:
-    """fsync a file or folder: a rename is durable only once the folder is, too."""
+    """Call fsync on a file or folder. A rename is durable only after the folder is synced."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

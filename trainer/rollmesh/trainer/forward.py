@@ -1,10 +1,9 @@
-"""Log-probs of wanted tokens under a model, packed or one sequence at a time.
+"""Compute log-probs of wanted tokens under a model, packed or one sequence at a time.
 
-The output layer runs on wanted positions only: for a real vocabulary its logits would be the largest tensor of a step.
-Log-probs are taken at the temperature the token was sampled at, because the behaviour log-probs they are compared
-with are under the sampling distribution. Truncation (top-p, top-k) is NOT reproduced: for truncated samples the
-behaviour log-probs are renormalised over the kept tokens, the ones here are not, and the ratio is biased low;
-`metrics` reports the share of such tokens.
+The output layer runs on wanted positions only, because for a real vocabulary its logits would be the largest tensor of a step.
+Log-probs are computed at the temperature of the sampled token, because the behavior log-probs are under the sampling distribution.
+Truncation (top-p, top-k) is NOT reproduced. The behavior log-probs of truncated samples are renormalized over the kept tokens; the
+log-probs here are not, so the ratio is biased low. `metrics` reports the share of such tokens.
 Collaborators: `packing` (micro-batches), `update`, `sft`.
 """
 
@@ -22,15 +21,15 @@ from rollmesh.trainer.packing import MicroBatch, PackingConfig, Sequence1D, num_
 
 
 class ForwardMode(Enum):
-    """How sequences go through the model; `self_test` chooses."""
+    """How sequences run through the model. `self_test` chooses it."""
 
     PACKED = "packed"
-    """Several per row; the output layer runs on wanted positions only."""
+    """Several sequences per row. The output layer runs on wanted positions only."""
     UNPACKED = "unpacked"
-    """One per forward, and the logits are what the model's own forward returns."""
+    """One sequence per forward. The logits are those of the model's own forward."""
 
     def packing(self, config: PackingConfig) -> PackingConfig:
-        """What `pack` is called with to run in this mode."""
+        """Return the settings of `pack` for this mode."""
         return config if self is ForwardMode.PACKED else _ALONE
 
 
@@ -38,7 +37,7 @@ _ALONE = PackingConfig(row_tokens=1, micro_batch_tokens=1)
 
 
 def target_logits(model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode = ForwardMode.PACKED) -> Tensor:
-    """Logits [m, V] in float32 at the positions that predict the wanted tokens; `batch` packed as the mode asks."""
+    """Return logits [m, V] in float32 at the positions that predict the wanted tokens. `batch` must be packed for `mode`."""
     if mode is ForwardMode.UNPACKED:
         own: Tensor = model(input_ids=batch.token_ids, use_cache=False).logits
         return own[batch.target_row, batch.target_col].float()
@@ -61,14 +60,14 @@ def at_temperature(logits: Tensor, temperature: Tensor | None) -> Tensor:
 
 
 def target_logprobs(logits: Tensor, batch: MicroBatch) -> Tensor:
-    """Log-probs [m] of the wanted tokens."""
+    """Return the log-probs [m] of the wanted tokens."""
     wanted = batch.token_ids[batch.target_row, batch.target_col + 1]
     chosen = logits.gather(-1, wanted[:, None]).squeeze(-1)
     return chosen - logits.logsumexp(-1)
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Entropy [m] in nats of each distribution; outside the graph."""
+    """Return the entropy [m] of each distribution in nats, without gradient."""
     with torch.no_grad():
         logprobs = logits.log_softmax(-1)
         return -(logprobs.exp() * logprobs).sum(-1)
@@ -82,7 +81,7 @@ def logprobs_of(
     temperature: Tensor | None = None,
     mode: ForwardMode = ForwardMode.PACKED,
 ) -> Tensor:
-    """Log-probs [M] of all wanted tokens, sequence by sequence; `temperature` [M] in the same order."""
+    """Return the log-probs [M] of all wanted tokens, sequence by sequence. `temperature` [M] has the same order."""
     result = torch.zeros(num_targets(sequences), device=model.device)
     for batch in pack(sequences, mode.packing(packing), device=model.device):
         at = None if temperature is None else temperature[batch.target_index]
@@ -92,7 +91,7 @@ def logprobs_of(
 
 @torch.no_grad()
 def score(model: PreTrainedModel, token_ids: IntArray) -> FloatArray:
-    """Log-prob [n] of each token given those before it, under the plain softmax; entry 0 is 0. As engines score probes."""
+    """Return the log-prob [n] of each token given those before it, under the plain softmax, as engines score probes; entry 0 is 0."""
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device)
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
     chosen = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)

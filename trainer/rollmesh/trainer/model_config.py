@@ -1,4 +1,4 @@
-"""What the trainer reads from a model's configuration, whatever the architecture calls it."""
+"""Read values from a model's configuration, whose field names differ between architectures."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "cont
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the language model, which is a part of the whole where the model also takes images."""
+    """Return the configuration of the language model, which is a part of the whole if the model also takes images."""
     return model.config.get_text_config(decoder=True)
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Token ids below this can be trained on and scored."""
+    """Return the number of token ids that can be trained on and scored."""
     return int(text_config(model).vocab_size)
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Most tokens of a sequence; None where the architecture has no limit (recurrent models, ALiBi)."""
+    """Return the most tokens of a sequence; None if the architecture has no limit (recurrent models, ALiBi)."""
     config = text_config(model)
     values = (getattr(config, name, None) for name in _CONTEXT_NAMES)
     return next((int(value) for value in values if value), None)
 
 
 def use_whole_attention(model: PreTrainedModel) -> None:
-    """Select an attention that caps its scores, for a model that caps them: the default one of transformers leaves the cap out."""
+    """Select an attention that caps its scores, for a model that needs it. The default attention of transformers omits the cap."""
     if getattr(text_config(model), "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
 
@@ -36,7 +36,7 @@ def use_whole_attention(model: PreTrainedModel) -> None:
 def check_trainable(model: object) -> None:
     """Raise ValueError for a model whose updates would be wrong or lost: adapters, parameters below float32.
 
-    TypeError for what is no model of transformers.
+    Raises TypeError for an object that is not a transformers model.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(

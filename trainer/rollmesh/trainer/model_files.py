@@ -1,7 +1,7 @@
 """A model folder in plain transformers format: config.json, generation_config.json, model.safetensors, tokenizer files.
 
-Written without `save_pretrained` of the model, because the same single safetensors file is what a learner publishes:
-one function decides which tensors exist and under which names. Tied weights are stored once.
+The model is written without `save_pretrained`, because a learner publishes the same single safetensors file, and one function must
+decide which tensors it has and their names. Tied weights are stored once.
 Collaborators: `checkpoint` (adds learner state), `update` (export for publishing).
 """
 
@@ -22,7 +22,7 @@ WEIGHTS_NAME = "model.safetensors"
 
 
 def published_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Name -> contiguous CPU tensor of everything that makes the model; a tied output layer is left out."""
+    """Return all tensors of the model by name, contiguous on the CPU, without a tied output layer."""
     state = model.state_dict()
     if model.config.tie_word_embeddings:
         for name in model._tied_weights_keys or ():
@@ -31,7 +31,7 @@ def published_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def write_weights(model: PreTrainedModel, path: Path) -> None:
-    """Write the whole state dict to one safetensors file. Equal weights make equal bytes."""
+    """Write the whole state dict to one safetensors file. Equal weights give equal bytes."""
     save_file(published_state(model), path, metadata={"format": "pt"})
 
 
@@ -49,7 +49,7 @@ def write_model_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the tokenizer's files so that transformers 4.x and 5.x both load them.
 
-    transformers 5 names a class that 4.x does not have (`TokenizersBackend`); the name written here exists in both.
+    transformers 5 writes the name of a class that 4.x does not have (`TokenizersBackend`). This writes a name that exists in both.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
@@ -60,9 +60,9 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
 
 
 def load_model(folder: Path | str, *, device: str = "cpu") -> PreTrainedModel:
-    """Load a model folder in float32. Raises ValueError naming the folder, and what in it does not fit.
+    """Load a model folder in float32. Raises ValueError naming the folder and the tensors that do not fit.
 
-    transformers only warns about tensors that a file lacks and draws them at random; here that is an error.
+    transformers only warns about missing tensors and initializes them randomly. Here they are an error.
     """
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -74,8 +74,8 @@ def load_model(folder: Path | str, *, device: str = "cpu") -> PreTrainedModel:
     info = loaded[1]
     unfit = sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"])))
     if unfit:
-        raise ValueError(f"the weights in {folder} lack or misshape tensors of the model: {unfit[:8]}")
-    model.to(device)  # type: ignore[arg-type]  # the library's annotation lost the parameter
+        raise ValueError(f"the weights in {folder} do not have all tensors of the model in its shapes: {unfit[:8]}")
+    model.to(device)  # type: ignore[arg-type]  # the library's annotation lacks the parameter
     return model
 
 
@@ -84,7 +84,7 @@ def load_weights(model: PreTrainedModel, path: Path) -> None:
     state = load_file(path)
     expected = set(published_state(model))
     if set(state) != expected:
-        raise ValueError(f"{path} holds other tensors than the model: {sorted(set(state) ^ expected)[:8]}")
+        raise ValueError(f"{path} has other tensors than the model: {sorted(set(state) ^ expected)[:8]}")
     model.load_state_dict(state, strict=False)
 
 

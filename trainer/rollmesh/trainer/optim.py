@@ -1,7 +1,7 @@
 """AdamW, its learning-rate schedule, and the guarded step.
 
-The learning rate is a function of the update number alone, so there is no scheduler state to save or to lose.
-A step with a non-finite gradient is not taken: parameters and moments stay bit for bit what they were.
+The learning rate is a function of the update number alone, so there is no scheduler state to save.
+A step with a non-finite gradient is not taken, and parameters and moments stay bit for bit the same.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def lr_at(config: OptimizerConfig, update: int) -> float:
-    """Learning rate of update `update` (1, 2, ...)."""
+    """Return the learning rate of update `update` (1, 2, ...)."""
     warm = min(1.0, update / config.warmup_updates) if config.warmup_updates else 1.0
     done = min(1.0, (update - 1) / config.decay_updates) if config.decay_updates else 0.0
     return config.lr * warm * (1.0 - (1.0 - config.final_fraction) * done)
 
 
 def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters: matrices with decay, vectors without. The fused kernel also runs on the CPU."""
+    """Return AdamW over the trainable parameters: matrices with decay, vectors without. The fused kernel also runs on the CPU."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
@@ -68,9 +68,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def guarded_step(*optimizers: torch.optim.Optimizer, clip_norm: float, loss: float) -> float | None:
-    """Clip, step, clear gradients; several optimisers share one norm and step together or not at all.
+    """Clip, step and clear gradients. Several optimizers share one norm and step together or not at all.
 
-    Returns the norm before clipping, or None if loss or norm is not finite: nothing was changed then.
+    Return the norm before clipping, or None if loss or norm is not finite; nothing is changed then.
     """
     parameters = [p for o in optimizers for g in o.param_groups for p in g["params"]]
     norm = float(torch.nn.utils.clip_grad_norm_(parameters, clip_norm))

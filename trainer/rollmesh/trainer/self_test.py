@@ -1,16 +1,16 @@
-"""Does the packed forward of a loaded model compute what the plain forward computes? Decided by trying, before the first update.
+"""Test before the first update whether the packed forward of a loaded model equals the plain forward.
 
-Whether several sequences can share a row depends on the architecture: a recurrent layer carries its state from one sequence
-into the next, an output layer may be followed by a scaling that only the model's own forward applies. transformers has no
-flag for this, so a few short random sequences are run through both forwards and compared, values and gradients:
+Whether several sequences can share a row depends on the architecture. A recurrent layer carries its state from one sequence into the
+next. An output layer may be followed by a scaling that only the model's own forward applies. transformers has no flag for this, so
+a few short random sequences are run through both forwards, and values and gradients are compared:
 
     packed equals plain                       -> PACKED
     else, plain does not see later tokens     -> UNPACKED: one sequence per forward, the model's own logits
     else                                      -> the model is rejected: it is not a causal language model
 
-The cost is bounded: some dozens of tokens, gradients of at most `_GRADIENT_ELEMENTS` parameters. Two things that short sequences
-cannot show are handled by rule: windows of attention are set to `_WINDOW` tokens during the test, so that sequences
-exceed them; rotary frequencies that depend on the longest position of a forward are never packed.
+The cost is bounded: 50 tokens, and gradients of at most `_GRADIENT_ELEMENTS` parameters. Two properties that short sequences cannot
+show are handled by rule. Attention windows are set to `_WINDOW` tokens during the test, so that sequences exceed them. Models whose
+rotary frequencies depend on the longest position of a forward are never packed.
 
 Collaborators: `forward` (both forwards), `update` (uses the result).
 """
@@ -46,7 +46,7 @@ _GRADIENT_ELEMENTS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class ForwardChoice:
-    """How a model is run in updates; `reason` says why it is not packed, empty if it is."""
+    """The forward that updates use. `reason` is why it is not packed, empty if it is."""
 
     mode: ForwardMode
     reason: str = ""
@@ -61,10 +61,10 @@ class _Computed:
 
 
 def choose_forward(model: PreTrainedModel) -> ForwardChoice:
-    """The fastest forward that computes what the plain one does. Raises ValueError for a model that cannot be trained.
+    """Return the fastest forward that equals the plain one. Raises ValueError for a model that cannot be trained.
 
-    Weights, gradients and random generators are left as they were; the model is left in evaluation mode, with an attention that
-    computes the whole model.
+    Weights, gradients and random generators do not change. The model is in evaluation mode afterwards, with an attention that computes
+    the whole model.
     """
     check_trainable(model)
     use_whole_attention(model)
@@ -77,16 +77,18 @@ def choose_forward(model: PreTrainedModel) -> ForwardChoice:
         _check_causal(model, sequences, plain.logprobs)
     choice = ForwardChoice(ForwardMode.UNPACKED if reason else ForwardMode.PACKED, reason)
     if reason:
-        _log.warning("%s trains one sequence per forward, which is slower: %s", type(model).__name__, reason)
+        _log.warning(
+            "training runs one sequence per forward, which is slower: model=%s reason=%s", type(model).__name__, reason
+        )
     else:
-        _log.info("%s trains on packed sequences: verified against the plain forward", type(model).__name__)
+        _log.info("training runs packed sequences, verified against the plain forward: model=%s", type(model).__name__)
     return choice
 
 
 def _why_not_packed(
     model: PreTrainedModel, sequences: Sequence[Sequence1D], parameters: Sequence[Tensor], plain: _Computed
 ) -> str:
-    """Empty if the packed forward may be used."""
+    """Return why the packed forward must not be used; empty if it may."""
     rope = _rope_types(model) & _LENGTH_DEPENDENT_ROPE
     if rope:
         return f"its rotary embedding ({', '.join(sorted(rope))}) depends on the longest sequence of a forward"
@@ -142,13 +144,13 @@ def _batch_logprobs(model: PreTrainedModel, batch: MicroBatch, mode: ForwardMode
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to the largest expected value; NaN where either is not finite."""
+    """Return the largest difference relative to the largest expected value; NaN if a value is not finite."""
     scale = max(float(expected.abs().max()), 1e-6) if expected.numel() else 1.0
     return float((found - expected).abs().max()) / scale if found.numel() else 0.0
 
 
 def _random_sequences(model: PreTrainedModel) -> list[Sequence1D]:
-    """The same ones for every model of a vocabulary; every token but the first is a target."""
+    """Return sequences that depend on the vocabulary alone. Every token except the first is a target."""
     rng = np.random.default_rng(0)
     longest = context_length(model)
     made = []
@@ -162,7 +164,7 @@ def _random_sequences(model: PreTrainedModel) -> list[Sequence1D]:
 
 
 def _compared_parameters(model: PreTrainedModel) -> list[Tensor]:
-    """Trainable parameters, smallest first, as many as the bound allows."""
+    """Return trainable parameters, smallest first, within the limit of `_GRADIENT_ELEMENTS`."""
     chosen: list[Tensor] = []
     elements = 0
     for parameter in sorted((p for p in model.parameters() if p.requires_grad), key=torch.numel):
@@ -182,7 +184,7 @@ def _rope_types(model: PreTrainedModel) -> set[str]:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Windows of attention are read from the config at each forward, by the functions that make masks."""
+    """Shorten the attention windows. The functions that create masks read them from the configuration at each forward."""
     config = text_config(model)
     windows = {n: v for n in _WINDOW_NAMES if isinstance(v := getattr(config, n, None), int) and v > _WINDOW}
     try:

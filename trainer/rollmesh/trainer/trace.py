@@ -1,4 +1,4 @@
-"""Per-token numbers collected over the optimiser steps of one update, and their summary.
+"""Per-token numbers collected over the optimizer steps of one update, and their summary.
 
 Collaborators: `update` (records), `metrics` (definitions).
 """
@@ -17,7 +17,7 @@ from rollmesh.trainer.samples import TokenTable
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One optimiser step that was taken: its tokens, `policy` log-probs [m] at that moment, and loss statistics [m]."""
+    """One optimizer step that was taken: its tokens, their log-probs `policy` [m] before the step, and loss statistics [m]."""
 
     table: TokenTable
     policy: FloatArray
@@ -34,7 +34,7 @@ class UpdateTrace:
     steps: list[StepTrace] = field(default_factory=list)
 
     def summary(self) -> dict[str, float]:
-        """Metrics over all trained tokens; only the count where no step was taken."""
+        """Return metrics over all trained tokens; only the count of steps if no step was taken."""
         if not self.steps:
             return {"steps_taken": 0.0}
         policy = np.concatenate([s.policy for s in self.steps])

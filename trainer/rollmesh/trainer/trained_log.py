@@ -1,8 +1,8 @@
-"""The trainer's own list of what its weights were trained on: one JSON line per update, `trained.jsonl`.
+"""The trainer's list of the samples that its weights were trained on: one JSON line per update, `trained.jsonl`.
 
-Each checkpoint holds the whole list of *its* weights, so `audit --checkpoint DIR` can hold it against the ledger with
-nothing else at hand, and going back to an older checkpoint goes back to the older list by itself.
-Only lines since the last checkpoint are in memory; older ones are copied from file to file.
+Each checkpoint contains the whole list of *its* weights. So `audit --checkpoint DIR` can compare it with the ledger without other
+files, and a return to an older checkpoint also returns to its list. Only lines since the last checkpoint are in memory; older lines are
+copied from file to file.
 
 Line: {"update": k, "incarnation": i, "outcome": "APPLIED", "digest": "...", "sample_ids": [...]}.
 """
@@ -19,7 +19,7 @@ from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
 
 
 class TrainedUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One update of the history of some weights; `digest` is the commit digest after it."""
+    """One update in the history of some weights. `digest` is the commit digest after it."""
 
     update: int
     incarnation: int
@@ -29,7 +29,7 @@ class TrainedUpdate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class TrainedLog:
-    """Appends updates and keeps the digest chain. `base` is the list in the checkpoint it goes on from."""
+    """Appends updates and maintains the digest chain. `base` is the list of the checkpoint from which it continues."""
 
     def __init__(self, base: Path | None = None, *, update: int = 0, digest: str = INITIAL_DIGEST) -> None:
         self.update = update
@@ -38,7 +38,7 @@ class TrainedLog:
         self._tail: list[TrainedUpdate] = []
 
     def append(self, update: int, sample_ids: Sequence[str], *, incarnation: int, outcome: str) -> str:
-        """Record update `update`, which must follow the last one. Returns the digest after it."""
+        """Record update `update`, which must follow the last one. Return the digest after it."""
         if update != self.update + 1:
             raise ValueError(f"update {update} does not follow update {self.update} in the list of trained samples")
         digest = next_digest(self.digest, update, sample_ids)
@@ -58,15 +58,15 @@ class TrainedLog:
                 file.write(msgspec.json.encode(line) + b"\n")
 
     def rebase(self, path: Path) -> None:
-        """Go on from a list that `write_to` wrote and that is now in its final place."""
+        """Continue from a list that `write_to` wrote, at its final path."""
         self._base = path
         self._tail = []
 
 
 def read_trained(path: Path) -> Iterator[TrainedUpdate]:
-    """The updates of a list, in order, with the digest chain recomputed.
+    """Yield the updates of a list in order, and verify the digest chain.
 
-    Raises ValueError naming file and line where a line is malformed, out of order, or breaks the chain.
+    Raises ValueError naming file and line if a line is malformed, out of order, or breaks the chain.
     """
     update, digest = 0, INITIAL_DIGEST
     with path.open("rb") as file:
