@@ -80,8 +80,8 @@ chaos: setup ## ROUNDS of random kills and pauses of every process of a demo run
 tamper: setup ## 500 random tamperings with copies of the ledgers of real runs; the audit finds every one
 	$(BIN)/python -m tests.tamper --num 500 --seed $(SEED)
 
-attack: setup ## every attack on the sandbox, as root and as an ordinary user; the table of docs/sandbox.md
-	$(BIN)/python -m tests.attack --write docs/sandbox.md
+attack: setup ## every attack on the sandbox, as root and as an ordinary user; the table of docs/sandbox/attacks.md
+	$(BIN)/python -m tests.attack --write docs/sandbox/attacks.md
 
 verdicts: setup ## the table of right and wrong candidates, as root and as an ordinary user, and under plain python
 	$(BIN)/python -m pytest -q -m "slow or not slow" --timeout 900 tests/verdicts

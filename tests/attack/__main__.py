@@ -1,7 +1,7 @@
 """Every attack against a real sandbox, as root and as an ordinary user; exit status 1 if one was not contained.
 
 python -m tests.attack                              # all, result on the terminal
-python -m tests.attack --write docs/sandbox.md      # and the score table into the document; or: make attack
+python -m tests.attack --write docs/sandbox/attacks.md      # and the score table into the document; or: make attack
 python -m tests.attack --only keyring fork          # those whose name or family contains one of the words
 """
 
@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 from . import suite, table
-from .catalogue import FAMILIES
+from .catalog import FAMILIES
 from .table import Report
 
 RATIO_MAX = 2.0
-"""How much slower a neighbour's median call may get."""
+"""How much slower a neighbor's median call may get."""
 
 
 def _parse() -> argparse.Namespace:
@@ -65,7 +65,7 @@ def _conclude(reports: list[Report]) -> int:
                 print(f"  control of {name} shows nothing: {why}")
         pace = report.pace
         ratio = pace.attacked_p50_ms / pace.quiet_p50_ms
-        print(f"  neighbour: p50 {pace.quiet_p50_ms:.2f} -> {pace.attacked_p50_ms:.2f} ms ({ratio:.2f}x), "
+        print(f"  neighbor: p50 {pace.quiet_p50_ms:.2f} -> {pace.attacked_p50_ms:.2f} ms ({ratio:.2f}x), "
               f"p99 {pace.quiet_p99_ms:.2f} -> {pace.attacked_p99_ms:.2f} ms; worst {pace.worst} {pace.worst_p50_ms:.2f} ms")  # fmt: skip
         failed |= ratio > RATIO_MAX
     print(f"{sum(len(family.attacks) for family in FAMILIES)} attacks in {len(FAMILIES)} families are known")

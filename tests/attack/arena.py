@@ -1,9 +1,9 @@
-"""Where attacks are played: one engine, a neighbour that works all the time, and a fresh session for each attack.
+"""Where attacks are played: one engine, a neighbor that works all the time, and a fresh session for each attack.
 
-    look at host and neighbour -> open -> attack (the neighbour's calls are timed meanwhile) -> end -> look again
+    look at host and neighbor -> open -> attack (the neighbor's calls are timed meanwhile) -> end -> look again
 
 An attack is contained if its reply is the expected one *and* nothing it could have reached has changed: the bait on the host, the
-neighbour's files, processes and signals, our own process, the zygote, and no process of the session is left after its end.
+neighbor's files, processes and signals, our own process, the zygote, and no process of the session is left after its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from . import online
 from .attack import Attack, Verdict, mismatch
 from .internet import Internet, internet
 from .judging import Bench, bench
-from .neighbour import Neighbour
+from .neighbor import Neighbor
 from .processes import descendants
 from .world import World
 
@@ -148,7 +148,7 @@ class Arena:
         self.world = world
         self._place = layout
         self._facts = {**world.facts(), **(layout.facts() if layout is not None else {})}
-        self.neighbour = Neighbour(engine)
+        self.neighbor = Neighbor(engine)
         self._crashes: list[str] = []
         """What the service's event loop caught since the last attack."""
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self._crashes.append(_told(context)))
@@ -160,7 +160,7 @@ class Arena:
         scene = Scene(self.engine, self._facts, attack, self._bench)
         lost: list[str] = []
         try:
-            async with self.neighbour.timed(attack.name), asyncio.timeout(60):
+            async with self.neighbor.timed(attack.name), asyncio.timeout(60):
                 await self._attack(scene, attack)
             alive = await self._alive()
         except SandboxFailed as error:
@@ -192,7 +192,7 @@ class Arena:
             "descriptors": len(os.listdir("/proc/self/fd")),
             "limits": [resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)],
             "priority": os.getpriority(os.PRIO_PROCESS, 0),
-            "neighbour": await self.neighbour.state(),
+            "neighbor": await self.neighbor.state(),
             "outside": (await asyncio.to_thread(self._place.look))[1] if self._place is not None else [],
         }
 
@@ -201,13 +201,13 @@ class Arena:
         try:
             after = await self._look()
         except MeshError as error:
-            await self.neighbour.replace()
-            return [f"the neighbour was lost: {error}"]
+            await self.neighbor.replace()
+            return [f"the neighbor was lost: {error}"]
         faults = before["host"].changes(after["host"])  # type: ignore[attr-defined]
         left = after["processes"] - before["processes"]  # type: ignore[operator]
         if left:
             faults.append(f"{len(left)} processes were left")
-        for name in ("limits", "priority", "neighbour", "outside"):
+        for name in ("limits", "priority", "neighbor", "outside"):
             if before[name] != after[name]:
                 faults.append(f"{name}: {before[name]} became {after[name]}")
         faults += self._crashes
@@ -218,7 +218,7 @@ class Arena:
 
     def _leaks(self, scene: Scene) -> list[str]:
         everything = "".join(scene.received)
-        secrets = {"host": self.world.secret, "neighbour": self.neighbour.secret}
+        secrets = {"host": self.world.secret, "neighbor": self.neighbor.secret}
         if self._place is not None:
             secrets["other policy"] = self._place.secret
         return [f"the {name}'s secret came out" for name, secret in secrets.items() if secret in everything]
@@ -260,7 +260,7 @@ def _faults(attack: Attack, scene: Scene, *, alive: bool) -> list[str]:
 async def arena(
     state_dir: Path, world: World, *, judging: bool = False, egress: bool = False, leaky: bool = False
 ) -> AsyncIterator[Arena]:
-    """An engine of our own with its neighbour, a judge and an outside if asked; ended afterwards. `leaky`: see `online.policies`."""
+    """An engine of our own with its neighbor, a judge and an outside if asked; ended afterwards. `leaky`: see `online.policies`."""
     async with contextlib.AsyncExitStack() as stack:
         layout = stack.enter_context(internet()) if egress else None
         config = _config(layout, state_dir, leaky=leaky)
@@ -272,7 +272,7 @@ async def arena(
             await engine.open("first", online.INNER, engine.limits(online.INNER))
             await engine.end("first")
         made = Arena(engine, world, layout, judge)
-        await made.neighbour.open()
+        await made.neighbor.open()
         yield made
 
 

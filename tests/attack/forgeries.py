@@ -187,6 +187,6 @@ PROGRAMS = (
     Forgery("prints more after the answer", PROGRAM + "print('x' * 200000)", "OLE"),
     Forgery("takes all memory", "bytes(1 << 32)", "MLE"),
     Forgery("never ends", "while True: pass", "TLE"),
-    Forgery("waits for a thread for ever", PROGRAM + "import threading\nthreading.Thread(target=threading.Event().wait).start()", "TLE"),
+    Forgery("waits for a thread forever", PROGRAM + "import threading\nthreading.Thread(target=threading.Event().wait).start()", "TLE"),
     Forgery("reads the input twice", "import sys\nprint(sys.stdin.read() * 2)"),
 )  # fmt: skip

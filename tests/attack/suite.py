@@ -1,4 +1,4 @@
-"""A run of the suite: attacks in turn, controls, the neighbour's pace; and the same once more as an ordinary user."""
+"""A run of the suite: attacks in turn, controls, the neighbor's pace; and the same once more as an ordinary user."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rollmesh.sandbox_runtime import cgroups
 
 from .arena import Arena, arena
 from .attack import Attack, Verdict
-from .catalogue import FAMILIES, playable
+from .catalog import FAMILIES, playable
 from .controls import Controls, possible
-from .neighbour import Latencies, percentile
+from .neighbor import Latencies, percentile
 from .table import Pace, Report, Row
 from .world import ROOT, World, world
 
@@ -52,7 +52,7 @@ async def play(attacks: Sequence[Attack], *, controls: bool, told: Callable[[str
     return Report(
         user="root" if os.geteuid() == 0 else "an ordinary user",
         rows=rows,
-        pace=_pace(ground.neighbour.latencies),
+        pace=_pace(ground.neighbor.latencies),
         controls=shown,
     )
 
@@ -60,7 +60,7 @@ async def play(attacks: Sequence[Attack], *, controls: bool, told: Callable[[str
 async def _play_one(ground: Arena, attack: Attack, told: Callable[[str], None]) -> Row:
     if attack.needs and not _has_memory_cgroup():
         return Row(name=attack.name, verdict="", faults=[], missing=attack.needs)
-    await ground.neighbour.quiet(_QUIET_CALLS)
+    await ground.neighbor.quiet(_QUIET_CALLS)
     score = await ground.play(attack)
     for fault in score.faults:
         told(f"NOT CONTAINED {score.name}: {fault}")

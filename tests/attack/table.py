@@ -1,4 +1,4 @@
-"""The score table: results as rows of Markdown, written between two markers of docs/sandbox.md."""
+"""The score table: results as rows of Markdown, written between two markers of docs/sandbox/attacks.md."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from .catalogue import FAMILIES
+from .catalog import FAMILIES
 from .world import ROOT
 
-DOCS = ROOT / "docs" / "sandbox.md"
+DOCS = ROOT / "docs" / "sandbox" / "attacks.md"
 BEGIN, END = "<!-- attacks: written by `make attack` -->", "<!-- end of attacks -->"
 
 
@@ -25,7 +25,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """The neighbour's calls, milliseconds."""
+    """The neighbor's calls, milliseconds."""
 
     quiet_calls: int
     quiet_p50_ms: float
@@ -72,7 +72,7 @@ def _without(report: Report) -> str:
 
 def _pace(reports: Sequence[Report]) -> str:
     lines = [
-        "| neighbour's calls | quiet p50, p99 (ms) | under attack p50, p99 (ms) | p50 ratio | highest p50 of one attack (ms) |",
+        "| neighbor's calls | quiet p50, p99 (ms) | under attack p50, p99 (ms) | p50 ratio | highest p50 of one attack (ms) |",
         "| --- | --- | --- | --- | --- |",
     ]
     for report in reports:
@@ -90,7 +90,7 @@ def _attacks(reports: Sequence[Report]) -> str:
     controls = {name: why for report in reports for name, why in report.controls.items()}
     users = " | ".join(f"as {report.user}" for report in reports)
     lines = [
-        f"| family | attack | expected | {users} | without walls |",
+        f"| family | attack | expected | {users} | without isolation |",
         f"| --- | --- | --- |{' --- |' * len(reports)} --- |",
     ]
     for family in FAMILIES:

@@ -16,7 +16,7 @@ from rollmesh.sandbox_runtime.program import Program
 from . import suite, table
 from .arena import arena
 from .attack import Attack, Verdict, mismatch
-from .catalogue import FAMILIES, all_attacks, playable
+from .catalog import FAMILIES, all_attacks, playable
 from .controls import STILL_RUNNING, Controls, possible
 from .online import ONLINE
 from .world import world
@@ -80,7 +80,7 @@ async def test_an_attack_that_says_nothing_is_seen(tmp_path: Path) -> None:
     assert not score.contained
 
 
-async def test_harm_to_host_neighbour_and_service_is_seen(tmp_path: Path) -> None:
+async def test_harm_to_host_neighbor_and_service_is_seen(tmp_path: Path) -> None:
     attack = Attack(name="x", verdict=Verdict.HARMLESS, source="print('x')", held=["x"])
     with world() as around:
         facts = around.facts()
@@ -90,15 +90,13 @@ async def test_harm_to_host_neighbour_and_service_is_seen(tmp_path: Path) -> Non
                 os.truncate(str(facts["CANARY"]), 0)
                 os.unlink(str(facts["SHARED"]))
                 os.kill(int(str(facts["VICTIM_PID"])), signal.SIGSTOP)
-                await ground.engine.run("neighbour", Program(code="signals.append(15)"), 1.0)
+                await ground.engine.run("neighbor", Program(code="signals.append(15)"), 1.0)
 
             object.__setattr__(attack, "drive", harm)
             score = await ground.play(attack)
             os.kill(int(str(facts["VICTIM_PID"])), signal.SIGCONT)
     told = " ".join(score.faults)
-    assert all(
-        word in told for word in ("files changed", "shared_memory changed", "victim_alive changed", "neighbour:")
-    )
+    assert all(word in told for word in ("files changed", "shared_memory changed", "victim_alive changed", "neighbor:"))
 
 
 async def test_what_a_policy_lets_through_to_a_forbidden_server_is_seen(tmp_path: Path) -> None:
@@ -112,7 +110,7 @@ async def test_what_a_policy_lets_through_to_a_forbidden_server_is_seen(tmp_path
     assert "said 'loopback got 404 nothing here', not 'loopback refused by address'" in score.faults
 
 
-async def test_a_process_left_and_a_lost_neighbour_are_seen(tmp_path: Path) -> None:
+async def test_a_process_left_and_a_lost_neighbor_are_seen(tmp_path: Path) -> None:
     left: list[subprocess.Popen[bytes]] = []
     with world() as around:
         async with arena(tmp_path, around) as ground:
@@ -121,7 +119,7 @@ async def test_a_process_left_and_a_lost_neighbour_are_seen(tmp_path: Path) -> N
                 left.append(_waiting_process())
 
             async def kill(_: object) -> None:
-                await ground.engine.end("neighbour")
+                await ground.engine.end("neighbor")
 
             scores = [
                 await ground.play(Attack(name="x", verdict=Verdict.TIME, source="", drive=drive))
@@ -129,7 +127,7 @@ async def test_a_process_left_and_a_lost_neighbour_are_seen(tmp_path: Path) -> N
             ]
     left[0].communicate(b"\n")
     assert "1 processes were left" in scores[0].faults
-    assert scores[1].faults[0].startswith("the neighbour was lost")
+    assert scores[1].faults[0].startswith("the neighbor was lost")
 
 
 def _waiting_process() -> subprocess.Popen[bytes]:

@@ -70,7 +70,7 @@ async def test_requests_that_cannot_be_judged_are_errors(tmp_path: Path) -> None
     async with serving(tmp_path) as (core, stub, _):
         with pytest.raises(UnknownOracle, match="no oracle store"):
             await judged(stub, "add")
-        with pytest.raises(InvalidInput, match="must be given"):
+        with pytest.raises(InvalidInput, match="must be set"):
             await judged(stub, "")
         with pytest.raises(InvalidInput, match=r"tests\[0\].arguments"):
             await judged(stub, {**ADD, "tests": [{"arguments": 1, "expected": 1}]})
@@ -170,7 +170,7 @@ async def test_candidate_whose_files_do_not_fit_fails(tmp_path: Path) -> None:
         manifest = {**ADD, "limits": {"disk_bytes": 1 << 16}}
         response = await judged(stub, manifest, GOOD + "\n#" + "x" * (1 << 17))
         assert outcomes(response) == ["RUNTIME_ERROR"] * 2
-        assert "could not be written" in response.verdicts[0].message
+        assert "cannot write its files" in response.verdicts[0].message
 
 
 async def test_checker_decides_in_a_session_without_the_candidate(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ async def test_hidden_unit_tests_call_the_candidate_from_their_own_jail(tmp_path
 async def test_hidden_unit_tests_that_do_not_load_are_no_verdict(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, stub, _):
         for source in ("def test_x(:", "import no_such_module\ndef test_x(): pass"):
-            with pytest.raises((BrokenOracle, InvalidInput), match="SyntaxError|no Python|no_such_module"):
+            with pytest.raises((BrokenOracle, InvalidInput), match="SyntaxError|not valid Python|no_such_module"):
                 await judged(stub, {"kind": "unit", "source": source}, GOOD)
 
 

@@ -205,7 +205,7 @@ async def test_test_that_never_ends_is_out_of_time(tmp_path: Path, history: tupl
 async def test_profile_without_repository_is_told(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:
     path, commit, patch = history
     async with node(tmp_path / "state", path, commit) as sessions:
-        with pytest.raises(UnknownProfile, match="has no repository here"):
+        with pytest.raises(UnknownProfile, match="has no repository on this node"):
             await verdicts(sessions, patch, profile=ProfileConfig())
 
 

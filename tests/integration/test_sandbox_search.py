@@ -159,7 +159,7 @@ async def test_index_outlives_the_node_and_follows_the_corpus(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ('{"id": "ada", "text": "again"}', "the id 'ada' occurs twice"),
+        ('{"id": "ada", "text": "again"}', "the id 'ada' is duplicated"),
         ('{"id": 1}', "not a document"),
         ("{", "not a document"),
     ],

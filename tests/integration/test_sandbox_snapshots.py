@@ -175,7 +175,7 @@ async def test_object_that_does_not_load_refuses_the_fork_by_name(world: World) 
     await world.open()
     await world.run("class Odd:\n    def __setstate__(self, s): raise ValueError('no')\nodd = Odd(); odd.x = 1")
     snapshot = await world.snapshot()
-    with pytest.raises(InvalidInput, match="'odd' does not load again: ValueError: no"):
+    with pytest.raises(InvalidInput, match="cannot load the name 'odd': ValueError: no"):
         await world.fork(snapshot)
     assert world.sessions.counts().ended[SessionEnd.REJECTED] == 1
 

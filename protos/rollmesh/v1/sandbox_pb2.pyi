@@ -938,7 +938,7 @@ class RunTestsRequest(_message.Message):
     owner: _builtins.str
     """Owner for messages, e.g. run and episode."""
     manifest: _builtins.str
-    """The hidden tests themselves, as the JSON of one manifest (docs/sandbox.md): for callers that hold the answer keys. Either this
+    """The hidden tests themselves, as the JSON of one manifest (docs/sandbox/judging.md): for callers that hold the answer keys. Either this
     or oracle_ref.
     """
     @_builtins.property

@@ -92,7 +92,7 @@ def _mechanisms(asked: Asked) -> Iterable[Finding]:
 
 _HOLDS = {
     "jail": "the default: all mechanisms",
-    "landlock": "no namespaces: files by Landlock, sockets by seccomp, processes by uid; docs/sandbox.md says what it lacks",
+    "landlock": "no namespaces: files by Landlock, sockets by seccomp, processes by uid; docs/sandbox/isolation.md describes its limits",
     "none": "no isolation, for code that is trusted with the host",
 }
 

@@ -208,12 +208,12 @@ _UNREAD = Attack(
 
 # The kernel sends a connected SOCK_SEQPACKET's packets to its peer, whatever address is given with them: "elsewhere" is a question, too.
 _PACKETS = Attack(
-    name="packets at the port that are no questions", verdict=REFUSED, profile=ONLINE,
+    name="invalid packets at the port", verdict=REFUSED, profile=ONLINE,
     source=f"""
         with egress.connect() as link:
             probe('link turned', lambda: link.connect(ABSTRACT_STREAM))
         port = socket.socket(fileno=os.dup(4))
-        for label, packet in (('long', b'+' * 65536), ('other', b'{{"session": "neighbour", "tenant": "another"}}')):
+        for label, packet in (('long', b'+' * 65536), ('other', b'{{"session": "neighbor", "tenant": "another"}}')):
             port.send(packet)
             select.select([port], [], [], 5)
             got, fds, _, _ = socket.recv_fds(port, 4096, 8)
@@ -282,8 +282,8 @@ async def _impersonate(scene: Scene) -> None:
     try:
         result = await scene.run(
             f"""
-            claims = b'X-Tenant: another\\r\\nX-Session: neighbour\\r\\nX-Rollmesh-Tenant: another\\r\\nForwarded: for=another\\r\\n'
-            ask('page', 'http://{HOST}:%d/open/page?tenant=another&session=neighbour' % ALLOWED_PORT, headers=claims)
+            claims = b'X-Tenant: another\\r\\nX-Session: neighbor\\r\\nX-Rollmesh-Tenant: another\\r\\nForwarded: for=another\\r\\n'
+            ask('page', 'http://{HOST}:%d/open/page?tenant=another&session=neighbor' % ALLOWED_PORT, headers=claims)
             ask('path', '/search/another?q=x', headers=claims)
             ask('foreign', 'http://{HOST}:%d/open/page' % ALLOWED_PORT, headers=b'Accept: \\xff\\r\\n')
             """
@@ -295,7 +295,7 @@ async def _impersonate(scene: Scene) -> None:
     scene.say(f"{len(lines)} requests of {sorted({(line['session'], line['tenant']) for line in lines})}")
 
 
-_CLAIMS = "requests in another's name"
+_CLAIMS = "requests in another session's name"
 _NAMES = Attack(
     name=_CLAIMS, verdict=REFUSED, profile=ONLINE, source="", drive=_impersonate,
     held=[_PAGE, "path refused by not_found", "foreign got 200 hello", rf"3 requests of \[\('attacker', \"{_CLAIMS}\"\)\]"],
@@ -323,7 +323,7 @@ async def _ports_of_others(scene: Scene) -> None:
 
 
 _OTHERS = Attack(
-    name="another session's way out", verdict=REFUSED, profile=ONLINE, source="", drive=_ports_of_others,
+    name="another session's egress port", verdict=REFUSED, profile=ONLINE, source="", drive=_ports_of_others,
     held=[r"sockets \[3, 4\], the later one's \[3, 4\]", r"shared \[\] of 2"],
 )  # fmt: skip
 

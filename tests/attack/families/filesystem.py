@@ -137,7 +137,7 @@ ATTACKS = (
         held=["open (ENOENT|ENXIO|ENOTDIR)"] * 13, free=["open .*"] * 13,
     ),
     Attack(
-        name="set-user-id files of one's own", verdict=HARMLESS,
+        name="set-user-id files of the session", verdict=HARMLESS,
         source="""
             import shutil
             shutil.copy(os.path.realpath('/usr/bin/id') if os.path.exists('/usr/bin/id') else '/bin/true', 'mine')

@@ -37,7 +37,7 @@ ATTACKS = (
             """,
     ),
     Attack(
-        name="raise one's own limits in the interpreter's objects", verdict=Verdict.MEMORY, quick=True,
+        name="raise the session's own limits in the interpreter's objects", verdict=Verdict.MEMORY, quick=True,
         source="""
             import gc
             for found in gc.get_objects():

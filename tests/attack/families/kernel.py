@@ -219,7 +219,7 @@ DOORS = (
         held=["socket {no}", "clone ({no}|EINVAL)"], free=["socket got .*", "clone .*"],
     ),
     Attack(
-        name="type into somebody's terminal", verdict=REFUSED,
+        name="type into another process's terminal", verdict=REFUSED,
         source="import fcntl\nprobe('TIOCSTI', lambda: fcntl.ioctl(0, 0x5412, b'x'))\nprobe('TIOCLINUX', lambda: fcntl.ioctl(0, 0x541C, b'x'))",
         held=["TIOCSTI {no}", "TIOCLINUX {no}"], free=["TIOCSTI ENOTTY", "TIOCLINUX ENOTTY"],
     ),

@@ -95,7 +95,7 @@ def _forged(name: str, source: str, verdict: Verdict = ENDED, *, quick: bool = F
 
 
 FRAMES = (
-    _forged("bytes that are no frame", "service.sendall(b'\\xff' * 1000)\n", quick=True),
+    _forged("bytes that are not a frame", "service.sendall(b'\\xff' * 1000)\n", quick=True),
     _forged("a length of four gigabytes", "service.sendall(struct.pack('<I', 0xFFFFFFFF) + b'{')\n", quick=True),
     _forged("a length just allowed, then silence", "service.sendall(struct.pack('<I', 300000) + b'{')\n    time.sleep(60)\n", TIME),
     _forged(
@@ -117,7 +117,7 @@ FRAMES = (
     _forged("the socket shut and left open", "service.shutdown(2)\n    time.sleep(60)\n"),
     _forged("the socket closed", "service.close()\n    os.close(3)\n"),
     _forged("the socket's number taken by a file", "os.dup2(os.open('/dev/zero', os.O_RDONLY), 3)\n"),
-    _forged("a stranger answers after exec", "os.execv('/bin/sh', ['sh', '-c', 'echo forged >&3; sleep 60'])\n"),
+    _forged("another program answers after exec", "os.execv('/bin/sh', ['sh', '-c', 'echo forged >&3; sleep 60'])\n"),
     _forged("a refusal of twelve megabytes", "service.sendall(frame({'refused': 'A' * 12_000_000}))\n", quick=True),
     _forged("a refusal of a megabyte", "service.sendall(frame({'refused': 'A' * (1 << 20)}))\n"),
     _forged("names of a hundred thousand files", "service.sendall(frame({'outcome': 'ok', 'files': {str(n): '' for n in range(100000)}}))\n", quick=True),

@@ -54,7 +54,7 @@ ATTACKS = (
         held=["sent"],
     ),
     Attack(
-        name="kill the process group for good", verdict=ENDED,
+        name="kill the process group permanently", verdict=ENDED,
         source="os.kill(0, signal.SIGKILL)\nos._exit(9)", alive=False,
     ),
     Attack(
@@ -81,7 +81,7 @@ ATTACKS = (
         held=["group (got None|{no})", "user (got None|ESRCH|{no})"], free=["group got None", "user got None"],
     ),
     Attack(
-        name="kill one's own pid 1", verdict=HARMLESS,
+        name="kill the session's own pid 1", verdict=HARMLESS,
         source="print(*in_child(lambda: [os.kill(1, number) for number in (9, 19, 15, 1)] and None))\nprint('pid', os.getpid())",
         held=["None 0", "pid 1"],
     ),
@@ -97,7 +97,7 @@ ATTACKS = (
         held=["attach ({no}|ESRCH)", "me {no}"],
     ),
     Attack(
-        name="trace one's own children", verdict=REFUSED,
+        name="trace the session's own children", verdict=REFUSED,
         source="print(*in_child(lambda: raw('ptrace', 0, 0, 0, 0)))", held=["{no} 0"], free=["0 0"],
     ),
     Attack(

@@ -14,8 +14,8 @@ def _endless(name: str, source: str, *, alive: bool | None, quick: bool = False,
 _ON = ("and runs on",)
 
 ATTACKS = (
-    _endless("loop for ever", "while True:\n    pass", alive=True, quick=True, free=_ON),
-    _endless("sleep for ever", "time.sleep(10**6)", alive=True, free=_ON),
+    _endless("loop forever", "while True:\n    pass", alive=True, quick=True, free=_ON),
+    _endless("sleep forever", "time.sleep(10**6)", alive=True, free=_ON),
     _endless("loop in C that holds the lock", "sum(iter(int, 1))", alive=False, quick=True, free=_ON),
     _endless("arithmetic without end", "10 ** 10 ** 9", alive=None, free=_ON),
     _endless("catastrophic regular expression", "import re\nre.match(r'(a+)+$', 'a' * 60 + 'b')", alive=None, free=_ON),
@@ -34,7 +34,7 @@ ATTACKS = (
     _endless("wait for a child that waits", "pid = os.fork()\nif pid == 0:\n    signal.pause()\nos.waitpid(pid, 0)", alive=True),
     _endless("spin on all cores", "for _ in range(8):\n    if os.fork() == 0:\n        while True:\n            pass\nwhile True:\n    pass", alive=None, quick=True),
     _endless("an endless import", "open('endless.py', 'w').write('while True: pass')\nsys.path.insert(0, '/session')\nimport endless", alive=True),
-    _endless("compile for ever", "compile('(' * 80 + 'x for x in ' * 1 + 'y' + ')' * 80, 'x', 'exec') if 0 else None\n"
+    _endless("compile forever", "compile('(' * 80 + 'x for x in ' * 1 + 'y' + ')' * 80, 'x', 'exec') if 0 else None\n"
              "import ast\nwhile True:\n    ast.parse('+'.join(['1'] * 900))", alive=None),
     Attack(
         name="a CPU limit lowered, and used around clock ticks alone", verdict=Verdict.ENDED, alive=False,

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @app.command()
 def judge(
-    manifest: Annotated[Path, typer.Argument(help="JSON file with one manifest of hidden tests; see docs/sandbox.md.")],
+    manifest: Annotated[
+        Path, typer.Argument(help="JSON file with one manifest of hidden tests; see docs/sandbox/judging.md.")
+    ],
     files: Annotated[
         list[Path], typer.Argument(help="Files of the candidate. A single file is the entry, whatever its name.")
     ],

@@ -191,7 +191,7 @@ class SandboxConfig(Settings):
     """Settings of one node: slots, leases and profiles."""
 
     engine: Extension = Extension("jail")
-    """Driver: `jail`; `landlock`, which guarantees less, for hosts that forbid namespaces (see docs/sandbox); `none`,
+    """Driver: `jail`; `landlock`, which guarantees less, for hosts that forbid namespaces (see docs/sandbox/isolation.md); `none`,
     without isolation, for trusted code; `fake`, the calculator in the process of the service, for tests; or your own."""
     languages: Annotated[dict[str, Extension], FIXED] = {}
     """Languages besides those of the sandbox, by name: `command` with the commands in its options, or your own."""

@@ -1,4 +1,4 @@
-"""Manifests: the hidden tests of one task, which an operator writes in JSON. docs/sandbox has an example of each kind.
+"""Manifests: the hidden tests of one task, which an operator writes in JSON. docs/sandbox/judging.md has an example of each kind.
 
 A manifest is decoded strictly: an unknown field, a wrong type or a duplicate key is an error with its location, because
 a test that is silently not run is worse than one that fails.

@@ -1,4 +1,4 @@
-"""The neighbour: a session of somebody else on the same node, which holds a secret and processes, and works all the time.
+"""The neighbor: a session of somebody else on the same node, which holds a secret and processes, and works all the time.
 
 Its calls are timed one after another, in two kinds: while an attack runs, and quiet ones in between. Both come from the same run,
 so that the machine's own pace cancels out.
@@ -21,7 +21,7 @@ from rollmesh.shared.errors import MeshError, SandboxFailed
 _PAUSE_S = 0.004
 """Between two timed calls: a model calls again when it has read the answer."""
 _CALL_S = 20.0
-"""Long, so that a busy host alone loses no neighbour."""
+"""Long, so that a busy host alone loses no neighbor."""
 _STATE = """
 import os, signal, time
 open("secret", "w").write({secret!r})
@@ -49,7 +49,7 @@ def tick():
 
 @dataclass(slots=True)
 class Latencies:
-    """Seconds of the neighbour's calls."""
+    """Seconds of the neighbor's calls."""
 
     quiet_s: list[float] = field(default_factory=list)
     attacked_s: list[float] = field(default_factory=list)
@@ -57,37 +57,37 @@ class Latencies:
     """Median while one attack ran, by its name, where it ran long enough for five calls."""
 
 
-class Neighbour:
-    """The session "neighbour" of an engine."""
+class Neighbor:
+    """The session "neighbor" of an engine."""
 
     def __init__(self, engine: JailEngine) -> None:
         self._engine = engine
-        self.secret = f"neighbour-{secrets.token_hex(16)}"
+        self.secret = f"neighbor-{secrets.token_hex(16)}"
         self.latencies = Latencies()
         self.num_lost_quiet = 0
-        """Neighbours lost while no attack ran: the host's doing."""
+        """Neighbors lost while no attack ran: the host's doing."""
 
     async def open(self) -> None:
-        await self._engine.open("neighbour", "python", self._engine.limits("python"))
+        await self._engine.open("neighbor", "python", self._engine.limits("python"))
         code = _STATE.format(secret=self.secret)
-        result = await self._engine.run("neighbour", Program(code=code), _CALL_S)
+        result = await self._engine.run("neighbor", Program(code=code), _CALL_S)
         assert result.error_message == "", result.traceback
 
     async def replace(self) -> None:
         """Another one, after the first was lost to an attack."""
-        await self._engine.end("neighbour")
+        await self._engine.end("neighbor")
         await self.open()
 
     async def state(self) -> str:
         """All of it that an attack could change."""
-        return (await self._engine.call("neighbour", "state", [], _CALL_S)).result
+        return (await self._engine.call("neighbor", "state", [], _CALL_S)).result
 
     async def quiet(self, num_calls: int) -> None:
         """Time calls while nothing else runs."""
         for _ in range(num_calls):
             try:
                 self.latencies.quiet_s.append(await self._tick())
-            except MeshError:  # a starved host, as no attack runs: the next attack needs a neighbour all the same
+            except MeshError:  # a starved host, as no attack runs: the next attack needs a neighbor all the same
                 self.num_lost_quiet += 1
                 await self.replace()
             await asyncio.sleep(_PAUSE_S)
@@ -102,7 +102,7 @@ class Neighbour:
         finally:
             sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError, MeshError):
-                await sampling  # a neighbour that was lost is found by the look afterwards
+                await sampling  # a neighbor that was lost is found by the look afterwards
             self.latencies.attacked_s += samples
             if len(samples) >= 5:
                 self.latencies.worst[name] = statistics.median(samples)
@@ -120,9 +120,9 @@ class Neighbour:
 
     async def _tick(self) -> float:
         began_s = time.perf_counter()
-        result = await self._engine.call("neighbour", "tick", [], _CALL_S)
+        result = await self._engine.call("neighbor", "tick", [], _CALL_S)
         if result.result != "tock":
-            raise SandboxFailed(f"the neighbour answered {result}")
+            raise SandboxFailed(f"the neighbor answered {result}")
         return time.perf_counter() - began_s
 
 
