@@ -1,13 +1,15 @@
-"""The audit: folds a run's ledger from its start and proves conservation, once, bound and the digest chain, or says where they break.
+"""The audit folds a run's ledger from its start, and proves conservation, once, bound and the digest chain, or reports
+violations.
 
     report = await audit_run(bus, "my-run", checkpoint=Path("runs/my-run/checkpoints"), heads=heads)
     report.holds, report.to_text(), msgspec.json.encode(report)
 
-First the chain of records is compared with the heads that others stored (`audit_chain`). Then four accounts are held against each other:
-the core's fold (`apply`), a second bookkeeping (`audit_conservation`), updates recomputed from the facts (`audit_updates`, with leases and
-versions), and the trainer's own list of what its weights were trained on. Payloads are compared on request (`audit_payloads`).
+First it compares the chain of records with the heads that others stored (`audit_chain`). Then it compares four results
+with each other: the core's fold (`apply`), independent counters (`audit_conservation`), updates recomputed from the
+facts (`audit_updates`, with leases and versions), and the trainer's list of the samples in its weights. On request it
+compares payloads (`audit_payloads`).
 
-A damaged or contradictory ledger gives findings, never an exception, and no wait is without a limit.
+A damaged or contradictory ledger gives findings, never an exception, and every wait has a limit.
 """
 
 from __future__ import annotations
@@ -40,16 +42,17 @@ from rollmesh.shared.errors import InvalidInput, UnknownRun
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 
 FINDINGS_MAX = 1000
-"""Findings kept; further ones are only counted."""
+"""Number of findings that are kept. Further ones are only counted."""
 EPISODES_MAX = 100_000
-"""Most episodes that a group reserves at once. A fact that says more is false, and is not folded: it would take all memory."""
+"""Maximum number of episodes that a group reserves at once. A fact with more is false and is not folded, because it
+would take all memory."""
 _KINDS = {"training": (Purpose.TRAIN, Purpose.EXPORT), "evaluation": (Purpose.EVAL,)}
 _CONTRADICTIONS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""What an account raises for a fact that contradicts what it knows."""
+"""Errors of a fold by a fact that contradicts earlier ones."""
 
 
 class Audit:
-    """Folds records, one after the other, and gathers findings."""
+    """Folds records one after the other, and collects findings."""
 
     def __init__(self) -> None:
         self.state = State()
@@ -63,16 +66,16 @@ class Audit:
         self._num_records = 0
         self._position = 0
         self._folds = True
-        """False once the core's fold met what it can't be in: then its state says nothing any more."""
+        """False once the core's fold met a contradiction: its state then proves nothing."""
 
     def complain(self, check: str, message: str, position: int | None = None) -> None:
-        """Note a finding, at the current record by default."""
+        """Add a finding, at the current record by default."""
         self._num_findings += 1
         if len(self._findings) < FINDINGS_MAX:
             self._findings.append(self._finding(check, message, position))
 
     def warn(self, check: str, message: str, position: int | None = None) -> None:
-        """Note what is unusual and breaks no claim."""
+        """Add a warning: unusual, but no violation."""
         if len(self._warnings) < FINDINGS_MAX:
             self._warnings.append(self._finding(check, message, position))
 
@@ -110,7 +113,7 @@ class Audit:
             self.complain("ledger", f"{type(fact).__name__} {what}")
 
     def _compare(self) -> None:
-        """SampleCounters against a walk over the groups, and against the second bookkeeping."""
+        """Compare the counters with the groups, and with the independent counters."""
         if not self._folds:
             return
         for kind, purposes in _KINDS.items():
@@ -136,7 +139,8 @@ class Audit:
             for name, value in ours.items():
                 if value != theirs[name]:
                     self.complain(
-                        "conservation", f"{kind}: {value} {name} by counting again, {theirs[name]} in the counters"
+                        "conservation",
+                        f"{kind}: {value} {name} by the independent count, {theirs[name]} in the counters",
                     )
 
     def report(
@@ -148,7 +152,7 @@ class Audit:
         payloads: PayloadCounts | None = None,
         history: tuple[HistoryLine, ...] = (),
     ) -> AuditReport:
-        """The verdict over all records entered."""
+        """Return the report over all records."""
         if self._folds:
             self._compare_conservation()
         summary = None
@@ -205,17 +209,18 @@ async def audit_run(
     payloads: bool = False,
     sample: str = "",
 ) -> AuditReport:
-    """Audit a run, whether it goes on or has ended. `sample`: a sample's or episode's id whose story to tell.
+    """Audit a run that is live or has ended. `sample`: id of a sample or episode whose history to report.
 
-    `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest). `heads`: heads of this ledger that others stored.
-    `payloads`: compare metadata with the payloads that the sample stream still holds. Raises UnknownRun.
+    `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest). `heads`: heads of this ledger
+    that others stored. `payloads`: compare metadata with the payloads that the sample stream still stores. Raises
+    UnknownRun.
     """
     try:
         streams = run_streams(run)
         log = await bus.open(streams.ledger.name)
     except (UnknownStream, InvalidInput) as error:
         raise UnknownRun(
-            f"there is no ledger of run {run!r} on this bus; name a run that was made here (`rollmesh audit FOLDER --run-name NAME`)",
+            f"there is no ledger of run {run!r} on this bus; name a run that was created here (`rollmesh audit FOLDER --run-name NAME`)",
             run=run,
         ) from error
     audit = Audit()
@@ -231,7 +236,7 @@ async def audit_run(
 
 
 async def _read(log: StreamLog, chain: Chain, audit: Audit, *, keep: bool) -> list[StoredRecord]:
-    """Enter every record that can be read; the records themselves if they are to be kept."""
+    """Enter every record that can be read. Return the records if they are kept."""
     kept: list[StoredRecord] = []
     try:
         last_seq = (await log.info()).last_seq
@@ -243,5 +248,5 @@ async def _read(log: StreamLog, chain: Chain, audit: Audit, *, keep: bool) -> li
                     kept.append(stored)
         chain.finish(last_seq)
     except (BusUnavailable, UnknownStream) as error:
-        audit.complain("chain", f"{error.message}; what follows could not be read", chain.head.position + 1)
+        audit.complain("chain", f"{error.message}; later records could not be read", chain.head.position + 1)
     return kept

@@ -16,23 +16,24 @@ from rollmesh.shared.errors import DataLoss
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
 
 CLOCK_S = 5.0
-"""By how much the time of a record may lie before that of the one before it: wall clocks are corrected."""
+"""Tolerated decrease of the time between two records, in seconds, because wall clocks are corrected."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredHead:
-    """A head and where it was stored."""
+    """A head, and where it was stored."""
 
     where: str
     head: LedgerHead
 
 
 class Chain:
-    """Takes the records of one ledger in the order of the stream. `complain` receives what is wrong, `warn` what is unusual."""
+    """Checks the records of one ledger in the order of the stream. `complain` receives violations, `warn` receives
+    warnings."""
 
     def __init__(self, name: str, heads: Sequence[StoredHead], complain: Complain, warn: Complain) -> None:
         self.head = EMPTY
-        """Of the newest record taken, as its bytes are."""
+        """Head of the newest record, by its bytes."""
         self._name = name
         self._complain = complain
         self._warn = warn
@@ -46,11 +47,12 @@ class Chain:
 
     @property
     def heads(self) -> tuple[HeadLine, ...]:
-        """Every head it was compared with, by position."""
+        """Every compared head, by position."""
         return tuple(self._compared)
 
     def enter(self, record: Record) -> StoredRecord | None:
-        """The decision in a record; None from the first break on: what follows it proves nothing, but is checked for further damage."""
+        """Return the decision in a record. Return None from the first break on: later records prove nothing, but are
+        checked for further damage."""
         stored = None
         try:
             stored = check_record(self._name, record, self.head)
@@ -65,7 +67,7 @@ class Chain:
         return None if self._broken else stored
 
     def finish(self, last_seq: int) -> None:
-        """There are no further records; `last_seq` is the sequence that the stream says it reached."""
+        """Finish: there are no further records. `last_seq` is the last sequence by the stream's own count."""
         if self.head.position < last_seq:
             self._complain("chain", missing(self._name, self.head.position + 1, last_seq).message, last_seq)
         for stored in reversed(self._waiting):
@@ -108,8 +110,8 @@ class Chain:
             behind_s = self._time_unix_s - stored.time_unix_s
             self._warn(
                 "ledger",
-                f"its time lies {behind_s:.1f} s before that of record {stored.position - 1}: a wall clock was set back, or "
-                "the record was written by another host; times prove nothing",
+                f"its time is {behind_s:.1f} s before that of record {stored.position - 1}: a wall clock was set back, or "
+                "the record was written by another host; times are no proof",
                 stored.position,
             )
         self._time_unix_s = stored.time_unix_s

@@ -1,4 +1,4 @@
-"""Settings that changed: what RunChanged lists, against what its spec changed."""
+"""Compare the changes that RunChanged lists with the changes of its spec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollmesh.shared.settings import may_change
 
 
 class Changes:
-    """Every change of a run, in order."""
+    """All changes of a run, in order."""
 
     def __init__(self, complain: Complain) -> None:
         self.lines: list[ChangeLine] = []
@@ -24,7 +24,7 @@ class Changes:
         self._spec: RunSpec | None = None
 
     def enter(self, fact: f.Fact, record: StoredRecord) -> None:
-        """Take note of one fact."""
+        """Fold one fact."""
         if isinstance(fact, f.RunChanged):
             self.lines += [
                 ChangeLine(
@@ -61,7 +61,7 @@ def _says(change: ConfigChange, was: Any, now: Any) -> bool:
 
 
 def _equal(text: str, value: Any) -> bool:
-    """Whether a listed value, as JSON, is `value`; a setting that was not set is listed as empty."""
+    """Return whether a listed value, as JSON, is `value`. An unset setting is listed as empty."""
     if not text:
         return True
     try:

@@ -1,4 +1,4 @@
-"""The ledger against the trainer's own list: what a checkpoint's weights were trained on, update by update."""
+"""Compare the ledger with the samples that a checkpoint lists, update by update."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FOLDER = re.compile(r"^update-(\d+)\.(\d+)$")
 
 
 def check_checkpoint(folder: Path, updates: Updates, complain: Callable[[str], None]) -> CheckpointSummary:
-    """Hold a checkpoint's list against the standing updates. Raises ConfigError if there is no list."""
+    """Compare the list of a checkpoint with the remaining updates. Raises ConfigError if there is no list."""
     path = find_list(folder)
     seen: dict[str, int] = {}
     last: TrainedUpdate | None = None
@@ -35,7 +35,8 @@ def check_checkpoint(folder: Path, updates: Updates, complain: Callable[[str], N
 
 
 def find_list(folder: Path) -> Path:
-    """`trained.jsonl` in the folder, or in the newest checkpoint below it: highest incarnation, then highest update."""
+    """Return `trained.jsonl` in the folder, or in the newest checkpoint below it: highest incarnation, then highest
+    update."""
     if (folder / TRAINED_NAME).is_file():
         return folder / TRAINED_NAME
     children = folder.iterdir() if folder.is_dir() else ()
@@ -43,7 +44,7 @@ def find_list(folder: Path) -> Path:
     if found and (path := max(found)[1] / TRAINED_NAME).is_file():
         return path
     raise ConfigError(
-        f"{folder} holds no {TRAINED_NAME} and no checkpoint with one; name a checkpoint folder", folder=folder
+        f"{folder} has no {TRAINED_NAME} and no checkpoint with one; name a checkpoint folder", folder=folder
     )
 
 
@@ -55,7 +56,7 @@ def _check_line(line: TrainedUpdate, updates: Updates, seen: dict[str, int], com
     standing = updates.standing.get(line.update)
     if standing is None:
         if not _in_doubt(line, updates):
-            complain(f"the checkpoint holds update {line.update}, the ledger ends at {updates.applied}")
+            complain(f"the checkpoint contains update {line.update}, the ledger ends at {updates.applied}")
         return
     _compare(line, set(standing.used), complain)
     if line.digest != standing.digest:
@@ -65,17 +66,18 @@ def _check_line(line: TrainedUpdate, updates: Updates, seen: dict[str, int], com
 
 
 def _in_doubt(line: TrainedUpdate, updates: Updates) -> bool:
-    """Whether a line beyond the ledger is of a batch that is out: its trainer has not committed, the next attach settles it."""
+    """Return whether a line beyond the ledger belongs to a held batch: its trainer has not committed, and the next
+    attach resolves it."""
     batches = (b for b in updates.leases.open.values() if b.update == line.update == updates.applied + 1)
     return any(set(line.sample_ids) <= set(batch.sample_ids) for batch in batches)
 
 
 def _compare(line: TrainedUpdate, used: set[str], complain: Callable[[str], None]) -> None:
-    """Both sets of an update, sample by sample."""
+    """Compare both sets of samples of an update."""
     trained = set(line.sample_ids)
     for sample in sorted(trained - used):
         complain(
-            f"update {line.update} of the checkpoint trained on sample {sample}, of which the ledger knows nothing there"
+            f"update {line.update} of the checkpoint trained on sample {sample}, which the ledger does not list there"
         )
     for sample in sorted(used - trained):
-        complain(f"the ledger says that update {line.update} used sample {sample}, the checkpoint does not hold it")
+        complain(f"the ledger says that update {line.update} used sample {sample}, the checkpoint does not list it")

@@ -1,6 +1,6 @@
-"""Conservation, counted a second time: every sample's fate by plain bookkeeping, without the core's `apply`.
+"""Conservation, counted independently: the end of every sample, without the core's `apply`.
 
-A reserved place becomes the first sample of its episode, or ends with it; a sample ends once. The one end that may change is TRAINED,
+A reservation becomes the first sample of its episode, or ends with it. A sample ends once. Only TRAINED may change,
 when the update that used the sample is undone.
 """
 
@@ -15,16 +15,16 @@ from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, Sam
 
 
 class Conservation:
-    """The fate of every place and sample of a run. `complain` hears of what can't be."""
+    """Ends of all reservations and samples of a run. `complain` receives violations."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
         self._complain = complain
         self._purpose: dict[str, Purpose] = {}
         self._members: dict[str, list[str]] = {}
         self._places: Counter[str] = Counter()
-        """Reserved places per group that are neither samples nor ended yet."""
+        """Number of reservations per group that are neither samples nor ended yet."""
         self._end: dict[str, SampleEnd] = {}
-        """End of every sample; LIVE until it has one."""
+        """End of every sample; LIVE if it has not ended."""
         self._group: dict[str, str] = {}
         self._applied: dict[int, list[str]] = {}
         self._reserved: Counter[Purpose] = Counter()
@@ -37,7 +37,7 @@ class Conservation:
         return sum(self._ends[purpose, end] for purpose in purposes)
 
     def live(self, *purposes: Purpose) -> int:
-        """Counted one by one, not as what is left."""
+        """Count them one by one, not as a difference."""
         places = sum(num for group, num in self._places.items() if self._purpose[group] in purposes)
         samples = sum(
             end is SampleEnd.LIVE and self._purpose[self._group[sample]] in purposes
@@ -46,7 +46,7 @@ class Conservation:
         return places + samples
 
     def enter(self, fact: f.Fact) -> None:
-        """Take note of one fact."""
+        """Fold one fact."""
         handler = _HANDLERS.get(type(fact))
         if handler is not None:
             handler(self, fact)
@@ -68,7 +68,7 @@ class Conservation:
     def _take_place(self, group: str, episode: str) -> None:
         self._places[group] -= 1
         if self._places[group] < 0:
-            self._complain(f"episode {episode} ended without a reserved place in group {group}")
+            self._complain(f"episode {episode} ended without a reservation in group {group}")
 
     def _episode_ended(self, fact: f.EpisodeEnded) -> None:
         self._take_place(fact.group, fact.episode)

@@ -1,4 +1,4 @@
-"""A sample's story: every fact of the ledger that is about it, in order and in words."""
+"""The history of a sample: every fact of the ledger about it, in order, as text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollmesh.services.coordinator.ledger import StoredRecord
 
 
 class HistoryLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One event in a sample's life."""
+    """One event in the history of a sample."""
 
     position: int
     time_unix_s: float
@@ -19,7 +19,7 @@ class HistoryLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample_history(records: Sequence[StoredRecord], name: str) -> list[HistoryLine]:
-    """The story of a sample, or of an episode that came to nothing. Empty if the ledger knows neither."""
+    """Return the history of a sample, or of an episode without samples. Empty if the ledger has neither."""
     found = _origin(records, name)
     if found is None:
         return []
@@ -33,7 +33,7 @@ def sample_history(records: Sequence[StoredRecord], name: str) -> list[HistoryLi
 
 
 def _origin(records: Sequence[StoredRecord], name: str) -> tuple[str, str] | None:
-    """(group, episode) of a sample or episode."""
+    """Return (group, episode) of a sample or episode."""
     for record in records:
         for fact in record.facts:
             if isinstance(fact, f.EpisodeScored) and name in (fact.episode, *(s.sample_id for s in fact.samples)):
@@ -44,7 +44,7 @@ def _origin(records: Sequence[StoredRecord], name: str) -> tuple[str, str] | Non
 
 
 class _History:
-    """Says what each fact means for one sample."""
+    """Describes each fact for one sample."""
 
     def __init__(self, group: str, episode: str, *, sample: str) -> None:
         self._group = group
@@ -52,7 +52,7 @@ class _History:
         self._sample = sample
         self._leases: set[str] = set()
         self._update = 0
-        """The standing update that used it; 0 if none does."""
+        """The remaining update that used it; 0 if there is none."""
         self._trained = False
 
     def about(self, fact: f.Fact) -> Iterator[str]:
@@ -78,9 +78,9 @@ class _History:
 
     def _episode_fact(self, fact: f.Fact) -> Iterator[str]:
         if isinstance(fact, f.EpisodeLeased):
-            yield f"try {fact.attempt} of episode {fact.episode} was leased to {fact.node_id}"
+            yield f"attempt {fact.attempt} of episode {fact.episode} was leased to {fact.node_id}"
         elif isinstance(fact, f.EpisodeReturned):
-            yield f"the try came back ({'counts' if fact.counts else 'does not count'}): {fact.cause}"
+            yield f"the attempt was returned ({'counts' if fact.counts else 'does not count'}): {fact.cause}"
         elif isinstance(fact, f.EpisodeEnded):
             yield f"the episode ended without samples: {fact.end.name.lower()} {fact.reason}: {fact.cause}".rstrip(": ")
         elif isinstance(fact, f.EpisodeScored):
@@ -95,8 +95,8 @@ class _History:
             yield f"leased for update {fact.update} in batch {fact.lease_id}, trainer epoch {fact.trainer_epoch}"
         elif isinstance(fact, f.BatchReturned | f.BatchInDoubt) and fact.lease_id in self._leases:
             if isinstance(fact, f.BatchReturned):
-                self._leases.discard(fact.lease_id)  # the same id may be given again
-            yield f"its batch {'came back' if isinstance(fact, f.BatchReturned) else 'is in doubt'}: {fact.reason}"
+                self._leases.discard(fact.lease_id)  # a later lease can have the same id
+            yield f"its batch {'was returned' if isinstance(fact, f.BatchReturned) else 'is in doubt'}: {fact.reason}"
 
     def _update_fact(self, fact: f.Fact) -> Iterator[str]:
         if isinstance(fact, f.UpdateCommitted):
@@ -104,10 +104,10 @@ class _History:
                 self._update, self._trained = fact.update, False
                 yield f"used by update {fact.update}, incarnation {fact.incarnation}"
             for dropped in (d for d in fact.dropped if d.sample_id == self._sample):
-                yield f"left out of update {fact.update}: filtered {dropped.reason}"
+                yield f"excluded from update {fact.update}: filtered {dropped.reason}"
         elif isinstance(fact, f.CheckpointReported) and 0 < self._update <= fact.update and not self._trained:
             self._trained = True
             yield f"trained: a checkpoint with update {fact.update} is durable"
         elif isinstance(fact, f.RolledBack) and self._update > fact.to_update:
             self._update = 0
-            yield f"update undone by going back to {fact.to_update}: {'stale' if self._trained else 'ready again'}"
+            yield f"update undone by a roll-back to {fact.to_update}: {'stale' if self._trained else 'ready again'}"

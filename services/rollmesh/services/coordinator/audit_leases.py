@@ -1,8 +1,9 @@
-"""One trainer, and one lease for each sample and update: epochs and batch leases against the commits that consumed them.
+"""Check that there is one trainer, and one lease for each sample and update: epochs and batch leases against the
+commits that used them.
 
     TrainerAttached(e) -> BatchLeased(e, k, samples) -> UpdateCommitted(e, k, used + dropped = samples)
 
-A commit in another epoch than the newest is allowed in one case: the attach that follows finds update k in the trainer's checkpoint and
+A commit in an older epoch is allowed in one case: the following attach finds update k in the trainer's checkpoint and
 commits the batch in doubt (roll forward).
 """
 
@@ -20,7 +21,7 @@ class Leases:
 
     def __init__(self, complain: Complain) -> None:
         self.open: dict[str, f.BatchLeased] = {}
-        """Batch leases that are out or in doubt."""
+        """Batch leases that are held or in doubt."""
         self._complain = complain
         self._in_doubt: set[str] = set()
         self._epochs: set[int] = set()
@@ -30,14 +31,14 @@ class Leases:
         self._group: dict[str, str] = {}
         """Group of every scored sample."""
         self._holder: dict[str, str] = {}
-        """The open lease of a sample."""
+        """The held lease of a sample."""
 
     def spec_of(self, lease_ids: tuple[str, ...]) -> RunSpec | None:
-        """What the run was when a batch was leased: its bound judges that batch's samples."""
+        """Settings of the run when a batch was leased. Their bound applies to its samples."""
         return self._leased_under.get(lease_ids[0], self._spec) if lease_ids else self._spec
 
     def enter(self, fact: f.Fact) -> None:
-        """Take note of one fact."""
+        """Fold one fact."""
         match fact:
             case f.RunCreated() | f.RunChanged():
                 self._spec = fact.spec
@@ -49,11 +50,11 @@ class Leases:
                 self._lease(fact)
             case f.BatchInDoubt():
                 if fact.lease_id not in self.open:
-                    self._complain("once", f"lease {fact.lease_id} is in doubt, but is not out")
+                    self._complain("once", f"lease {fact.lease_id} is in doubt, but is not held")
                 self._in_doubt.add(fact.lease_id)
             case f.BatchReturned():
                 if self._close(fact.lease_id) is None:
-                    self._complain("once", f"lease {fact.lease_id} is returned, but is not out")
+                    self._complain("once", f"lease {fact.lease_id} is returned, but is not held")
             case f.UpdateCommitted():
                 self._commit(fact)
 
@@ -69,19 +70,19 @@ class Leases:
     def _lease(self, fact: f.BatchLeased) -> None:
         name = fact.lease_id
         if name in self.open:
-            self._complain("once", f"lease {name} is given twice")
+            self._complain("once", f"lease {name} is granted twice")
         newest = self._newest.trainer_epoch if self._newest is not None else 0
         if fact.trainer_epoch not in self._epochs or fact.trainer_epoch != newest:
             what = f"epoch {fact.trainer_epoch}; the trainer that attached last has epoch {newest}"
             self._complain("once", f"lease {name} is bound to {what}")
         if not fact.sample_ids:
-            self._complain("once", f"lease {name} of update {fact.update} holds no samples")
+            self._complain("once", f"lease {name} of update {fact.update} has no samples")
         groups = set(fact.groups)
         for sample in fact.sample_ids:
             if self._group.get(sample) not in groups:
-                self._complain("once", f"lease {name} holds sample {sample}, which no group of the lease has")
+                self._complain("once", f"lease {name} has sample {sample}, which no group of the lease has")
             if sample in self._holder:
-                self._complain("once", f"lease {name} holds sample {sample}, which lease {self._holder[sample]} holds")
+                self._complain("once", f"lease {name} has sample {sample}, which lease {self._holder[sample]} has")
             self._holder[sample] = name
         self.open[name] = fact
         self._leased_under[name] = self._spec
@@ -107,7 +108,7 @@ class Leases:
             doubtful = lease_id in self._in_doubt
             lease = self._close(lease_id)
             if lease is None:
-                self._complain("once", f"update {fact.update} is committed with lease {lease_id}, which is not out")
+                self._complain("once", f"update {fact.update} is committed with lease {lease_id}, which is not held")
                 continue
             leased.update(lease.sample_ids)
             if doubtful and not forward:
@@ -121,13 +122,13 @@ class Leases:
         self._compare(fact, leased)
 
     def _compare(self, fact: f.UpdateCommitted, leased: Counter[str]) -> None:
-        """Every leased sample has one disposition, and no other sample has one."""
+        """Check that every leased sample has one disposition, and that no other sample has one."""
         disposed = Counter([*fact.used, *(dropped.sample_id for dropped in fact.dropped)])
         for sample in sorted((disposed - leased).keys()):
             what = (
-                f"more often than its leases hold it ({leased[sample]} times)"
+                f"more often than its leases contain it ({leased[sample]} times)"
                 if leased[sample]
-                else "though no lease of it holds it"
+                else "though no lease of it contains it"
             )
             self._complain("once", f"update {fact.update} used or dropped sample {sample} {what}")
         for sample in sorted((leased - disposed).keys()):

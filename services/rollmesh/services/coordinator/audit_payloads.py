@@ -1,7 +1,9 @@
-"""Payloads: every scored episode has its own one, and the metadata in the ledger agrees with the stamps that the engine left in it.
+"""Check that every scored episode has its own payload, and that the metadata in the ledger agrees with the engine's
+stamps in it.
 
-The bound is proven from `SampleMeta.steps`, which a worker reported. Only the comparison with the payloads shows that this report is true.
-Payloads of samples that have ended are purged from the sample stream, so a comparison covers what is still there.
+The bound is proven from `SampleMeta.steps`, which a worker reported. Only the comparison with the payloads verifies
+this report. Payloads of ended samples are purged from the sample stream, so a comparison covers only the remaining
+ones.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from rollmesh.shared.errors import MetadataMismatch
 from rollmesh.v1 import types_pb2
 
 READS_MAX = 16
-"""Payloads read at once."""
+"""Number of payloads that are read at once."""
 
 
 class _Scored(NamedTuple):
-    """An episode and the record that says that it was scored."""
+    """An episode, and the record with its score."""
 
     fact: f.EpisodeScored
     position: int
 
 
 class Payloads:
-    """The payload references of a run. `complain` receives what cannot be."""
+    """The payload references of a run. `complain` receives violations."""
 
     def __init__(self, complain: Complain) -> None:
         self._complain = complain
@@ -39,7 +41,7 @@ class Payloads:
         """Scored episodes by the sequence of their payloads."""
 
     def enter(self, fact: f.Fact, position: int) -> None:
-        """Take note of one fact in the record at `position`."""
+        """Fold one fact of the record at `position`."""
         if not isinstance(fact, f.EpisodeScored):
             return
         sequence = fact.payload.sequence
@@ -49,11 +51,11 @@ class Payloads:
         first = self._scored.setdefault(sequence, _Scored(fact, position)).fact
         if first.episode != fact.episode:
             self._complain(
-                "payloads", f"episode {fact.episode} has payload {sequence}, which is that of {first.episode}"
+                "payloads", f"episode {fact.episode} has payload {sequence}, which belongs to {first.episode}"
             )
 
     async def compare(self, bus: Bus, stream: str) -> PayloadCounts:
-        """Compare every payload that the sample stream still holds with what was reported of it."""
+        """Compare every payload in the sample stream with its reported metadata."""
         try:
             log = await bus.open(stream)
             info = await log.info()
@@ -70,7 +72,7 @@ class Payloads:
         return PayloadCounts(compared=compared, purged=len(self._scored) - compared)
 
     async def _check(self, log: StreamLog, sequence: int, last_seq: int) -> bool:
-        """Whether there is such a payload."""
+        """Return whether the payload exists."""
         fact, position = self._scored[sequence]
         try:
             payload = (await log.read_direct(sequence)).payload
@@ -89,7 +91,7 @@ class Payloads:
         return True
 
     def _compare(self, fact: f.EpisodeScored, episode: types_pb2.Episode, num_bytes: int) -> None:
-        """Raises MetadataMismatch for the first thing that differs."""
+        """Compare metadata and payload. Raises MetadataMismatch for the first difference."""
         for name, reported, stored in (
             ("episode", fact.episode, episode.key.episode),
             ("group", fact.group, episode.key.group),

@@ -1,4 +1,4 @@
-"""What an audit reports: findings with position and remedy, counts, and the report as text."""
+"""The report of an audit: findings with position and remedy, counts, and the report as text."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ REMEDIES = {
     "chain": "restore RM_<run>_LEDGER from a replica or a backup that contains every stored head, and do not resume the run before",
     "ledger": "compare the record with a replica or a backup; if it is the same there, report it with a copy of the ledger",
     "conservation": "compare the record with a replica or a backup; if it is the same there, report it with a copy of the ledger",
-    "once": "do not use weights of this update or a later one: go back to a checkpoint before it",
-    "bound": "do not use weights of this update or a later one: go back to a checkpoint before it",
-    "digest": "do not use weights of this update or a later one: go back to a checkpoint before it",
+    "once": "do not use weights of this update or a later one: return to a checkpoint before it",
+    "bound": "do not use weights of this update or a later one: return to a checkpoint before it",
+    "digest": "do not use weights of this update or a later one: return to a checkpoint before it",
     "checkpoint": "use a checkpoint of this run whose list agrees with the ledger, or restore the ledger that it was trained with",
     "payloads": "find the worker that wrote the payload or the report in the logs, and remove it from the mesh",
 }
-"""What to do about a finding, by the claim that it breaks."""
+"""Remedy for a finding, by the violated claim."""
 CHECKS = tuple(REMEDIES)
 
 
 class Complain(Protocol):
-    """Receives a finding: the claim that it breaks, what is wrong, and at which record if it is not the current one."""
+    """Receives a finding: the violated claim, the violation, and its record if it is not the current one."""
 
     def __call__(self, check: str, message: str, position: int | None = None) -> None: ...
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that must not be."""
+    """One violation."""
 
     check: str
-    """Which claim it breaks: one of `CHECKS`."""
+    """The violated claim: one of `CHECKS`."""
     position: int
-    """Ledger record at which it shows; 0 if it is about the whole."""
+    """Ledger record that shows it; 0 if it is about the whole ledger."""
     message: str
     remedy: str = ""
 
@@ -51,7 +51,7 @@ class HeadLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint's list holds."""
+    """Contents of a checkpoint's list."""
 
     path: str
     updates: int
@@ -64,11 +64,11 @@ class PayloadCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     compared: int
     purged: int
-    """No longer in the sample stream: nothing can be said about them."""
+    """Number that is no longer in the sample stream, so that it cannot be checked."""
 
 
 class SampleTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Samples by fate; reserved = live + all ends."""
+    """Number of samples by end; reserved = live + all ends."""
 
     reserved: int
     live: int
@@ -81,7 +81,7 @@ class SampleTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChangeLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A setting that changed when the run went on."""
+    """A setting that changed during the run."""
 
     position: int
     time_unix_s: float
@@ -91,7 +91,7 @@ class ChangeLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What an audit found."""
+    """Result of an audit."""
 
     run: str
     holds: bool
@@ -102,7 +102,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     num_findings: int
     findings: tuple[Finding, ...]
     warnings: tuple[Finding, ...]
-    """What is unusual and breaks no claim."""
+    """Unusual records that violate no claim."""
     ended: str
     eta: int
     lag_max: int
@@ -112,7 +112,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     eval_samples: SampleTotals
     reasons: dict[str, int]
     updates: int
-    """Updates that stand."""
+    """Number of updates that are not undone."""
     updates_undone: int
     updates_skipped: int
     digest: str
@@ -122,11 +122,11 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     payloads: PayloadCounts | None = None
     """None if payloads were not compared."""
     changes: tuple[ChangeLine, ...] = ()
-    """Settings that changed when the run went on, in order."""
+    """Changed settings, in order."""
     history: tuple[HistoryLine, ...] = ()
 
     def to_text(self) -> str:
-        """The report for people."""
+        """Return the report as text."""
         broken = {finding.check for finding in self.findings}
         lags = ", ".join(f"{lag}: {num}" for lag, num in sorted(self.lags.items())) or "none"
         lines = [
@@ -134,7 +134,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             *(f"  {check:<13} {self._verdict(check, check in broken)}" for check in CHECKS),
             f"  samples       {_describe(self.samples)}",
             f"  evaluation    {_describe(self.eval_samples)}",
-            f"  updates       {self.updates} stand, {self.updates_skipped} of them skipped, {self.updates_undone} were undone",
+            f"  updates       {self.updates} remain, {self.updates_skipped} of them skipped; {self.updates_undone} were undone",
             f"  staleness     eta {self.eta}, samples used by lag: {lags}",
             f"  digest        {self.digest or '(none)'}",
             f"  head          {self.head}",
@@ -147,7 +147,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         lines += [f"  {finding.check} at record {finding.position}: {finding.message}" for finding in self.findings]
         if self.num_findings > len(self.findings):
             lines.append(f"  and {self.num_findings - len(self.findings)} more")
-        lines += [f"  what to do about {check}: {REMEDIES[check]}" for check in CHECKS if check in broken]
+        lines += [f"  remedy for {check}: {REMEDIES[check]}" for check in CHECKS if check in broken]
         lines += [f"  #{line.position} {line.what}" for line in self.history]
         return "\n".join(lines)
 
@@ -157,9 +157,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         if check == "chain":
             newest = max((head for head in self.heads), key=lambda head: head.position, default=None)
             proven = f"compared with {len(self.heads)} stored heads, up to record {newest.position}" if newest else ""
-            return f"holds; {proven or 'no head is stored elsewhere, so missing newest records would not show'}"
+            return f"holds; {proven or 'no head is stored elsewhere, so missing newest records would not be detected'}"
         if check == "checkpoint" and self.checkpoint is None:
-            return "not looked at (give one)"
+            return "not compared (name one)"
         if check == "payloads":
             found = self.payloads
             return f"holds; {found.compared} compared, {found.purged} purged" if found else "not compared (--payloads)"

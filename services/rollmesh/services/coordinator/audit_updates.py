@@ -1,6 +1,6 @@
-"""Once, bound and digests of updates, recomputed from the facts alone.
+"""Check once, bound and digests of updates, recomputed from the facts.
 
-The arithmetic of the bound is written out here a second time on purpose: an error in `core/bound.py` must not hide itself.
+This module repeats the arithmetic of the bound on purpose, so that an error in `core/bound.py` cannot hide itself.
 
     lag of a sample at update k = (k - 1) - (oldest step among its trained tokens) <= eta
     DROP trains all its tokens; MASK those of steps >= k - 1 - eta, and at least one
@@ -31,7 +31,7 @@ class StandingUpdate:
 
 
 class Updates:
-    """The standing updates of a run's one learner, and what their samples were made of."""
+    """The remaining updates of a run's one learner, and the metadata of their samples."""
 
     def __init__(self, complain: Complain) -> None:
         self.leases = Leases(complain)
@@ -39,7 +39,8 @@ class Updates:
         self.standing: dict[int, StandingUpdate] = {}
         self.num_undone = 0
         self.lags: Counter[int] = Counter()
-        """Used samples of all committed updates, undone ones too, by lag; -1 for those without POLICY tokens."""
+        """Number of used samples of all committed updates, also undone ones, by lag; -1 for those without POLICY
+        tokens."""
         self._complain = complain
         self._samples: dict[str, SampleMeta] = {}
         self._used_in: dict[str, int] = {}
@@ -57,11 +58,11 @@ class Updates:
 
     @property
     def used_in(self) -> Mapping[str, int]:
-        """The standing update that used each sample."""
+        """The remaining update that used each sample."""
         return self._used_in
 
     def enter(self, fact: f.Fact) -> None:
-        """Take note of one fact."""
+        """Fold one fact."""
         self.leases.enter(fact)
         self.versions.enter(fact)
         match fact:
@@ -71,7 +72,7 @@ class Updates:
                 self._commit(fact)
             case f.CheckpointReported():
                 if fact.update not in self.standing:
-                    what = f"update {fact.update}, which no standing commit made"
+                    what = f"update {fact.update}, which no remaining commit made"
                     self._complain("once", f"a checkpoint is reported with {what}; the last is {self.applied}")
             case f.RolledBack():
                 self._roll_back(fact)
@@ -84,13 +85,11 @@ class Updates:
         if fact.digest != expected:
             self._complain("digest", f"digest after update {k} is {fact.digest[:12]!r}, recomputed {expected[:12]!r}")
         if fact.used and not fact.applied:
-            self._complain("once", f"update {k} was skipped, and yet used {len(fact.used)} samples")
+            self._complain("once", f"update {k} was skipped, but used {len(fact.used)} samples")
         spec = self.leases.spec_of(fact.lease_ids)
         for sample in fact.used:
             if sample in self._used_in:
-                self._complain(
-                    "once", f"sample {sample} is used by update {k} and by standing update {self._used_in[sample]}"
-                )
+                self._complain("once", f"sample {sample} is used by update {k} and by update {self._used_in[sample]}")
             self._used_in[sample] = k
             self._check_bound(sample, fact, spec)
         self.standing[k] = StandingUpdate(digest=fact.digest, used=fact.used, applied=fact.applied)

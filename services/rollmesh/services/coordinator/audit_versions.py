@@ -1,4 +1,5 @@
-"""Versions and incarnations: what was published and undone, and that samples and updates name nothing else."""
+"""Check versions and incarnations: what was published and undone, and that samples and updates name no other
+versions."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from rollmesh.services.coordinator.core.facts import SampleMeta, StepSpan
 
 
 class Versions:
-    """The published versions of a run's one policy. `complain` receives what cannot be."""
+    """The published versions of a run's one policy. `complain` receives violations."""
 
     def __init__(self, complain: Complain) -> None:
         self._complain = complain
@@ -16,17 +17,17 @@ class Versions:
         self._applied = 0
         self._incarnation = 0
         self._attached_with: int | None = None
-        """Last update in the checkpoint of the trainer that attached last; None before the first."""
+        """Last update in the checkpoint of the newest trainer; None before the first."""
         self._published: dict[tuple[int, int], str] = {}
         """Digest by (step, incarnation)."""
         self._rolled_back: list[f.RolledBack] = []
 
     def is_void(self, span: StepSpan) -> bool:
-        """Whether the step was undone by a later incarnation."""
+        """Return whether a later incarnation undid the step."""
         return any(span.incarnation < r.incarnation and span.step > r.to_update for r in self._rolled_back)
 
     def enter(self, fact: f.Fact) -> None:
-        """Take note of one fact."""
+        """Fold one fact."""
         match fact:
             case f.RunCreated() | f.RunChanged():
                 self._policy = fact.spec.policy

@@ -1,7 +1,7 @@
-"""The callers of one run: those who ask, look or watch, from their question to its answer.
+"""The callers of one run: they submit inputs, read or watch.
 
-Questions wait in one bounded queue in the order in which they came, which the driver of the run takes them from. An answer that its
-caller no longer takes is given back.
+Inputs and reads wait in one bounded queue, in the order of their arrival, until the driver of the run handles them.
+Leases in a reply that its caller no longer takes are returned.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class QueuedInput:
-    """An input, with the ticket of the caller that waits for its answer (0: none does)."""
+    """An input, with the ticket of the caller that waits for its reply (0: no caller waits)."""
 
     request: i.Input
     ticket: int = 0
@@ -54,19 +54,20 @@ class Callers:
         self._num_watchers = 0
         self._changed = asyncio.Event()
         self._closed: MeshError | None = None
-        """What callers get once no question is answered any more."""
+        """The error for every caller once the driver is closed."""
 
     @property
     def idle(self) -> bool:
-        """Whether no caller waits for an answer or watches. Looks are short, and some are housekeeping's."""
+        """Whether no caller waits for a reply or watches. Reads are short, and some are those of housekeeping."""
         return not (self._waiting or self._num_watchers)
 
     async def submit(self, make: Callable[[int], i.Input]) -> Any:
-        """The answer to an input made with its ticket. Raises the typed refusal; if cancelled, nobody waits any longer."""
+        """Submit an input that is made with its ticket, and return the reply. Raises the typed refusal. A cancelled
+        caller waits no longer."""
         return (await self.submit_with_head(make))[0]
 
     async def submit_with_head(self, make: Callable[[int], i.Input]) -> tuple[Any, LedgerHead]:
-        """As `ask`, with the head of the ledger at which the answer became true."""
+        """Submit an input. Return the reply, and the head of the ledger with its facts."""
         ticket = next(self._tickets)
         answer: asyncio.Future[tuple[object, LedgerHead]] = asyncio.get_running_loop().create_future()
         self._check_open()
@@ -76,19 +77,20 @@ class Callers:
             return await answer
         except asyncio.CancelledError:
             if answer.done() and not answer.cancelled() and answer.exception() is None:
-                self.return_leases(answer.result()[0])  # it came together with the cancellation
+                self.return_leases(answer.result()[0])  # the reply arrived together with the cancellation
             raise
         finally:
             if self._waiting.pop(ticket, None) is not None:
                 self._core.forget(ticket)
 
     async def enqueue(self, request: i.Input) -> None:
-        """An input without an answer; waits for room."""
+        """Queue an input that has no reply. Waits for room in the queue."""
         if self._closed is None:
             await self._inputs.put(QueuedInput(request))
 
     async def read(self, read: Callable[[Core, LedgerHead], T]) -> T:
-        """`read(core, head of the ledger)` between two decisions, once all it saw is stored. `read` must not keep the core."""
+        """Return `read(core, head of the ledger)` between two decisions, once all that it read is stored. `read` must
+        not keep the core."""
         self._check_open()
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._reading.add(answer)
@@ -97,7 +99,7 @@ class Callers:
         return await answer
 
     async def watch(self, read: Callable[[Core, LedgerHead], T]) -> AsyncIterator[T]:
-        """`look(read)` now and after changes, at most every `watch_interval_s`; a slow watcher skips states."""
+        """Yield `read` now and after changes, at most every `watch_interval_s`. A slow watcher skips states."""
         self._num_watchers += 1
         try:
             while True:
@@ -109,7 +111,7 @@ class Callers:
             self._num_watchers -= 1
 
     def return_leases(self, value: object) -> None:
-        """Return the leases of an answer that no worker got, at once and without costing an attempt."""
+        """Return the leases of a reply that no worker received, at once and without counting an attempt."""
         if isinstance(value, i.Acquired) and value.leases:
             reports = tuple(
                 i.EpisodeReport(
@@ -118,11 +120,11 @@ class Callers:
                     episode=lease.episode,
                     attempt=lease.attempt,
                     outcome=i.EpisodeOutcome.CANCELLED,
-                    cause="the worker hung up",
+                    cause="the worker disconnected",
                 )
                 for lease in value.leases
             )
-            with contextlib.suppress(asyncio.QueueFull):  # then they expire
+            with contextlib.suppress(asyncio.QueueFull):  # if the queue is full, they expire
                 self._inputs.put_nowait(QueuedInput(i.ReportEpisodes(ticket=0, node_id="", reports=reports)))
 
     def _answer(self, ticket: int, value: object, head: LedgerHead) -> None:
@@ -135,7 +137,8 @@ class Callers:
             answer.set_result((value, head))
 
     def _reject_all(self, error: MeshError, but: int = 0) -> None:
-        """Answer every caller with `error`, except the one with the ticket `but`. What waits in the queue is not decided."""
+        """Reply to every caller with `error`, except the one with the ticket `but`. Queued inputs are dropped without a
+        decision."""
         waiting = [answer for ticket, answer in self._waiting.items() if ticket != but]
         for answer in [*waiting, *self._reading]:
             if not answer.done():
@@ -146,7 +149,7 @@ class Callers:
         self._note_change()
 
     def _note_change(self) -> None:
-        """Let the watchers look again."""
+        """Let the watchers read again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -159,12 +162,12 @@ class Callers:
             self._inputs.put_nowait(item)
         except asyncio.QueueFull:
             raise Overloaded(
-                f"{self._limits.inputs_max} questions wait for run {self.run}'s coordinator; try again later",
+                f"{self._limits.inputs_max} requests wait for run {self.run}'s coordinator; retry later",
                 run=self.run,
             ) from None
 
     async def _idle(self, changed: asyncio.Event) -> None:
-        """Until something changed, or `watch_idle_s` is over."""
+        """Wait until something changed, or for `watch_idle_s`."""
         waits = [
             asyncio.ensure_future(changed.wait()),
             asyncio.ensure_future(self._clock.sleep(self._limits.watch_idle_s)),

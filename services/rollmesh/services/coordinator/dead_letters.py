@@ -1,7 +1,7 @@
-"""Dead letters of a run, for operators: listed, and replayed on their word.
+"""Dead letters of a run, for operators: listed, and replayed on request.
 
-The stream is for people and drops its oldest letters; that a letter was replayed is a fact of the ledger. Collaborators: `effects` and the
-gateway write, `run_servicer` asks.
+The stream drops its oldest letters. That a letter was replayed is a fact of the ledger. `effects` and the gateway write
+letters, `run_servicer` calls this module.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 LIST_MAX = 1000
 PIECE_BYTES = 1 << 20
-"""Size of the letters that are replayed by one decision."""
+"""Maximum size of the letters that one decision replays, in bytes."""
 
 
 class NotReplayable(FailedPrecondition):
-    """The dead letter holds no task that could be tried again."""
+    """The dead letter has no task that can be retried."""
 
     reason = "NOT_REPLAYABLE"
 
@@ -38,7 +38,7 @@ class DeadLetters:
         self._bus = bus
 
     async def list(self, driver: RunDriver, *, after: int, num_max: int) -> list[run_pb2.ListedLetter]:
-        """Letters after sequence `after`, oldest first."""
+        """Return letters after sequence `after`, oldest first."""
         if not 0 <= num_max <= LIST_MAX:
             raise invalid("num_max", f"is {num_max}; expected 0 to {LIST_MAX}")
         replayed = await driver.read(lambda core, _: frozenset(core.state.replayed))
@@ -50,13 +50,13 @@ class DeadLetters:
         return found
 
     async def replay(self, driver: RunDriver, dead_ids: Sequence[int]) -> tuple[int, ...]:
-        """Has tasks tried again; none named: all that can be. Raises UnknownRecord, NotReplayable, RunEnded."""
+        """Replay the named letters, or all that can be replayed. Raises UnknownRecord, NotReplayable, RunEnded."""
         letters = [
             letter async for letter in self._letters(driver.run, 0) if not dead_ids or letter.dead_id in dead_ids
         ]
         if missing := sorted(set(dead_ids) - {letter.dead_id for letter in letters}):
             raise UnknownRecord(
-                f"run {driver.run} has no dead letter {missing[0]}; `rollmesh dead list` shows which there are",
+                f"run {driver.run} has no dead letter {missing[0]}; `rollmesh dead list` shows those that exist",
                 dead_id=missing[0],
             )
         for letter in letters if dead_ids else ():
@@ -78,18 +78,19 @@ class DeadLetters:
 
 
 def _read(payload: bytes, dead_id: int) -> events_pb2.DeadLetter:
-    """A letter that cannot be read is one all the same: something was given up."""
+    """Return a letter. A letter that cannot be decoded is listed too, with the cause."""
     try:
         letter = events_pb2.DeadLetter.FromString(payload)
     except DecodeError:
-        cause = f"{len(payload)} bytes that are no dead letter"
+        cause = f"{len(payload)} bytes that are not a dead letter"
         letter = events_pb2.DeadLetter(kind=events_pb2.DEAD_KIND_PAYLOAD, cause=cause)
     letter.dead_id = dead_id
     return letter
 
 
 def _pieces(letters: Sequence[events_pb2.DeadLetter]) -> list[list[events_pb2.DeadLetter]]:
-    """The letters in parts, each of which fits one ledger record. At least one part: what refuses a replay refuses none too."""
+    """Split the letters into parts that each fit one ledger record. Return at least one part, so that an empty replay
+    is refused like any other."""
     pieces: list[list[events_pb2.DeadLetter]] = [[]]
     num_bytes = 0
     for letter in letters:
@@ -109,6 +110,6 @@ def _check_replayable(letter: events_pb2.DeadLetter) -> None:
     if not _is_replayable(letter):
         what = Purpose.EVAL.name if letter.kind == events_pb2.DEAD_KIND_TASK else "payload"
         raise NotReplayable(
-            f"dead letter {letter.dead_id} is of {what} {letter.subject}: only tasks of training can be tried again",
+            f"dead letter {letter.dead_id} is of {what} {letter.subject}: only tasks of training can be retried",
             dead_id=letter.dead_id,
         )

@@ -1,6 +1,6 @@
-"""apply(state, fact): the only code that changes durable state. It never decides and never fails on a valid ledger.
+"""apply(state, fact): the only code that changes durable state. It never decides, and never fails on a valid ledger.
 
-Assertions here say what only a bug or a foreign ledger could break; `audit` relies on them.
+Only a bug or a foreign ledger can violate the assertions here. `audit` relies on them.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from rollmesh.services.coordinator.core.state import (
 )
 
 UPDATES_KEPT_MAX = 4096
-"""Digests kept for roll-back; a checkpoint older than this many updates can no longer be attached."""
+"""Number of digests that are kept for a roll-back. A checkpoint that is older cannot be attached."""
 REFUSED_KEPT_MAX = 100
 RELEASED_KEPT_MAX = 1024
-"""Released leases remembered, so that a repeated release is recognized."""
+"""Number of released leases that are kept to recognize a repeated release."""
 RELEASED = "RELEASED"
 RUN_ENDED = "RUN_ENDED"
 PROGRESS = (
@@ -56,11 +56,11 @@ PROGRESS = (
 """Facts that are progress towards trained weights. Leases, retries, failures and reservations are not, because they also occur in
 a run that is stalled. Nor is an attach, because a learner that crashes repeatedly attaches repeatedly."""
 REPLAYED_KEPT_MAX = 4096
-"""Dead letters remembered as replayed; an older one could be replayed twice."""
+"""Number of replayed dead letters that are kept. An older letter could be replayed twice."""
 
 
 def apply(state: State, fact: f.Fact) -> None:
-    """Make `fact` true in `state`."""
+    """Apply `fact` to `state`."""
     _apply(fact, state)
     if isinstance(fact, PROGRESS):
         state.stall = state.stall_root = ""
@@ -68,12 +68,12 @@ def apply(state: State, fact: f.Fact) -> None:
 
 @singledispatch
 def _apply(fact: object, state: State) -> None:
-    raise TypeError(f"not a fact: {fact!r}")
+    raise TypeError(f"cannot apply {fact!r}: expected a Fact")
 
 
 @_apply.register
 def _(fact: f.RunCreated, state: State) -> None:
-    assert state.spec is None, "a run begins once"
+    assert state.spec is None, "a run is created once"
     state.spec = fact.spec
     state.clock = PolicyClock(policy=fact.spec.policy, learner=fact.spec.learner)
 
@@ -168,7 +168,7 @@ def _(fact: f.EpisodeScored, state: State) -> None:
 @_apply.register
 def _(fact: f.GroupFinalized, state: State) -> None:
     group = state.groups[fact.group]
-    assert group.phase is GroupPhase.FINALIZING, f"{fact.group} finalised while {group.phase.name}"
+    assert group.phase is GroupPhase.FINALIZING, f"{fact.group} finalized while {group.phase.name}"
     for adjusted in fact.adjusted:
         sample = group.samples[adjusted.sample_id]
         sample.meta = msgspec.structs.replace(sample.meta, rewards=adjusted.rewards)
@@ -317,7 +317,7 @@ def _(fact: f.RolledBack, state: State) -> None:
 @_apply.register
 def _(fact: f.VersionPublished, state: State) -> None:
     clock = state.the_clock
-    assert fact.version.incarnation == clock.incarnation, "only the present incarnation is published"
+    assert fact.version.incarnation == clock.incarnation, "only the current incarnation is published"
     clock.published = fact.version
     clock.versions.append(fact.version)
     del clock.versions[:-VERSIONS_KEPT_MAX]

@@ -1,4 +1,4 @@
-"""Decisions about batch leases: choosing whole groups within the bound, renewing, releasing."""
+"""Decide on batch leases: choose whole groups within the bound, renew, release."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, Gro
 
 
 def lease_batch(ctx: DecisionContext, request: i.LeaseBatch) -> None:
-    """Lease the batch of the next update, now or when there is enough; idempotent by (epoch, update)."""
+    """Lease the batch of the next update, now or when enough samples are READY. Idempotent by (epoch, update)."""
     check_trains(ctx)
     check_epoch(ctx, request)
     _check_geometry(ctx, request)
@@ -35,7 +35,7 @@ def _check_update(ctx: DecisionContext, update: int) -> None:
     if update != clock.applied + 1:
         refuse(
             "WRONG_UPDATE",
-            f"update {update} asked for, the next one is {clock.applied + 1}",
+            f"update {update} was requested, the next one is {clock.applied + 1}",
             next_update=clock.applied + 1,
         )
     if clock.published is None:
@@ -46,7 +46,7 @@ def _check_update(ctx: DecisionContext, update: int) -> None:
 
 
 def grant_batches(ctx: DecisionContext) -> bool:
-    """Answer waiting trainers that can have their batch, or whose wait is over. Whether one of them has none."""
+    """Reply to waiting trainers whose batch is ready or whose wait is over. Return whether one of them got no batch."""
     unserved = False
     for waiter in list(ctx.ephemeral.trainers):
         request = waiter.request
@@ -63,7 +63,8 @@ def grant_batches(ctx: DecisionContext) -> bool:
 
 
 def sweep(ctx: DecisionContext, update: int) -> None:
-    """End READY samples that can no longer be trained at `update` or later. Whole groups stay comparable: rewards are kept."""
+    """End READY samples that cannot be trained at `update` or later. The rewards stay with the group for its
+    baseline."""
     for group in ctx.state.training_groups(GroupPhase.READY):
         ended: dict[str, list[str]] = {}
         for sample in group.live_samples():
@@ -75,7 +76,7 @@ def sweep(ctx: DecisionContext, update: int) -> None:
 
 
 def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
-    """Whole groups in order of admission until the amount is reached; empty if there is not enough and more can become READY."""
+    """Return whole groups in order of admission until the amount is reached. Return none if more can become READY."""
     sweep(ctx, request.update)
     unit, amount = _wanted(ctx, request)
     chosen: list[GroupState] = []
@@ -89,7 +90,7 @@ def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
 
 
 def _is_all(ctx: DecisionContext) -> bool:
-    """Whether no further group can become READY before this update is committed."""
+    """Return whether no further group can become READY before this update is committed."""
     on_their_way = ctx.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING)
     return not on_their_way and bound.num_admissible(ctx.state) == 0
 
@@ -109,7 +110,7 @@ def _size(group: GroupState, unit: i.GeometryUnit) -> int:
 
 
 def _check_geometry(ctx: DecisionContext, request: i.LeaseBatch) -> None:
-    """Refuse an amount that admission can never supply for this update."""
+    """Reject an amount that admission can never supply for this update."""
     unit, amount = _wanted(ctx, request)
     update = ctx.clock.applied + 1
     most = _most(ctx, update, unit)
@@ -124,7 +125,8 @@ def _check_geometry(ctx: DecisionContext, request: i.LeaseBatch) -> None:
 
 
 def _most(ctx: DecisionContext, update: int, unit: i.GeometryUnit) -> int:
-    """The largest amount: admission reserves groups up to update `update` + eta, of bounded size, with bounded samples."""
+    """Return the largest amount: admission reserves groups up to update `update` + eta, and sizes of groups and samples
+    are bounded."""
     spec = ctx.spec
     last_update = max(update, min(update + spec.max_staleness, spec.updates_max or update + spec.max_staleness))
     groups = (last_update - update + 1) * spec.batch_groups
@@ -137,7 +139,8 @@ def _most(ctx: DecisionContext, update: int, unit: i.GeometryUnit) -> int:
 
 
 def why_no_batch(ctx: DecisionContext, request: i.LeaseBatch | None = None) -> str:
-    """For people: what a trainer without a batch waits for. Without `request`: the first trainer that waits, or the run's geometry."""
+    """Return what a trainer without a batch waits for. Without `request`: the first waiting trainer, or the run's
+    geometry."""
     state = ctx.state
     if state.ended or state.stopping:
         return f"run ended: {state.ended or state.stopping}"
@@ -147,13 +150,13 @@ def why_no_batch(ctx: DecisionContext, request: i.LeaseBatch | None = None) -> s
     busy = len(state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING))
     groups = "" if unit is i.GeometryUnit.GROUPS else " groups"
     text = f"READY {unit.name.lower()}: {ready} of {amount}, {busy}{groups} on their way"
-    return text if busy else f"{text}: they wait for {_why_none(ctx)}"
+    return text if busy else f"{text}: the run waits for {_why_none(ctx)}"
 
 
 def _why_none(ctx: DecisionContext) -> str:
     admitted = ctx.clock.published is not None and bound.num_admissible(ctx.state) > 0
     if admitted and not ctx.ephemeral.workers and not ctx.ephemeral.data_waiting:
-        return "a rollout worker that asks for episodes"
+        return "a rollout worker that requests episodes"
     return rollouts.why_no_work(ctx)
 
 
@@ -206,7 +209,7 @@ def _members(group: GroupState) -> i.GroupMembers:
 
 
 def get_batch(ctx: DecisionContext, request: i.GetBatch) -> None:
-    """The contents of a lease, for the gateway; it names no policy."""
+    """Reply with the contents of a lease, for the gateway. The request has no policy."""
     if request.trainer_epoch != ctx.clock.trainer_epoch:
         refuse("FENCED", f"trainer epoch {request.trainer_epoch} is fenced by {ctx.clock.trainer_epoch}")
     ctx.reply(request.ticket, _describe_batch(ctx, held_batch(ctx, request.lease_id)))

@@ -1,7 +1,8 @@
-"""The staleness bound and admission. docs/staleness.md derives both; the symbols here are the ones used there.
+"""The staleness bound and admission. docs/staleness.md derives both, with the same symbols.
 
-Two functions *guarantee* the bound: `admissible_spans` when a batch is leased and again when its update is committed.
-`num_admissible` (admission) and `step_min` only save work: with them, what is generated is rarely too old when its turn comes.
+`why_inadmissible` *guarantees* the bound: it runs when a batch is leased and again when its update is committed.
+`num_admissible` (admission) and `step_min` only save work, because they keep most samples within the bound until their
+update.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from rollmesh.shared.versions import intended_update, oldest_admissible, stalene
 
 
 def is_void(span: StepSpan, clock: PolicyClock) -> bool:
-    """Whether (step, incarnation) was undone: a later incarnation began below that step."""
+    """Return whether (step, incarnation) was undone: a later incarnation began below that step."""
     return any(span.incarnation < r.incarnation and span.step > r.to_update for r in clock.rollbacks)
 
 
 def was_published(span: StepSpan, clock: PolicyClock) -> bool:
-    """Whether weights of (step, incarnation) were announced. Of versions older than those kept, only the order is known."""
+    """Return whether weights of (step, incarnation) were announced. For versions older than those kept, only the order
+    is compared."""
     if any((span.step, span.incarnation) == (v.step, v.incarnation) for v in clock.versions):
         return True
     if len(clock.versions) < VERSIONS_KEPT_MAX:
@@ -36,7 +38,7 @@ def was_published(span: StepSpan, clock: PolicyClock) -> bool:
 
 
 def trained_spans(steps: Sequence[StepSpan], *, update: int, bound: Bound) -> list[StepSpan]:
-    """The spans whose tokens keep their loss at `update`: all of them under DROP, those within the bound under MASK."""
+    """Return the spans whose tokens keep their loss at `update`: all under DROP, those within the bound under MASK."""
     if bound.beyond is BoundPolicy.DROP:
         return list(steps)
     oldest = oldest_admissible(update=update, eta=bound.max_staleness)
@@ -44,7 +46,7 @@ def trained_spans(steps: Sequence[StepSpan], *, update: int, bound: Bound) -> li
 
 
 def sample_staleness(spans: Sequence[StepSpan], *, update: int) -> int:
-    """Staleness by the oldest of `spans`; -1 if there is none (no POLICY token is trained)."""
+    """Return the staleness of the oldest of `spans`; -1 if there are none (the sample trains no POLICY token)."""
     if not spans:
         return -1
     return staleness(update=update, oldest_step=min(span.step for span in spans))
@@ -65,7 +67,7 @@ def why_inadmissible(steps: Sequence[StepSpan], *, update: int, bound: Bound, cl
 
 
 def mask_below_step(steps: Sequence[StepSpan], *, update: int, bound: Bound) -> int:
-    """Tokens of steps below this lose their loss at `update`; 0 if none do."""
+    """Return the step below which tokens lose their loss at `update`; 0 if no token does."""
     if bound.beyond is BoundPolicy.DROP:
         return 0
     oldest = oldest_admissible(update=update, eta=bound.max_staleness)
@@ -73,10 +75,10 @@ def mask_below_step(steps: Sequence[StepSpan], *, update: int, bound: Bound) -> 
 
 
 def next_intended_update(state: State) -> int:
-    """k*: the update that the next admitted group is meant for.
+    """Return k*: the update that the next admitted group is intended for.
 
-    Groups are counted by what is still ahead of the learner: those of committed updates, those in the batch that is out,
-    and those on their way. Filtered, failed and stale ones have left the count.
+    n counts the groups of committed updates and all live groups: in progress, READY, leased or in doubt. Filtered,
+    failed and stale groups are not in it.
     """
     return intended_update(admitted=_num_ahead(state), batch=state.the_spec.batch_groups)
 
@@ -89,14 +91,14 @@ def _num_ahead(state: State) -> int:
 
 
 def step_min(state: State) -> int:
-    """Weights below this must not act in the next admitted group: step_min = k* - 1 - eta."""
+    """Return the oldest step that may sample in the next admitted group: step_min = k* - 1 - eta."""
     return oldest_admissible(update=next_intended_update(state), eta=state.the_spec.max_staleness)
 
 
 def num_admissible(state: State) -> int:
-    """How many groups may be admitted now: those whose step_min is published, up to the last update of the run.
+    """Return how many groups may be admitted now: those whose step_min is published, up to the last update of the run.
 
-    An export has no updates to be ahead of: its groups are all admissible once there are weights.
+    An export has no updates, so all its groups are admissible once a version is published.
     """
     spec, clock = state.the_spec, state.the_clock
     if clock.published is None or state.ended or state.stopping:
@@ -110,7 +112,7 @@ def num_admissible(state: State) -> int:
 
 
 def out_of_reach(state: State, to_update: int) -> list[GroupState]:
-    """Groups on their way whose step_min is above the step that a roll-back restores. Their turn may come before that step does:
-    whoever generates them would wait for weights that wait for them."""
+    """Return groups in progress whose step_min is above the step that a roll-back restores. Their turn may come before
+    that step does: their workers would wait for weights that in turn wait for these groups."""
     groups = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING)
     return [group for group in groups if group.step_min > to_update]

@@ -1,4 +1,4 @@
-"""Decisions about what weights contain: commits, checkpoints, published and refused versions."""
+"""Decide what weights contain: commits, checkpoints, published and rejected versions."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rollmesh.shared.digest import INITIAL_DIGEST, next_digest
 
 SKIPPED = "SKIPPED_UPDATE"
 NAMED_MAX = 100
-"""Most samples that an error names."""
+"""Maximum number of samples that an error names."""
 
 
 def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
-    """Make update k's samples APPLIED, after the second check of the bound. Idempotent."""
+    """Make the samples of update k APPLIED, after the second check of the bound. Idempotent."""
     check_trains(ctx)
     check_epoch(ctx, request)
     if request.update <= ctx.clock.applied:
@@ -33,7 +33,10 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
             refuse("WRONG_UPDATE", f"lease {batch.lease_id} is bound to update {batch.update}, not {request.update}")
     check_none_out(ctx, request.lease_ids)
     if not request.lease_ids and (ctx.state.ended or ctx.state.stopping):
-        refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {ctx.state.ended or ctx.state.stopping}; no update begins")
+        refuse(
+            "RUN_ENDED",
+            f"run {ctx.spec.run} has ended: {ctx.state.ended or ctx.state.stopping}; it starts no further update",
+        )
     leased = [s for b in batches for s in b.sample_ids]
     if strangers := sorted(set(request.named) - set(leased)):
         refuse(
@@ -129,7 +132,8 @@ def note_checkpoint(ctx: DecisionContext, update: int) -> None:
 
 
 def publish(ctx: DecisionContext, request: i.PublishVersion) -> None:
-    """Announce uploaded weights of the newest committed step. Idempotent for the same digest, also after the next commit."""
+    """Announce uploaded weights of the newest committed step. Idempotent for the same digest, also after the next
+    commit."""
     check_epoch(ctx, request)
     clock, version = ctx.clock, request.version
     known = next((v for v in clock.versions if str(v) == str(version)), None)
@@ -144,7 +148,7 @@ def publish(ctx: DecisionContext, request: i.PublishVersion) -> None:
     if version.policy != clock.policy or version.incarnation != clock.incarnation or version.step != clock.applied:
         refuse(
             "WRONG_VERSION",
-            f"{describe(version)} is not the present {clock.policy}@{clock.applied}.{clock.incarnation}",
+            f"{describe(version)} is not the current version {clock.policy}@{clock.applied}.{clock.incarnation}",
             applied=clock.applied,
             incarnation=clock.incarnation,
         )

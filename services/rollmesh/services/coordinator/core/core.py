@@ -1,11 +1,11 @@
 """The core as one object: inputs in, facts and effects out.
 
     for each input:   dispatch -> facts (applied at once)
-                      pump: grant leases, ask for tasks and decisions, grant batches, end the run
+                      pump: grant leases, request tasks and decisions, grant batches, end the run
     the driver:       store the facts as one ledger record, then release the effects
 
-Recovery applies the stored facts and calls `resume` once: every lease gets one full term of grace, every open question is
-asked again, and nothing is decided twice.
+Recovery applies the stored facts and calls `resume` once: every lease gets one full term, every open request to another
+service is repeated, and no decision is repeated.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _AFTER_FAILURE_REFUSED = (
     i.ReplayDead,
     i.ReportEpisodes,
 )
-"""Not decided in a run that a bug has ended: the same request could meet the same bug again."""
+"""Inputs that are rejected after a bug has ended the run, because the same input could trigger the bug again."""
 
 
 class Core:
@@ -104,7 +104,7 @@ class Core:
         self.ephemeral = EphemeralState()
 
     def handle(self, request: i.Input, now: float) -> Decision:
-        """Decide on one input. Raises Refusal, with nothing changed, if it is refused."""
+        """Decide on one input. Raises Refusal if the input is rejected; the state is then unchanged."""
         ctx = DecisionContext(self.state, self.ephemeral, now)
         if self.state.spec is None and not isinstance(request, i.CreateRun):
             refuse("UNKNOWN_RUN", "no such run; CreateRun first")
@@ -118,17 +118,17 @@ class Core:
         return Decision(tuple(ctx.facts), tuple(ctx.effects))
 
     def forget(self, ticket: int) -> None:
-        """Whoever holds `ticket` has gone away: it is no longer waiting."""
+        """Remove the waiting caller with `ticket`, which has disconnected."""
         self.ephemeral.workers = [w for w in self.ephemeral.workers if w.ticket != ticket]
         self.ephemeral.trainers = [t for t in self.ephemeral.trainers if t.ticket != ticket]
 
     def replay(self, facts: Iterable[f.Fact]) -> None:
-        """Recovery: make stored facts true again."""
+        """Apply stored facts during recovery."""
         for fact in facts:
             apply(self.state, fact)
 
     def resume(self, now: float) -> Decision:
-        """After recovery: grace for every lease, and every open question asked again."""
+        """Resume after recovery: renew every lease and repeat every open request to another service."""
         ctx = DecisionContext(self.state, self.ephemeral, now)
         self.ephemeral.progressed_at = now
         if self.state.spec is None:
@@ -145,7 +145,7 @@ class Core:
         return Decision(tuple(ctx.facts), tuple(ctx.effects))
 
     def fail(self, cause: str, now: float) -> Decision:
-        """After recovery from a bug: end the run, and decide nothing else."""
+        """End the run after recovery from a bug, and decide nothing else."""
         ctx = DecisionContext(self.state, self.ephemeral, now)
         ending.fail(ctx, cause)
         return Decision(tuple(ctx.facts), tuple(ctx.effects))
@@ -162,30 +162,30 @@ class Core:
         )
 
     def pinned(self) -> list[tuple[int, int]]:
-        """(step, incarnation) of evaluations that nodes must not run past, oldest first."""
+        """Return (step, incarnation) of evaluations that nodes must not pass, oldest first."""
         return sorted(self.ephemeral.eval_deadlines, key=lambda key: (key[1], key[0]))
 
     def waiting(self) -> dict[str, str]:
-        """Who waits for what, for people."""
+        """Return the waiting components and what each waits for, for display."""
         ctx = DecisionContext(self.state, self.ephemeral, 0.0)
         found = {f"worker/{w.node_id}": rollouts.why_no_work(ctx) for w in self.ephemeral.workers}
         if self.ephemeral.trainers:
             found[f"learner/{ctx.clock.learner}"] = batches.why_no_batch(ctx)
         finalizing = sum(g.phase is GroupPhase.FINALIZING for g in self.state.groups.values())
         if finalizing:
-            found["groups"] = f"{finalizing} wait for the reward service to finalise them"
+            found["groups"] = f"{finalizing} wait for the reward service to finalize them"
         return found
 
     def idle_s(self, now: float) -> float:
-        """Seconds since the last progress."""
+        """Return the seconds since the last progress."""
         return now - self.ephemeral.progressed_at
 
     def is_stalled(self, now: float) -> bool:
-        """Whether that is longer than the spec allows."""
+        """Return whether the run has made no progress for `stall_s` of its spec."""
         return stall.is_stalled(DecisionContext(self.state, self.ephemeral, now))
 
     def next_deadline(self) -> float | None:
-        """The earliest moment at which a Tick changes anything; None if nothing is waiting."""
+        """Return the earliest time at which a Tick changes the state; None if there is none."""
         v = self.ephemeral
         moments = [*v.episode_deadlines.values(), *v.batch_deadlines.values(), *v.group_deadlines.values()]
         if (counting := limits.next_count(self.state, v)) is not None:
@@ -194,7 +194,7 @@ class Core:
         return min(moments, default=None)
 
     def _pump(self, ctx: DecisionContext) -> None:
-        """Everything that follows from the new state, in the order in which one step enables the next."""
+        """Derive everything that follows from the new state. Each step can enable the next one."""
         limits.count_time(ctx)
         rollouts.expire(ctx)
         epochs.expire(ctx)

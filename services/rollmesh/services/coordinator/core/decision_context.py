@@ -1,7 +1,7 @@
-"""What one decision is made with: the state, the moment, and where facts and effects go.
+"""The context of one decision: the state, the time, and the lists for facts and effects.
 
-Inputs carry a `ticket`: the driver's handle of whoever asked. It is answered by a `Reply` effect, now or, for those who wait,
-in a later turn. Effects are released by the driver only after the turn's facts are stored.
+Inputs carry a `ticket`, by which the driver identifies the caller. A `Reply` effect answers it, in this decision or,
+for a waiting caller, in a later one. The driver releases effects only after the facts of the decision are stored.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FAILING_MAX = 32
 
 
 class Refusal(Exception):
-    """The input is refused; nothing became true. `reason` is an ErrorInfo reason of the protos.
+    """The input is rejected and the state is unchanged. `reason` is an ErrorInfo reason of the protos.
 
-    `field` names the request's field that is wrong, if the input can never succeed.
+    `field` names the invalid field of the request if a repetition can never succeed.
     """
 
     def __init__(self, reason: str, message: str, field: str = "", **metadata: object) -> None:
@@ -39,7 +39,7 @@ def refuse(reason: str, message: str, field: str = "", **metadata: object) -> No
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer whoever holds `ticket`."""
+    """Reply to the caller with `ticket`."""
 
     ticket: int
     value: object
@@ -47,7 +47,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class DrawTasks:
-    """Ask the data service; answer with `TasksDrawn` or `DrawFailed`."""
+    """Request tasks from the data service. `TasksDrawn` or `DrawFailed` follows."""
 
     purpose: Purpose
     first_draw: int
@@ -59,7 +59,7 @@ class DrawTasks:
 
 @dataclass(frozen=True, slots=True)
 class FinalizeGroup:
-    """Ask the reward service; answer with `GroupDecided`."""
+    """Request a decision from the reward service. `GroupDecided` or `FinalizeFailed` follows."""
 
     group: str
     deadline_passed: bool
@@ -67,7 +67,7 @@ class FinalizeGroup:
 
 @dataclass(frozen=True, slots=True)
 class CancelEpisodes:
-    """Tell a worker to give up episodes whose leases are gone. Saves work only."""
+    """Cancel episodes at a worker whose leases have ended. This only saves work."""
 
     node_id: str
     lease_ids: tuple[str, ...]
@@ -76,7 +76,7 @@ class CancelEpisodes:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """Record in RM_<run>_DEAD what was given up, and why."""
+    """Write a dead letter to RM_<run>_DEAD."""
 
     episode: str
     cause: str
@@ -113,7 +113,7 @@ class BatchWait:
 
 @dataclass(slots=True)
 class Failing:
-    """Tries that failed alike."""
+    """Failed attempts with the same cause."""
 
     num: int = 0
     last: str = ""
@@ -121,7 +121,7 @@ class Failing:
 
 @dataclass(slots=True)
 class FailedAttempts:
-    """Mirrors the message of the same name."""
+    """Failed attempts of a run, with the fields of the message of the same name."""
 
     num: int = 0
     num_alike: int = 0
@@ -135,29 +135,29 @@ class FailedAttempts:
         self.cause, self.traceback = cause, traceback
 
     def end_row(self) -> None:
-        """An attempt came to its end."""
+        """Reset the number of consecutive failures: an attempt succeeded."""
         self.num_alike = 0
 
 
 def _kind(cause: str) -> list[str]:
-    """Where it failed and with what kind of error: "scorer correct: AttributeError: ..." without the rest."""
+    """Return component and kind of error of a cause, for example of "scorer correct: AttributeError: ..."."""
     return cause.split(":")[:2]
 
 
 @dataclass(slots=True)
 class EphemeralState:
-    """What needs no ledger: deadlines on the coordinator's monotonic clock, waiting lists, questions on the way.
+    """State that is not in the ledger: deadlines on the coordinator's monotonic clock, waiting callers, open requests.
 
-    Rebuilt after recovery: every lease gets one full term of grace, every question is asked again.
+    Recovery rebuilds it: every lease gets one full term, and every open request is repeated.
     """
 
     episode_deadlines: dict[str, float] = field(default_factory=dict)
     batch_deadlines: dict[str, float] = field(default_factory=dict)
     group_deadlines: dict[str, float] = field(default_factory=dict)
     eval_deadlines: dict[tuple[int, int], float] = field(default_factory=dict)
-    """Evaluations that pin a step: asked for, or with open episodes."""
+    """Evaluations that pin a step: their tasks are requested, or episodes are open."""
     evals_given_up: set[tuple[int, int]] = field(default_factory=set)
-    """Evaluations whose tasks never came; not asked for again."""
+    """Evaluations that got no tasks in time. They are not requested again."""
     workers: list[WorkerWait] = field(default_factory=list)
     trainers: list[BatchWait] = field(default_factory=list)
     drawing: bool = False
@@ -165,23 +165,23 @@ class EphemeralState:
     overdue: set[str] = field(default_factory=set)
     """Groups whose deadline has passed."""
     counted_at: float | None = None
-    """Moment up to which the run's time is counted; None before the first decision of this life."""
+    """Time up to which the run's time is counted; None before the first decision of this process."""
     exhausted: bool = False
-    """The data service has no task beyond those drawn."""
+    """The data service has no further task."""
     data_waiting: str = ""
-    """Why the data service gives nothing, if it does not."""
+    """Why the data service returned no tasks; empty if it did."""
     progressed_at: float = 0.0
-    """When the run last made progress, or was recovered."""
+    """Time of the last progress, or of the recovery."""
     stall_told_at: float = float("-inf")
-    """When a stall was recorded last."""
+    """Time at which the last stall was recorded."""
     failing: dict[str, Failing] = field(default_factory=dict)
-    """Failed tries since then by where they failed ("sandbox", "LEASE_EXPIRED"); at most `FAILING_MAX` places."""
+    """Failed attempts since then by component ("sandbox", "LEASE_EXPIRED"); at most `FAILING_MAX` components."""
 
     failed: FailedAttempts = field(default_factory=FailedAttempts)
-    """All failed attempts of this coordinator's lifetime."""
+    """All failed attempts since this coordinator started."""
 
     def note_failure(self, cause: str, traceback: str = "") -> None:
-        """Count a failed try."""
+        """Count a failed attempt."""
         self.failed.note(cause, traceback)
         where = cause.partition(":")[0].partition(" ")[0]
         if where in self.failing or len(self.failing) < FAILING_MAX:
@@ -192,7 +192,7 @@ class EphemeralState:
 
 @dataclass(slots=True)
 class DecisionContext:
-    """One decision in the making."""
+    """One decision that is being made."""
 
     state: State
     ephemeral: EphemeralState
@@ -201,7 +201,7 @@ class DecisionContext:
     effects: list[Effect] = field(default_factory=list)
 
     def emit(self, fact: Fact) -> None:
-        """Make `fact` true at once, so that the rest of this decision builds on it."""
+        """Apply `fact` at once, so that the rest of this decision builds on it."""
         apply(self.state, fact)
         self.facts.append(fact)
 

@@ -1,4 +1,4 @@
-"""Decisions about the end of a run."""
+"""Decide on the end of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmesh.services.coordinator.core.facts import Purpose
 from rollmesh.services.coordinator.core.state import BatchState, GroupPhase
 
 FAILED = "FAILED"
-"""Begins the reason of a run that a bug of the coordinator ended."""
+"""Prefix of the reason of a run that a bug of the coordinator ended."""
 
 
 def stop(ctx: DecisionContext, request: i.StopRun) -> None:
@@ -22,7 +22,7 @@ def stop(ctx: DecisionContext, request: i.StopRun) -> None:
 
 
 def fail(ctx: DecisionContext, cause: str) -> None:
-    """End the run because of a bug. Its batches end with it: no commit of theirs can be decided any more."""
+    """End the run because of a bug. Its batches end too, because their commits cannot be decided."""
     end_run(ctx, f"{FAILED}: {cause}")
     _end_rest(ctx, list(ctx.state.batches.values()))
 
@@ -39,7 +39,8 @@ def end_run(ctx: DecisionContext, reason: str) -> None:
 
 
 def finish(ctx: DecisionContext) -> None:
-    """At a limit nothing more is generated; the run ends when no batch is out and its last weights are safe and measured."""
+    """At a limit, stop generation. End the run when no batch is held and its last weights are in a checkpoint and
+    evaluated."""
     state, clock = ctx.state, ctx.clock
     if state.ended:
         _end_rest(ctx, [batch for batch in state.batches.values() if batch.in_doubt])
@@ -56,7 +57,8 @@ def finish(ctx: DecisionContext) -> None:
 
 
 def _end_rest(ctx: DecisionContext, batches: Sequence[BatchState]) -> None:
-    """After the end: cancel the samples of `batches`, and those that were released or undone since. A batch that is held may be committed."""
+    """After the end, cancel the samples of `batches` and those released or undone since. A held batch may still be
+    committed."""
     for batch in batches:
         ctx.ephemeral.batch_deadlines.pop(batch.lease_id, None)
         ctx.emit(f.BatchReturned(lease_id=batch.lease_id, reason=RUN_ENDED))
@@ -64,7 +66,7 @@ def _end_rest(ctx: DecisionContext, batches: Sequence[BatchState]) -> None:
 
 
 def _finish_export(ctx: DecisionContext) -> None:
-    """An export ends when every group it may have has ended, or at a limit."""
+    """Return whether an export has ended: every group of it has ended, or it is at a limit."""
     state = ctx.state
     if state.stopping:
         _cancel_unused(ctx, include_evals=False)
@@ -74,7 +76,7 @@ def _finish_export(ctx: DecisionContext) -> None:
 
 
 def _cancel_unused(ctx: DecisionContext, *, include_evals: bool) -> None:
-    """End every group that no batch holds and no update has used. Evaluations that are scored end by themselves."""
+    """End every group that no batch holds and no update has used. Scored evaluations end by themselves."""
     for group in ctx.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY):
         rollouts.cancel_group(ctx, group, RUN_ENDED)
     if include_evals:

@@ -1,7 +1,7 @@
-"""Decisions about who trains: attach, fencing, and settling what the last trainer left.
+"""Decide who trains: attach, fencing, and batches that the last trainer left.
 
-The trainer's checkpoint is the commit point. A batch lease is bound to one update and one epoch; whatever is leased when its
-lease is lost stays in doubt until the next attach says what the weights contain.
+The trainer's checkpoint is the commit point. A batch lease belongs to one update and one epoch. If the lease is lost,
+its samples are in doubt until the next attach reports what the weights contain.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollmesh.shared.digest import next_digest
 
 
 def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:
-    """Make the caller the one trainer and settle what the last one left; its checkpoint is the truth."""
+    """Make the caller the only trainer and resolve what the last one left. The checkpoint decides."""
     check_names(ctx, request.policy, request.learner)
     resolution = _resolution(ctx, request)
     for waiter in ctx.ephemeral.trainers:
@@ -65,14 +65,15 @@ def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:
 
 
 def _resolution(ctx: DecisionContext, request: i.AttachTrainer) -> i.Resolution:
-    """How the checkpoint (last_update, digest) relates to the ledger; refuses one of another history."""
+    """Return how the checkpoint (last_update, digest) relates to the ledger. Rejects a checkpoint of another
+    history."""
     clock, last = ctx.clock, request.last_update
     if last == clock.applied + 1 and _doubted(ctx, request) is not None:
         return i.Resolution.ROLLED_FORWARD
     if not 0 <= last <= clock.applied:
         refuse(
             "UNKNOWN_UPDATE",
-            f"the checkpoint holds update {last} with digest {request.digest[:12]!r}, the ledger ends at {clock.applied} and a batch "
+            f"the checkpoint contains update {last} with digest {request.digest[:12]!r}, the ledger ends at {clock.applied} and a batch "
             "in doubt does not give that digest: the checkpoint belongs to another run, or samples of its last update were dropped "
             "or the update was skipped and `samples` and `outcome` do not say so; attach with this run's checkpoint or create a "
             "new run",
@@ -87,14 +88,14 @@ def _resolution(ctx: DecisionContext, request: i.AttachTrainer) -> i.Resolution:
     if known != request.digest:
         refuse(
             "DIGEST_MISMATCH",
-            f"the checkpoint's digest after update {last} is {request.digest[:12]!r}, the ledger's {known[:12]!r}: it is of "
+            f"the checkpoint's digest after update {last} is {request.digest[:12]!r}, the ledger's {known[:12]!r}: it belongs to "
             "another history; attach with this run's checkpoint or create a new run",
         )
     return i.Resolution.CONTINUED if last == clock.applied else i.Resolution.ROLLED_BACK
 
 
 def _doubted(ctx: DecisionContext, request: i.AttachTrainer) -> BatchState | None:
-    """The open or doubtful batch of exactly the update that the checkpoint holds beyond the ledger."""
+    """Return the held or doubtful batch of the update by which the checkpoint is ahead of the ledger."""
     for batch in ctx.state.batches.values():
         if not set(request.named) <= set(batch.sample_ids):
             continue
@@ -126,7 +127,8 @@ def _roll_forward(ctx: DecisionContext, request: i.AttachTrainer) -> None:
 
 
 def _settle_doubt(ctx: DecisionContext, *, forgetful: bool) -> None:
-    """What is not in the checkpoint was not trained. A trainer without checkpoints cannot report it: drop the samples."""
+    """Return or drop batches that are not in the checkpoint. A trainer without checkpoints cannot report their use, so
+    drop them."""
     for batch in list(ctx.state.batches.values()):
         if not forgetful:
             ctx.emit(f.BatchReturned(lease_id=batch.lease_id, reason="NOT_IN_CHECKPOINT"))
@@ -148,7 +150,7 @@ def _doubt(ctx: DecisionContext, batch: BatchState, reason: str) -> None:
 
 
 def expire(ctx: DecisionContext) -> None:
-    """Overdue batch leases are in doubt: their trainer may or may not have used them."""
+    """Put overdue batch leases in doubt, because their trainer may have used them."""
     for batch in _open_batches(ctx):
         if ctx.now >= ctx.ephemeral.batch_deadlines.get(batch.lease_id, ctx.now):
             _doubt(ctx, batch, "LEASE_EXPIRED")

@@ -1,9 +1,9 @@
-"""Nodes and the weight rollout plan. Pure and ephemeral: nodes say all of it again when they join again.
+"""Nodes and the weight rollout plan. Pure and ephemeral: nodes report all of it again when they join again.
 
-A version goes out in two phases: every node prepares it while serving; the first node (the canary) activates it and scores its
-probes; when they come out right, the rest activate. One node failing is that node's trouble; the canary failing is the
-version's: it is refused and the fleet stays where it is (so is a version that no node can even prepare). An evaluation pins
-its step: nodes activate pinned versions in order and do not run past one while its episodes are open.
+A version rolls out in two phases. Every node prepares it while serving. The first node (the canary) activates it and
+scores its probes; if they match, the other nodes activate it. If a single node fails, only that node is excluded. If
+the canary fails, or no node can prepare the version, the version is rejected and the fleet keeps its weights. An
+evaluation pins its step: nodes activate pinned versions in order and do not pass one while its episodes are open.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from rollmesh.shared.settings import PositiveFloat, Settings
 from rollmesh.shared.versions import PolicyVersion
 
 PREPARE_TRIES_MAX = 3
-LEFT = "left in good order"
-"""Cause of a node that is DEAD because it said so."""
+LEFT = "left cleanly"
+"""Cause of a node that is DEAD because it reported that it leaves."""
 RETRY_S = 2.0
 RETRY_S_MAX = 64.0
-"""First and longest pause before a failed preparation is retried, in seconds; it doubles with each failure."""
+"""First and longest delay before a failed preparation is retried, in seconds. It doubles with each failure."""
 
 
 class NodeKind(IntEnum):
@@ -82,7 +82,7 @@ class FleetConfig(Settings):
 
 @dataclass(slots=True, kw_only=True)
 class Node:
-    """One node as last heard of."""
+    """State of one node by its last messages."""
 
     node_id: str
     kind: NodeKind
@@ -95,43 +95,43 @@ class Node:
     connected: bool = True
     draining: bool = False
     left: bool = False
-    """It said that it leaves: no grace."""
+    """It reported that it leaves, so it has no grace period."""
     num_running: int = 0
     num_waiting: int = 0
     waiting_for: str = ""
     waiting_on: NodeKind | None = None
-    """Kind of node that could end that wait."""
+    """Kind of node that can end that wait."""
     doing: str = ""
     cause: str = ""
     active: PolicyVersion | None = None
     prepared: PolicyVersion | None = None
     ordered: tuple[WeightVerb, PolicyVersion] | None = None
-    """The command it has not answered yet."""
+    """The command that it has not answered yet."""
     ordered_until: float = 0.0
     failures: int = 0
-    """Failed preparations of `failed` in a row."""
+    """Number of consecutive failed preparations of `failed`."""
     failed: PolicyVersion | None = None
     retry_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightGoal:
-    """What the nodes of a run should serve."""
+    """The versions that the nodes of a run should serve."""
 
     versions: Sequence[PolicyVersion]
-    """Announced versions, oldest first, refused ones left out."""
+    """Announced versions without rejected ones, oldest first."""
     pins: Sequence[tuple[int, int]] = ()
     """(step, incarnation) of open evaluations, oldest first."""
     step_min: int = 0
-    """Oldest step that is of any use; nodes below it are STALE."""
+    """Oldest step that is admissible. Nodes below it are STALE."""
     incarnation: int = 0
     ended: bool = False
-    """The run is over: nodes that name no run are free for another."""
+    """The run has ended. Nodes without a configured run are free for another run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendWeights:
-    """Send a weight command down the node's stream."""
+    """Send a weight command on the stream of the node."""
 
     node_id: str
     verb: WeightVerb
@@ -140,7 +140,7 @@ class SendWeights:
 
 @dataclass(frozen=True, slots=True)
 class NodeDied:
-    """The node's work is to be given to others."""
+    """The work of the node is released."""
 
     node_id: str
 
@@ -156,7 +156,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class StateChanged:
-    """For watchers, and the sign that the fleet view is to be sent again."""
+    """A node changed, so the fleet view is sent again."""
 
     node_id: str
     state: NodeState
@@ -167,7 +167,7 @@ FleetEvent = SendWeights | NodeDied | Refused | StateChanged
 
 
 def age(version: PolicyVersion) -> tuple[int, int]:
-    """Versions in order: incarnation first."""
+    """Return the sort key of versions: incarnation first."""
     return (version.incarnation, version.step)
 
 
@@ -178,11 +178,11 @@ class Fleet:
     config: FleetConfig = field(default_factory=FleetConfig)
     nodes: dict[str, Node] = field(default_factory=dict)
     verified: set[PolicyVersion] = field(default_factory=set)
-    """Versions that some node serves and whose probes came out right."""
+    """Versions with matching probes on some serving node."""
     refused: list[Refused] = field(default_factory=list)
-    """Not yet handed out by `plan`."""
+    """Effects that `plan` has not returned yet."""
     departed: dict[NodeKind, Node] = field(default_factory=dict)
-    """The last node of each kind that was forgotten as dead, to name it when none is left."""
+    """The last node of each kind that was removed as DEAD, to name it when no node of the kind is left."""
 
     def joined(
         self,
@@ -196,7 +196,7 @@ class Fleet:
         now: float,
         process: ProcessInfo | None = None,
     ) -> None:
-        """A node says hello, for the first time or again."""
+        """Add a node that said hello, for the first time or again."""
         self.nodes[node_id] = Node(
             node_id=node_id,
             kind=kind,
@@ -219,7 +219,7 @@ class Fleet:
         waiting_on: NodeKind | None = None,
         doing: str = "",
     ) -> None:
-        """A sign of life."""
+        """Record a heartbeat."""
         node = self.nodes[node_id]
         node.waiting_on = waiting_on
         node.doing = doing
@@ -239,7 +239,7 @@ class Fleet:
         now: float,
         final: bool = False,
     ) -> None:
-        """What came of a weight command. `final`: the node would fail this version again and again."""
+        """Record the result of a weight command. `final`: the node would fail this version at every retry."""
         node = self.nodes[node_id]
         node.ordered = None
         if phase is WeightPhase.PREPARED:
@@ -265,26 +265,26 @@ class Fleet:
             self.refused.append(Refused(run, version, cause))
 
     def lost(self, node_id: str) -> None:
-        """The node's stream broke; it may come back within the grace."""
+        """Record that the stream of a node broke. It may reconnect within the grace period."""
         if node_id in self.nodes:
             self.nodes[node_id].connected = False
 
     def left(self, node_id: str) -> None:
-        """The node's last report: it is gone, in good order."""
+        """Record the last report of a node that leaves cleanly."""
         self.nodes[node_id].left = True
         self.nodes[node_id].cause = LEFT
 
     def drain(self, node_id: str) -> None:
-        """Give the node nothing new."""
+        """Give the node no new work."""
         self.nodes[node_id].draining = True
 
     def usable(self, kind: NodeKind) -> list[Node]:
-        """Nodes of a kind that may be given work, by id."""
+        """Return usable nodes of a kind, by id."""
         ready = (n for n in self.nodes.values() if n.kind is kind and n.state is NodeState.READY)
         return sorted(ready, key=lambda n: n.node_id)
 
     def next_deadline(self) -> float | None:
-        """The earliest moment at which silence changes a node's state."""
+        """Return the earliest time at which a missing heartbeat changes the state of a node."""
         moments = []
         for node in self.nodes.values():
             if node.state is not NodeState.DEAD:
@@ -293,7 +293,8 @@ class Fleet:
         return min(moments, default=None)
 
     def plan(self, goals: Mapping[str, WeightGoal], now: float) -> list[FleetEvent]:
-        """Judge every node anew and say what follows: state changes, deaths, weight commands, refused versions."""
+        """Update every node and return what follows: state changes, removed nodes, weight commands, rejected
+        versions."""
         events: list[FleetEvent] = []
         for node in sorted(self.nodes.values(), key=lambda n: n.node_id):
             goal = goals.get(run_of(node, goals))
@@ -325,11 +326,11 @@ class Fleet:
         if node.active is None:
             return NodeState.JOINING
         if goal is None or node.active not in goal.versions or age(node.active) < (goal.incarnation, goal.step_min):
-            return NodeState.STALE  # what another run left in the node has steps like ours, and is not ours
+            return NodeState.STALE  # weights of another run have steps like ours, but they are not ours
         return NodeState.READY
 
     def _order(self, node: Node, goal: WeightGoal, now: float) -> Iterable[FleetEvent]:
-        """The next weight command for one node, if any."""
+        """Return the next weight command for a node, if any."""
         wanted = choose(node.active, goal)
         if wanted != node.failed:
             node.failures, node.failed, node.retry_at = 0, None, now
@@ -353,24 +354,24 @@ class Fleet:
         return SendWeights(node.node_id, verb, version)
 
     def _is_canary(self, node: Node) -> bool:
-        """The first node, by id, of those that can take weights: it goes first with every version."""
+        """Return the canary: the first node by id of those that can take weights."""
         return node.node_id == min((n.node_id for n in self._healthy()), default="")
 
     def _healthy(self) -> list[Node]:
-        """Inference nodes that can take weights."""
+        """Return inference nodes that can take weights."""
         able = (NodeState.JOINING, NodeState.STALE, NodeState.READY)
         nodes = (n for n in self.nodes.values() if n.kind is NodeKind.INFERENCE and n.state in able)
         return [n for n in nodes if n.failures < PREPARE_TRIES_MAX]
 
     def _forget_dead(self, now: float) -> None:
-        """Dead nodes stay visible for a while, then leave memory."""
+        """Remove DEAD nodes from memory some time after they were listed as such."""
         for node in list(self.nodes.values()):
             if node.state is NodeState.DEAD and now - node.last_seen >= 10 * self.config.dead_after_s:
                 self.departed[node.kind] = self.nodes.pop(node.node_id)
 
 
 def run_of(node: Node, goals: Mapping[str, WeightGoal]) -> str:
-    """The run whose weights a node serves: the one it named, or the only one there is, ended ones aside."""
+    """Return the run whose weights a node serves: the one that it named, or the only live one."""
     for run in node.runs:
         if run in goals:
             return run
@@ -379,7 +380,8 @@ def run_of(node: Node, goals: Mapping[str, WeightGoal]) -> str:
 
 
 def choose(active: PolicyVersion | None, goal: WeightGoal) -> PolicyVersion | None:
-    """The version a node should serve next: the oldest pinned one it has not passed, else the newest."""
+    """Return the version that a node should serve next: the oldest pinned one that it has not passed, else the
+    newest."""
     at = age(active) if active in goal.versions and active is not None else (-1, -1)
     pinned = {pin for pin in goal.pins if (pin[1], pin[0]) >= at}
     for version in goal.versions:

@@ -1,6 +1,6 @@
-"""Changes of groups that facts have in common: episodes are added and end, samples end, evaluations count, groups move on.
+"""Changes of groups that several facts share: add and end episodes, end samples, count evaluations, advance groups.
 
-For `apply.py` alone, which says what each fact changes.
+Only `apply.py` uses it, and decides what each fact changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def finish(state: State, group: GroupState, episode: EpisodeState, status: Episo
 
 
 def settle(state: State, group: GroupState) -> None:
-    """Move a group on when its last episode is done, and drop it when its last sample has ended."""
+    """Advance a group when its last episode has ended, and remove it when its last sample has ended."""
     if group.unfinished:
         return
     if group.phase is GroupPhase.OPEN:

@@ -1,4 +1,4 @@
-"""What a trainer's request must pass before anything is decided: names, epoch, a lease that lives."""
+"""Check a trainer's request before a decision: names, epoch and lease."""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ def check_epoch(ctx: DecisionContext, request: i.TrainerRequest) -> None:
 
 
 def check_trains(ctx: DecisionContext) -> None:
-    """In an export there is nothing to lease and nothing to commit."""
+    """Reject a request to lease or commit in an export."""
     if ctx.spec.exports:
         refuse(
             "NO_LEARNER",
-            f"run {ctx.spec.run} exports its samples (export_groups = {ctx.spec.export_groups}): read them by StreamSamples",
+            f"run {ctx.spec.run} exports its samples (export_groups = {ctx.spec.export_groups}): call StreamSamples",
         )
 
 
 def refuse_expired(lease_id: str) -> NoReturn:
     refuse(
         "LEASE_EXPIRED",
-        f"batch lease {lease_id} has expired and its samples are in doubt: go back to the newest checkpoint and attach again",
+        f"batch lease {lease_id} has expired and its samples are in doubt: return to the newest checkpoint and attach again",
         lease_id=lease_id,
     )
 
 
 def check_none_out(ctx: DecisionContext, lease_ids: Sequence[str]) -> None:
-    """An update has at most one lease, and its commit names it: no lease but those in `lease_ids` may be out."""
+    """An update has at most one lease, and its commit must name it. Reject the commit if a lease outside `lease_ids` is
+    held."""
     for batch in ctx.state.batches.values():
         if batch.lease_id in lease_ids:
             continue
@@ -58,7 +59,7 @@ def check_none_out(ctx: DecisionContext, lease_ids: Sequence[str]) -> None:
             refuse_expired(batch.lease_id)
         refuse(
             "LEASE_OUT",
-            f"batch lease {batch.lease_id} of update {batch.update} is out and the commit does not name it; name it in "
+            f"batch lease {batch.lease_id} of update {batch.update} is held and the commit does not name it; name it in "
             "`lease_ids`, or release it first",
             lease_id=batch.lease_id,
         )
@@ -71,7 +72,7 @@ def held_batch(ctx: DecisionContext, lease_id: str) -> BatchState:
             refuse_expired(lease_id)
         refuse(
             "UNKNOWN_LEASE",
-            f"batch lease {lease_id!r} is not out: it was never granted, or was committed or released; load the newest checkpoint and "
+            f"batch lease {lease_id!r} is not held: it was never granted, or was committed or released; load the newest checkpoint and "
             "attach again",
             lease_id=lease_id,
         )

@@ -1,4 +1,5 @@
-"""What the coordinator is told or asked. Each question carries the ticket of whoever asks; answers are below it."""
+"""Inputs of the core, and its replies. A request carries the ticket of its caller. Its reply follows it in this
+file."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class EpisodeLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acquired:
-    """Leases, or what they wait for."""
+    """Leases, or the cause of the wait for them."""
 
     leases: tuple[EpisodeLease, ...] = ()
     waiting_for: str = ""
@@ -105,9 +106,9 @@ class EpisodeReport:
     samples: tuple[SampleMeta, ...] = ()
     cause: str = ""
     traceback: str = ""
-    """Of a user's agent or scorer that raised."""
+    """Traceback of a user's agent or scorer that raised."""
     invalid: str = ""
-    """Why the report cannot be recorded as it is; its attempt then counts as an infra failure."""
+    """Why the report cannot be recorded as it is. Its attempt then counts as an infra failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +120,14 @@ class ReportEpisodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reported:
-    """Per report: empty, or why it was not recorded."""
+    """Results per report: empty, or why it was not recorded."""
 
     results: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TasksDrawn:
-    """Answers `DrawTasks`: (draw, task) in order."""
+    """Result of `DrawTasks`: (draw, task) in order."""
 
     purpose: Purpose
     tasks: tuple[tuple[int, Task], ...]
@@ -136,7 +137,7 @@ class TasksDrawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawFailed:
-    """Answers `DrawTasks`: nothing now, or with `exhausted` nothing any more."""
+    """Failure of `DrawTasks`: no task now, or with `exhausted` no further task."""
 
     purpose: Purpose
     cause: str
@@ -147,7 +148,7 @@ class DrawFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDecided:
-    """Answers `FinalizeGroup`."""
+    """Result of `FinalizeGroup`."""
 
     group: str
     decision: GroupDecision
@@ -158,7 +159,7 @@ class GroupDecided:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalizeFailed:
-    """Answers `FinalizeGroup`: the reward service cannot decide on this group."""
+    """Failure of `FinalizeGroup`: the reward service cannot decide on this group."""
 
     group: str
     cause: str
@@ -166,7 +167,7 @@ class FinalizeFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDead:
-    """A node is gone: its episodes go to others."""
+    """A node was removed. Its episodes are released."""
 
     node_id: str
 
@@ -181,7 +182,7 @@ class AttachTrainer:
     holder: str = ""
     keeps_no_checkpoints: bool = False
     dropped: tuple[DroppedSample, ...] = ()
-    """With `named` and `applied`: how the checkpoint's last update would be committed if it is the one in doubt."""
+    """With `named` and `applied`: the commit of the checkpoint's last update, if it is the one in doubt."""
     named: tuple[str, ...] = ()
     applied: bool = True
 
@@ -202,7 +203,7 @@ class Attached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerRequest:
-    """What every trainer request carries."""
+    """Fields of every trainer request."""
 
     ticket: int
     policy: str
@@ -221,7 +222,7 @@ class LeaseBatch(TrainerRequest):
     update: int
     unit: GeometryUnit = GeometryUnit.GROUPS
     amount: int = 0
-    """0 means the run's batch_groups."""
+    """Size of the batch in `unit`; 0 means the run's batch_groups."""
     wait_s: float = 0.0
 
 
@@ -252,7 +253,7 @@ class GroupMembers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A lease, or what it waits for."""
+    """A lease, or the cause of the wait for it."""
 
     lease_id: str = ""
     waiting_for: str = ""
@@ -277,7 +278,7 @@ class CommitUpdate(TrainerRequest):
     lease_ids: tuple[str, ...]
     dropped: tuple[DroppedSample, ...] = ()
     named: tuple[str, ...] = ()
-    """Every sample id the trainer named, used or dropped; checked against the leases."""
+    """Every sample id that the trainer named, used or dropped. It is compared with the leases."""
     applied: bool = True
 
 
@@ -318,7 +319,7 @@ class StopRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stalled:
-    """The run stands still. Nothing follows if it has moved meanwhile."""
+    """The run is stalled. The core ignores it if the run has made progress since."""
 
     root: str
     cause: str
@@ -335,7 +336,7 @@ class DeadTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayDead:
-    """Try given-up tasks again."""
+    """Replay dead letters."""
 
     ticket: int
     tasks: tuple[DeadTask, ...]
@@ -343,19 +344,19 @@ class ReplayDead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """Dead letters that are taken up now; those asked for and not named here were before."""
+    """Dead letters that this request replayed. The other requested ones had been replayed before."""
 
     dead_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time has passed."""
+    """Time has passed, so that deadlines may be over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """Nothing to add."""
+    """An empty reply."""
 
 
 Input = (

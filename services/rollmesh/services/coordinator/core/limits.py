@@ -1,10 +1,11 @@
-"""Decisions about when a run has had enough: updates, seconds, tokens, success, or no tasks any more.
+"""Decide when a run reaches a limit: updates, seconds, tokens, success, or no further tasks.
 
-A limit that is reached is a fact (`RunStopping`), so that it stays reached: a later, worse evaluation does not open the run again after
-its trainer has gone. A roll-back or a changed run takes it back, and it is judged anew.
+A reached limit is a fact (`RunStopping`), so that it remains: a later, worse evaluation does not reopen the run after
+its trainer has left. A roll-back or a change of the run revokes it, and the limits are checked again.
 
-Time is a fact as well. Each life of a coordinator counts by its own monotonic clock and notes what it counted (`TimeCounted`) at least
-every `COUNT_EVERY_S` while it decides anything; a kill loses what it had not noted, a fold of the ledger gives the same sum.
+Time is a fact too. Each coordinator process counts by its monotonic clock and records the counted time (`TimeCounted`)
+at least every `COUNT_EVERY_S` while it decides. A kill loses time that is not recorded yet. Every fold of the ledger
+gives the same sum.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ COUNT_EVERY_S = 10.0
 
 
 def count_time(ctx: DecisionContext, *, all_of_it: bool = False) -> None:
-    """Note the time since it was counted last, if that is long enough. Time before the first decision of a life, or after the end, is none."""
+    """Record the time since the last count if it is long enough. Time before the first decision of a process, or after
+    the end, is not counted."""
     began, ctx.ephemeral.counted_at = ctx.ephemeral.counted_at, ctx.now
     if began is None or ctx.state.ended:
         return
@@ -32,7 +34,7 @@ def count_time(ctx: DecisionContext, *, all_of_it: bool = False) -> None:
 
 
 def next_count(state: State, ephemeral: EphemeralState) -> float | None:
-    """When time is to be counted again, so that a run that stands still ends in time; None if it is not."""
+    """Return when time is counted next, so that a stalled run ends in time; None if it is not counted."""
     if ephemeral.counted_at is None or state.ended or state.spec is None:
         return None
     return ephemeral.counted_at + _term_s(state)
@@ -44,15 +46,16 @@ def _term_s(state: State) -> float:
 
 
 def notice_limits(ctx: DecisionContext) -> None:
-    """Stop beginning updates once a limit is reached."""
+    """Stop updates once a limit is reached."""
     if not ctx.state.ended and not ctx.state.stopping and (reason := _reached(ctx.state)):
         _stop(ctx, reason)
 
 
 def notice_exhaustion(ctx: DecisionContext, *, unserved: bool) -> None:
-    """Stop when no task is left and nothing is in flight. `unserved`: a trainer asked for a batch and there is none.
+    """Stop when no task is left and no episode is in progress. `unserved`: a trainer requested a batch and got none.
 
-    READY groups too few for a batch are no reason to go on, but only a trainer knows how many it takes: it must have asked.
+    Too few READY groups for a batch do not keep the run open. But only a trainer decides how many it needs, so it must
+    have asked.
     """
     state, ephemeral = ctx.state, ctx.ephemeral
     if state.ended or state.stopping or ctx.spec.exports or not ephemeral.exhausted:
@@ -85,7 +88,8 @@ def _reached(state: State) -> str:
 
 
 def _success(state: State) -> float:
-    """Share of tasks solved in the newest evaluation that is over, of weights that exist. A task that could not be scored is not solved."""
+    """Return the share of solved tasks in the newest complete evaluation of existing weights. A task without a score is
+    not solved."""
     for result in reversed(state.evals):
         if result.num_open == 0 and not _is_void(result, state):
             return result.reward_sums.get(state.the_spec.success_reward, 0.0) / max(1, result.num_reserved)

@@ -1,4 +1,4 @@
-"""Decisions about reports of finished episodes."""
+"""Decide on reports of finished episodes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def report(ctx: DecisionContext, request: i.ReportEpisodes) -> None:
 
 
 def _record(ctx: DecisionContext, report: i.EpisodeReport) -> str:
-    """Record one report. Idempotent by (episode, attempt); a late one counts if no other worker has the episode.
+    """Record one report. Idempotent by (episode, attempt). A late report counts if no other worker has the episode.
 
-    A report that cannot be recorded as it is counts as a failed attempt, so that a broken worker cannot hold an episode.
+    A report that cannot be recorded counts as a failed attempt, so that a broken worker cannot hold an episode.
     """
     group = ctx.state.groups.get(report.group)
     episode = group.episodes.get(report.episode) if group else None
@@ -45,7 +45,7 @@ def _record(ctx: DecisionContext, report: i.EpisodeReport) -> str:
 
 
 def _why_invalid(ctx: DecisionContext, group: GroupState, report: i.EpisodeReport) -> str:
-    """What the report says of its samples that cannot be so in this run; empty if nothing."""
+    """Return what in the report contradicts the run; empty if nothing does."""
     for sample in report.samples:
         if sample.trainable and sample.policy != group.policy:
             return f"sample {sample.sample_id}: `policy` must be that of the lease, {group.policy!r}, got {sample.policy!r}"
@@ -56,7 +56,7 @@ def _why_invalid(ctx: DecisionContext, group: GroupState, report: i.EpisodeRepor
 
 
 def _broken_reward(report: i.EpisodeReport) -> tuple[str, str]:
-    """Cause and traceback of a scorer's failure, which is never a verdict: the attempt is an infra failure."""
+    """Return cause and traceback of a failed scorer. The attempt is then an infra failure, never a verdict."""
     for sample in report.samples:
         for reward in sample.rewards:
             if reward.outcome is RewardOutcome.INFRA_FAILURE:
@@ -68,12 +68,13 @@ def _broken_reward(report: i.EpisodeReport) -> tuple[str, str]:
 
 
 def is_finite(reward: Reward) -> bool:
-    """Whether a value that counts is a number."""
+    """Return whether a reward is finite, if its value counts."""
     return reward.outcome is not RewardOutcome.OK or isfinite(reward.value)
 
 
 def _complete(ctx: DecisionContext, group: GroupState, episode: EpisodeState, report: i.EpisodeReport) -> None:
-    """In an export, scored is finished: whoever streams samples waits for no group, and no finaliser filters them."""
+    """Complete an episode. In an export a scored sample ends at once: its readers wait for no group, and no finalizer
+    runs."""
     ctx.ephemeral.failed.end_row()
     if report.samples:
         ctx.emit(

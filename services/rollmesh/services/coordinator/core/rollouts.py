@@ -1,4 +1,4 @@
-"""Decisions about groups and episodes: admission, leases, reports, retries, finalisation, evaluation."""
+"""Decide on groups and episodes: admission, leases, retries, finalization, evaluation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupPhase, GroupState
 
 DRAW_MAX = 64
-"""Most tasks asked for at once; the selector then sees fresh outcomes between draws."""
+"""Maximum number of tasks per request. The selector then gets new outcomes between draws."""
 
 
 def acquire(ctx: DecisionContext, request: i.AcquireRollouts) -> None:
-    """Queue a worker; `grant` answers it in this turn or a later one."""
+    """Queue a worker. `grant` replies to it in this decision or a later one."""
     ctx.ephemeral.workers.append(WorkerWait(request.ticket, request.node_id, request.num_max, ctx.now + request.wait_s))
 
 
 def grant(ctx: DecisionContext) -> None:
-    """Give pending episodes to waiting workers, first come first served; answer those whose wait is over."""
+    """Lease pending episodes to waiting workers, first come first served, and reply to workers whose wait is over."""
     waiting = ctx.ephemeral.workers
     while waiting and (ctx.state.pending or ctx.state.pending_eval):
         worker = waiting.pop(0)
@@ -71,14 +71,15 @@ def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
 
 
 def episode_seed(seed: int, group: GroupState, episode_id: str) -> int:
-    """Key of an episode's draws: the same for every try; for evaluation the same at every step (common random numbers)."""
+    """Return the key of an episode's random draws. It is the same for every attempt, and for every step of an
+    evaluation (common random numbers)."""
     index = episode_id.rsplit(".", 1)[1]
     name = f"eval/{group.draw}/{index}" if group.purpose is Purpose.EVAL else f"{group.group}/{index}"
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
 def why_no_work(ctx: DecisionContext) -> str:
-    """For people: what a worker without work waits for."""
+    """Return what a worker without work waits for, for display."""
     state, clock = ctx.state, ctx.clock
     if state.ended:
         return f"run ended: {state.ended}"
@@ -88,7 +89,7 @@ def why_no_work(ctx: DecisionContext) -> str:
         return f"run ends: {state.stopping}"
     if clock.published in clock.quarantined:
         cause = clock.refusals.get(str(clock.published), "")
-        return f"weights that the nodes accept; {clock.published} was refused: {cause}"
+        return f"weights that the nodes accept; {clock.published} was rejected: {cause}"
     if bound.num_admissible(state) == 0:
         live = len(state.training_groups(*GroupPhase))
         if ctx.spec.exports:
@@ -98,7 +99,7 @@ def why_no_work(ctx: DecisionContext) -> str:
 
 
 def want_tasks(ctx: DecisionContext) -> None:
-    """Ask for tasks while workers wait and admission has room; dead letters to be tried again come first."""
+    """Request tasks while workers wait and admission has room. Replayed dead letters come first."""
     purpose, split = (Purpose.EXPORT, ctx.spec.export_split) if ctx.spec.exports else (Purpose.TRAIN, "")
     for replay in list(ctx.state.replays):
         if _demand(ctx) > 0 and bound.num_admissible(ctx.state) > 0:
@@ -113,12 +114,12 @@ def want_tasks(ctx: DecisionContext) -> None:
 
 
 def _demand(ctx: DecisionContext) -> int:
-    """Episodes that workers wait for and nobody has."""
+    """Return the number of episodes that workers wait for and that are not pending."""
     return sum(w.num_max for w in ctx.ephemeral.workers) - len(ctx.state.pending)
 
 
 def tasks_drawn(ctx: DecisionContext, answer: i.TasksDrawn) -> None:
-    """Reserve a group per task, as far as admission still has room. What is not recorded was not drawn."""
+    """Reserve a group per task while admission has room. A task without a recorded group was not drawn."""
     if answer.purpose is Purpose.EVAL:
         _reserve_eval(ctx, answer)
         return
@@ -148,7 +149,8 @@ def _reserve(ctx: DecisionContext, purpose: Purpose, task: Task, draw: int, dead
 
 
 def draw_failed(ctx: DecisionContext, answer: i.DrawFailed) -> None:
-    """Nothing was drawn. Training asks again with the next turn; an evaluation without tasks is given up, an export ends."""
+    """Handle a draw without tasks. Training requests tasks again at the next decision; an evaluation is dropped, an
+    export ends."""
     if answer.purpose is Purpose.EVAL:
         key = (answer.step, answer.incarnation)
         ctx.ephemeral.eval_deadlines.pop(key, None)
@@ -160,7 +162,7 @@ def draw_failed(ctx: DecisionContext, answer: i.DrawFailed) -> None:
 
 
 def want_eval(ctx: DecisionContext) -> None:
-    """Ask for the evaluation of the version just published, where the spec asks for one."""
+    """Request the evaluation of the version that was just published, if the spec demands one."""
     version, spec = ctx.clock.published, ctx.spec
     if version is None or spec.eval_every == 0 or spec.eval_tasks == 0:
         return
@@ -205,7 +207,7 @@ def renew(ctx: DecisionContext, request: i.RenewLeases) -> None:
 def give_back(
     ctx: DecisionContext, group: GroupState, episode: EpisodeState, *, counts: bool, cause: str, traceback: str = ""
 ) -> None:
-    """Give an episode another try, or end it and quarantine its task when its tries are used up."""
+    """Retry an episode, or end it and write a dead letter when its attempts are used up."""
     ctx.ephemeral.episode_deadlines.pop(episode.lease_id, None)
     if counts:
         ctx.ephemeral.note_failure(cause, traceback)
@@ -222,7 +224,7 @@ def give_back(
 
 
 def node_dead(ctx: DecisionContext, node: i.NodeDead) -> None:
-    """Give a dead worker's episodes to others."""
+    """Release the episodes of a removed worker."""
     for group, episode in list(leased_episodes(ctx)):
         if episode.node_id == node.node_id:
             give_back(ctx, group, episode, counts=True, cause=f"NODE_DEAD {node.node_id}")
@@ -236,7 +238,7 @@ def leased_episodes(ctx: DecisionContext) -> Iterable[tuple[GroupState, EpisodeS
 
 
 def expire(ctx: DecisionContext) -> None:
-    """Take back what is overdue: episode leases, whole groups, evaluations."""
+    """Expire what is overdue: episode leases, groups, evaluations."""
     overdue = {lease for lease, at in ctx.ephemeral.episode_deadlines.items() if ctx.now >= at}
     for group, episode in list(leased_episodes(ctx)) if overdue else ():
         if episode.lease_id in overdue:
@@ -270,8 +272,8 @@ def _cancel_eval(ctx: DecisionContext, key: tuple[int, int], reason: str) -> Non
 
 
 def roll_back(ctx: DecisionContext, to_update: int) -> None:
-    """Before a roll-back: end what only weights of the present incarnation could serve. No node serves them afterwards, so open
-    evaluations are cancelled, and episodes that are out of reach are leased again; both through no fault of a worker."""
+    """Before a roll-back, end work that only the current incarnation can serve, because no node serves it afterwards.
+    Cancel open evaluations, and release the episodes that are out of reach. Neither counts as an attempt."""
     for key in list(ctx.ephemeral.eval_deadlines):
         _cancel_eval(ctx, key, "ROLLED_BACK")
     for group in bound.out_of_reach(ctx.state, to_update):
@@ -282,7 +284,7 @@ def roll_back(ctx: DecisionContext, to_update: int) -> None:
 
 
 def cancel_unfinished(ctx: DecisionContext, group: GroupState, reason: str) -> None:
-    """End a group's unfinished episodes; its finished ones go on."""
+    """End the unfinished episodes of a group. Its finished episodes remain."""
     unfinished = [e for e in group.episodes.values() if e.status in (EpisodeStatus.PENDING, EpisodeStatus.LEASED)]
     _cancel_at_node(ctx, [e for e in unfinished if e.status is EpisodeStatus.LEASED], reason)
     for episode in unfinished:
@@ -307,7 +309,7 @@ def cancel_group(ctx: DecisionContext, group: GroupState, reason: str) -> None:
 
 
 def want_finalized(ctx: DecisionContext) -> None:
-    """Ask for a decision on every group that has ended; evaluations end by themselves."""
+    """Request a decision on every group whose episodes have ended. Evaluations end without one."""
     for group in [g for g in ctx.state.groups.values() if g.phase is GroupPhase.FINALIZING]:
         if group.purpose is Purpose.EVAL:
             live = tuple(s.sample_id for s in group.live_samples())
@@ -366,7 +368,8 @@ def _may_grow(ctx: DecisionContext, group: GroupState, num: int) -> bool:
 
 
 def _drop_untrainable(ctx: DecisionContext, group: GroupState) -> None:
-    """Samples that only inform the baseline never reach a batch; their rewards stay with the group."""
+    """End samples that count in the baseline only, so that they never reach a batch. Their rewards stay with the
+    group."""
     idle = tuple(s.sample_id for s in group.live_samples() if not s.meta.trainable)
     if idle:
         ctx.emit(f.SamplesEnded(group=group.group, sample_ids=idle, end=SampleEnd.FILTERED, reason="NOT_TRAINABLE"))

@@ -1,4 +1,4 @@
-"""Decisions about what goes wrong: a run that stands still, and given-up tasks that are tried again."""
+"""Decide on stalls and on replays of dead letters."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from rollmesh.services.coordinator.core.decision_context import DecisionContext,
 
 
 def is_stalled(ctx: DecisionContext) -> bool:
-    """Whether the run has made no progress for longer than its spec allows."""
+    """Return whether the run has made no progress for `stall_s` of its spec."""
     spec = ctx.spec
     return 0 < spec.stall_s <= ctx.now - ctx.ephemeral.progressed_at and not ctx.state.ended
 
 
 def stalled(ctx: DecisionContext, notice: i.Stalled) -> None:
-    """Record a stall once; another root only after as long a time again, for what nodes say of each other lags behind."""
+    """Record a stall once. Another root cause is recorded only after `stall_s` again, because the nodes' reports about
+    each other lag."""
     same = notice.root == ctx.state.stall_root
     if is_stalled(ctx) and not same and ctx.now - ctx.ephemeral.stall_told_at >= ctx.spec.stall_s:
         ctx.ephemeral.stall_told_at = ctx.now
@@ -23,9 +24,10 @@ def stalled(ctx: DecisionContext, notice: i.Stalled) -> None:
 
 
 def replay(ctx: DecisionContext, request: i.ReplayDead) -> None:
-    """Queue the tasks of dead letters for admission. Idempotent: a letter is replayed once; if it fails again, there is a new one."""
+    """Queue the tasks of dead letters for admission. Idempotent: a letter is replayed once; if it fails again, there is
+    a new one."""
     if ctx.state.ended:
-        refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {ctx.state.ended}; nothing can be tried again in it")
+        refuse("RUN_ENDED", f"run {ctx.spec.run} has ended: {ctx.state.ended}; a run that has ended retries no task")
     taken = []
     for task in request.tasks:
         if task.dead_id not in ctx.state.replayed:

@@ -1,14 +1,14 @@
-"""What is true of a run: groups with their episodes and samples, the policy's clocks, batches, accounts.
+"""The durable state of a run: groups with their episodes and samples, the policy's clocks, batches, counters.
 
-Only `apply.py` writes here, with `group_changes.py`. Whatever has ended is gone from memory but for its count; a group leaves when its
-last sample has ended. Samples follow the phase of their group, unless they have ended on their own:
+Only `apply.py` writes it, with `group_changes.py`. Ended samples leave memory and remain in the counters. A group
+leaves when its last sample has ended. Samples follow the phase of their group unless they have ended before:
 
     OPEN --all episodes ended or scored--> FINALIZING --keep--> READY --lease--> LEASED --commit--> APPLIED --checkpoint--> gone
       ^                                       |                  ^                |   ^                 |
       +---------------- extend ---------------+                  +---- returned --+   +-- IN_DOUBT --+  |
                                                                  +----------------- rolled back --------+
 
-In an export no sample goes further than OPEN: it ends as EXPORTED with the fact that scores it.
+In an export no sample leaves OPEN: it ends as EXPORTED with the fact that scores it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rollmesh.services.coordinator.core.records import Bound, RunSpec
 from rollmesh.shared.versions import PolicyVersion
 
 VERSIONS_KEPT_MAX = 64
-"""Announced versions kept; a run whose workers sample from older ones has a bound of more steps than that."""
+"""Number of announced versions that are kept. If workers sample from older ones, the bound of the run is larger than
+this."""
 
 
 class EpisodeStatus(IntEnum):
@@ -47,11 +48,11 @@ class EpisodeState(msgspec.Struct, kw_only=True):
     episode: str
     status: EpisodeStatus = EpisodeStatus.PENDING
     attempt: int = 0
-    """Leases given so far; the next lease is attempt + 1."""
+    """Number of leases so far; the next lease is attempt + 1."""
     failures: int = 0
-    """Tries that count against `tries_max`."""
+    """Number of attempts that count towards `tries_max`."""
     lease_id: str = ""
-    """Last lease, kept after it ended: a late report of it is still welcome if nobody else has the episode."""
+    """The last lease, also after it ended: a late report of it is accepted if no other worker has the episode."""
     node_id: str = ""
     cause: str = ""
     payload: PayloadRef = PayloadRef()
@@ -91,16 +92,16 @@ class GroupState(msgspec.Struct, kw_only=True):
     step_min: int
     incarnation_min: int
     dead_id: int = 0
-    """Dead letter that it tries again; 0 for a fresh draw."""
+    """Dead letter whose task the group retries; 0 for a new draw."""
     phase: GroupPhase = GroupPhase.OPEN
     num_unfinished: int = 0
-    """Episodes that are PENDING or LEASED."""
+    """Number of episodes that are PENDING or LEASED."""
     episodes: dict[str, EpisodeState] = {}
     samples: dict[str, SampleState] = {}
     lease_id: str = ""
-    """Batch lease while LEASED or IN_DOUBT."""
+    """The batch lease while LEASED or IN_DOUBT."""
     update: int = 0
-    """Update it was applied in while APPLIED."""
+    """The update of its samples while APPLIED."""
 
     @property
     def unfinished(self) -> bool:
@@ -111,12 +112,12 @@ class GroupState(msgspec.Struct, kw_only=True):
 
     @property
     def num_live(self) -> int:
-        """Live samples, counting the reserved place of each unfinished episode."""
+        """Number of live samples, with one reserved sample for each unfinished episode."""
         return self.num_unfinished + sum(1 for _ in self.live_samples())
 
 
 class BatchState(msgspec.Struct, kw_only=True):
-    """A batch lease that is out or in doubt."""
+    """A batch lease that is held or in doubt."""
 
     lease_id: str
     trainer_epoch: int
@@ -124,12 +125,12 @@ class BatchState(msgspec.Struct, kw_only=True):
     groups: tuple[str, ...]
     sample_ids: tuple[str, ...]
     bound: Bound
-    """What it was leased under; it is committed under the same."""
+    """The bound under which it was leased and is committed."""
     in_doubt: bool = False
 
 
 class UpdateRecord(msgspec.Struct, kw_only=True):
-    """What is kept of a committed update: enough to roll back to it, and to recognize a repeated commit."""
+    """A committed update: enough to roll back to it, and to recognize a repeated commit."""
 
     digest: str
     trainer_epoch: int = 0
@@ -137,12 +138,12 @@ class UpdateRecord(msgspec.Struct, kw_only=True):
     dropped: str = ""
     """`names_digest` of the dropped samples; empty for a skipped update, which drops all."""
     num_trained: int = 0
-    """Samples of it that have ended TRAINED."""
+    """Number of its samples that have ended TRAINED."""
     applied: bool = True
 
 
 def names_digest(names: Iterable[str]) -> str:
-    """Return a digest of a set of names; empty for none."""
+    """Return a digest of a set of names; empty for an empty set."""
     ordered = sorted(names)
     return hashlib.sha256("\n".join(ordered).encode()).hexdigest() if ordered else ""
 
@@ -155,13 +156,13 @@ class RollBack(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class PolicyClock(msgspec.Struct, kw_only=True):
-    """The policy's applied and published steps, its trainer and its history of commits."""
+    """Applied and published steps of the policy, its trainer and its commits."""
 
     policy: str
     learner: str
     applied: int = 0
     published: PolicyVersion | None = None
-    """Newest announced version of this incarnation."""
+    """The newest announced version of this incarnation."""
     versions: list[PolicyVersion] = []
     """The newest announced versions of all incarnations, oldest first."""
     incarnation: int = 0
@@ -172,12 +173,12 @@ class PolicyClock(msgspec.Struct, kw_only=True):
     updates: dict[int, UpdateRecord] = {}
     quarantined: list[PolicyVersion] = []
     refusals: dict[str, str] = {}
-    """Why the nodes refused versions, by their names; the newest of them."""
+    """Causes for which the nodes rejected versions, by version; the newest of them."""
     trained_by_staleness: dict[int, int] = {}
     tokens_trained: int = 0
     tokens_generated: int = 0
     mean_rewards: dict[str, float] = {}
-    """Over all scored members of the last committed update's groups."""
+    """Mean over all scored members of the groups of the last committed update."""
 
     @property
     def digest(self) -> str:
@@ -186,7 +187,8 @@ class PolicyClock(msgspec.Struct, kw_only=True):
 
 
 class SampleCounters(msgspec.Struct, kw_only=True):
-    """reserved = live + ends, at every moment; `live` is counted apart so that the equation can fail."""
+    """Counts of samples: reserved = live + ends, at every moment. `live` is counted separately, so that a violation
+    shows."""
 
     reserved: int = 0
     live: int = 0
@@ -204,7 +206,8 @@ class SampleCounters(msgspec.Struct, kw_only=True):
         self.reasons[key] = self.reasons.get(key, 0) + num
 
     def void_trained(self, num: int) -> None:
-        """`num` samples of an undone update whose checkpoint is lost: no weights that exist contain them."""
+        """Move `num` samples of an undone update from TRAINED to STALE: its checkpoint is lost, so no existing weights
+        contain them."""
         if num == 0:
             return
         self.ends[SampleEnd.TRAINED] -= num
@@ -232,7 +235,7 @@ class EvalState(msgspec.Struct, kw_only=True):
 
 
 class Replay(msgspec.Struct, kw_only=True, frozen=True):
-    """A task from a dead letter that waits for admission."""
+    """The task of a dead letter that waits for admission."""
 
     dead_id: int
     task: Task
@@ -247,34 +250,34 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     groups: dict[str, GroupState] = {}
     batches: dict[str, BatchState] = {}
     num_batches: int = 0
-    """Batches ever leased; the next one's number, which makes lease ids unique in the run."""
+    """Number of batches that were leased. It makes lease ids unique in the run."""
     released: list[str] = []
-    """Leases of the present trainer epoch that were released, oldest first; the newest of them."""
+    """Released leases of the current trainer epoch, oldest first; the newest of them."""
     expired: list[str] = []
-    """Leases that expired, or were in doubt, at or after the end of the run."""
+    """Leases that expired or were in doubt at or after the end of the run."""
     num_groups: int = 0
-    """Training groups ever admitted; the next one's number."""
+    """Number of training groups that were admitted; the number of the next one."""
     next_draw: int = 0
     pending: list[tuple[str, str]] = []
-    """(group, episode) of training waiting for a worker; retries go to the front."""
+    """(group, episode) of training that waits for a worker. Retries are at the front."""
     pending_eval: list[tuple[str, str]] = []
-    """(group, episode) of evaluation waiting for a worker; served before training."""
+    """(group, episode) of evaluation that waits for a worker. They are leased before training."""
     counters: SampleCounters = msgspec.field(default_factory=SampleCounters)
     eval_counters: SampleCounters = msgspec.field(default_factory=SampleCounters)
     evals: list[EvalState] = []
     replays: list[Replay] = []
     """Tasks of dead letters that wait for admission, before any fresh draw."""
     replayed: list[int] = []
-    """Dead letters whose task was taken up again, oldest first; the newest of them."""
+    """Replayed dead letters, oldest first; the newest of them."""
     stall_root: str = ""
-    """Who was the root of the stall that lasts; empty while the run moves."""
+    """Root cause of the current stall; empty if the run is not stalled."""
     stall: str = ""
-    """The recorded cause of that stall."""
+    """The recorded text of that stall."""
     stopping: str = ""
-    """Why no further update begins; the run ends when its last weights are safe and measured."""
+    """Why no further update begins. The run ends when its last weights are in a checkpoint and evaluated."""
     ended: str = ""
     seconds: float = 0.0
-    """For how long coordinators have led it, as far as counted."""
+    """Counted seconds for which coordinators led the run."""
     last_change: str = ""
     """Id of the newest RunChanged."""
 
@@ -295,12 +298,12 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return self.eval_counters if purpose is Purpose.EVAL else self.counters
 
     def training_groups(self, *phases: GroupPhase) -> list[GroupState]:
-        """Training groups in one of `phases`, in order of admission."""
+        """Return training groups in one of `phases`, in order of admission."""
         chosen = (g for g in self.groups.values() if g.purpose is not Purpose.EVAL and g.phase in phases)
         return sorted(chosen, key=lambda g: g.number)
 
     def eval_of(self, step: int, incarnation: int) -> EvalState | None:
-        """The evaluation of a version, if it is kept."""
+        """Return the evaluation of a version if it is kept."""
         return next((e for e in self.evals if (e.step, e.incarnation) == (step, incarnation)), None)
 
     def open_evals(self) -> list[EvalState]:

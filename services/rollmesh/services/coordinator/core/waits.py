@@ -1,12 +1,14 @@
-"""Who waits for whom, from the run down to the one who waits for nobody. Pure; for people and the watchdog.
+"""The wait chain of a run: which component waits for which other, from the run to the root cause. Pure; for status and
+watchdog.
 
-    run -> trainer                         a batch is out, READY groups lie there, nothing is published
-    run -> groups -> worker -> inference | sandbox | reward        episodes are under way
-                  -> reward                                        groups are to be finalised
-                  -> workers, data, admission                      nothing is under way
+    run -> trainer                         a batch is held, READY groups are not leased, no version is published
+    run -> groups -> worker -> inference | sandbox | reward        episodes are in progress
+                  -> reward                                        groups wait to be finalized
+                  -> workers, data, admission                      no group is in progress
 
-A party that is missing, silent or behind ends the chain: it is the root. A party that is there and says whom it waits for passes the
-chain on. Where all are there and tries fail all the same, the place where they fail is the root, with the last failure.
+A component that is missing, without heartbeat or behind ends the chain: it is the root cause. A component that reports
+what it waits for continues the chain. If all components are available and attempts still fail, the component where they
+fail is the root cause.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from rollmesh.services.coordinator.core.fleet import Fleet, Node, NodeKind, Node
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase
 
 _SHOWN_MAX = 4
-"""Nodes of a kind that a link names."""
+"""Maximum number of nodes of a kind that a link names."""
 _FAILED_AT = {
     "inference": NodeKind.INFERENCE,
     "sandbox": NodeKind.SANDBOX,
@@ -28,12 +30,12 @@ _FAILED_AT = {
     "scorer": NodeKind.REWARD,
     "score": NodeKind.REWARD,
 }
-"""Boundaries of an episode, and the kind of node behind them."""
+"""Components of an episode, and the kind of node behind them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One link."""
+    """One link of the chain."""
 
     who: str
     what: str
@@ -46,7 +48,7 @@ Links = list[Wait]
 
 
 def chain(ctx: DecisionContext, fleet: Fleet, reward_error: str = "") -> Links:
-    """The chain of a run; empty once it has ended. `reward_error` is why groups could not be finalised the last time."""
+    """Return the chain of a run; empty once it has ended. `reward_error` is the last error of a finalization."""
     if ctx.state.ended:
         return []
     return _Chain(ctx, fleet, reward_error).run_links()
@@ -88,7 +90,7 @@ class _Chain:
     def _batch_out(self) -> str:
         batch = next(iter(self._state.batches.values()))
         if batch.in_doubt:
-            return f"waits for a trainer to attach: nobody knows whether batch {batch.lease_id} was trained"
+            return f"waits for a trainer to attach: the use of batch {batch.lease_id} is unknown"
         return f"waits for update {batch.update}: the trainer holds batch {batch.lease_id}"
 
     def _on_trainer(self, what: str) -> Links:
@@ -102,7 +104,7 @@ class _Chain:
     def _groups(self) -> Links:
         finalizing = sum(g.phase is GroupPhase.FINALIZING for g in self._state.groups.values())
         if finalizing and (self._reward_trouble or not self._held()):
-            return [Wait("groups", f"{finalizing} wait to be finalised"), *self._reward()]
+            return [Wait("groups", f"{finalizing} wait to be finalized"), *self._reward()]
         if held := self._held():
             return self._worker(held)
         pending = len(self._state.pending) + len(self._state.pending_eval)
@@ -111,16 +113,16 @@ class _Chain:
         return self._no_groups()
 
     def _held(self) -> Counter[str]:
-        """Leased episodes by worker."""
+        """Return the number of leased episodes by worker."""
         episodes = (e for g in self._state.groups.values() for e in g.episodes.values())
         return Counter(e.node_id for e in episodes if e.status is EpisodeStatus.LEASED)
 
     def _worker(self, held: Counter[str]) -> Links:
-        """The worker that holds most; a silent one before all others."""
+        """Return the chain of the worker with most episodes. A worker without heartbeat comes first."""
         nodes = {node_id: self._fleet.nodes.get(node_id) for node_id in held}
         for node_id, node in nodes.items():
             if node is None:
-                return [Wait(node_id, f"has left with {held[node_id]} episodes; their leases run out")]
+                return [Wait(node_id, f"has left with {held[node_id]} episodes; their leases expire")]
             if silence := self._silence(node):
                 return [silence]
         node = self._fleet.nodes[held.most_common(1)[0][0]]
@@ -130,14 +132,15 @@ class _Chain:
         return [Wait(node.node_id, what), *(below or self._failing())]
 
     def _gone(self) -> Links:
-        """Services that were there and are not: the worker may not have noticed yet. One that never came may not be needed."""
+        """Return links for services that have joined and are not usable now, because the worker may not have noticed
+        yet. A kind that never joined may not be needed."""
         for kind in (NodeKind.INFERENCE, NodeKind.SANDBOX, NodeKind.REWARD):
             if (self._of(kind) or kind in self._fleet.departed) and (found := self._service(kind)):
                 return found
         return []
 
     def _workers(self) -> Links:
-        """What keeps pending episodes from being taken."""
+        """Return why no worker takes the pending episodes."""
         usable = self._fleet.usable(NodeKind.ROLLOUT)
         if not usable:
             return self._service(NodeKind.ROLLOUT)
@@ -145,17 +148,17 @@ class _Chain:
 
     def _no_groups(self) -> Links:
         why = rollouts.why_no_work(self._ctx)
-        head = Wait("groups", f"none is on its way: {why}")
+        head = Wait("groups", f"no group is in progress: {why}")
         missing = self._service(NodeKind.ROLLOUT) or (self._service(NodeKind.DATA) if "data service" in why else [])
         return [head, *(missing or self._failing())]
 
     # Services ---------------------------------------------------------------------------------------------------------
 
     def _reward(self) -> Links:
-        return self._service(NodeKind.REWARD) or [Wait("reward", self._reward_trouble or "has not answered yet")]
+        return self._service(NodeKind.REWARD) or [Wait("reward", self._reward_trouble or "has not responded yet")]
 
     def _service(self, kind: NodeKind) -> Links:
-        """Empty if a node of this kind can serve; else what is wrong with those there are."""
+        """Return no link if a node of this kind is usable, else what is wrong with its nodes."""
         if kind is NodeKind.INFERENCE:
             return self._inference()
         if self._fleet.usable(kind):
@@ -163,14 +166,14 @@ class _Chain:
         return self._unusable(self._of(kind)) or [self._missing(kind)]
 
     def _inference(self) -> Links:
-        """Weights too old for what is under way are as good as none."""
+        """Return no link if a usable node has weights that the episodes in progress admit."""
         needed = max((g.step_min for g in self._state.groups.values() if g.unfinished), default=0)
         usable = self._fleet.usable(NodeKind.INFERENCE)
         if any(node.active is not None and node.active.step >= needed for node in usable):
             return []
         newest = str(self._ctx.clock.versions[-1]) if self._ctx.clock.versions else ""
         if newest in self._ctx.clock.refusals:
-            return [Wait(newest, f"was refused by the nodes: {self._ctx.clock.refusals[newest]}")]
+            return [Wait(newest, f"was rejected by the nodes: {self._ctx.clock.refusals[newest]}")]
         return self._unusable(self._of(NodeKind.INFERENCE)) or [self._missing(NodeKind.INFERENCE)]
 
     def _unusable(self, nodes: list[Node]) -> Links:
@@ -180,7 +183,7 @@ class _Chain:
         why = node.cause or node.waiting_for
         if not why and node.ordered is not None:
             verb, version = node.ordered
-            why = f"it was told to {verb.name} {describe(version)} and has not answered"
+            why = f"it has not answered the command to {verb.name} {describe(version)}"
         at = f" at {describe(node.active)}" if node.active is not None else ""
         return f"is {node.state.name}{at}" + (f": {why}" if why else "")
 
@@ -197,27 +200,28 @@ class _Chain:
             return None
         if node.left:
             return Wait(node.node_id, f"has left, {self._ctx.now - node.last_seen:.0f} s ago")
-        return Wait(node.node_id, f"silent for {self._ctx.now - node.last_seen:.0f} s")
+        return Wait(node.node_id, f"without heartbeat for {self._ctx.now - node.last_seen:.0f} s")
 
     def _of(self, kind: NodeKind) -> list[Node]:
-        """Nodes of a kind; the dead only if there are no others."""
+        """Return nodes of a kind; DEAD ones only if there are no others."""
         nodes = sorted((n for n in self._fleet.nodes.values() if n.kind is kind), key=lambda n: n.node_id)
         return [n for n in nodes if n.state is not NodeState.DEAD] or nodes
 
     # Failures ---------------------------------------------------------------------------------------------------------
 
     def _failing(self) -> Links:
-        """Where most tries have failed since the last progress; what is missing there comes before the failures."""
+        """Return where most attempts have failed since the last progress. A missing service comes before the
+        failures."""
         failing = self._ctx.ephemeral.failing
         if not failing:
             return []
         where, most = max(failing.items(), key=lambda item: item[1].num)
         kind = _FAILED_AT.get(where)
         missing = self._service(kind) if kind is not None else []
-        return missing or [Wait(where, f"failed {most.num} tries since the last progress, the last by {most.last}")]
+        return missing or [Wait(where, f"failed {most.num} attempts since the last progress, the last by {most.last}")]
 
 
 def _status_text(node: Node) -> str:
     if node.waiting_for:
         return f"waits for {node.waiting_for}"
-    return f"is at work: {node.doing}" if node.doing else f"is {node.state.name} and names nothing that it waits for"
+    return f"is at work: {node.doing}" if node.doing else f"is {node.state.name} and reports no wait"
