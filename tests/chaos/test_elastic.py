@@ -119,7 +119,7 @@ async def test_inference_nodes_join_and_leave_and_the_throughput_follows(tmp_pat
             assert three > 1.5 * one
             assert [await first.drain(), await second.drain()] == [0, 0]
             gone = [await first.until(DEAD), await second.until(DEAD)]
-            assert {node.cause for node in gone} == {"left in good order"}
+            assert {node.cause for node in gone} == {"left cleanly"}
         again, made = await throughput(mesh)
         assert set(made) == {"inference-0"}
         assert again < three / 1.5

@@ -76,7 +76,7 @@ async def test_a_run_with_kills_and_a_roll_back_holds(mesh: MeshParts, tmp_path:
     assert report.samples.reserved == state.samples.reserved
     history = [line.what for line in report.history]
     assert sum(what.startswith("used by update 2") for what in history) == 2
-    assert "update undone by going back to 1: ready again" in history
+    assert "update undone by a roll-back to 1: ready again" in history
     assert msgspec.json.encode(report)
 
     older = await audit_run(mesh.bus, "r", checkpoint=tmp_path / "checkpoints/update-00000001.0")

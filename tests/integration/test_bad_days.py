@@ -138,7 +138,7 @@ async def test_nan_weights_that_are_published_never_become_active_and_the_learne
     made = patient(config(model, stall_s=2.0, updates_max=0, batch_lease_s=60.0, episode_lease_s=60.0))
     async with Mesh(made, run_dir=tmp_path / "run", options={"learner": opening(DivergedUnnoticed)}) as mesh:
         operator = Operator(mesh)
-        stalled = await operator.until(lambda s: "was refused by the nodes" in s.stalled)
+        stalled = await operator.until(lambda s: "was rejected by the nodes" in s.stalled)
         refused = dict(policy(stalled).refused)
         assert refused
         assert all("NaN or infinite" in cause for cause in refused.values())

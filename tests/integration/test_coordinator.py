@@ -188,7 +188,7 @@ async def test_what_cannot_be_replayed_is_refused_with_its_reason(mesh: MeshPart
     dead = await mesh.bus.open(run_streams(mesh.name).dead.name)
     await dead.append(b"\xff garbage", msg_id="x")
     (listed,) = await dead_letters(mesh)
-    assert listed.letter.cause == "9 bytes that are no dead letter"
+    assert listed.letter.cause == "9 bytes that are not a dead letter"
     with pytest.raises(FailedPrecondition, match="only tasks of training") as refused:
         await mesh.call(mesh.run.ReplayDead, run_pb2.ReplayDeadRequest(run=mesh.name, dead_ids=[1]))
     assert refused.value.reason == "NOT_REPLAYABLE"

@@ -254,7 +254,7 @@ def test_the_newest_checkpoint_of_a_folder_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda u: [u[0][1:], *u[1:]], "the checkpoint does not hold it"),
+        (lambda u: [u[0][1:], *u[1:]], "the checkpoint does not list it"),
         (lambda u: [(*u[0], "stranger"), *u[1:]], "trained on sample stranger"),
         (lambda u: [u[0], (*u[1], u[0][0]), u[2]], "trained twice"),
         (lambda u: [*u, ("x",)], "holds update 4, the ledger ends at 3"),
@@ -285,7 +285,7 @@ def test_a_list_with_a_broken_chain_is_found(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_list_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no trained\.jsonl"):
+    with pytest.raises(ConfigError, match=r"has no trained\.jsonl"):
         audit(honest().records, tmp_path)
 
 
@@ -296,14 +296,14 @@ def test_a_samples_story_is_told_from_admission_to_its_end() -> None:
     run = honest()
     sample = used(run)[0][0]
     told = [line.what for line in sample_history(run.records, sample)]
-    assert [what.split(" ")[0] for what in told] == ["group", "try", "scored:", "its", "leased", "used", "trained:"]
+    assert [what.split(" ")[0] for what in told] == ["group", "attempt", "scored:", "its", "leased", "used", "trained:"]
     assert "4 tokens of step 0.0" in told[2]
 
 
 def test_an_undone_samples_story_tells_of_the_roll_back() -> None:
     run = rolled_back()
     undone = next(fact for fact in run.facts if isinstance(fact, f.UpdateCommitted) and fact.update == 2).used[0]
-    assert sample_history(run.records, undone)[-1].what == "update undone by going back to 1: stale"
+    assert sample_history(run.records, undone)[-1].what == "update undone by a roll-back to 1: stale"
 
 
 def test_an_unknown_sample_has_no_story() -> None:

@@ -53,10 +53,10 @@ def steps(*spans: StepSpan, policy: str = "main") -> Change:
 
 
 CASES: dict[str, tuple[type, Change, str, str]] = {
-    "a sample that no lease holds": (f.UpdateCommitted, use_one_more, "once", "though no lease of it holds it"),
+    "a sample that no lease holds": (f.UpdateCommitted, use_one_more, "once", "though no lease of it contains it"),
     "a leased sample left out": (f.UpdateCommitted, leave_one_out, "once", "neither used nor dropped"),
-    "a dropped stranger": (f.UpdateCommitted, drop_a_stranger, "once", "though no lease of it holds it"),
-    "a lease without samples": (f.BatchLeased, lambda x: replace(x, sample_ids=()), "once", "holds no samples"),
+    "a dropped stranger": (f.UpdateCommitted, drop_a_stranger, "once", "though no lease of it contains it"),
+    "a lease without samples": (f.BatchLeased, lambda x: replace(x, sample_ids=()), "once", "has no samples"),
     "a lease of another update": (f.BatchLeased, lambda x: replace(x, update=7), "once", "bound to update 7"),
     "a lease of a group's stranger": (
         f.BatchLeased,
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[type, Change, str, str]] = {
         f.EpisodeScored,
         lambda x: replace(x, payload=PayloadRef(sequence=2)),
         "payloads",
-        "has payload 2, which is that of g",
+        "has payload 2, which belongs to g",
     ),
     "a return of no lease": (f.BatchLeased, lambda x: f.BatchReturned(lease_id="b9"), "once", "b9 is returned"),
     "an endless group": (
@@ -225,8 +225,8 @@ def test_a_change_that_the_record_lists_holds() -> None:
         (changed(max_staleness=50), "run.max_staleness changed from 1 to 50, but the record's list"),
         (changed(replace(LISTED, new="2"), max_staleness=50), "but the record lists 1 -> 2"),
         (changed(replace(LISTED, new="{"), max_staleness=50), "but the record lists 1 -> {"),
-        (changed(run="other"), "run.run changed from 'r' to 'other', and it may not change"),
-        (changed(batch_groups=9), "run.batch_groups changed from 2 to 9, and it may not change"),
+        (changed(run="other"), "run.run changed from 'r' to 'other', and it cannot change"),
+        (changed(batch_groups=9), "run.batch_groups changed from 2 to 9, and it cannot change"),
     ],
     ids=["unlisted", "other", "garbage", "name", "batch"],
 )

@@ -107,7 +107,7 @@ def test_when_nothing_more_can_become_ready_what_is_ready_is_leased(unit: i.Geom
     waiting: i.Batch = run.ask(i.LeaseBatch, **ask)
     assert (
         waiting.waiting_for
-        == f"READY {unit.name.lower()}: 0 of 500, 0 groups on their way: they wait for a rollout worker that asks for episodes"
+        == f"READY {unit.name.lower()}: 0 of 500, 0 groups on their way: the run waits for a rollout worker that requests episodes"
     )
     run.generate(1, step=0)
     waiting = run.ask(i.LeaseBatch, **ask)

@@ -193,7 +193,7 @@ def test_a_node_that_leaves_is_gone_without_the_grace() -> None:
     events = fleet.plan({}, 0.1)
     assert NodeDied("w") in events
     assert state_of(fleet, "w") is NodeState.DEAD
-    assert fleet.nodes["w"].cause == "left in good order"
+    assert fleet.nodes["w"].cause == "left cleanly"
     assert not [e for e in events if isinstance(e, StateChanged) and e.state is NodeState.SUSPECT]
 
 

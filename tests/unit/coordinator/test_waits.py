@@ -85,7 +85,7 @@ def test_the_chain_goes_through_the_worker_to_a_silent_inference_node() -> None:
     scene.pass_time(10.0, silent="inference-0", rollout_0=waits)
     assert to_text(scene.links()) == (
         "learner/main waits for READY groups: 0 of 2, 2 on their way; "
-        "rollout-0 waits for 4 requests wait for an inference node; inference-0 silent for 10 s"
+        "rollout-0 waits for 4 requests wait for an inference node; inference-0 without heartbeat for 10 s"
     )
 
 
@@ -119,7 +119,7 @@ def test_a_silent_worker_is_the_root_whatever_it_said_last() -> None:
     scene.acquire()
     scene.pass_time(1.0, rollout_0={"waiting_for": "x", "waiting_on": NodeKind.INFERENCE})
     scene.pass_time(6.0, silent="rollout-0")
-    assert scene.links()[-1] == Wait("rollout-0", "silent for 6 s")
+    assert scene.links()[-1] == Wait("rollout-0", "without heartbeat for 6 s")
 
 
 def test_tries_that_fail_though_everyone_is_there_name_the_place_and_the_last_failure() -> None:
@@ -129,7 +129,7 @@ def test_tries_that_fail_though_everyone_is_there_name_the_place_and_the_last_fa
         scene.fail(scene.acquire().leases, "scorer: exact@1: ScorerFailed: division by zero")
     root = scene.links()[-1]
     assert root.who == "scorer"
-    assert root.what.startswith("failed 12 tries")
+    assert root.what.startswith("failed 12 attempts")
     assert "division by zero" in root.what
 
 
@@ -156,7 +156,8 @@ def test_a_learner_that_holds_a_batch_in_silence_is_the_root() -> None:
     lease_id = scene.run.lease(1).lease_id
     scene.pass_time(12.0, silent="learner")
     assert (
-        to_text(scene.links()) == f"run waits for update 1: the trainer holds batch {lease_id}; learner silent for 12 s"
+        to_text(scene.links())
+        == f"run waits for update 1: the trainer holds batch {lease_id}; learner without heartbeat for 12 s"
     )
 
 
@@ -193,7 +194,7 @@ def test_an_inference_node_behind_the_step_that_is_needed_says_what_it_was_told(
         now=scene.run.now,
     )
     assert scene.links()[-1] == Wait(
-        "inference-0", "is STALE at main@0.0: it was told to PREPARE main@1.0 and has not answered"
+        "inference-0", "is STALE at main@0.0: it has not answered the command to PREPARE main@1.0"
     )
 
 

@@ -1,27 +1,34 @@
-"""The pure heart of the coordinator: no clock, no network, no storage, no randomness.
+"""The pure core of the coordinator: no clock, no network, no storage, no randomness.
 
-    input ---> decide.py ---> facts ---> apply.py ---> state
-                  |                                      |
-                  +--> effects (replies, calls to make) <+-- reads
+    input ---> core.py: dispatch ---> modules that decide ---> facts ---> apply.py ---> state
+                   |                        ^      |                                      |
+                   |                        +------|----------- reads -------------------+
+                   +---- Decision(facts, effects) <+
 
-`core.py` ties them: `Core.handle(input, now)` returns the facts that became true and the effects to release once those
-facts are stored. `apply` is the only code that changes durable state; it serves live operation, recovery, audit and
-simulator alike, and it never decides.
+`Core.handle(input, now)` returns facts and effects. The driver stores the facts as one ledger record and then releases
+the effects: replies, and calls to other services. `apply` is the only code that changes durable state. It never decides,
+and it serves live operation, recovery, audit and simulator.
 
-| file        | is                                                                                     |
-| ----------- | -------------------------------------------------------------------------------------- |
-| records.py  | values that facts and state share: spec, task, rewards, sample metadata                 |
-| facts.py    | what can become true; mirrors `rollmesh/v1/events.proto`                                |
-| state.py    | what is true: groups, episodes, samples, policy clocks, accounts                        |
-| apply.py    | fact -> state, with the changes of groups in group_changes.py                          |
-| bound.py    | the staleness bound and admission: the arithmetic of docs/staleness.md                  |
-| rollouts.py | decisions about groups and episodes                                                    |
-| reports.py  | decisions about reports of finished episodes                                           |
-| epochs.py   | decisions about who trains, and what the last trainer left                             |
-| guards.py   | what a trainer's request must pass first                                               |
-| batches.py  | decisions about batch leases                                                           |
-| commits.py  | decisions about what weights contain: commits, checkpoints, versions                    |
-| ending.py   | decisions about the end of a run                                                       |
-| core.py     | dispatch, waiting lists, deadlines, recovery                                           |
-| fleet.py    | nodes and the weight rollout plan: ephemeral, rebuilt as nodes join again                |
+| file                | contents                                                                       |
+| ------------------- | ------------------------------------------------------------------------------ |
+| records.py          | the spec of a run, the bound, and the base of the generated records            |
+| facts.py            | the facts of the ledger and the values in them, generated from events.proto    |
+| state.py            | durable state: groups, episodes, samples, policy clocks, batches, counters     |
+| apply.py            | fact -> state; group_changes.py has the changes that several facts share       |
+| inputs.py           | requests with the caller's ticket, and their replies                           |
+| decision_context.py | what one decision reads and writes: state, ephemeral state, effects            |
+| bound.py            | the staleness bound and admission: the arithmetic of docs/staleness.md         |
+| rollouts.py         | decides on groups and episodes                                                 |
+| reports.py          | decides on reports of finished episodes                                        |
+| epochs.py           | decides who trains, and on batches that the last trainer left                  |
+| guards.py           | checks of a trainer's request                                                  |
+| batches.py          | decides on batch leases                                                        |
+| commits.py          | decides what weights contain: commits, checkpoints, versions                   |
+| changes.py          | decides on changes of settings                                                 |
+| limits.py           | decides when a run reaches a limit                                             |
+| stall.py            | decides on stalls and on replays of dead letters                               |
+| ending.py           | decides on the end of a run                                                    |
+| core.py             | dispatch, order of the steps, deadlines, recovery                              |
+| fleet.py            | nodes and the weight rollout plan; ephemeral, rebuilt as nodes join again      |
+| waits.py            | text: the wait chain of a run, for status and watchdog; decides nothing        |
 """
