@@ -257,7 +257,7 @@ def test_the_newest_checkpoint_of_a_folder_is_taken(tmp_path: Path) -> None:
         (lambda u: [u[0][1:], *u[1:]], "the checkpoint does not list it"),
         (lambda u: [(*u[0], "stranger"), *u[1:]], "trained on sample stranger"),
         (lambda u: [u[0], (*u[1], u[0][0]), u[2]], "trained twice"),
-        (lambda u: [*u, ("x",)], "holds update 4, the ledger ends at 3"),
+        (lambda u: [*u, ("x",)], "contains update 4, the ledger ends at 3"),
     ],
     ids=["missing", "stranger", "twice", "ahead"],
 )
