@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rollmesh.shared.trajectory import SamplingParams
 from rollmesh.shared.versions import PolicyVersion
 
-OUTPUTS: tuple[str, ...] = ()
+OUTPUTS: tuple[str, ...] = ("entropy",)
 """Columns that `FakePolicy.draw` can compute beside the log-probs."""
 _PERIOD = 64
 """Positions with equal remainders have the same distribution."""
@@ -70,6 +70,8 @@ class FakePolicy:
             marks = uniforms(params.seed, positions)[:, None] * cumulative[:, -1:]
             tokens = (cumulative <= marks).sum(axis=1).astype(np.int32)
         columns = {"logprobs": logprobs[rows, tokens], "logprobs_model": self._plain[positions % _PERIOD, tokens]}
+        if "entropy" in outputs:
+            columns["entropy"] = -np.where(np.isfinite(logprobs), np.exp(logprobs) * logprobs, 0.0).sum(axis=1)
         return tokens, {name: values.astype(np.float32) for name, values in columns.items()}
 
 

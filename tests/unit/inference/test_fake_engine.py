@@ -1,4 +1,4 @@
-"""Properties of the fake beyond the port: steps follow the clock, and a failure is reported."""
+"""What the fake adds to the port: time by the clock, and failure made visible."""
 
 import asyncio
 import subprocess
@@ -80,10 +80,13 @@ def test_draws_follow_the_reported_logprobs(params: SamplingParams) -> None:
     positions = 5 + 64 * np.arange(40_000)  # one distribution, many draws
     tokens, columns = policy.draw(params, positions)
     logprobs = columns["logprobs"]
+    _, with_entropy = policy.draw(params, positions[:1], ["entropy"])
     counts = np.bincount(tokens, minlength=12)
     probs = np.zeros(12)
     probs[tokens] = np.exp(logprobs.astype(np.float64))
     assert probs.sum() == pytest.approx(1.0, abs=1e-5)
+    by_hand = -sum(p * np.log(p) for p in probs if p > 0)
+    assert with_entropy["entropy"].tolist() == pytest.approx([by_hand], abs=1e-4)
     kept = probs > 0
     assert (
         (counts[kept] - 40_000 * probs[kept]) ** 2 / (40_000 * probs[kept])

@@ -1,5 +1,8 @@
 """The random stream and the distributions drawn from it."""
 
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -92,3 +95,19 @@ def test_rows_are_drawn_independently_of_other_rows() -> None:
             }
         )
         assert int(sample(logits[row : row + 1], alone)[0]) == int(tokens[row])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, math.log(8) * 0.5 + math.log(2) * 0.5),  # p = 1/2, then 4 times 1/8
+        ({"top_k": 1}, 0.0),
+        ({"top_p": 0.6}, -(0.8 * math.log(0.8) + 0.2 * math.log(0.2))),  # the nucleus is 1/2 and 1/8, renormalized
+        ({"temperature": 0.0}, math.log(8) * 0.5 + math.log(2) * 0.5),
+    ],
+)
+def test_entropy_is_that_of_the_sampling_distribution(options: dict[str, Any], expected: float) -> None:
+    logits = torch.tensor([[0.5, 0.125, 0.125, 0.125, 0.125]]).log().expand(3, -1)
+    _, columns = sample(logits, rules(3, **options)._replace(outputs=["entropy"]))
+    assert columns["entropy"].tolist() == pytest.approx([expected] * 3, abs=1e-6)
+    assert "entropy" not in sample(logits, rules(3, **options))[1]

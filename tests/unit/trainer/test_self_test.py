@@ -34,7 +34,7 @@ def test_the_demo_model_is_packed_and_left_as_it_was(caplog: pytest.LogCaptureFi
         choice = choose_forward(model)
     assert choice.mode is ForwardMode.PACKED
     assert not choice.reason
-    assert "packed sequences: verified" in caplog.text
+    assert "packed sequences, verified" in caplog.text
     drawn = torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.rand(1))

@@ -190,7 +190,12 @@ class Generation:
             return None
         self.num_prompt_cached += reply.num_prompt_cached
         self.num_prompt_prefilled += reply.num_prompt_prefilled
-        segment = self._decode(reply.segment) if reply.HasField("segment") else None
+        try:
+            segment = self._decode(reply.segment) if reply.HasField("segment") else None
+        except InvalidInput as err:
+            node.stream.cancel(stream_request, "malformed delta")
+            self._fail_over(EngineFailed(f"node {node_id} sent a malformed delta: {err}"))
+            return None
         if segment is not None:
             node.num_failures = self._request.num_failures = 0
         finish = FinishReason(reply.finish)
@@ -216,14 +221,12 @@ class Generation:
             raise InfraFailure(f"inference failed {self._failures_max} times in a row; the last: {err}") from err
 
     def _decode(self, message: types_pb2.Segment) -> Segment:
-        """Return the new tokens. Raises InvalidInput for a malformed segment, EngineFailed for other arrays than requested."""
+        """Return the new tokens. Raises InvalidInput for a malformed segment, and for other arrays than requested."""
         segment = decode_segment(message, "segment")
         checks.check_segment(segment, "segment", index=0, num_params=0)
         if set(segment.arrays) != set(self._request.outputs):
-            raise EngineFailed(
-                f"the node returned the arrays [{', '.join(segment.arrays)}], requested were "
-                f"[{', '.join(self._request.outputs)}]; fix its engine"
-            )
+            names = (", ".join(sorted(names)) for names in (segment.arrays, self._request.outputs))
+            raise InvalidInput("returned the arrays [{}], requested were [{}]".format(*names))
         self._request.received += segment.token_ids.tolist()
         return segment
 

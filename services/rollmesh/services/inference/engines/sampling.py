@@ -29,8 +29,9 @@ class Rules(NamedTuple):
     outputs: list[str]  # names of `OUTPUTS` that some row wants
 
 
-OUTPUTS: tuple[str, ...] = ()
-"""Columns that `sample` can compute beside the log-probs."""
+OUTPUTS: tuple[str, ...] = ("entropy",)
+"""Columns that `sample` can compute beside the log-probs. `entropy` float32 is that of the sampling distribution (the plain model for
+greedy rows), in nats."""
 
 
 def mix64(z: Tensor) -> Tensor:
@@ -86,4 +87,6 @@ def sample(logits: Tensor, rules: Rules) -> tuple[Tensor, dict[str, Tensor]]:
         tokens = torch.where(rules.temperature > 0, tokens, logits.argmax(dim=-1))
     picked = tokens[:, None]
     columns = {"logprobs": probs.gather(1, picked)[:, 0].log(), "logprobs_model": plain.gather(1, picked)[:, 0].log()}
+    if "entropy" in rules.outputs:
+        columns["entropy"] = torch.special.entr(probs).sum(dim=-1)
     return tokens, columns
