@@ -30,6 +30,8 @@ class Ends:
     coordinator_address: str
     bus: Bus
     access: Access
+    bus_address: str = ""
+    """host:port of nats-server in a mesh of processes."""
 
     @asynccontextmanager
     async def worker(self, run: str) -> AsyncIterator[str]:

@@ -60,6 +60,7 @@ async def process_mesh(folder: Path) -> AsyncIterator[tuple[Ends, World]]:
                 layout.coordinator,
                 bus,
                 layout.access,
+                bus_address=f"127.0.0.1:{port.read_text().strip()}",
             ),
             mesh,
         )
@@ -85,12 +86,24 @@ async def kill_at_random(ends: Ends, mesh: World, rng: random.Random, killed: Co
 
 
 async def _until_it_serves(ends: Ends) -> None:
-    """Wait until the coordinator lists a ready node of each kind that a trainer needs."""
+    """Wait until NATS, the coordinator and a node of each kind that a trainer needs accept connections."""
     needed = {pb.NODE_KIND_GATEWAY, pb.NODE_KIND_DEPOT, pb.NODE_KIND_DATA, pb.NODE_KIND_REWARD}
     async with asyncio.timeout(SERVES_S):
         while True:
-            with suppress(grpc.aio.AioRpcError):
+            with suppress(grpc.aio.AioRpcError, OSError):
+                await _connect(ends.bus_address)
                 fleet = await ends.coordinator.GetFleet(pb.GetFleetRequest(), timeout=5.0)
-                if needed <= {node.kind for node in fleet.nodes if node.state == pb.NODE_STATE_READY}:
+                ready = [node for node in fleet.nodes if node.state == pb.NODE_STATE_READY and node.kind in needed]
+                for node in ready:
+                    await _connect(node.address)
+                if needed == {node.kind for node in ready}:
                     return
             await asyncio.sleep(0.2)
+
+
+async def _connect(address: str) -> None:
+    """Raises OSError if no process listens at host:port."""
+    host, _, port = address.rpartition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.close()
+    await writer.wait_closed()
