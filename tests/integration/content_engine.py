@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +72,13 @@ class ContentEngine(FakeEngine):
             ScoreResult(logprobs=content_logprobs(self.serving, tokens), version=result.version)
             for tokens, result in zip(sequences, results, strict=True)
         ]
+
+
+class ForgetfulEngine(ContentEngine):
+    """Omits the requested outputs."""
+
+    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+        super().submit(request, lambda delta: emit(replace(delta, arrays={})))
 
 
 class StuckEngine(ContentEngine):

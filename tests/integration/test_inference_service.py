@@ -17,6 +17,7 @@ from rollmesh.services.inference.generate_stream import GenerateStream
 from rollmesh.services.inference.node import InferenceNode
 from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
 from rollmesh.shared.errors import (
+    InvalidInput,
     MeshError,
     Overloaded,
     ProbeMismatch,
@@ -73,13 +74,18 @@ async def served(folder: Path, *, engine: str = "ContentEngine", **options: Any)
 
 
 def submission(
-    request_id: str, target: Target | None = None, prompt: Sequence[int] = PROMPT, **params: Any
+    request_id: str,
+    target: Target | None = None,
+    prompt: Sequence[int] = PROMPT,
+    outputs: Sequence[str] = (),
+    **params: Any,
 ) -> inference_pb2.Submission:
     return inference_pb2.Submission(
         request_id=request_id,
         target=target,
         token_ids=np.array(prompt, "<i4").tobytes(),
         params=encode_sampling_params(SamplingParams(**{"max_tokens": 32, "seed": 7, **params})),
+        outputs=outputs,
     )
 
 
@@ -273,7 +279,7 @@ async def test_tokens_wait_for_the_verdict_and_then_all_come(tmp_path: Path) -> 
 
 async def test_generate_one_answers_by_version(tmp_path: Path) -> None:
     async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
-        request = inference_pb2.GenerateOneRequest(submission=submission("x", max_tokens=400))
+        request = inference_pb2.GenerateOneRequest(submission=submission("x", outputs=["entropy"], max_tokens=400))
         answering = asyncio.create_task(_call(it.stub.GenerateOne(request)))
         await asyncio.wait_for(it.engine.emitted.wait(), 20)
         await it.activate(1)
@@ -281,6 +287,16 @@ async def test_generate_one_answers_by_version(tmp_path: Path) -> None:
         assert [decode_version(delta.segment.version).step for delta in answer.deltas] == [4, 5]
         assert sum(len(delta.segment.token_ids) for delta in answer.deltas) == 4 * 400
         assert answer.deltas[-1].finish == LENGTH
+        assert all(
+            delta.segment.arrays["entropy"].shape[0] == len(delta.segment.token_ids) // 4 for delta in answer.deltas
+        )
+
+
+async def test_generate_one_rejects_an_unknown_output(tmp_path: Path) -> None:
+    async with served(tmp_path) as it:
+        request = inference_pb2.GenerateOneRequest(submission=submission("x", outputs=["hidden"]))
+        with pytest.raises(InvalidInput, match=r"outputs must be among \[entropy\].*got \[hidden\]"):
+            await _call(it.stub.GenerateOne(request))
 
 
 async def _call(call: Any) -> Any:

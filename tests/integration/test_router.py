@@ -80,7 +80,7 @@ class Cell:
         )
 
     def router(self, config: RouterConfig = FAST) -> InferenceRouter:
-        return InferenceRouter(self.fleet, access=ACCESS, config=config)
+        return InferenceRouter(self.fleet, access=ACCESS, config=config, outputs=["entropy"])
 
 
 @contextlib.asynccontextmanager
@@ -94,7 +94,7 @@ def params(**fields: Any) -> SamplingParams:
 
 
 def assert_equal(answer: Generated, reference: Generated) -> None:
-    """Same tokens, log-probs, versions and finish."""
+    """Same tokens, log-probs, requested outputs, versions and finish."""
     assert answer.finish is reference.finish
     assert [segment.version for segment in answer.segments] == [segment.version for segment in reference.segments]
     for segment, expected in zip(answer.segments, reference.segments, strict=True):
@@ -102,6 +102,8 @@ def assert_equal(answer: Generated, reference: Generated) -> None:
         np.testing.assert_array_equal(segment.logprobs, expected.logprobs)
         assert segment.logprobs_model is not None
         np.testing.assert_array_equal(segment.logprobs_model, expected.logprobs_model)
+        assert segment.arrays.keys() == {"entropy"}
+        np.testing.assert_array_equal(segment.arrays["entropy"], expected.arrays["entropy"])
 
 
 async def generated(router: InferenceRouter, target: Target | None = None, **fields: Any) -> Generated:
@@ -184,6 +186,14 @@ async def test_a_request_that_fails_everywhere_is_an_infra_failure(tmp_path: Pat
         await node.engine.close()
         async with it.router() as router:
             with pytest.raises(InfraFailure, match="16 times in a row.*engine is closed"):
+                await generated(router)
+
+
+async def test_a_node_that_returns_other_outputs_than_requested_fails(tmp_path: Path) -> None:
+    async with cell(tmp_path) as it:
+        await it.add("a", await it.publish(1), engine="ForgetfulEngine")
+        async with it.router() as router:
+            with pytest.raises(InfraFailure, match=r"returned the arrays \[\], requested were \[entropy\]"):
                 await generated(router)
 
 
