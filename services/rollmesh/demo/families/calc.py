@@ -58,7 +58,7 @@ def demonstrate(expression: str) -> Demonstration:
     return Demonstration(tuple(calls), str(value))
 
 
-class CalcOptions(GeneratedOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CalcOptions(GeneratedOptions):
     """Settings of the calc source. A level is a number of operators."""
 
     tools: tuple[str, ...] = ("calculator",)

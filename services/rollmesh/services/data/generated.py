@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-import msgspec
+from msgspec import Meta
 
 from rollmesh.services.data.task import Split, Task, check_shares, split_of
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.settings import NonNegativeFloat, PositiveInt, Settings
 from rollmesh.shared.trajectory import Message
 
 NUM_TASKS_MAX = 1_000_000
@@ -36,43 +37,40 @@ class Demonstration:
     answer: str
 
 
-class GeneratedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GeneratedOptions(Settings):
     """Settings of a generated source."""
 
     seed: int = 0
     """Seed of the stream. Another seed gives other tasks from the same hash ranges."""
-    level_min: int = 1
+    level_min: PositiveInt = 1
     """Easiest level."""
     level_max: int = 5
     """Hardest level. Levels that the warm start has not seen give no learning signal."""
-    level_weights: tuple[float, ...] = ()
+    level_weights: tuple[NonNegativeFloat, ...] = ()
     """Relative share of each level, beginning with `level_min`. Empty means equal shares."""
-    num_train: int = 4096
+    num_train: Annotated[int, Meta(ge=0, le=NUM_TASKS_MAX)] = 4096
     """Tasks in the training pool."""
-    num_validation: int = 256
+    num_validation: Annotated[int, Meta(ge=0, le=NUM_TASKS_MAX)] = 256
     """Tasks in the validation pool."""
-    num_test: int = 512
+    num_test: Annotated[int, Meta(ge=0, le=NUM_TASKS_MAX)] = 512
     """Tasks in the test pool."""
-    validation_share: float = 0.1
+    validation_share: Annotated[float, Meta(ge=0, lt=1)] = 0.1
     """Share of the hash range that is the validation split."""
-    test_share: float = 0.1
+    test_share: Annotated[float, Meta(ge=0, lt=1)] = 0.1
     """Share of the hash range that is the test split."""
     tools: tuple[str, ...] = ()
     """Names of the tools of each task."""
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.level_min <= self.level_max:
-            raise ValueError(f"level_min must be in [1, level_max = {self.level_max}], got {self.level_min}")
+    def check_fields(self) -> None:
+        if self.level_min > self.level_max:
+            raise ValueError(f"`level_min` must be <= level_max = {self.level_max}, got {self.level_min}")
         num_levels = self.level_max - self.level_min + 1
         if self.level_weights and len(self.level_weights) != num_levels:
             raise ValueError(
-                f"level_weights must have {num_levels} entries, one per level, got {len(self.level_weights)}"
+                f"`level_weights` must have {num_levels} entries, one per level, got {len(self.level_weights)}"
             )
-        if any(weight < 0 for weight in self.level_weights) or (self.level_weights and not sum(self.level_weights)):
-            raise ValueError(f"level_weights must be >= 0 with a positive sum, got {self.level_weights}")
-        for name in ("num_train", "num_validation", "num_test"):
-            if not 0 <= getattr(self, name) <= NUM_TASKS_MAX:
-                raise ValueError(f"{name} must be in [0, {NUM_TASKS_MAX}], got {getattr(self, name)}")
+        if self.level_weights and not sum(self.level_weights):
+            raise ValueError(f"`level_weights` must have a positive sum, got {self.level_weights}")
         check_shares(self.validation_share, self.test_share)
 
 

@@ -9,24 +9,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-import msgspec
+from msgspec import Meta
 
 from rollmesh.services.data.task import Split, Task, check_shares, split_of
 from rollmesh.shared.jsonl import Record, read_jsonl
+from rollmesh.shared.settings import NonEmptyStr, Settings
 from rollmesh.shared.trajectory import Message
 
 NUM_LINES_MAX = 2_000_000
 
 
-class JsonlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JsonlOptions(Settings):
     """Settings of a JSONL source. Field names may reach into nested objects with dots."""
 
-    path: str
+    path: NonEmptyStr
     """The file, one JSON object per line, UTF-8; relative to the configuration's folder."""
-    name: str = "tasks"
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] = "tasks"
     """Prefix of task ids and of oracle references; letters, digits, `_` and `-`."""
-    prompt: str = "question"
+    prompt: NonEmptyStr = "question"
     """Field with the prompt: a string, or a list of `{"role", "content"}` messages."""
     answer: str = "answer"
     """Field with the reference answer, or with a list of accepted ones; empty = the tasks have none."""
@@ -43,29 +45,21 @@ class JsonlOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """System message in front of every prompt; empty = none."""
     tools: tuple[str, ...] = ()
     """Tools each task names."""
-    validation_share: float = 0.05
+    validation_share: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """Share of the hash range that is validation; ignored with `split`."""
-    test_share: float = 0.05
+    test_share: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """Share of the hash range that is test; ignored with `split`."""
-    num_lines_max: int = NUM_LINES_MAX
+    num_lines_max: Annotated[int, Meta(ge=1, le=NUM_LINES_MAX)] = NUM_LINES_MAX
     """Longest accepted file; it is held in memory."""
 
-    def __post_init__(self) -> None:
-        if not self.path:
-            raise ValueError("path must name a file, got ''")
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", self.name):
-            raise ValueError(f"name must be 1 to 64 letters, digits, `_` or `-`, got {self.name!r}")
-        if not self.prompt:
-            raise ValueError("prompt must name a field, got ''")
+    def check_fields(self) -> None:
         try:
             re.compile(self.answer_pattern)
         except re.error as error:
             raise ValueError(
-                f"answer_pattern is not a regular expression: {error}, got {self.answer_pattern!r}"
+                f"`answer_pattern` must be a regular expression, got {self.answer_pattern!r}: {error}"
             ) from None
         check_shares(self.validation_share, self.test_share)
-        if not 1 <= self.num_lines_max <= NUM_LINES_MAX:
-            raise ValueError(f"num_lines_max must be in [1, {NUM_LINES_MAX}], got {self.num_lines_max}")
 
 
 class JsonlSource:

@@ -72,9 +72,6 @@ def split_of(text: str, *, validation_share: float, test_share: float) -> Split:
 
 
 def check_shares(validation_share: float, test_share: float) -> None:
-    """ValueError unless both shares are in [0, 1) and leave something for training."""
-    for name, share in (("validation_share", validation_share), ("test_share", test_share)):
-        if not 0.0 <= share < 1.0:
-            raise ValueError(f"{name} must be in [0, 1), got {share}")
+    """Raise ValueError unless the shares leave a part for training."""
     if validation_share + test_share >= 1.0:
-        raise ValueError(f"validation_share + test_share must be below 1, got {validation_share + test_share}")
+        raise ValueError(f"`validation_share` must be < 1 - test_share = {1 - test_share:g}, got {validation_share}")

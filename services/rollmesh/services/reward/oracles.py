@@ -14,14 +14,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
-import msgspec
+from msgspec import Meta
 
 from rollmesh.services.reward.item import AnswerKey
 from rollmesh.shared.errors import UnknownOracle
 from rollmesh.shared.jsonl import Record, read_jsonl
 from rollmesh.shared.registry import Registry
+from rollmesh.shared.settings import Settings
 
 NUM_LINES_MAX = 2_000_000
 
@@ -48,7 +49,7 @@ ORACLES = Registry(
 """Built-in oracles by scheme."""
 
 
-class AnswerFileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AnswerFileConfig(Settings):
     """A JSONL file with answers: the file and fields of the task source of that name."""
 
     path: str
@@ -59,20 +60,18 @@ class AnswerFileConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty means no tests."""
     answer_pattern: str = ""
     """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has one."""
-    num_lines_max: int = NUM_LINES_MAX
+    num_lines_max: Annotated[int, Meta(ge=1, le=NUM_LINES_MAX)] = NUM_LINES_MAX
     """Maximum number of lines. The file is held in memory."""
 
-    def __post_init__(self) -> None:
+    def check_fields(self) -> None:
         try:
             re.compile(self.answer_pattern)
         except re.error as error:
             raise ValueError(
-                f"answer_pattern is not a regular expression: {error}, got {self.answer_pattern!r}"
+                f"`answer_pattern` must be a regular expression, got {self.answer_pattern!r}: {error}"
             ) from None
         if not self.answer and not self.tests:
-            raise ValueError("answer must name a field, got ''")
-        if not 1 <= self.num_lines_max <= NUM_LINES_MAX:
-            raise ValueError(f"num_lines_max must be in [1, {NUM_LINES_MAX}], got {self.num_lines_max}")
+            raise ValueError("`answer` must name a field, got ''")
 
 
 class Oracles:

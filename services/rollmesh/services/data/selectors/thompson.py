@@ -22,16 +22,18 @@ slightly worse on a balanced pool, where target 0.5 starves the frontier; hence 
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgpack
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from rollmesh.services.data.selector import GroupResult
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.errors import CorruptSnapshot
+from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings, Share
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -39,37 +41,26 @@ Ints = NDArray[np.int64]
 _SCHEMA = "thompson@1"
 
 
-class ThompsonOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ThompsonOptions(Settings):
     """Settings of the Thompson selector."""
 
-    target: float = 0.5
+    target: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Success rate to aim at, in (0, 1). 0.5 has the most variance per group; 0.3 spends more on the frontier."""
-    uniform_share: float = 0.25
+    uniform_share: Share = 0.25
     """Share of draws that are uniform over the pool; keeps every prompt reachable whatever the posterior says."""
     level_label: str = "level"
     """Task label whose values share a prior; tasks without it are one level."""
-    prior_strength: float = 4.0
+    prior_strength: PositiveFloat = 4.0
     """Weight of the level's estimate in a prompt's posterior, in members."""
-    level_half_life_groups: float = 64.0
+    level_half_life_groups: PositiveFloat = 64.0
     """Groups of a level after which its evidence counts half: the short time scale."""
-    prompt_half_life_groups: float = 256.0
+    prompt_half_life_groups: PositiveFloat = 256.0
     """Groups of any prompt after which a prompt's own evidence counts half: the long time scale."""
-    prompt_evidence_max: float = 32.0
+    prompt_evidence_max: PositiveFloat = 32.0
     """Most members that a prompt's own evidence counts for, about two groups. Without it a small pool, whose prompts come
     often, is so sure of the past that a moved policy goes unnoticed for many half-lives."""
-    num_candidates: int = 4096
+    num_candidates: PositiveInt = 4096
     """Prompts considered per draw, a random subset of larger pools; bounds the cost of a draw."""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.target < 1.0:
-            raise ValueError(f"target must be in (0, 1), got {self.target}")
-        if not 0.0 <= self.uniform_share <= 1.0:
-            raise ValueError(f"uniform_share must be in [0, 1], got {self.uniform_share}")
-        for name in ("prior_strength", "level_half_life_groups", "prompt_half_life_groups", "prompt_evidence_max"):
-            if not 0.0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and > 0, got {getattr(self, name)}")
-        if self.num_candidates < 1:
-            raise ValueError(f"num_candidates must be >= 1, got {self.num_candidates}")
 
 
 class ThompsonSelector:

@@ -8,35 +8,28 @@ compared. With `extend_by`, a group without variance first asks for more episode
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
 import msgspec
 
 from rollmesh.services.reward.finalizer import Decision, Group, Verdict
+from rollmesh.shared.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 
 ZERO_VARIANCE = "ZERO_VARIANCE"
 TOO_FEW_SURVIVORS = "TOO_FEW_SURVIVORS"
 
 
-class ZeroVarianceOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ZeroVarianceOptions(Settings):
     """Settings of the zero-variance finaliser."""
 
-    epsilon: float = 1e-6
+    epsilon: NonNegativeFloat = 1e-6
     """Advantages whose absolute value is at most this count as zero."""
-    survivors_min: int = 2
+    survivors_min: PositiveInt = 2
     """Fewest members with rewards that can be compared."""
-    extend_by: int = 0
+    extend_by: NonNegativeInt = 0
     """Further episodes asked for when there is no variance or too few survive; 0 = filter at once."""
-    members_max: int = 64
+    members_max: PositiveInt = 64
     """Most episodes of a group, ended ones included, that `extend_by` may reach."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.epsilon) and self.epsilon >= 0):
-            raise ValueError(f"epsilon must be finite and >= 0, got {self.epsilon}")
-        for name, least in (("survivors_min", 1), ("extend_by", 0), ("members_max", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
 
 
 class ZeroVarianceFinalizer:

@@ -14,7 +14,7 @@ from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, n
 from rollmesh.shared.trajectory import Reward
 
 
-class ExactOptions(AnswerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExactOptions(AnswerOptions):
     """Settings of the exact scorer."""
 
     ignore_case: bool = False

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 
-import msgspec
-
 from rollmesh.services.reward.item import ScoreItem, Where
 from rollmesh.shared.jsonl import last_match
+from rollmesh.shared.settings import Settings
 from rollmesh.shared.trajectory import Outcome, Reward
 
 ANSWER_TAG = "<answer>(.*?)</answer>"
 EVIDENCE_CHARS_MAX = 200
 
 
-class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AnswerOptions(Settings):
     """Where the model's answer stands."""
 
     pattern: str = ANSWER_TAG
@@ -22,16 +21,16 @@ class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     where: Where = "final"
     """`final`: the last assistant message; `episode`: all of them."""
 
-    def __post_init__(self) -> None:
+    def check_fields(self) -> None:
         compile_pattern("pattern", self.pattern)
 
 
 def compile_pattern(field: str, pattern: str) -> re.Pattern[str]:
-    """`pattern` compiled so that `.` matches newlines. ValueError naming the field."""
+    """Compile `pattern` so that `.` matches newlines. Raise ValueError that names the field."""
     try:
         return re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ValueError(f"{field} is not a regular expression: {error}, got {pattern!r}") from None
+        raise ValueError(f"`{field}` must be a regular expression, got {pattern!r}: {error}") from None
 
 
 class Extractor:

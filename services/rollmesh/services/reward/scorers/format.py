@@ -12,22 +12,21 @@ import msgspec
 
 from rollmesh.services.reward.item import ScoreItem, Where
 from rollmesh.services.reward.scorers.extract import compile_pattern
+from rollmesh.shared.settings import NonEmptyStr, Settings
 from rollmesh.shared.trajectory import Reward
 
 
-class FormatOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FormatOptions(Settings):
     """Settings of the format scorer."""
 
-    pattern: str = r"\s*<answer>[^<]+</answer>\s*"
+    pattern: NonEmptyStr = r"\s*<answer>[^<]+</answer>\s*"
     """Regular expression; `.` matches newlines."""
     where: Where = "final"
     """`final`: the last assistant message; `episode`: all of them, separated by an empty line."""
     whole: bool = True
     """Whether the pattern must match the whole text, or may match anywhere in it."""
 
-    def __post_init__(self) -> None:
-        if not self.pattern:
-            raise ValueError("pattern must not be empty, got ''")
+    def check_fields(self) -> None:
         compile_pattern("pattern", self.pattern)
 
 

@@ -7,30 +7,24 @@ use the budget.
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar, Literal
 
 import msgspec
 
 from rollmesh.services.reward.item import ScoreItem
+from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.trajectory import Reward
 
 
-class LengthOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LengthOptions(Settings):
     """Settings of the length scorer."""
 
     form: Literal["budget", "linear"] = "budget"
     """Which formula."""
-    budget_tokens: int = 256
+    budget_tokens: PositiveInt = 256
     """Most tokens that earn the reward, for `budget`."""
-    scale_tokens: float = 256.0
+    scale_tokens: PositiveFloat = 256.0
     """Tokens that cost one point, for `linear`."""
-
-    def __post_init__(self) -> None:
-        if self.budget_tokens < 1:
-            raise ValueError(f"budget_tokens must be >= 1, got {self.budget_tokens}")
-        if not (math.isfinite(self.scale_tokens) and self.scale_tokens > 0):
-            raise ValueError(f"scale_tokens must be finite and > 0, got {self.scale_tokens}")
 
 
 class LengthScorer:

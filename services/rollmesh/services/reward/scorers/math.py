@@ -8,39 +8,30 @@ neither a thread nor math-verify's own alarm signal can be relied on to end it h
 from __future__ import annotations
 
 import importlib.util
-import math
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 
 from rollmesh.services.reward.item import ScoreItem
 from rollmesh.services.reward.math_pool import MathPool
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, shorten, verdict
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.settings import PositiveFloat
 from rollmesh.shared.trajectory import Reward
 
 
-class MathOptions(AnswerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MathOptions(AnswerOptions):
     """Settings of the math scorer. With an empty `pattern`, math-verify looks for the answer (`\\boxed`, then the last number)."""
 
-    num_workers: int = 1
+    num_workers: Annotated[int, Meta(ge=1, le=64)] = 1
     """Worker processes; each holds sympy (about 80 MiB) and makes some hundred comparisons a second."""
-    compare_s_max: float = 5.0
+    compare_s_max: PositiveFloat = 5.0
     """Longest comparison, seconds; the worker is then replaced and the sample counts as an infra failure."""
-    start_s_max: float = 60.0
+    start_s_max: PositiveFloat = 60.0
     """Longest start of a worker, seconds; importing sympy takes one on a quiet machine."""
-    memory_bytes_max: int = 4 << 30
+    memory_bytes_max: Annotated[int, Meta(ge=256 << 20)] = 4 << 30
     """Address space of a worker."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.num_workers <= 64:
-            raise ValueError(f"num_workers must be in [1, 64], got {self.num_workers}")
-        for name in ("compare_s_max", "start_s_max"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name} must be finite and > 0, got {getattr(self, name)}")
-        if self.memory_bytes_max < 256 << 20:
-            raise ValueError(f"memory_bytes_max must be at least 256 MiB, got {self.memory_bytes_max}")
 
 
 class MathScorer:

@@ -19,28 +19,22 @@ from rollmesh.services.reward.scorer import Sandbox
 from rollmesh.services.reward.scorers.extract import AnswerOptions, Extractor, not_applicable, shorten
 from rollmesh.shared.clients.hidden_tests import TestOutcome, TestReport
 from rollmesh.shared.errors import ScorerFailed
+from rollmesh.shared.settings import NonEmptyStr, NonNegativeFloat
 from rollmesh.shared.trajectory import Reward
 
 CODE_BLOCK = r"```[\w+-]*[ \t]*\n(.*?)```"
 SHARE = "tests_share"
 
 
-class TestsOptions(AnswerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TestsOptions(AnswerOptions):
     """Settings of the tests scorer."""
 
     pattern: str = CODE_BLOCK
     """Regular expression that finds the code: the last match counts, group 1 if it has one. Empty = the whole text."""
-    path: str = "solution.py"
+    path: NonEmptyStr = "solution.py"
     """Name of the file that the code becomes: the `entry` of the manifests."""
-    wall_s: float = 0.0
+    wall_s: NonNegativeFloat = 0.0
     """Wall seconds of one test, below the manifest's; 0 = the manifest's."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.path:
-            raise ValueError("path must name a file, got ''")
-        if self.wall_s < 0:
-            raise ValueError(f"wall_s must be >= 0, got {self.wall_s}")
 
 
 class TestsScorer:
