@@ -111,7 +111,7 @@ def test_a_level_that_the_family_does_not_have_is_rejected() -> None:
         ({"level_min": 6}, r"`level_min` must be <= level_max = 5, got 6"),
         ({"level_weights": (1.0,)}, "`level_weights` must have 5 entries"),
         ({"num_train": -1}, "num_train.*-1"),
-        ({"validation_share": 0.6, "test_share": 0.5}, "below 1"),
+        ({"validation_share": 0.6, "test_share": 0.5}, "`validation_share` must be < 1 - test_share = 0.5, got 0.6"),
         ({"test_share": 1.0}, "test_share.*1.0"),
     ],
 )

@@ -91,7 +91,7 @@ async def test_length_budget_and_linear_values() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("exact", {"pattern": "("}, "pattern.*not a regular expression"),
+        ("exact", {"pattern": "("}, "`pattern` must be a regular expression"),
         ("exact", {"patern": "x"}, "options of scorer `exact`.*patern.*did you mean `pattern`"),
         ("format", {"pattern": ""}, "pattern"),
         ("length", {"scale_tokens": 0}, "scale_tokens"),
