@@ -18,6 +18,7 @@ from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.task import Split
 from rollmesh.services.reward.config import ScorerConfig
 from rollmesh.services.reward.item import ScoreItem
+from rollmesh.trainer.config import OptimizerConfig
 from rollmesh.trainer.model_files import write_model_folder
 
 GROUPS, SIZE = 2, 4
@@ -42,7 +43,7 @@ def small_config(model: Path) -> MeshConfig:
     config = run_config(Work(mode="bare", eta=0, model=str(model), warm=0, num=1, num_profiled=0))
     return msgspec.structs.replace(
         config,
-        learner=msgspec.structs.replace(config.learner, recipe_options={}),
+        learner=msgspec.structs.replace(config.learner, optimizer=OptimizerConfig()),
         run=msgspec.structs.replace(config.run, batch_groups=GROUPS, group_size=SIZE, seed=3),
         reward=msgspec.structs.replace(
             config.reward, scorers=(ScorerConfig(name=f"{__file__}:Parity", reward="correct"),)

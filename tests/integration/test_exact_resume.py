@@ -1,6 +1,6 @@
 """Exact: N updates equal N/2 updates, a checkpoint, a new process' trainer, and N/2 more, bit for bit, on recorded batches.
 
-Through the learner's own engine, for every recipe and for both optimisers. Weights, optimiser state, commit digest, metrics and the
+Through the learner's own engine, for every recipe and for both optimizers. Weights, optimizer state, commit digest, metrics and the
 published bytes are compared; what a process has besides (torch's generators, the thread's state) is disturbed in between.
 """
 
@@ -18,13 +18,14 @@ from torch import nn
 from rollmesh.demo.muon import Muon
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
 from rollmesh.shared.codec.trajectory import episode_from_bytes, episode_to_bytes
+from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Reward, TrainingSample
 from rollmesh.trainer.model_files import write_model_folder
-from rollmesh.trainer.recipes import RECIPES
+from rollmesh.trainer.recipe import recipe_names
 
 from .learner_world import episode
 
@@ -82,7 +83,8 @@ def batch(recorded: Path, k: int) -> Batch:
 
 
 def opened(folder: Path, model: Path, recipe: str) -> Restored:
-    config = LearnerConfig(directory=str(folder), model=str(model), recipe=recipe, seed=3)
+    learner = {"directory": str(folder), "model": str(model), "seed": 3}
+    config = config_from_dict(MeshConfig, {"recipe": recipe, "learner": learner}).learner
     return find_engine(config.engine)(config)
 
 
@@ -109,7 +111,7 @@ def disturb() -> None:
     torch.rand(7)
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", recipe_names())
 def test_n_updates_equal_half_a_checkpoint_and_half(recipe: str, recorded: Path, model: Path, tmp_path: Path) -> None:
     straight = opened(tmp_path / "straight", model, recipe)
     expected = advance(straight, recorded, NUM_UPDATES)
@@ -130,7 +132,7 @@ def test_n_updates_equal_half_a_checkpoint_and_half(recipe: str, recorded: Path,
 
 
 def test_muon_and_adamw_go_on_from_their_saved_state_bit_for_bit(tmp_path: Path) -> None:
-    """The optimisers of the warm start: it keeps no checkpoints, a recipe that used them would."""
+    """The optimizers of the warm start: it keeps no checkpoints, a recipe that used them would."""
 
     def make() -> tuple[nn.Module, Muon, torch.optim.AdamW]:
         torch.manual_seed(5)
@@ -163,7 +165,7 @@ def test_muon_and_adamw_go_on_from_their_saved_state_bit_for_bit(tmp_path: Path)
         step(second, tuple(restored), k)
     assert_equal(straight.state_dict(), second.state_dict())
     for one, two in zip(optimizers, restored, strict=True):
-        assert one.state_dict()["state"], "an optimiser without state proves nothing"
+        assert one.state_dict()["state"], "an optimizer without state proves nothing"
         assert_equal(one.state_dict(), two.state_dict())
 
 

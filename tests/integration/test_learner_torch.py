@@ -42,7 +42,7 @@ def config(folder: Path, **changes: Any) -> LearnerConfig:
         "model": str(model),
         "checkpoint_every": 2,
         "tensorboard": False,
-        "recipe_options": {"num_minibatches": 1},
+        "num_minibatches": 1,
     }
     return LearnerConfig(**(settings | changes))
 
@@ -131,7 +131,7 @@ async def test_samples_too_long_for_the_model_are_committed_as_dropped(tmp_path:
     [
         ({"model": ""}, "model: empty"),
         ({"model": "/no/such/folder"}, "no model can be loaded"),
-        ({"recipe": "gppo"}, "there is no `gppo`"),
+        ({"estimator": {"name": "gppo"}}, "there is no estimator `gppo`"),
         ({"engine_options": {"vocab_size": 3}}, "the torch trainer has none"),
     ],
 )

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.trainer.update import Trainer, UpdateConfig
+from rollmesh.trainer.config import UpdateConfig
+from rollmesh.trainer.update import Trainer
 from tests.models.architectures import ARCHITECTURES, build_model
 from tests.models.engine_column import EngineResult, engine_result
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from rollmesh.trainer.config import PackingConfig, UpdateConfig
 from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
 from rollmesh.trainer.model_config import context_length
-from rollmesh.trainer.packing import PackingConfig, Sequence1D, num_targets, pack
-from rollmesh.trainer.update import Trainer, UpdateConfig
+from rollmesh.trainer.packing import Sequence1D, num_targets, pack
+from rollmesh.trainer.update import Trainer
 from tests.models.architectures import LENGTH_MAX, VOCAB_SIZE, build_model
 
 PACKING = PackingConfig(row_tokens=64, micro_batch_tokens=192)

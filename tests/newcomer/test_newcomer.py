@@ -28,7 +28,7 @@ SMALL = [
     "run.updates_max=3",
     "run.eval_every=3",
     "run.eval_tasks=16",
-    "learner.recipe_options.optimizer.lr=1e-4",
+    "learner.optimizer.lr=1e-4",
 ]
 STOPS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
 

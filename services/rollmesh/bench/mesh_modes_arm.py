@@ -181,7 +181,7 @@ def run_config(work: Work) -> MeshConfig:
     values["model"] = work.model
     values["run"] |= {"max_staleness": work.eta, "updates_max": 0, "eval_every": 0}
     values["learner"] |= {"checkpoint_every": 10_000, "tensorboard": False}
-    values["learner"]["recipe_options"] = {"optimizer": {"lr": LEARNING_RATE}}
+    values["learner"]["optimizer"] = {"lr": LEARNING_RATE}
     values["reward"] = {"finalizer": {"name": "keep_all"}}
     return config_from_dict(MeshConfig, values)
 

@@ -29,6 +29,7 @@ from rollmesh.services.sandbox.languages import declared_commands
 from rollmesh.shared.config import all_in_one, config_from_dict
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
 from rollmesh.shared.objects import load_object
+from rollmesh.trainer.estimators import make_estimator
 
 
 def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = True) -> TrainConfig:
@@ -121,6 +122,8 @@ class _Check:
         with self._collected():
             self._evaluation(pools)
         self._rewards(has_tasks=bool(pools))
+        with self._collected("learner.estimator"):
+            make_estimator(config.learner.estimator, config.reward.weights, base_dir)
         with self._collected("rollout.agent"):
             load_agent(config.rollout.agent, base_dir)
         with self._collected("sandbox.engine"):
@@ -264,13 +267,11 @@ def _check_learner(config: TrainConfig, base_dir: Path) -> None:
         raise ConfigError(
             "`learner.engine_options`: the torch trainer has none; remove them", key="learner.engine_options"
         )
-    from rollmesh.services.learner.engines.recipe import resolve_recipe
-    from rollmesh.trainer.losses import check_outputs, make_loss
+    from rollmesh.trainer.losses import LossSum, check_outputs
 
     try:
-        recipe = resolve_recipe(learner.recipe, learner.recipe_options)
-        check_outputs(make_loss(recipe.loss), config.rollout.outputs)
+        check_outputs(LossSum(learner.loss, base_dir), config.rollout.outputs)
     except ConfigError as err:
-        raise ConfigError(f"`learner`: {err.message}", violations=err.violations, key="learner") from err
+        raise ConfigError(f"`learner.loss`: {err.message}", violations=err.violations, key="learner.loss") from err
     except ValueError as err:
         raise ConfigError(str(err), key="rollout.outputs") from err

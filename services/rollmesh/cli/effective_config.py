@@ -6,7 +6,6 @@ conversation are those of the model's chat template.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rollmesh.cli.model_checks import model_folder
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.selector import SELECTORS
 from rollmesh.services.data.source import SOURCES
-from rollmesh.services.learner.config import TORCH_TRAINER
+from rollmesh.services.learner.config import TORCH_TRAINER, LearnerConfig
 from rollmesh.services.reward.finalizer import FINALIZERS
 from rollmesh.services.reward.oracles import ORACLES
 from rollmesh.services.reward.scorer import SCORERS
@@ -27,6 +26,7 @@ from rollmesh.services.rollout.agent import AGENTS
 from rollmesh.services.rollout.chat_format import ChatFormat
 from rollmesh.services.rollout.config import FormatConfig
 from rollmesh.services.rollout.tokenizer import load_tokenizer
+from rollmesh.trainer.estimators import ESTIMATORS
 
 _MADE_TURN_END = "<|end|>"
 """Of the model that `made_model` makes."""
@@ -56,7 +56,7 @@ def effective_config(config: TrainConfig, base_dir: Path) -> TrainConfig:
             format=_as_config(words) if words is not None else rollout.format,
         ),
         inference=replace(config.inference, engine_options=_engine(config, base_dir)),
-        learner=replace(config.learner, recipe_options=_recipe_options(config)),
+        learner=_learner(config, base_dir),
     )
 
 
@@ -104,28 +104,22 @@ def _engine(config: TrainConfig, base_dir: Path) -> dict[str, Any]:
     return options
 
 
-def _recipe(config: TrainConfig) -> Any:
-    """The trainer's `UpdateConfig`; the options as they are for another trainer."""
-    if config.learner.engine != TORCH_TRAINER:
-        return config.learner.recipe_options
-    from rollmesh.services.learner.engines.recipe import resolve_recipe
+def _learner(config: TrainConfig, base_dir: Path) -> LearnerConfig:
+    """The learner's settings with the options of its estimator and, for the built-in trainer, of its loss terms."""
+    learner = config.learner
+    estimator, loss = ESTIMATORS.with_defaults(learner.estimator, base_dir), learner.loss
+    if learner.engine == TORCH_TRAINER:
+        from rollmesh.trainer.losses import LOSSES
 
-    return resolve_recipe(config.learner.recipe, config.learner.recipe_options, config.reward.weights)
-
-
-def _recipe_options(config: TrainConfig) -> dict[str, Any]:
-    """With the defaults, without the weights of rewards: they are set in `reward.weights`, and nowhere else."""
-    options = _builtins(_recipe(config))
-    if config.learner.engine == TORCH_TRAINER:
-        del options["advantage"]["weights"]
-    return options
+        loss = tuple(LOSSES.with_defaults(term, base_dir) for term in loss)
+    return msgspec.structs.replace(learner, estimator=estimator, loss=loss)
 
 
 def _recipe_words(config: TrainConfig) -> list[str]:
-    recipe = _recipe(config)
-    if isinstance(recipe, Mapping):
+    if config.learner.engine != TORCH_TRAINER:
         return []
-    return [f"{config.learner.recipe} with loss {_builtins(recipe.loss)['name']}", f"lr {recipe.optimizer.lr:g}"]
+    terms = " + ".join(term.short_name for term in config.learner.loss)
+    return [f"{config.recipe} with loss {terms}", f"lr {config.learner.optimizer.lr:g}"]
 
 
 def _model(config: TrainConfig, base_dir: Path) -> str:

@@ -76,7 +76,7 @@ def summarise(
         run=config.run.name,
         outcome=outcome,
         ended=last.ended,
-        recipe=config.learner.recipe,
+        recipe=config.recipe,
         seed=config.run.seed,
         eta=config.run.max_staleness,
         lag_max=max((lag for lag, n in last.trained_by_staleness.items() if n), default=None),

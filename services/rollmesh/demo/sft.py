@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 from rollmesh.demo.chat import Demonstration
 from rollmesh.demo.muon import Muon
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
+from rollmesh.trainer.config import PackingConfig
 from rollmesh.trainer.forward import logprobs_of, target_logits, target_logprobs
 from rollmesh.trainer.optim import guarded_step, set_lr
-from rollmesh.trainer.packing import PackingConfig, Sequence1D, num_targets, pack
+from rollmesh.trainer.packing import Sequence1D, num_targets, pack
 
 
 class WarmStartConfig(Settings):

@@ -6,7 +6,8 @@ Sections are the services' own configs. Folders that services write to are relat
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -28,6 +29,7 @@ from rollmesh.shared.rpc.addresses import host_of, is_loopback
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.settings import LIVE, NonNegativeInt, Settings
 from rollmesh.shared.telemetry import TelemetryConfig
+from rollmesh.trainer.recipe import DEFAULT_RECIPE, find_recipe, read_recipe
 
 SERVING = ("coordinator", "gateway", "depot", "inference")
 """Sections with a `server` of their own."""
@@ -94,6 +96,12 @@ class BusConfig(Settings):
 class MeshConfig(Settings):
     """A whole run."""
 
+    recipe: str = DEFAULT_RECIPE
+    """The method: a name that `rollmesh recipes` lists, or your own file.yaml relative to the config file. It lies under the settings of
+    the file and may set keys of any section that a method consists of (`rollmesh.trainer.recipe`)."""
+    recipe_applied: bool = False
+    """Whether the keys of the recipe are among the others already. The loader sets it, so that a resolved configuration no longer needs
+    the recipe's file."""
     run: RunConfig = msgspec.field(default_factory=RunConfig)
     """What the run is."""
     model: str = ""
@@ -132,6 +140,10 @@ class MeshConfig(Settings):
     """Traces, metrics, logs."""
 
     def check_fields(self) -> None:
+        if self.recipe != DEFAULT_RECIPE and not self.recipe_applied:
+            raise ValueError(
+                f"`recipe` {self.recipe} is not applied; read the configuration with load_config or config_from_dict"
+            )
         check_exposure(self.security, self.servers())
         if self.learner.outputs:
             raise ValueError(
@@ -142,6 +154,17 @@ class MeshConfig(Settings):
                 f"`learner.reward_weights` must be empty, got {self.learner.reward_weights}: set `reward.weights`, which the trainer and "
                 "the finalizer share"
             )
+
+    @staticmethod
+    def underlay(tree: dict[str, Any], base_dir: Path | None) -> Path | None:
+        """Return the file of the recipe that `tree` names, and note in `tree` that it is applied. Raises ConfigError."""
+        name = tree.get("recipe", DEFAULT_RECIPE)
+        if tree.get("recipe_applied") or not isinstance(name, str):
+            return None
+        tree["recipe_applied"] = True
+        file = find_recipe(name, base_dir)
+        read_recipe(file)  # its sections and its `about` are checked here, its settings with those of the run
+        return file
 
     def servers(self) -> dict[str, ServerConfig]:
         """Where services listen on this host, by key."""

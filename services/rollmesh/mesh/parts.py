@@ -17,13 +17,11 @@ from rollmesh.mesh.data_snapshots import DataSnapshots
 from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.source import SOURCES
-from rollmesh.services.learner.config import TORCH_TRAINER, LearnerConfig
-from rollmesh.services.learner.recipe_advantage import recipe_advantage
+from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.reward.oracles import AnswerFileConfig
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.errors import ConfigError
-from rollmesh.trainer.advantages import AdvantageConfig
 from rollmesh.trainer.checkpoint_files import SNAPSHOT_NAME, list_checkpoints
 
 Part = AbstractAsyncContextManager[Any]
@@ -133,17 +131,9 @@ def _reward(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
         coordinator=layout.coordinator,
         access=layout.access,
         base_dir=layout.base_dir,
-        advantage=run_advantage(layout.config),
+        estimator=layout.config.learner.estimator,
         **({"server": layout.served()} | options),
     )
-
-
-def run_advantage(config: MeshConfig) -> AdvantageConfig:
-    """How the run's trainer compares the members of a group, without weights. Another trainer than the built-in one counts as GRPO."""
-    learner = config.learner
-    if learner.engine != TORCH_TRAINER:
-        return AdvantageConfig()
-    return recipe_advantage(learner.recipe, learner.recipe_options)
 
 
 def reward_config(config: MeshConfig) -> RewardConfig:
@@ -230,6 +220,8 @@ def learner_config(layout: RunLayout) -> LearnerConfig:
         directory=str(layout.run_dir),
         model=config.model or (str(layout.model_dir()) if layout.config.model else ""),
         seed=config.seed or layout.config.run.seed,
+        estimator=config.estimator.located(layout.base_dir),
+        loss=tuple(term.located(layout.base_dir) for term in config.loss),
         reward_weights=layout.config.reward.weights,
         outputs=layout.config.rollout.outputs,
     )

@@ -1,5 +1,8 @@
 """The one configuration loader: defaults < YAML file < `key=value` overrides, into a frozen tree of msgspec structs.
 
+A type with a static method `underlay(tree, base_dir) -> Path | None` has one more layer: the YAML file that the method returns for the
+values given lies between the defaults and these values, e.g. a recipe. Its section `about` is not part of the configuration.
+
 Strict: an unknown key, a wrong type, a value out of range, a missing file or broken YAML is a mistake that names the key as a path
 (`rollout.turns_max`), what was expected, what was found, and the line or override it came from. All mistakes are found in one pass: after
 each, the key is taken out (or renamed to the one that was meant) and the rest is read. Several become one `ConfigError`.
@@ -52,8 +55,8 @@ def read_config(
     Raises `ConfigError` only for a file or an override that cannot be read at all.
     """
     file = Path(path) if path is not None else None
-    tree, lines = _read_file(file) if file is not None else ({}, {})
-    tree = _long_form(msgspec.inspect.type_info(type_), tree)
+    tree, lines = read_tree(file) if file is not None else ({}, {})
+    tree = _long_form(msgspec.inspect.type_info(type_), tree, fill=False)
     origins = _apply_overrides(tree, overrides)
     return _convert_all(type_, tree, _Places(file, lines, origins))
 
@@ -69,7 +72,7 @@ def all_in_one(mistakes: Sequence[MeshError]) -> MeshError:
 
 def config_from_dict(type_: type[T], values: dict[str, Any], overrides: Sequence[str] = ()) -> T:
     """As `load_config`, from a plain dict (left as it is) instead of a file."""
-    tree = _long_form(msgspec.inspect.type_info(type_), msgspec.to_builtins(values))
+    tree = _long_form(msgspec.inspect.type_info(type_), msgspec.to_builtins(values), fill=False)
     return _convert(type_, tree, _Places(None, {}, _apply_overrides(tree, overrides)))
 
 
@@ -105,7 +108,8 @@ def _parse_yaml(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def _read_file(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def read_tree(file: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the mapping in a YAML file and the 1-based line of every path in it. Raises ConfigError."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as err:
@@ -191,31 +195,31 @@ def _key_in(node: object, part: str, override: str) -> str | int:
 # Converting -----------------------------------------------------------------------------------------------------------
 
 
-def _long_form(node: msgspec.inspect.Type, value: Any, default: object = None) -> Any:
+def _long_form(node: msgspec.inspect.Type, value: Any, default: object = None, *, fill: bool = True) -> Any:
     """Replace short forms: a string in place of a struct that has a class attribute `short_form` means the field named there.
 
-    A mapping that omits this field gets it from `default`, the default of the key that holds the struct.
+    With `fill`, a mapping that omits this field gets it from `default`, the default of the key that holds the struct.
     """
     if isinstance(node, msgspec.inspect.Metadata):
         return _long_form(node.type, value, default)
     if isinstance(node, msgspec.inspect.UnionType):
         for option in node.types:
-            value = _long_form(option, value, default)
+            value = _long_form(option, value, default, fill=fill)
     elif isinstance(node, msgspec.inspect.StructType) and isinstance(value, (str, dict)):
         short = getattr(node.cls, "short_form", "")
         if isinstance(value, str):
             return {short: value} if short else value
-        if short and isinstance(default, node.cls):
+        if fill and short and isinstance(default, node.cls):
             value = {short: getattr(default, short), **value}
         fields = {field.encode_name: field for field in node.fields}
         return {
-            key: _long_form(fields[key].type, below, _default(fields[key])) if key in fields else below
+            key: _long_form(fields[key].type, below, _default(fields[key]), fill=fill) if key in fields else below
             for key, below in value.items()
         }
     elif isinstance(node, msgspec.inspect.DictType) and isinstance(value, dict):
-        return {key: _long_form(node.value_type, below) for key, below in value.items()}
+        return {key: _long_form(node.value_type, below, fill=fill) for key, below in value.items()}
     elif isinstance(node, (msgspec.inspect.ListType, msgspec.inspect.VarTupleType)) and isinstance(value, list):
-        return [_long_form(node.item_type, below) for below in value]
+        return [_long_form(node.item_type, below, fill=fill) for below in value]
     return value
 
 
@@ -230,14 +234,21 @@ class _Places:
         self.file = file
         self._lines = lines
         self._overrides = overrides
+        self._below: tuple[Path, dict[str, int]] | None = None
+
+    def lay_under(self, file: Path, lines: dict[str, int]) -> None:
+        """Values of `file` are used where no other place gives one."""
+        self._below = (file, lines)
 
     def of(self, path: str) -> str:
         for candidate, override in self._overrides.items():
             if path == candidate or path.startswith((f"{candidate}.", f"{candidate}[")):
                 return f"override `{override}`"
+        line = self._lines.get(path)
+        if line is None and self._below is not None and path in self._below[1]:
+            return f"{self._below[0]}:{self._below[1][path]}"
         if self.file is None:
             return "configuration"
-        line = self._lines.get(path)
         return f"{self.file}:{line}" if line is not None else str(self.file)
 
 
@@ -250,7 +261,12 @@ def _convert(type_: type[T], tree: dict[str, Any], places: _Places) -> T:
 
 def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple[T | None, list[ConfigError]]:
     mistakes: list[ConfigError] = []
-    rest = _long_form(msgspec.inspect.type_info(type_), msgspec.to_builtins(tree))
+    kind, rest = msgspec.inspect.type_info(type_), msgspec.to_builtins(tree)
+    try:
+        rest = _with_underlay(type_, rest, places)
+    except ConfigError as err:
+        mistakes.append(err)
+    rest = _long_form(kind, rest)
     while len(mistakes) < MISTAKES_MAX:
         try:
             return msgspec.convert(rest, type_), mistakes
@@ -260,6 +276,29 @@ def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple
             if not _without(rest, mistake):
                 break
     return None, mistakes
+
+
+def _with_underlay(type_: type, tree: dict[str, Any], places: _Places) -> dict[str, Any]:
+    """Return `tree` over the values of the file that the type names for it."""
+    underlay = getattr(type_, "underlay", None)
+    file = underlay(tree, places.file.parent if places.file is not None else None) if underlay is not None else None
+    if file is None:
+        return tree
+    below, lines = read_tree(file)
+    places.lay_under(file, lines)
+    below.pop("about", None)
+    return _merged(_long_form(msgspec.inspect.type_info(type_), below, fill=False), tree)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Return `above` over `below`, key by key. A part with another `name` or `kind` replaces the part below it."""
+    if any(key in below and key in above and below[key] != above[key] for key in ("name", "kind")):
+        return above
+    merged = dict(below)
+    for key, value in above.items():
+        part = below.get(key)
+        merged[key] = _merged(part, value) if isinstance(part, dict) and isinstance(value, dict) else value
+    return merged
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,8 +104,8 @@ def test_check_writes_out_the_defaults_in_force(tmp_path: Path, model: Path) -> 
     done = command("check", str(config_file(tmp_path, f"model: {model}\nrun: {{eval_every: 0}}\n")))
     assert done.exit_code == 0, done.output
     found = yaml.safe_load(done.stdout)
-    assert found["learner"]["recipe_options"]["optimizer"]["lr"] == 1e-6, "safe for a model of billions of parameters"
-    assert found["learner"]["recipe_options"]["loss"]["name"] == "ppo_clip"
+    assert found["learner"]["optimizer"]["lr"] == 1e-6, "safe for a model of billions of parameters"
+    assert found["learner"]["loss"][0]["name"] == "ppo_clip"
     assert found["inference"]["engine_options"]["dtype"] == "float32"
     assert found["reward"]["finalizer"]["options"], "the finalizer's"
     assert found["rollout"]["format"]["turn_end"] == "<|end|>"
@@ -127,7 +127,7 @@ def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> Non
     text = (
         f"model: {model}\nrun: {{updates_maks: 3, group_size: 0, eval_every: 0, seed: much}}\n"
         "reward: {scorers: [{name: 'scorer.py:Scorer', reward: correct}, {name: exakt, reward: other}]}\n"
-        "learner: {device: 'cuda:7', recipe_options: {optimizer: {lrr: 1}}}\n"
+        "learner: {device: 'cuda:7', optimizer: {lrr: 1}}\n"
     )
     path = config_file(tmp_path, text)
     (tmp_path / "scorer.py").write_text("class Scorer:\n    def score(self, item): return 1.0\n")
@@ -147,7 +147,7 @@ def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> Non
         r"`reward.scorers\[0\]`: .*must have a method `async def score",
         r"`reward.scorers\[1\]`: there is no scorer `exakt`",
         r"`learner.device`: there is no 'cuda:7' here",
-        r"`learner`: recipe_options: .*`optimizer.lrr`: unknown key",
+        r"`learner.optimizer.lrr`: unknown key",
         r"`inference.engine_options.context_max`: 9999 is beyond the 512 positions",
         r"`rollout.format.turn_end`: .*got '<\|im_end\|>': the model has no such token; it writes '<\|end\|>'",
     ):
@@ -219,8 +219,8 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
         ("rollout.agent=mine.py:Agent", r"`mine.py:Agent`: there is no file .*mine.py"),
         ("rollout.limits.context_tokens_max=999", r"999 is beyond the engine's context of 320 tokens; lower it, or raise"),
         ("inference.engine_options.slots=1", r"`inference.engine_options`: .*unknown key; did you mean `slots_max`\?"),
-        ("learner.recipe=gpro", r"`learner`: recipe: there is no `gpro`; known: grpo"),
-        ("learner.recipe_options.optimizer.lrr=1", r"recipe_options: .*`optimizer.lrr`: unknown key; did you mean `lr`\?"),
+        ("recipe=gpro", r"`recipe`: there is no recipe `gpro`; known: dr_grpo, .*did you mean `grpo`\?"),
+        ("learner.optimizer.lrr=1", r"`learner.optimizer.lrr`: unknown key; did you mean `lr`\?"),
         ("made_model.warm_start.level=3", r"`made_model.warm_start`: .*unknown key; did you mean `levels`\?"),
         ("made_model.tasks.options.test_share=0.2", r"`made_model.tasks`: .*must equal those of data.source"),
         ("model=somewhere", r"`model` must be empty if `made_model` is given"),
@@ -273,7 +273,7 @@ def test_model_that_does_not_load_is_told(tmp_path: Path, model: Path) -> None:
 
 def test_train_refuses_before_it_makes_a_folder(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    refused("train", str(DEMO_CONFIG), "learner.recipe=gpro", "--out", str(out))
+    refused("train", str(DEMO_CONFIG), "recipe=gpro", "--out", str(out))
     assert not out.exists()
 
 

@@ -1,4 +1,4 @@
-"""The learner's small parts: configuration, recipes, retries, metrics, the compute thread, light imports."""
+"""The learner's small parts: configuration, retries, metrics, the compute thread, light imports."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ import pytest
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import LearnerConfig, LearnerRetryConfig, PublishConfig
 from rollmesh.services.learner.engine import find_engine
-from rollmesh.services.learner.engines.recipe import resolve_recipe
 from rollmesh.services.learner.metrics_log import MetricsLog, read_metrics
 from rollmesh.services.learner.progress import Progress
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import Cancelled, ConfigError, DeadlineExceeded, Fenced, MeshError, Overloaded, Unavailable
 from rollmesh.shared.retry import retry
-from rollmesh.trainer.losses import TisConfig
-from rollmesh.trainer.recipes import RECIPES
 
 CONFIG = LearnerRetryConfig(retry_s=10.0, backoff_s=1.0, backoff_s_max=4.0)
 
@@ -74,45 +71,6 @@ def test_an_engine_that_does_not_exist_is_a_config_error() -> None:
 def test_a_users_trainer_is_looked_up_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def open_trainer(config): ...")
     assert find_engine("mine.py:open_trainer", tmp_path).__name__ == "open_trainer"  # type: ignore[attr-defined]
-
-
-# Recipes --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", list(RECIPES))
-def test_a_recipe_without_changes_is_itself(name: str) -> None:
-    assert resolve_recipe(name, {}) == RECIPES[name]
-
-
-def test_changes_are_laid_over_a_recipe_key_by_key() -> None:
-    changed = resolve_recipe("grpo", {"optimizer": {"lr": 1e-4}, "num_minibatches": 1, "loss": {"clip_low": 0.1}})
-    assert (changed.optimizer.lr, changed.optimizer.betas) == (1e-4, RECIPES["grpo"].optimizer.betas)
-    assert changed.num_minibatches == 1
-    assert changed.advantage == RECIPES["grpo"].advantage
-    assert getattr(changed.loss, "clip_low", None) == 0.1
-
-
-def test_the_weights_of_rewards_come_from_the_run_and_from_nowhere_else() -> None:
-    assert resolve_recipe("gdpo", {}, {"correct": 1.0}).advantage.weights == {"correct": 1.0}
-    with pytest.raises(ConfigError, match=r"recipe_options.advantage.weights.*set `reward.weights`"):
-        resolve_recipe("gdpo", {"advantage": {"weights": {"correct": 1.0}}})
-
-
-def test_another_loss_starts_from_its_own_defaults() -> None:
-    assert resolve_recipe("grpo", {"loss": {"name": "tis"}}).loss == TisConfig()
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("gppo", {}, "there is no `gppo`"),
-        ("grpo", {"optimizer": {"learning_rate": 1.0}}, "learning_rate"),
-        ("grpo", {"num_minibatches": 0}, "num_minibatches"),
-    ],
-)
-def test_a_wrong_recipe_is_a_config_error_that_names_it(name: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        resolve_recipe(name, changes)
 
 
 # Retries --------------------------------------------------------------------------------------------------------------

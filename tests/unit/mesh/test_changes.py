@@ -23,9 +23,7 @@ from rollmesh.shared.settings import may_change
 WHOLE = TrainConfig(
     made_model=MadeModelConfig(shape={"hidden_size": 8}),
     rollout=RolloutConfig(agent=Extension("single_turn", {"a": 1}), eval_sampling=SamplingConfig()),
-    learner=LearnerConfig(
-        recipe_options={"optimizer": {"lr": 1e-4}, "packing": {"tokens_max": 8}, "loss": {"clip": 0.2}}
-    ),
+    learner=LearnerConfig(estimator=Extension("grpo", {"epsilon": 1e-3})),
 )
 
 
@@ -39,8 +37,9 @@ def test_settings_that_decide_what_is_learned_are_fixed_unless_marked() -> None:
     sections = (
         *("rollout.stages", "rollout.worker", "rollout.router", "rollout.sandbox", "rollout.reward"),
         *("rollout.tool_latency", "learner.publish", "learner.retry", "reward.sandbox"),
+        *("learner.optimizer", "learner.packing"),
     )
-    recipe = {"learner.recipe_options.optimizer.lr", "learner.recipe_options.packing.tokens_max"}
+    recipe = {"learner.optimizer.lr", "learner.packing.row_tokens", "learner.report_entropy"}
     single = {key for key in live - recipe if not key.startswith(sections) and not key.startswith("run.")}
     assert recipe <= live
     assert single == {
@@ -85,9 +84,9 @@ def test_the_file_and_the_recorded_spec_agree_on_what_may_change() -> None:
         ("rollout.sampling.temperature", False),
         ("rollout.worker.episodes_max", True),
         ("learner.recipe", False),
-        ("learner.recipe_options.optimizer.lr", True),
-        ("learner.recipe_options.optimizer.name", False),
-        ("learner.recipe_options.loss.clip_low", False),
+        ("learner.optimizer.lr", True),
+        ("learner.num_minibatches", False),
+        ("learner.loss", False),
         ("learner.an_unknown_setting", False),
         ("counts.inference", True),
         ("bus.url", True),

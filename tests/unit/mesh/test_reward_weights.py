@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.parts import learner_config, reward_config, run_advantage
+from rollmesh.mesh.parts import learner_config, reward_config
 from rollmesh.mesh.run_layout import RunLayout
-from rollmesh.services.learner.engines.recipe import resolve_recipe
 from rollmesh.services.reward.config import build_engine
 from rollmesh.services.reward.servicer import RewardServicer
 from rollmesh.shared.codec.trajectory import encode_group_context
@@ -18,8 +17,7 @@ from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Reward
-from rollmesh.trainer.advantages import make_advantage
-from rollmesh.trainer.recipes import RECIPES
+from rollmesh.trainer.estimators import make_estimator
 from rollmesh.v1 import reward_pb2
 
 from ..trainer.builders import action, prompt, training_sample
@@ -44,36 +42,31 @@ def _group(*rewards: tuple[float, float]) -> tuple[MemberOutcome, ...]:
 )
 @pytest.mark.parametrize("rewards", [((1.0, 0.0), (0.0, 1.0)), ((1.0, 0.2), (1.0, 0.7)), ((0.1, 0.0), (0.0, 1.0))])
 @pytest.mark.parametrize(
-    "learner",
+    "method",
     [
         {},
         {"recipe": "dr_grpo"},
         {"recipe": "gdpo"},
-        {"recipe_options": {"advantage": {"name": "gdpo", "scale_by_std": False}}},
+        {"learner": {"estimator": {"name": "gdpo", "options": {"scale_by_std": False}}}},
     ],
 )
 async def test_a_group_is_kept_exactly_if_it_has_advantages(
-    learner: dict[str, Any], weights: dict[str, float], rewards: tuple[tuple[float, float], ...]
+    method: dict[str, Any], weights: dict[str, float], rewards: tuple[tuple[float, float], ...]
 ) -> None:
-    config = config_from_dict(MeshConfig, {"reward": {"weights": weights, "scorers": SCORERS}, "learner": learner})
-    engine = build_engine(reward_config(config), advantage=run_advantage(config))
+    config = config_from_dict(MeshConfig, {"reward": {"weights": weights, "scorers": SCORERS}, **method})
+    engine = build_engine(reward_config(config), estimator=config.learner.estimator)
     group = GroupContext(group="g", task="t", members=_group(*rewards))
     servicer = RewardServicer(engine, finalizer_name="zero_variance")
     reply = await servicer.FinalizeGroup(reward_pb2.FinalizeGroupRequest(group=encode_group_context(group)), None)
     trained = learner_config(_place(config))
-    recipe = resolve_recipe(trained.recipe, trained.recipe_options, trained.reward_weights)
     samples = [training_sample(m.sample_id, [prompt([1]), action([2], [-1.0])], of="g") for m in group.members]
-    advantages = [float(a[1]) for a in make_advantage(recipe.advantage)([group], samples) if a is not None]
+    advantages = [
+        float(a[1])
+        for a in make_estimator(trained.estimator, trained.reward_weights)([group], samples)
+        if a is not None
+    ]
     kept = reply.decision == reward_pb2.GROUP_DECISION_KEEP
     assert kept == any(abs(a) > 1e-6 for a in advantages)
-
-
-def test_the_run_has_the_estimator_of_its_recipe() -> None:
-    """The reward service learns of it without torch, so the recipes themselves are out of its reach."""
-    for name, recipe in RECIPES.items():
-        assert run_advantage(config_from_dict(MeshConfig, {"learner": {"recipe": name}})) == recipe.advantage
-    with pytest.raises(ConfigError, match="`advantage.name` must be one of grpo, gdpo, got 'rloo'"):
-        run_advantage(config_from_dict(MeshConfig, {"learner": {"recipe_options": {"advantage": {"name": "rloo"}}}}))
 
 
 def test_weights_at_the_learner_are_rejected() -> None:

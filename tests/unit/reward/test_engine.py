@@ -16,7 +16,7 @@ from rollmesh.services.reward.oracles import Oracles
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError, Overloaded
 from rollmesh.shared.trajectory import Outcome, Reward
-from rollmesh.trainer.advantages import AdvantageConfig, make_advantage
+from rollmesh.trainer.estimators import make_estimator
 
 from .builders import item
 
@@ -56,7 +56,7 @@ def engine(*scorers: ConfiguredScorer, queue_samples_max: int = 8) -> RewardEngi
         scorers=scorers,
         finalizer=KeepAllFinalizer(),
         oracles=Oracles({}),
-        advantage=make_advantage(AdvantageConfig()),
+        estimator=make_estimator("grpo"),
         concurrency_max=2,
         queue_samples_max=queue_samples_max,
     )

@@ -11,7 +11,7 @@ from rollmesh.services.reward.item import TaskView
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Outcome
-from rollmesh.trainer.advantages import AdvantageConfig, make_advantage
+from rollmesh.trainer.estimators import make_estimator
 from rollmesh.v1 import reward_pb2
 
 from .builders import member
@@ -26,8 +26,7 @@ def decide(
     weights: dict[str, float] | None = None,
     **settings: Any,
 ) -> Verdict:
-    advantage = make_advantage(AdvantageConfig(name=estimator, weights=weights or {}))
-    advantages = advantage.of_group(GroupContext(group="g", task="t", members=members))
+    advantages = make_estimator(estimator, weights).of_group(GroupContext(group="g", task="t", members=members))
     group = Group(group="g", task=TaskView(task_id="t"), members=members, advantages=advantages, **settings)
     made = FINALIZERS.make(Extension("zero_variance", options or {})).decide(group)
     assert isinstance(made, Verdict)
@@ -83,7 +82,7 @@ def test_a_group_is_filtered_exactly_if_every_advantage_of_the_estimator_is_zero
 ) -> None:
     members = [member(str(number), *values) for number, values in enumerate(rewards)]
     context = GroupContext(group="g", task="t", members=tuple(members))
-    found = make_advantage(AdvantageConfig(name=estimator, weights=weights)).of_group(context)
+    found = make_estimator(estimator, weights).of_group(context)
     assert list(found.values()) == pytest.approx(advantages, abs=1e-4)
     assert decide(*members, estimator=estimator, weights=weights).decision is decision
 

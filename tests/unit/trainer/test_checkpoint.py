@@ -15,10 +15,10 @@ from rollmesh.shared.ledger_head import LedgerHead
 from rollmesh.trainer import checkpoint as module
 from rollmesh.trainer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition, list_checkpoints
+from rollmesh.trainer.config import OptimizerConfig, UpdateConfig
 from rollmesh.trainer.model_files import load_model, published_state
-from rollmesh.trainer.optim import OptimizerConfig
 from rollmesh.trainer.trained_log import TrainedLog, read_trained
-from rollmesh.trainer.update import Trainer, UpdateConfig
+from rollmesh.trainer.update import Trainer
 
 from .builders import random_batch
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from rollmesh.demo.muon import Muon, orthogonalise
-from rollmesh.trainer.optim import OptimizerConfig, guarded_step, lr_at, make_adamw
+from rollmesh.trainer.config import OptimizerConfig
+from rollmesh.trainer.optim import guarded_step, lr_at, make_adamw
 
 
 def test_learning_rate_warms_up_and_decays_linearly() -> None:
@@ -109,5 +110,5 @@ def test_muon_refuses_vectors() -> None:
     [("lr", 0.0), ("lr", float("nan")), ("clip_norm", -1.0), ("warmup_updates", -1), ("final_fraction", 1.5)],
 )
 def test_optimizer_config_refuses_values_out_of_range(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} = "):
+    with pytest.raises(ValueError, match=f"`{field}` must be "):
         OptimizerConfig(**{field: value})  # type: ignore[arg-type]

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
+from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.forward import ForwardMode, score
 from rollmesh.trainer.self_test import choose_forward
-from rollmesh.trainer.update import Trainer, UpdateConfig
+from rollmesh.trainer.update import Trainer
 
 from .builders import action, group, member, prompt, training_sample
 

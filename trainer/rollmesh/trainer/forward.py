@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from rollmesh.shared.trajectory import FloatArray, IntArray
-from rollmesh.trainer.packing import MicroBatch, PackingConfig, Sequence1D, num_targets, pack
+from rollmesh.trainer.config import PackingConfig
+from rollmesh.trainer.packing import MicroBatch, Sequence1D, num_targets, pack
 
 
 class ForwardMode(Enum):

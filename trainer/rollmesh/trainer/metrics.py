@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollmesh.shared.trajectory import FloatArray, GroupContext, TrainingSample
-from rollmesh.trainer.advantages.base import usable_rewards
+from rollmesh.trainer.estimators.base import usable_rewards
 from rollmesh.trainer.losses.ratio import LOG_RATIO_MAX
 from rollmesh.trainer.samples import NO_LAG, num_trained
 

@@ -8,40 +8,10 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import torch
 from torch import nn
 
-
-class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with linear warm-up and linear decay over updates."""
-
-    lr: float = 1e-6
-    """Peak learning rate. The default suits models of about 0.5 to 10 billion parameters; smaller models need more (the demo's, of
-    0.36 million, trains at 7e-4)."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    """Decoupled decay of matrices; vectors (norms, biases) are never decayed."""
-    clip_norm: float = 1.0
-    """Largest global gradient norm; longer gradients are scaled down to it."""
-    warmup_updates: int = 3
-    """Updates until `lr` is reached, linearly from lr / warmup_updates."""
-    decay_updates: int = 0
-    """Updates after which the rate is `lr * final_fraction`, and stays; 0 keeps it constant."""
-    final_fraction: float = 0.05
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "epsilon", "clip_norm"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
-        for name in ("weight_decay", "warmup_updates", "decay_updates"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas = {self.betas}: each must be in [0, 1)")
-        if not 0 <= self.final_fraction <= 1:
-            raise ValueError(f"final_fraction = {self.final_fraction}: must be in [0, 1]")
+from rollmesh.trainer.config import OptimizerConfig
 
 
 def lr_at(config: OptimizerConfig, update: int) -> float:

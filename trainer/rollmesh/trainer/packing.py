@@ -20,30 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollmesh.shared.trajectory import IntArray, MaskArray
-
-
-class PackingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many tokens go through the model at once."""
-
-    row_tokens: int = 128
-    """Row length aimed at, in tokens. Longer: less padding, more attention work on masked pairs."""
-    micro_batch_tokens: int = 1024
-    """Most tokens (padding included) per forward and backward; a longer sequence runs alone. Bounds activation memory; a GPU
-    wants 16384 and more."""
-
-    def __post_init__(self) -> None:
-        if self.row_tokens < 1:
-            raise ValueError(f"row_tokens = {self.row_tokens}: must be at least 1")
-        if self.micro_batch_tokens < self.row_tokens:
-            raise ValueError(
-                f"micro_batch_tokens = {self.micro_batch_tokens}: must be at least row_tokens = {self.row_tokens}"
-            )
+from rollmesh.trainer.config import PackingConfig
 
 
 @dataclass(frozen=True, slots=True)

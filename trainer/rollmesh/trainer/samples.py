@@ -4,7 +4,7 @@ The tokens of a sample are the tokens of the segments on its path, concatenated.
 columns of a `TokenTable` cover trained tokens only, sample by sample.
 
 A sample that cannot be trained on is dropped with a typed reason. It never raises, because one bad sample must not stop a run.
-Collaborators: `update` calls this module, `packing` takes the sequences, `advantages` gives values per segment.
+Collaborators: `update` calls this module, `packing` takes the sequences, `estimators` gives values per segment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rollmesh.shared.trajectory import (
     TrainingSample,
 )
 from rollmesh.shared.versions import staleness
-from rollmesh.trainer.advantages import SegmentAdvantages
+from rollmesh.trainer.estimators import SegmentAdvantages
 from rollmesh.trainer.packing import Sequence1D
 
 NO_LAG = -1

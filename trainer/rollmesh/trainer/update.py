@@ -10,17 +10,16 @@ Invariants:
 - A minibatch with a non-finite loss or gradient changes nothing, and its samples are reported as dropped; an update none of
   whose minibatches was taken is SKIPPED and leaves weights and optimiser untouched.
 
-Collaborators: `samples`, `packing`, `self_test`, `forward`, `advantages`, `losses`, `optim`, `metrics`; `checkpoint` saves a Trainer.
+Collaborators: `samples`, `packing`, `self_test`, `forward`, `estimators`, `losses`, `optim`, `metrics`; `checkpoint` saves a Trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,45 +27,17 @@ from transformers import PreTrainedModel
 
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
 from rollmesh.trainer import forward
-from rollmesh.trainer.advantages import AdvantageConfig, SegmentAdvantages, make_advantage
-from rollmesh.trainer.losses import (
-    LossConfig,
-    LossInputs,
-    Normalization,
-    PpoClipConfig,
-    check_outputs,
-    engine_outputs,
-    make_loss,
-    token_weights,
-)
+from rollmesh.trainer.config import UpdateConfig
+from rollmesh.trainer.estimators import SegmentAdvantages, make_estimator
+from rollmesh.trainer.losses import LossInputs, LossSum, check_outputs, engine_outputs, token_weights
 from rollmesh.trainer.metrics import length_metrics, reward_metrics
 from rollmesh.trainer.model_config import context_length, vocab_size
 from rollmesh.trainer.model_files import write_weights
-from rollmesh.trainer.optim import OptimizerConfig, guarded_step, lr_at, make_adamw, set_lr
-from rollmesh.trainer.packing import MicroBatch, PackingConfig, fill_ratio, pack
+from rollmesh.trainer.optim import guarded_step, lr_at, make_adamw, set_lr
+from rollmesh.trainer.packing import MicroBatch, fill_ratio, pack
 from rollmesh.trainer.samples import DropReason, TokenTable, build_table, drop_reason
 from rollmesh.trainer.self_test import choose_forward
 from rollmesh.trainer.trace import StepTrace, UpdateTrace
-
-
-class UpdateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one update is made: the trainer's half of a recipe."""
-
-    advantage: AdvantageConfig = AdvantageConfig()
-    loss: LossConfig = PpoClipConfig()
-    normalization: Normalization = Normalization.TOKEN
-    """What the loss of an optimiser step averages over."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    packing: PackingConfig = PackingConfig()
-    num_minibatches: int = 2
-    """Optimiser steps per update, each on a random part of the samples. More: faster, and further off-policy."""
-    report_entropy: bool = True
-    """Report the policy's entropy on trained tokens, at the temperature they were sampled at and without top-p and top-k; costs one
-    softmax over the vocabulary per token."""
-
-    def __post_init__(self) -> None:
-        if self.num_minibatches < 1:
-            raise ValueError(f"num_minibatches = {self.num_minibatches}: must be at least 1")
 
 
 class UpdateOutcome(IntEnum):
@@ -110,12 +81,15 @@ class Trainer:
         seed: int,
         step: int = 0,
         outputs: Collection[str] = (),
+        reward_weights: Mapping[str, float] | None = None,
     ) -> None:
-        """`step` is the number of updates already in the weights; `outputs` are the engine outputs that samples carry. Raises
-        ValueError for a model that cannot be trained, or if the loss needs another output.
+        """`step` is the number of updates already in the weights; `outputs` are the engine outputs that samples carry. `reward_weights`
+        are the estimator's, all 1 by default.
 
-        The model is run in evaluation mode throughout: its behaviour log-probs are of an engine without dropout. A few short
+        The model always runs in evaluation mode, because the engine whose log-probs it compares with has no dropout. A few short
         sequences are run through it to choose `forward_choice` (see `self_test`).
+        Raises ValueError for a model that cannot be trained and for a loss that needs another output, and ConfigError for an
+        estimator or a loss term.
         """
         if seed < 0:
             raise ValueError(f"seed = {seed}: must not be negative")
@@ -125,8 +99,8 @@ class Trainer:
         self.seed = seed
         self.step = step
         self.optimizer = make_adamw(model, config.optimizer)
-        self._advantage = make_advantage(config.advantage)
-        self._loss = make_loss(config.loss)
+        self._estimator = make_estimator(config.estimator, reward_weights)
+        self._loss = LossSum(config.loss)
         check_outputs(self._loss, outputs)
         self._outputs = engine_outputs(self._loss)
 
@@ -134,7 +108,7 @@ class Trainer:
         """Make update k. Raises ValueError if k does not follow the last one, or a sample's group is missing."""
         if k != self.step + 1:
             raise ValueError(f"update {k} does not follow step {self.step}")
-        advantages = self._advantage(groups, samples)
+        advantages = self._estimator(groups, samples)
         context_max, vocabulary = context_length(self.model), vocab_size(self.model)
         reasons = [
             drop_reason(s, a, context_max=context_max, vocab_size=vocabulary, outputs=self._outputs)

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from rollmesh.shared.retry import RetryConfig
-from rollmesh.shared.settings import LIVE, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Settings, live_keys
+from rollmesh.shared.settings import LIVE, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.weights.transfer import TransferConfig
+from rollmesh.trainer.config import UpdateConfig
 
 TORCH_TRAINER = "rollmesh.services.learner.engines.torch_trainer:open_trainer"
 FAKE_TRAINER = "rollmesh.testing.fake_trainer:open_trainer"
@@ -38,8 +39,8 @@ class LearnerRetryConfig(RetryConfig):
     each other end here."""
 
 
-class LearnerConfig(Settings):
-    """What is trained, how, and where its state is kept."""
+class LearnerConfig(UpdateConfig):
+    """The trainer's settings, its model, and where its state is kept."""
 
     directory: Annotated[NonEmptyStr, LIVE] = "learner"
     """Folder of the learner: `checkpoints/`, `publishing/`, `metrics.jsonl`, `tensorboard/`."""
@@ -49,12 +50,6 @@ class LearnerConfig(Settings):
     """Settings of that engine alone; the torch trainer has none."""
     model: str = ""
     """Folder of the initial model (transformers format). Read only while there is no checkpoint."""
-    recipe: str = "grpo"
-    """Name in `rollmesh.trainer.recipes`: advantage, loss, optimiser, packing."""
-    recipe_options: Annotated[
-        dict[str, Any], live_keys("optimizer", "-optimizer.name", "packing", "report_entropy")
-    ] = {}
-    """Changes to the recipe, nested as in `UpdateConfig`, e.g. {"optimizer": {"lr": 1e-4}}."""
     reward_weights: dict[str, float] = {}
     """Reward name -> weight in the advantage. A mesh sets it to `reward.weights`, where both the finalizer and the trainer find it."""
     outputs: tuple[str, ...] = ()
@@ -82,6 +77,22 @@ class LearnerConfig(Settings):
     """Weights."""
     retry: Annotated[LearnerRetryConfig, LIVE] = LearnerRetryConfig()
     """Retries of calls to the gateway, and restarts from a checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("threads", "checkpoint_every", "keep_last"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 < self.wait_s <= 60:
+            raise ValueError(f"wait_s must be above 0 and at most 60, got {self.wait_s}")
+        if self.stop_s <= 0:
+            raise ValueError(f"stop_s must be positive, got {self.stop_s}")
+        if self.quarantined_max < 0:
+            raise ValueError(f"quarantined_max must not be negative, got {self.quarantined_max}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if not self.directory:
+            raise ValueError("directory must not be empty")
 
     @property
     def checkpoints(self) -> Path:

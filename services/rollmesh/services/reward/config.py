@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, cast
 
-import msgspec
 from msgspec import Meta
 
 from rollmesh.services.reward.engine import ConfiguredScorer, RewardEngine
@@ -19,7 +18,7 @@ from rollmesh.shared.clients.sandbox import SandboxClientConfig
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.settings import LIVE, PositiveFloat, PositiveInt, Settings
-from rollmesh.trainer.advantages import AdvantageConfig, make_advantage
+from rollmesh.trainer.estimators import make_estimator
 
 
 class ScorerConfig(Extension):
@@ -70,12 +69,11 @@ def build_engine(
     config: RewardConfig,
     base_dir: str | Path | None = None,
     sandbox: Sandbox | None = None,
-    advantage: AdvantageConfig | None = None,
+    estimator: Extension | str = "grpo",
 ) -> RewardEngine:
     """Everything the service runs on. A user's relative files are looked up in `base_dir`.
 
-    Without a `sandbox`, scorers that run code fail: their samples count as infra failures. `advantage` is the trainer's, by
-    default GRPO's; its weights are those of `config`.
+    Without a `sandbox`, scorers that run code fail: their samples count as infra failures. `estimator` is the trainer's; its weights are those of `config`.
 
     Raises ConfigError, or RecordError for a malformed answer file.
     """
@@ -88,7 +86,7 @@ def build_engine(
     return RewardEngine(
         scorers=scorers,
         finalizer=cast(Finalizer, FINALIZERS.make(config.finalizer, base_dir)),
-        advantage=make_advantage(msgspec.structs.replace(advantage or AdvantageConfig(), weights=config.weights)),
+        estimator=make_estimator(estimator, config.weights, base_dir),
         oracles=Oracles(
             {
                 "jsonl": JsonlOracle(config.answer_files, base_dir),

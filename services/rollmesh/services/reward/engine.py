@@ -22,7 +22,7 @@ from rollmesh.shared.errors import Overloaded
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.shared.trajectory import Outcome, Reward
 from rollmesh.shared.user_code import explain, user_traceback
-from rollmesh.trainer.advantages import Advantage
+from rollmesh.trainer.estimators import Estimator
 
 CAUSE_CHARS_MAX = 500
 
@@ -62,14 +62,14 @@ class RewardEngine:
         scorers: Sequence[ConfiguredScorer],
         finalizer: Finalizer,
         oracles: Oracles,
-        advantage: Advantage,
+        estimator: Estimator,
         concurrency_max: int,
         queue_samples_max: int,
     ) -> None:
         self.scorers = tuple(scorers)
         self.finalizer = finalizer
         self.oracles = oracles
-        self.advantage = advantage
+        self.estimator = estimator
         self._slots = asyncio.Semaphore(concurrency_max)
         self._queue_samples_max = queue_samples_max
         self._num_queued = 0

@@ -31,7 +31,7 @@ class Group:
     task: TaskView
     members: tuple[MemberOutcome, ...]
     advantages: Mapping[str, float] = field(default_factory=dict)
-    """Sample id -> what the trainer's advantage estimator makes of the member's rewards (`Advantage.of_group`), weighted by
+    """Sample id -> what the trainer's estimator makes of the member's rewards (`Estimator.of_group`), weighted by
     `reward.weights`. Members without usable rewards, above all those of an infra failure, are absent."""
     num_unscored: int = 0
     """Members that ended without a score: infra failures, cancellations."""

@@ -10,10 +10,10 @@ from rollmesh.services.reward.servicer import RewardServicer
 from rollmesh.shared.clients.sandbox import SandboxClient
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.joined_node import JoinedNode
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
-from rollmesh.trainer.advantages import AdvantageConfig
 from rollmesh.v1 import coordinator_pb2, reward_pb2_grpc
 
 
@@ -32,9 +32,9 @@ class RewardNode(JoinedNode):
         clock: Clock | None = None,
         base_dir: Path | None = None,
         server: ServerConfig | None = None,
-        advantage: AdvantageConfig | None = None,
+        estimator: Extension | str = "grpo",
     ) -> None:
-        """Relative files in the config are relative to `base_dir`; `advantage` is the trainer's. Raises ConfigError or RecordError."""
+        """Relative files in the config are relative to `base_dir`; `estimator` is the trainer's. Raises ConfigError or RecordError."""
         super().__init__(
             node_id=node_id,
             access=access,
@@ -49,7 +49,7 @@ class RewardNode(JoinedNode):
             self.clock,
             config.sandbox,
         )
-        self.engine = build_engine(config, base_dir, self._sandbox, advantage)
+        self.engine = build_engine(config, base_dir, self._sandbox, estimator)
         self._servicer = RewardServicer(self.engine, finalizer_name=config.finalizer.name)
 
     async def build(self, stack: AsyncExitStack) -> None:

@@ -1,7 +1,7 @@
-"""The loss protocol: what a policy-gradient loss sees, and how token losses are summed.
+"""The port of loss terms, the built-in terms, and how token losses are summed.
 
-A loss is a pure function of tensors and a frozen config. It sums `token_weight * loss of the token`; all normalization
-is in `token_weight`, computed once per optimizer step over all of its tokens. That is why gradients accumulated over
+A term is a pure function of tensors and frozen options. It sums `token_weight * loss of the token`. All normalization is in
+`token_weight`, computed once per optimizer step over all of its tokens. That is why gradients accumulated over
 micro-batches equal those of one big batch, whatever the split.
 """
 
@@ -9,14 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from rollmesh.shared.registry import Registry
+from rollmesh.trainer.config import Normalization
+
+LOSSES = Registry(
+    "loss term",
+    {
+        "ppo_clip": "rollmesh.trainer.losses.ppo_clip:PpoClip",
+        "decoupled_ppo": "rollmesh.trainer.losses.decoupled_ppo:DecoupledPpo",
+        "tis": "rollmesh.trainer.losses.tis:Tis",
+    },
+)
+
 TokenStats = Mapping[str, Tensor]
-"""Name -> detached [m] per-token numbers, to be averaged or grouped by `metrics`."""
+"""Name -> detached [m] per-token numbers, which `metrics` averages or groups."""
 
 
 FEATURES = ("proximal",)
@@ -44,7 +55,7 @@ class LossInputs:
 
 
 class PolicyLoss(Protocol):
-    """A loss with its config bound."""
+    """A term with its options. Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -68,15 +79,6 @@ def check_outputs(loss: PolicyLoss, outputs: Collection[str]) -> None:
             f"`rollout.outputs` must contain {', '.join(missing)}, which the loss needs, got [{', '.join(outputs)}]; "
             "add it, if the engine can return it"
         )
-
-
-class Normalization(Enum):
-    """What one optimizer step averages over."""
-
-    TOKEN = "token"
-    """Every trained token counts alike: 1 / tokens of the step (DAPO, arXiv:2503.14476). Long samples weigh more."""
-    SEQUENCE_MEAN = "sequence_mean"
-    """Every sample counts alike: 1 / (samples x its tokens), as in GRPO. Favours brevity when right, length when wrong."""
 
 
 def token_weights(lengths: Sequence[int], sample_weights: Sequence[float], normalization: Normalization) -> Tensor:

@@ -12,57 +12,49 @@ here pulls back towards mu: at large staleness the policy can drift freely.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
-import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from rollmesh.shared.settings import PositiveFloat, Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.ppo_clip import clipped_objective
 from rollmesh.trainer.losses.ratio import out_of_range, safe_ratio
 
 
-class DecoupledPpoConfig(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="decoupled_ppo", tag_field="name"
-):
+class DecoupledPpoOptions(Settings):
     """Clip bounds around the proximal policy, and the cap of the importance weight."""
 
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    weight_max: float = 2.0
+    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    clip_high: PositiveFloat = 0.28
+    weight_max: Annotated[float, Meta(ge=1)] = 2.0
     """Cap of prox / mu. Higher: less bias, more variance."""
     over_max: Literal["truncate", "mask"] = "truncate"
     """What happens to a token above the cap: it counts with the cap, or not at all."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1:
-            raise ValueError(f"clip_low = {self.clip_low}: must be between 0 and 1")
-        if self.clip_high <= 0:
-            raise ValueError(f"clip_high = {self.clip_high}: must be positive")
-        if self.weight_max < 1:
-            raise ValueError(f"weight_max = {self.weight_max}: must be at least 1, the weight of on-policy data")
-
 
 class DecoupledPpo:
-    """`decoupled_ppo_loss` with its config bound."""
+    """`decoupled_ppo_loss` with its options."""
 
+    Options: ClassVar[type[Settings]] = DecoupledPpoOptions
     needs = ("proximal",)
 
-    def __init__(self, config: DecoupledPpoConfig) -> None:
-        self.config = config
+    def __init__(self, *, options: DecoupledPpoOptions) -> None:
+        self.options = options
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
-        return decoupled_ppo_loss(inputs, self.config)
+        return decoupled_ppo_loss(inputs, self.options)
 
 
-def decoupled_ppo_loss(inputs: LossInputs, config: DecoupledPpoConfig) -> tuple[Tensor, TokenStats]:
+def decoupled_ppo_loss(inputs: LossInputs, options: DecoupledPpoOptions) -> tuple[Tensor, TokenStats]:
     """Scalar loss, and per token `clipped`, `clipped_high` and `weight_capped`."""
     weight = safe_ratio(inputs["proximal"], inputs["behavior"]).detach()
-    over = weight > config.weight_max
-    replacement = config.weight_max if config.over_max == "truncate" else 0.0
+    over = weight > options.weight_max
+    replacement = options.weight_max if options.over_max == "truncate" else 0.0
     weight = torch.where(over, torch.full_like(weight, replacement), weight)
     ratio = safe_ratio(inputs.logprobs, inputs["proximal"])
     held = out_of_range(inputs.logprobs, inputs["proximal"])
-    objective, stats = clipped_objective(ratio, held, inputs["advantages"], config.clip_low, config.clip_high)
+    objective, stats = clipped_objective(ratio, held, inputs["advantages"], options.clip_low, options.clip_high)
     return -(inputs["token_weight"] * weight * objective).sum(), {**stats, "weight_capped": over.float()}

@@ -12,48 +12,44 @@ Deviation from DAPO: no KL term (DAPO has none either), ratios are capped in log
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated, ClassVar
+
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from rollmesh.shared.settings import PositiveFloat, Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.ratio import out_of_range, safe_ratio
 
 
-class PpoClipConfig(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="ppo_clip", tag_field="name"
-):
+class PpoClipOptions(Settings):
     """Bounds of the probability ratio."""
 
-    clip_low: float = 0.2
+    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     """How far below 1 a ratio still gets gradient when the advantage is negative."""
-    clip_high: float = 0.28
+    clip_high: PositiveFloat = 0.28
     """How far above 1 when it is positive. Larger than `clip_low`, so that rare tokens can grow and entropy survives."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.clip_low < 1:
-            raise ValueError(f"clip_low = {self.clip_low}: must be between 0 and 1")
-        if self.clip_high <= 0:
-            raise ValueError(f"clip_high = {self.clip_high}: must be positive")
 
 
 class PpoClip:
-    """`ppo_clip_loss` with its config bound."""
+    """`ppo_clip_loss` with its options."""
 
+    Options: ClassVar[type[Settings]] = PpoClipOptions
     needs: tuple[str, ...] = ()
 
-    def __init__(self, config: PpoClipConfig) -> None:
-        self.config = config
+    def __init__(self, *, options: PpoClipOptions) -> None:
+        self.options = options
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
-        return ppo_clip_loss(inputs, self.config)
+        return ppo_clip_loss(inputs, self.options)
 
 
-def ppo_clip_loss(inputs: LossInputs, config: PpoClipConfig) -> tuple[Tensor, TokenStats]:
+def ppo_clip_loss(inputs: LossInputs, options: PpoClipOptions) -> tuple[Tensor, TokenStats]:
     """Scalar loss, and per token whether the clip removed its gradient (`clipped`, `clipped_high`)."""
     ratio = safe_ratio(inputs.logprobs, inputs["behavior"])
     held = out_of_range(inputs.logprobs, inputs["behavior"])
-    objective, stats = clipped_objective(ratio, held, inputs["advantages"], config.clip_low, config.clip_high)
+    objective, stats = clipped_objective(ratio, held, inputs["advantages"], options.clip_low, options.clip_high)
     return -(inputs["token_weight"] * objective).sum(), stats
 
 

@@ -9,39 +9,39 @@ The weight carries no gradient, so every token keeps pulling, however far it has
 
 from __future__ import annotations
 
-import msgspec
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
 from torch import Tensor
 
+from rollmesh.shared.settings import Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.ratio import safe_ratio
 
 
-class TisConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="tis", tag_field="name"):
+class TisOptions(Settings):
     """The cap of the importance weight."""
 
-    weight_max: float = 2.0
+    weight_max: Annotated[float, Meta(ge=1)] = 2.0
     """Cap of pi / mu. 1 ignores upward drift; higher: less bias, more variance."""
-
-    def __post_init__(self) -> None:
-        if self.weight_max < 1:
-            raise ValueError(f"weight_max = {self.weight_max}: must be at least 1, the weight of on-policy data")
 
 
 class Tis:
-    """`tis_loss` with its config bound."""
+    """`tis_loss` with its options."""
 
+    Options: ClassVar[type[Settings]] = TisOptions
     needs: tuple[str, ...] = ()
 
-    def __init__(self, config: TisConfig) -> None:
-        self.config = config
+    def __init__(self, *, options: TisOptions) -> None:
+        self.options = options
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
-        return tis_loss(inputs, self.config)
+        return tis_loss(inputs, self.options)
 
 
-def tis_loss(inputs: LossInputs, config: TisConfig) -> tuple[Tensor, TokenStats]:
+def tis_loss(inputs: LossInputs, options: TisOptions) -> tuple[Tensor, TokenStats]:
     """Scalar loss, and per token `weight_capped`."""
     ratio = safe_ratio(inputs.logprobs, inputs["behavior"]).detach()
-    weight = ratio.clamp(max=config.weight_max)
+    weight = ratio.clamp(max=options.weight_max)
     loss = -(inputs["token_weight"] * weight * inputs["advantages"] * inputs.logprobs).sum()
-    return loss, {"weight_capped": (ratio > config.weight_max).float()}
+    return loss, {"weight_capped": (ratio > options.weight_max).float()}

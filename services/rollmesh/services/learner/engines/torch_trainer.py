@@ -1,4 +1,4 @@
-"""`rollmesh.trainer` behind the learner's port. The only module of the learner that loads torch, with `recipe` beside it.
+"""`rollmesh.trainer` behind the learner's port. The only module of the learner that loads torch.
 
 Opened and called in the compute thread, where the number of torch's threads is set: they spin on barriers and collapse when cores are
 busy, so the default is one.
@@ -17,15 +17,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult
-from rollmesh.services.learner.engines.recipe import resolve_recipe
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
 from rollmesh.trainer.checkpoint import Checkpoint, latest_checkpoint, save_checkpoint
 from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPosition
+from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.model_config import vocab_size
 from rollmesh.trainer.model_files import WEIGHTS_NAME, load_model, load_tokenizer
 from rollmesh.trainer.trained_log import TrainedLog
-from rollmesh.trainer.update import Trainer, UpdateConfig, UpdateOutcome
+from rollmesh.trainer.update import Trainer, UpdateOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -35,10 +35,9 @@ def open_trainer(config: LearnerConfig) -> Restored:
     if config.engine_options:
         raise ConfigError(f"engine_options: the torch trainer has none, found {', '.join(config.engine_options)}")
     torch.set_num_threads(config.threads)
-    recipe = resolve_recipe(config.recipe, config.recipe_options, config.reward_weights)
     try:
         found = latest_checkpoint(config.checkpoints)
-        return _fresh(config, recipe) if found is None else _resumed(config, recipe, found)
+        return _fresh(config) if found is None else _resumed(config, found)
     except CheckpointError as err:
         raise ConfigError(str(err)) from err
 
@@ -46,13 +45,10 @@ def open_trainer(config: LearnerConfig) -> Restored:
 class TorchTrainer:
     """Implements `engine.TrainerEngine`."""
 
-    def __init__(
-        self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase | None, config: LearnerConfig, recipe: UpdateConfig
-    ) -> None:
+    def __init__(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase | None, config: LearnerConfig) -> None:
         self._trainer = trainer
         self._tokenizer = tokenizer
         self._config = config
-        self._recipe_digest = _digest(recipe)
 
     @property
     def step(self) -> int:
@@ -87,7 +83,7 @@ class TorchTrainer:
             digest=position.digest,
             seed=self._trainer.seed,
             head=position.head,
-            config_digest=self._recipe_digest,
+            config_digest=_digest(self._config),
         )
         saved = save_checkpoint(
             self._config.checkpoints,
@@ -101,18 +97,18 @@ class TorchTrainer:
         return saved.path
 
 
-def _fresh(config: LearnerConfig, recipe: UpdateConfig) -> Restored:
+def _fresh(config: LearnerConfig) -> Restored:
     if not config.model:
         raise ConfigError("model: empty, expected the folder of the initial model in transformers format", key="model")
-    engine = TorchTrainer(_trainer(config, recipe, Path(config.model)), _tokenizer(Path(config.model)), config, recipe)
+    engine = TorchTrainer(_trainer(config, Path(config.model)), _tokenizer(Path(config.model)), config)
     return Restored(engine=engine, log=TrainedLog())
 
 
-def _resumed(config: LearnerConfig, recipe: UpdateConfig, found: Checkpoint) -> Restored:
-    trainer = _trainer(config, recipe, found.path)
+def _resumed(config: LearnerConfig, found: Checkpoint) -> Restored:
+    trainer = _trainer(config, found.path)
     changed = found.restore(trainer)
     meta = found.meta
-    if meta.config_digest != _digest(recipe):
+    if meta.config_digest != _digest(config):
         settings = f" (optimizer: {', '.join(changed)})" if changed else ""
         _log.warning(
             "%s was trained under other settings of the recipe; the present ones apply%s", found.path, settings
@@ -124,13 +120,14 @@ def _resumed(config: LearnerConfig, recipe: UpdateConfig, found: Checkpoint) -> 
         digest=meta.digest,
         head=meta.head,
     )
-    engine = TorchTrainer(trainer, _tokenizer(found.path), config, recipe)
+    engine = TorchTrainer(trainer, _tokenizer(found.path), config)
     return Restored(engine=engine, log=found.trained_log(), position=position, passed_by=found.passed_by)
 
 
-def _trainer(config: LearnerConfig, recipe: UpdateConfig, folder: Path) -> Trainer:
+def _trainer(config: LearnerConfig, folder: Path) -> Trainer:
     try:
-        return Trainer(load_model(folder, device=config.device), recipe, seed=config.seed, outputs=config.outputs)
+        model = load_model(folder, device=config.device)
+        return Trainer(model, config, seed=config.seed, outputs=config.outputs, reward_weights=config.reward_weights)
     except ValueError as err:
         raise ConfigError(f"model: {err}", key="model") from err
 
@@ -147,5 +144,7 @@ def _tied(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(f"{name}={source}" for name, source in keys.items()) if isinstance(keys, dict) else ()
 
 
-def _digest(recipe: UpdateConfig) -> str:
-    return hashlib.sha256(msgspec.json.encode(recipe)).hexdigest()
+def _digest(config: LearnerConfig) -> str:
+    """Of the settings that decide what an update does to the weights."""
+    settings = {name: getattr(config, name) for name in (*UpdateConfig.__struct_fields__, "reward_weights")}
+    return hashlib.sha256(msgspec.json.encode(settings)).hexdigest()

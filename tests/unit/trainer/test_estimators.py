@@ -1,11 +1,14 @@
 """GRPO, Dr. GRPO and GDPO against hand-computed numbers; which rewards and members count."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import GroupContext, MemberOutcome, Outcome, Reward, TrainingSample
-from rollmesh.trainer.advantages import AdvantageConfig, make_advantage
-from rollmesh.trainer.advantages.gdpo import Gdpo
+from rollmesh.trainer.estimators import Estimator, make_estimator
 
 from .builders import action, group, member, prompt, training_sample
 
@@ -14,8 +17,12 @@ def sample(sample_id: str, of: str = "g") -> TrainingSample:
     return training_sample(sample_id, [prompt([20]), action([21, 22], [-1, -1])], of=of)
 
 
-def scalars(config: AdvantageConfig, groups: list[GroupContext], ids: list[str], of: str = "g") -> list[float | None]:
-    found = make_advantage(config)(groups, [sample(i, of) for i in ids])
+def estimator(name: str = "grpo", weights: dict[str, float] | None = None, **options: Any) -> Estimator:
+    return make_estimator(Extension(name, options), weights)
+
+
+def scalars(made: Estimator, groups: list[GroupContext], ids: list[str], of: str = "g") -> list[float | None]:
+    found = made(groups, [sample(i, of) for i in ids])
     return [None if a is None else float(a[1]) for a in found]
 
 
@@ -26,13 +33,13 @@ def two_rewards(*pairs: tuple[float, float], name: str = "g") -> GroupContext:
 def test_grpo_equals_the_hand_computed_value() -> None:
     # rewards 1, 0, 0, 0: mean 0.25, std sqrt(3)/4 = 0.4330 -> 1.7321 and -0.5774
     members = [member(f"s{i}", {"correct": float(i == 0)}) for i in range(4)]
-    found = scalars(AdvantageConfig(), [group("g", *members)], ["s0", "s1", "s2", "s3"])
+    found = scalars(estimator(), [group("g", *members)], ["s0", "s1", "s2", "s3"])
     assert found == pytest.approx([1.7321, -0.5774, -0.5774, -0.5774], abs=1e-4)
 
 
-def test_dr_grpo_only_centres() -> None:
+def test_dr_grpo_only_centers() -> None:
     members = [member(f"s{i}", {"correct": float(i == 0)}) for i in range(4)]
-    found = scalars(AdvantageConfig(scale_by_std=False), [group("g", *members)], ["s0", "s3"])
+    found = scalars(estimator(scale_by_std=False), [group("g", *members)], ["s0", "s3"])
     assert found == pytest.approx([0.75, -0.25])
 
 
@@ -41,16 +48,16 @@ def test_a_baseline_counts_episodes_and_not_their_samples() -> None:
     right = [member(f"s{i}", {"r": 1.0}, episode="e0") for i in range(3)]
     context = group("g", *right, member("s3", {"r": 0.0}, episode="e1"))
     ids = ["s0", "s1", "s2", "s3"]
-    found = scalars(AdvantageConfig(scale_by_std=False), [context], ids)
+    found = scalars(estimator(scale_by_std=False), [context], ids)
     assert found == pytest.approx([0.5, 0.5, 0.5, -0.5])
     for name in ("grpo", "gdpo"):
-        assert scalars(AdvantageConfig(name=name), [context], ids) == pytest.approx([1, 1, 1, -1], abs=1e-4)
+        assert scalars(estimator(name), [context], ids) == pytest.approx([1, 1, 1, -1], abs=1e-4)
 
 
 def test_samples_of_one_episode_may_differ() -> None:
     members = [member("s0", {"r": 1.0}, episode="e0"), member("s1", {"r": 0.0}, episode="e0")]
     context = group("g", *members, member("s2", {"r": 0.0}, episode="e1"))
-    found = scalars(AdvantageConfig(scale_by_std=False), [context], ["s0", "s1", "s2"])
+    found = scalars(estimator(scale_by_std=False), [context], ["s0", "s1", "s2"])
     assert found == pytest.approx([0.75, -0.25, -0.25])  # means of the episodes: 0.5 and 0
 
 
@@ -58,7 +65,7 @@ def test_samples_of_one_episode_may_differ() -> None:
 @pytest.mark.parametrize("name", ["grpo", "gdpo"])
 def test_a_reward_that_is_not_finite_is_a_failure_of_its_member_alone(name: str, value: float) -> None:
     context = group("g", member("s0", {"r": 1.0}), member("s1", {"r": value}), member("s2", {"r": 0.0}))
-    found = scalars(AdvantageConfig(name=name, scale_by_std=False), [context], ["s0", "s1", "s2"])
+    found = scalars(estimator(name, scale_by_std=False), [context], ["s0", "s1", "s2"])
     assert found == [pytest.approx(0.5), None, pytest.approx(-0.5)]
 
 
@@ -66,7 +73,7 @@ def test_grpo_uses_untrained_members_for_the_baseline() -> None:
     context = group(
         "g", member("s0", {"r": 1.0}), member("s1", {"r": 0.0}, end="stale"), member("s2", {"r": 0.0}, end="filtered")
     )
-    found = scalars(AdvantageConfig(scale_by_std=False), [context], ["s0"])
+    found = scalars(estimator(scale_by_std=False), [context], ["s0"])
     assert found == pytest.approx([2 / 3])
 
 
@@ -74,7 +81,7 @@ def test_infrastructure_failures_are_neither_averaged_in_nor_trained_on() -> Non
     failed = member("s2", {"r": 0.0}, outcome=Outcome.INFRA_FAILURE)
     context = group("g", member("s0", {"r": 1.0}), member("s1", {"r": 0.0}), failed, member("s3", {}))
     for name in ("grpo", "gdpo"):
-        found = scalars(AdvantageConfig(name=name, scale_by_std=False), [context], ["s0", "s1", "s2", "s3"])
+        found = scalars(estimator(name, scale_by_std=False), [context], ["s0", "s1", "s2", "s3"])
         assert found == [pytest.approx(0.5), pytest.approx(-0.5), None, None]
 
 
@@ -83,7 +90,7 @@ def test_one_failed_reward_makes_the_whole_member_unusable() -> None:
     context = group(
         "g", member("s0", {"a": 1.0, "b": 1.0}), MemberOutcome(sample_id="s1", rewards=rewards, end="ready")
     )
-    assert scalars(AdvantageConfig(), [context], ["s1"]) == [None]
+    assert scalars(estimator(), [context], ["s1"]) == [None]
 
 
 def test_not_applicable_leaves_out_one_reward_of_one_member() -> None:
@@ -91,83 +98,84 @@ def test_not_applicable_leaves_out_one_reward_of_one_member() -> None:
     context = group(
         "g", member("s0", {"a": 0.0, "b": 1.0}), MemberOutcome(sample_id="s1", rewards=rewards, end="ready")
     )
-    assert scalars(AdvantageConfig(scale_by_std=False), [context], ["s0", "s1"]) == pytest.approx([0.0, 0.0])
-    gdpo = Gdpo(AdvantageConfig(name="gdpo")).of_group(context)
+    assert scalars(estimator(scale_by_std=False), [context], ["s0", "s1"]) == pytest.approx([0.0, 0.0])
+    gdpo = estimator("gdpo").of_group(context)
     assert gdpo == pytest.approx({"s0": -1.0, "s1": 1.0}, abs=1e-4)
 
 
 def test_segment_rewards_do_not_enter_the_sample_sum() -> None:
     rewards = (Reward(name="a", value=1.0), Reward(name="a", value=50.0, segment=1))
     context = group("g", MemberOutcome(sample_id="s0", rewards=rewards, end="ready"), member("s1", {"a": 0.0}))
-    assert scalars(AdvantageConfig(scale_by_std=False), [context], ["s0"]) == pytest.approx([0.5])
+    assert scalars(estimator(scale_by_std=False), [context], ["s0"]) == pytest.approx([0.5])
 
 
 def test_weights_select_and_scale_rewards() -> None:
     context = two_rewards((1, 0), (0, 1))
-    found = scalars(AdvantageConfig(weights={"a": 2.0}, scale_by_std=False), [context], ["g0", "g1"])
+    found = scalars(estimator(weights={"a": 2.0}, scale_by_std=False), [context], ["g0", "g1"])
     assert found == pytest.approx([1.0, -1.0])
 
 
 def test_a_group_that_agrees_has_no_advantage() -> None:
     for name in ("grpo", "gdpo"):
-        found = scalars(AdvantageConfig(name=name), [two_rewards((1, 1), (1, 1))], ["g0", "g1"])
+        found = scalars(estimator(name), [two_rewards((1, 1), (1, 1))], ["g0", "g1"])
         assert found == pytest.approx([0.0, 0.0], abs=1e-9)
 
 
 def test_gdpo_before_whitening_equals_the_published_example() -> None:
-    config = AdvantageConfig(name="gdpo")
-    found = Gdpo(config).of_group(two_rewards((1, 0), (0, 1), (0, 1), (0, 0)))
+    found = estimator("gdpo").of_group(two_rewards((1, 0), (0, 1), (0, 1), (0, 0)))
     assert found["g0"] == pytest.approx(0.732, abs=1e-3)
     assert found["g1"] == pytest.approx(0.423, abs=1e-3)
-    grpo = scalars(AdvantageConfig(), [two_rewards((1, 0), (0, 1), (0, 1), (0, 0))], ["g0", "g1"])
+    grpo = scalars(estimator(), [two_rewards((1, 0), (0, 1), (0, 1), (0, 0))], ["g0", "g1"])
     assert grpo[0] == pytest.approx(grpo[1])
 
 
 def test_gdpo_tells_groups_apart_that_grpo_on_the_sum_cannot() -> None:
     one, both = two_rewards((0, 0), (1, 0)), two_rewards((0, 0), (1, 1))
-    gdpo = Gdpo(AdvantageConfig(name="gdpo"))
+    gdpo = estimator("gdpo")
     assert list(gdpo.of_group(one).values()) == pytest.approx([-1, 1], abs=1e-4)
     assert list(gdpo.of_group(both).values()) == pytest.approx([-2, 2], abs=1e-4)
     for context in (one, both):
-        assert scalars(AdvantageConfig(), [context], ["g0", "g1"]) == pytest.approx([-1, 1], abs=1e-4)
+        assert scalars(estimator(), [context], ["g0", "g1"]) == pytest.approx([-1, 1], abs=1e-4)
 
 
 def test_gdpo_with_weight_zero_equals_gdpo_without_that_reward() -> None:
     pairs = ((1.0, 3.0), (0.0, 7.0), (0.0, 1.0))
     without = group("g", *(member(f"g{i}", {"a": a}) for i, (a, _) in enumerate(pairs)))
     ids = ["g0", "g1", "g2"]
-    weighted = scalars(AdvantageConfig(name="gdpo", weights={"a": 1.0, "b": 0.0}), [two_rewards(*pairs)], ids)
-    assert weighted == scalars(AdvantageConfig(name="gdpo", weights={"a": 1.0}), [without], ids)
+    weighted = scalars(estimator("gdpo", weights={"a": 1.0, "b": 0.0}), [two_rewards(*pairs)], ids)
+    assert weighted == scalars(estimator("gdpo", weights={"a": 1.0}), [without], ids)
 
 
 def test_gdpo_whitens_over_the_whole_batch() -> None:
     # before whitening: -1, 1 and -2, 2 -> mean 0, std sqrt(10/4) = 1.5811
     groups = [two_rewards((0, 0), (1, 0), name="x"), two_rewards((0, 0), (1, 1), name="y")]
-    found = make_advantage(AdvantageConfig(name="gdpo"))(groups, [sample("x1", "x"), sample("y1", "y")])
+    found = estimator("gdpo")(groups, [sample("x1", "x"), sample("y1", "y")])
     assert [float(a[0]) for a in found if a] == pytest.approx([0.6325, 1.2649], abs=1e-4)
 
 
 def test_gdpo_keeps_a_small_weight_small_where_grpo_blows_it_up() -> None:
     settled = group("g", member("g0", {"correct": 1.0, "short": 0.0}), member("g1", {"correct": 1.0, "short": 1.0}))
     weights = {"correct": 1.0, "short": 0.1}
-    grpo = scalars(AdvantageConfig(weights=weights), [settled], ["g1"])
+    grpo = scalars(estimator(weights=weights), [settled], ["g1"])
     assert grpo == pytest.approx([1.0], abs=1e-4)
-    gdpo = Gdpo(AdvantageConfig(name="gdpo", weights=weights)).of_group(settled)
+    gdpo = estimator("gdpo", weights=weights).of_group(settled)
     assert gdpo["g1"] == pytest.approx(0.1, abs=1e-5)
 
 
 def test_advantages_cover_every_segment_and_broadcast_to_its_tokens() -> None:
-    found = make_advantage(AdvantageConfig())(
-        [group("g", member("s0", {"r": 1.0}), member("s1", {"r": 0.0}))], [sample("s0")]
-    )
+    found = estimator()([group("g", member("s0", {"r": 1.0}), member("s1", {"r": 0.0}))], [sample("s0")])
     assert found[0] is not None
     assert [np.broadcast_to(a, (n,)).shape for a, n in zip(found[0], (1, 2), strict=True)] == [(1,), (2,)]
 
 
 def test_missing_context_and_unknown_names_are_refused() -> None:
-    with pytest.raises(ValueError, match="context was not given"):
-        make_advantage(AdvantageConfig())([], [sample("s0")])
+    with pytest.raises(ValueError, match="context is missing"):
+        estimator()([], [sample("s0")])
     with pytest.raises(ValueError, match="does not list sample s0"):
-        make_advantage(AdvantageConfig())([group("g", member("s1", {"r": 1.0}))], [sample("s0")])
-    with pytest.raises(ValueError, match="known are gdpo, grpo"):
-        make_advantage(AdvantageConfig(name="gae"))
+        estimator()([group("g", member("s1", {"r": 1.0}))], [sample("s0")])
+    with pytest.raises(ConfigError, match="there is no estimator `gae`; known: grpo, gdpo"):
+        estimator("gae")
+    with pytest.raises(ConfigError, match=r"options of estimator `grpo`: .*`epsilon` must be > 0"):
+        estimator(epsilon=0)
+    with pytest.raises(ConfigError, match=r"`weights`: unknown key"):
+        make_estimator(Extension("gdpo", {"weights": {"a": 1}}))

@@ -1,0 +1,118 @@
+"""Recipes: the built-in files, a user's own, and what wins."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rollmesh.mesh.config import MeshConfig
+from rollmesh.shared.config import config_from_dict, load_config, to_yaml
+from rollmesh.shared.errors import ConfigError
+from rollmesh.trainer.config import LossTerm
+from rollmesh.trainer.estimators import ESTIMATORS
+from rollmesh.trainer.losses import LossSum
+from rollmesh.trainer.recipe import DEFAULT_RECIPE, find_recipe, read_recipe, recipe_names
+
+ROOT = Path(__file__).parents[3]
+
+
+def configured(**values: Any) -> MeshConfig:
+    return config_from_dict(MeshConfig, values)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_built_in_recipe_resolves_and_its_test_exists(name: str) -> None:
+    learner = configured(recipe=name).learner
+    LossSum(learner.loss)
+    ESTIMATORS.options(learner.estimator)
+    about, _ = read_recipe(find_recipe(name))
+    assert all((about.summary, about.kind, about.paper, about.formula)), "what `rollmesh recipes` shows"
+    assert all(re.fullmatch(r"S\d{3}", seed) for seed in about.seeds)
+    file, _, function = about.test.partition("::")
+    assert re.search(rf"^(async )?def {function}\(", (ROOT / file).read_text(), re.MULTILINE), about.test
+
+
+def test_the_default_recipe_is_what_the_structs_hold() -> None:
+    found = configured()
+    options = found.learner.loss[0].options
+    assert options == msgspec.to_builtins(LossSum(found.learner.loss)._terms[0][2].options)  # type: ignore[attr-defined]
+    plain = msgspec.structs.replace(found.learner, loss=(LossTerm("ppo_clip"),))
+    assert msgspec.structs.replace(found, learner=plain, recipe_applied=False) == MeshConfig()
+    assert found.recipe == DEFAULT_RECIPE
+
+
+def test_recipes_are_found_from_the_configs_folder() -> None:
+    assert (ROOT / "configs/recipes").resolve() == find_recipe("gdpo").parent
+
+
+def test_a_users_file_wins_over_the_recipe_key_by_key() -> None:
+    found = configured(
+        recipe="dr_grpo", learner={"optimizer": {"lr": 1e-4}, "estimator": {"options": {"epsilon": 0.1}}}
+    )
+    assert (found.learner.optimizer.lr, found.learner.optimizer.betas) == (1e-4, (0.9, 0.95))
+    assert found.learner.estimator.options == {"scale_by_std": False, "epsilon": 0.1}
+
+
+def test_another_name_starts_from_its_own_defaults_and_a_list_replaces_the_list() -> None:
+    learner = {"estimator": {"name": "gdpo"}, "loss": ["tis"]}
+    found = configured(recipe="dr_grpo", learner=learner, run={"name": "other"}).learner
+    assert found.estimator.options == {}
+    assert found.loss == (LossTerm("tis"),)
+
+
+def test_a_users_recipe_is_a_whole_method(tmp_path: Path) -> None:
+    """It lies beside the configuration, and the resolved configuration does not need it again."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "about: {summary: Prefer short answers, status: partial, missing: the schedule}\n"
+        "learner: {estimator: {name: gdpo}}\n"
+        "reward: {weights: {correct: 1.0, length: 0.1}, finalizer: {name: keep_all}}\n"
+        "data: {selector: {name: thompson, options: {target: 0.4}}}\n"
+        "rollout: {sampling: {temperature: 0.7}}\n"
+    )
+    (tmp_path / "run.yaml").write_text("recipe: mine.yaml\nreward: {weights: {length: 0.2}}\nrun: {name: short}\n")
+    found = load_config(MeshConfig, tmp_path / "run.yaml", ["data.selector.options.target=0.5"])
+    assert found.learner.estimator.name == "gdpo"
+    assert found.reward.weights == {"correct": 1.0, "length": 0.2}
+    assert (found.reward.finalizer.name, found.rollout.sampling.temperature) == ("keep_all", 0.7)
+    assert found.data.selector.options == {"target": 0.5}
+    recipe.unlink()
+    (tmp_path / "resolved.yaml").write_text(to_yaml(found))
+    assert load_config(MeshConfig, tmp_path / "resolved.yaml") == found
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "learner: {estimater: {name: gdpo}}",
+            r"mine.yaml:1: `learner.estimater`: unknown key; did you mean `estimator`",
+        ),
+        ("learner:\n  optimizer: {lr: fast}", r"mine.yaml:2: `learner.optimizer.lr`: Expected `float`.*found 'fast'"),
+        ("security: {}", "mine.yaml: `security`: a recipe may have the sections about, run"),
+        ("learner: 3", "`learner`: expected a mapping of keys, got 3"),
+        ("about: {seed: [S001]}", "about: .*`seed`: unknown key; did you mean `seeds`"),
+        ("about: {status: partial}", "`missing` must name the missing part"),
+    ],
+)
+def test_a_mistake_in_a_recipe_names_its_file_and_key(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text("recipe: mine.yaml\n")
+    with pytest.raises(ConfigError, match=message):
+        load_config(MeshConfig, tmp_path / "run.yaml")
+
+
+def test_a_recipe_that_does_not_exist_is_an_error_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"`recipe`: there is no recipe `gpro`; known: dr_grpo.*did you mean `grpo`"):
+        configured(recipe="gpro")
+    with pytest.raises(ConfigError, match="`recipe`: there is no file mine.yaml"):
+        configured(recipe="mine.yaml")
+
+
+def test_a_recipe_named_without_the_loader_is_an_error() -> None:
+    with pytest.raises(ValueError, match="`recipe` gdpo is not applied"):
+        MeshConfig(recipe="gdpo")

@@ -1,0 +1,96 @@
+"""The trainer's settings: what a recipe composes. Free of torch, because the mesh and the reward service read them."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+from msgspec import Meta
+
+from rollmesh.shared.registry import Extension
+from rollmesh.shared.settings import LIVE, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Settings, Share
+
+
+class Normalization(Enum):
+    """What the loss of one optimizer step averages over."""
+
+    TOKEN = "token"
+    """Every trained token counts alike: 1 / tokens of the step (DAPO, arXiv:2503.14476). Long samples weigh more."""
+    SEQUENCE_MEAN = "sequence_mean"
+    """Every sample counts alike: 1 / (samples x its tokens), as in GRPO. Favors brevity when right, length when wrong."""
+
+
+_Decay = Annotated[float, Meta(ge=0, lt=1)]
+
+
+class PackingConfig(Settings):
+    """How many tokens go through the model at once."""
+
+    row_tokens: PositiveInt = 128
+    """Length of a row, in tokens. Longer: less padding, more attention work on masked pairs."""
+    micro_batch_tokens: int = 1024
+    """Maximum tokens (padding included) per forward and backward. A longer sequence runs alone. Bounds activation memory; a GPU
+    wants 16384 and more."""
+
+    def check_fields(self) -> None:
+        if self.micro_batch_tokens < self.row_tokens:
+            raise ValueError(
+                f"`micro_batch_tokens` must be >= row_tokens = {self.row_tokens}, got {self.micro_batch_tokens}"
+            )
+
+
+class OptimizerConfig(Settings):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) with linear warm-up and linear decay over updates."""
+
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate. The default suits models of about 0.5 to 10 billion parameters; smaller models need more (the demo's, of
+    0.36 million, trains at 7e-4)."""
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)
+    """Decay rates of the first and the second moment."""
+    epsilon: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled decay of matrices; vectors (norms, biases) are never decayed."""
+    clip_norm: PositiveFloat = 1.0
+    """Maximum global gradient norm. Longer gradients are scaled down to it."""
+    warmup_updates: NonNegativeInt = 3
+    """Updates until `lr` is reached, linearly from lr / warmup_updates."""
+    decay_updates: NonNegativeInt = 0
+    """Updates after which the rate is `lr * final_fraction`, and stays; 0 keeps it constant."""
+    final_fraction: Share = 0.05
+    """Learning rate after the decay, as a share of `lr`."""
+
+
+class LossTerm(Extension):
+    """One term of the loss: `ppo_clip`, `decoupled_ppo`, `tis`, or your own, with its factor in the sum."""
+
+    weight: float = 1.0
+    """Factor of the term."""
+
+
+class UpdateConfig(Settings):
+    """How one update is made: estimator, loss, optimizer, minibatches."""
+
+    estimator: Extension = Extension("grpo")
+    """The estimator of a run, which the trainer and the finalizer both use. `grpo` compares weighted reward sums. `gdpo` normalizes each
+    reward separately, which keeps weights meaningful. Your own: `file.py:Name`."""
+    loss: tuple[LossTerm, ...] = (LossTerm("ppo_clip"),)
+    """Terms whose weighted sum is the loss. A list in a configuration file replaces the list of the recipe."""
+    normalization: Normalization = Normalization.TOKEN
+    """What the loss of an optimizer step averages over."""
+    optimizer: Annotated[OptimizerConfig, LIVE] = OptimizerConfig()
+    """AdamW and its schedule."""
+    packing: Annotated[PackingConfig, LIVE] = PackingConfig()
+    """Tokens per forward."""
+    num_minibatches: PositiveInt = 2
+    """Optimizer steps per update, each on a random part of the samples. More: faster, and further off-policy."""
+    report_entropy: Annotated[bool, LIVE] = True
+    """Report the policy's entropy on trained tokens, at the temperature they were sampled at and without top-p and top-k; costs one
+    softmax over the vocabulary per token."""
+
+    def check_fields(self) -> None:
+        names = [term.short_name for term in self.loss]
+        if not names or len(set(names)) != len(names):
+            raise ValueError(
+                f"loss must have at least one term, each with another name, got {', '.join(names) or 'none'}"
+            )

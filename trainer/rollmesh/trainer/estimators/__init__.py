@@ -1,0 +1,17 @@
+"""Estimators: the advantage of each sample of an update, from the rewards of its group or of the whole batch."""
+
+from rollmesh.trainer.estimators.base import (
+    ESTIMATORS,
+    Estimator,
+    GroupEstimator,
+    SegmentAdvantages,
+    make_estimator,
+)
+
+__all__ = [
+    "ESTIMATORS",
+    "Estimator",
+    "GroupEstimator",
+    "SegmentAdvantages",
+    "make_estimator",
+]
