@@ -201,7 +201,7 @@ async def test_a_foreign_record_in_the_ledger_ends_the_driver() -> None:
     async with bench() as b:
         await b.begin()
         await b.log.append(b"another's", msg_id="another")
-        with pytest.raises(NotReady, match="try again at the one that leads it now"):
+        with pytest.raises(NotReady, match="retry at the coordinator that leads it now"):
             await b.acquire()
         assert isinstance(b.failures[0], Fenced)
         with pytest.raises(NotReady):
@@ -234,7 +234,7 @@ async def test_a_bug_in_the_core_stops_the_driver_after_what_was_decided_before(
         assert (await before).trainer_epoch == 2
         with pytest.raises(Internal, match="AcquireRollouts failed .* do not repeat the request"):
             await asked
-        with pytest.raises(NotReady, match="try again"):
+        with pytest.raises(NotReady, match="retry"):
             await other
         with pytest.raises(RunEnded, match="FAILED: "):
             await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
@@ -253,7 +253,7 @@ async def test_a_bug_beside_the_core_ends_the_run_in_place_and_callers_are_to_as
             raise ValueError("a bug")
 
         monkeypatch.setattr(b.services, "next_tasks", broken)
-        with pytest.raises(NotReady, match="is recovered from its ledger; try again"):
+        with pytest.raises(NotReady, match="is recovered from its ledger; retry"):
             await b.acquire()
         assert await b.driver.read(lambda core, _: core.state.ended) == "FAILED: ValueError: a bug"
         assert not b.driver.live
@@ -306,5 +306,5 @@ async def test_closing_tells_everybody_to_try_again() -> None:
         await b.driver.close()
         await b.clock.run_for(LIMITS.watch_interval_s)
         for task in (waiting, watching):
-            with pytest.raises(NotReady, match="is stopping; try again"):
+            with pytest.raises(NotReady, match="is stopping; retry"):
                 await task

@@ -1,7 +1,8 @@
-"""The chain of records as it was stored, compared with every head of it that was stored elsewhere.
+"""The stored chain of records, compared with every head of it that was stored elsewhere.
 
-The chain alone shows damage. It is no evidence against a process that can write the stream, which can recompute every hash. A head stored
-elsewhere is: whatever changed at or before its position gives another hash there, and records cut off before it are missing.
+The chain alone shows damage. It is not evidence against a process that can write the stream, because that process can
+recompute every hash. A head stored elsewhere is evidence: a change at or before its position gives another hash there,
+and records removed before it are missing.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Chain:
             self._warn(
                 "ledger",
                 f"its time is {behind_s:.1f} s before that of record {stored.position - 1}: a wall clock was set back, or "
-                "the record was written by another host; times are no proof",
+                "the record was written by another host; its time proves nothing",
                 stored.position,
             )
         self._time_unix_s = stored.time_unix_s

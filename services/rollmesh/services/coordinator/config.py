@@ -14,47 +14,50 @@ class RunLimits(Settings):
     """Limits of one run's driver."""
 
     inputs_max: PositiveInt = 8192
-    """Questions waiting for a decision; more are refused with OVERLOADED."""
+    """Maximum number of requests that wait for a decision. More are rejected with OVERLOADED."""
     releases_max: PositiveInt = 2048
-    """Decisions waiting to be stored; then deciding waits."""
+    """Maximum number of decisions that wait to be stored. At the limit, the driver makes no further decision."""
     tick_s: PositiveFloat = 0.1
-    """How late a deadline may be noticed."""
+    """Maximum delay in noticing a deadline, in seconds."""
     append_s_max: PositiveFloat = 120.0
-    """How long the ledger may be out of reach before the coordinator stops; a restart of NATS must fit."""
+    """Time for which the ledger may be unreachable before the coordinator stops, in seconds. It must cover a restart of
+    NATS."""
     watch_interval_s: PositiveFloat = 0.25
-    """Shortest time between two states sent to one watcher."""
+    """Minimum time between two states for one watcher, in seconds."""
     watch_idle_s: PositiveFloat = 5.0
-    """Longest time between them: who waits for what changes without a fact."""
+    """Maximum time between two states for one watcher, in seconds, because waits change without a fact."""
     snapshot_records: PositiveInt = 2000
-    """Ledger records between snapshots; recovery replays at most about as many."""
+    """Number of ledger records between snapshots. Recovery replays at most about as many."""
     housekeeping_s: PositiveFloat = 2.0
-    """Seconds between looks at what can be snapshotted and purged."""
+    """Time between two runs of housekeeping, in seconds."""
     ended_idle_s: PositiveFloat = 5.0
-    """Seconds without a request after which a run that has ended is not led any longer; the next request recovers it."""
+    """Time without a request after which the coordinator stops leading a run that has ended, in seconds. The next
+    request recovers the run."""
     calls_max: PositiveInt = 64
-    """Calls to the reward service under way at once."""
+    """Maximum number of concurrent calls to the reward service."""
     finalize_tries_max: PositiveInt = 10
-    """Calls for one group that the reward service fails, before the group ends as failed(NOT_FINALIZED)."""
+    """Number of failed calls to the reward service after which a group ends as failed(NOT_FINALIZED)."""
     call_s: PositiveFloat = 30.0
-    """Deadline of one call to another service."""
+    """Timeout of one call to another service, in seconds."""
     backoff_s: PositiveFloat = 0.05
-    """First pause after a failed call; doubles up to `backoff_s_max`."""
+    """First back-off after a failed call, in seconds. It doubles up to `backoff_s_max`."""
     backoff_s_max: PositiveFloat = 2.0
-    """Longest pause between tries."""
+    """Maximum back-off between two calls, in seconds."""
 
 
 class CoordinatorConfig(Settings):
     """Settings of a coordinator."""
 
     server: ServerConfig = msgspec.field(default_factory=ServerConfig)
-    """Where it listens."""
+    """Address of the server."""
     fleet: FleetConfig = msgspec.field(default_factory=FleetConfig)
-    """Silence and weight commands."""
+    """Heartbeats and weight commands."""
     run: RunLimits = msgspec.field(default_factory=RunLimits)
     """Limits per run."""
     streams: StreamLimits = msgspec.field(default_factory=StreamLimits)
-    """Disk per stream of a live run; an ended run keeps what it holds and a little room."""
+    """Disk per stream of a live run. A run that has ended keeps what its streams contain and a small reserve."""
     runs_max: PositiveInt = 64
-    """Live runs at once. Runs that have ended do not count."""
+    """Maximum number of live runs. Runs that have ended do not count."""
     commands_max: PositiveInt = 1024
-    """Commands queued for one node; a node that reads slower loses its stream and joins again."""
+    """Maximum number of queued commands for one node. A node that does not drain its queue is disconnected, and joins
+    again."""

@@ -1,14 +1,16 @@
-"""Drives one run's core: inputs in, decisions stored, effects out, all in one order.
+"""Drives the core of one run: inputs in, decisions stored, effects out, all in one order.
 
-    ask / post --> inputs --> decide: core.handle, ledger.append --> releases --> stored? --> replies, calls, commands
+    submit / enqueue --> inputs --> decide: core.handle, ledger.append --> releases --> stored? --> replies, calls, commands
 
-A decision is acted upon only when its record is stored, and no answer overtakes an earlier one: what is refused or merely read was
-judged by a state that may not be stored yet. If the ledger rejects a record, the driver fails as a whole, and so does the coordinator.
+The driver releases the effects of a decision only when its record is stored, and no reply overtakes an earlier one: a
+refusal or a read depends on state that may not be stored yet. If the ledger rejects a record, the driver fails as a
+whole, and so does the coordinator.
 
-Where only the state in memory must not stand, the driver recovers, once everything decided before is stored and answered: it restores
-the stored state, resumes, and callers repeat what was not answered. There are two such cases. A record that is too large for the bus
-was never sent: its request is rejected. An exception that is not a refusal is a bug: its caller gets INTERNAL, and the run is ended
-before it resumes. A run that cannot be recovered is lost to this coordinator (`on_lost`). The other runs are not affected.
+If only the state in memory is wrong, the driver recovers once every earlier decision is stored and answered: it
+restores the stored state, resumes, and callers repeat unanswered requests. There are two such cases. A record that is
+too large for the bus was never sent: its request is rejected. An exception that is not a refusal is a bug: its caller
+gets INTERNAL, and the run ends before it resumes. A run that cannot be recovered is lost to this coordinator
+(`on_lost`). Other runs are not affected.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ from rollmesh.shared.telemetry import metrics
 
 CAUSE_CHARS_MAX = 500
 CLOSE_S_MAX = 5.0
-"""Longest wait, when closing or recovering, for records on their way."""
+"""Maximum time to wait for appends in progress when closing or recovering, in seconds."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Release:
-    """What follows once everything before it is stored."""
+    """What to do once every earlier record is stored."""
 
     head: LedgerHead
     stored: asyncio.Future[int] | None = None
@@ -68,20 +70,20 @@ class RunDriver(Callers):
         on_lost: Callable[[RunDriver, Internal], None],
         on_live: Callable[[], None] = lambda: None,
     ) -> None:
-        """`restore` reads the stored state; `on_lost` gets why the run cannot be recovered once this driver has stopped; `on_live` is
-        called when the run becomes live, and when it has ended."""
+        """`restore` reads the stored state. `on_lost` is called with the cause when the run cannot be recovered and
+        this driver has stopped. `on_live` is called when the run becomes live, and when it has ended."""
         super().__init__(run, core, clock=clock, limits=limits)
         self.weight_goal: WeightGoal | None = None
-        """What the nodes of this run should serve, as far as stored."""
+        """What the nodes of this run should serve, by the stored state."""
         self.purged_below = 0
-        """Payloads below this sequence of the sample stream are gone, or about to be."""
+        """Payloads below this sequence of the sample stream are purged, or will be."""
         self._ledger = ledger
         self._restore = restore
         self._on_failure = on_failure
         self._on_lost = on_lost
         self._on_live = on_live
         self._deciding: QueuedInput | None = None
-        """The question that is decided on, or whose decision must not stand."""
+        """The input that is being decided, or whose decision must be dropped."""
         self._releases: asyncio.Queue[_Release] = asyncio.Queue(limits.releases_max)
         self._last_stored: asyncio.Future[int] | None = None
         self._recovering = False
@@ -91,28 +93,29 @@ class RunDriver(Callers):
 
     @property
     def live(self) -> bool:
-        """Whether the run was created and has not ended, as far as stored."""
+        """Whether the run was created and has not ended, by the stored state."""
         return self.weight_goal is not None and not self.weight_goal.ended
 
     @property
     def last_error(self) -> str:
-        """Why groups could not be finalised the last time."""
+        """The last error of a finalization."""
         return self._effects.last_error
 
     async def start(self) -> Recovered:
-        """Begin with the stored state, which is returned. Raises Internal if a bug prevents that."""
+        """Start with the stored state, and return it. Raises Internal if a bug prevents that."""
         return await self._begin()
 
     async def close(self) -> None:
-        """Stop deciding; callers are to try again. Waits for records on their way, so that no successor is fenced by them."""
-        self._shut(NotReady(f"the coordinator of run {self.run} is stopping; try again"))
+        """Stop. Pending callers get UNAVAILABLE. Waits for appends in progress, so that they do not fence a
+        successor."""
+        self._shut(NotReady(f"the coordinator of run {self.run} is stopping; retry later"))
         await self._end_work()
 
     # Recovering -------------------------------------------------------------------------------------------------------
 
     async def _begin(self, bug: str = "") -> Recovered:
-        """Restore the stored state, give leases their grace and ask open questions again. With `bug`, its cause, the run is ended
-        first; so it is if this meets a bug itself, but only once."""
+        """Restore the stored state, renew leases and repeat open requests. With `bug`, its cause, end the run first. A
+        bug in this method ends the run too, but only once."""
         try:
             recovered = await self._restore()
             self._ledger.head = recovered.head
@@ -140,11 +143,11 @@ class RunDriver(Callers):
         return recovered
 
     def recover_from(self, error: BaseException) -> None:
-        """Recover because of a bug beside the core: what is in memory may not be what is true."""
+        """Recover because of a bug outside the core: the state in memory may be wrong."""
         self._go_back(error, None)
 
     def _go_back(self, error: BaseException, asked: QueuedInput | None) -> None:
-        """Recover, since what is in memory must not stand; `asked` is the question at fault."""
+        """Recover, because the state in memory must be dropped. `asked` is the input at fault."""
         if self._closed is not None or self._recovering:
             return
         self._recovering = True
@@ -159,9 +162,9 @@ class RunDriver(Callers):
         self._tasks.append(asyncio.create_task(self._recover(bug, ticket, answer), name=f"{self.run} recovery"))
 
     async def _recover(self, bug: str, ticket: int, answer: MeshError) -> None:
-        """The caller with `ticket` gets `answer`; all others are to ask again."""
-        await self._end_work()  # what effects would bring answers questions of the state that is dropped
-        self._reject_all(NotReady(f"run {self.run} is recovered from its ledger; try again", run=self.run), but=ticket)
+        """Recover. The caller with `ticket` gets `answer`; all others get UNAVAILABLE."""
+        await self._end_work()  # results of effects belong to the state that is dropped
+        self._reject_all(NotReady(f"run {self.run} is recovered from its ledger; retry", run=self.run), but=ticket)
         self._releases = asyncio.Queue(self._limits.releases_max)
         try:
             await self._begin(bug)
@@ -206,7 +209,8 @@ class RunDriver(Callers):
         return await self._record(decision, asked=bool(question.ticket))
 
     async def _record(self, decision: Decision, *, asked: bool = False) -> _Release:
-        """Send the record of a decision. Raises PayloadTooLarge only for one that is `asked` for: its caller can be refused."""
+        """Append the record of a decision. Raises PayloadTooLarge only if it is `asked` for, because its caller can get
+        the error."""
         stored = None
         if decision.facts:
             try:
@@ -227,7 +231,7 @@ class RunDriver(Callers):
             )
 
     def _read(self, item: QueuedRead) -> _Release:
-        """A read that fails fails its own call alone: it has decided nothing."""
+        """Read the core. An error fails only its own call, because a read decides nothing."""
         value, error = None, None
         try:
             value = item.read(self._core, self._ledger.head)
@@ -292,7 +296,9 @@ class RunDriver(Callers):
         except MeshError as error:
             if self._closed is None:
                 self._stop(
-                    NotReady(f"the coordinator of run {self.run} has stopped; try again at the one that leads it now")
+                    NotReady(
+                        f"the coordinator of run {self.run} has stopped; retry at the coordinator that leads it now"
+                    )
                 )
                 self._on_failure(self.run, error)
             return
@@ -301,11 +307,11 @@ class RunDriver(Callers):
         if loop != self._decide_forever:
             self.recover_from(undone)
             return
-        asked = self._deciding  # what was decided before is stored and answered first
+        asked = self._deciding  # earlier decisions are stored and answered first
         await self._releases.put(_Release(self._ledger.head, act=lambda: self._go_back(undone, asked)))
 
     async def _end_work(self) -> None:
-        """End all work but the calling task, and wait for records on their way."""
+        """End all work except the calling task, and wait for appends in progress."""
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in others:
             task.cancel()
@@ -315,7 +321,7 @@ class RunDriver(Callers):
             await asyncio.wait([self._last_stored], timeout=CLOSE_S_MAX)
 
     def _stop(self, error: MeshError) -> None:
-        """Answer every caller with `error`, and end all work."""
+        """Reply to every caller with `error`, and end all work."""
         self._shut(error)
         for task in self._tasks:
             if task is not asyncio.current_task():
@@ -336,7 +342,8 @@ def _internal(run: str, what: str, cause: str, since: str) -> Internal:
 
 
 def without_purged(request: i.ReportEpisodes, purged_below: int) -> i.ReportEpisodes:
-    """The same reports, but those whose payload came so long ago that it was purged name no try: the core answers UNKNOWN_LEASE."""
+    """Return the same reports, except that reports with a purged payload name no attempt, so that the core answers
+    UNKNOWN_LEASE."""
     if not any(0 < report.payload.sequence < purged_below for report in request.reports):
         return request
     reports = (replace(r, attempt=-1) if 0 < r.payload.sequence < purged_below else r for r in request.reports)

@@ -1,7 +1,8 @@
-"""Carries out what a stored decision calls for, and brings the answers back as inputs.
+"""Carries out the effects of stored decisions, and submits the results as inputs.
 
-Every question of the core is answered in the end: a failing service is asked again with growing pauses, an empty answer waits one, so
-that the core may ask again at once without a hot loop. Work under way is bounded; closing cancels it, and recovery asks anew.
+Every request of the core gets a result: a failing service is retried with growing back-off, and an empty result waits
+one back-off, so that the core may repeat the request at once without a hot loop. Concurrent work is bounded. Closing
+cancels it; recovery repeats it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 
 class Outside(Protocol):
-    """The services and nodes that a run's coordinator turns to. Calls raise MeshError."""
+    """The services and nodes that the coordinator of a run calls. Calls raise MeshError."""
 
     async def next_tasks(self, request: data_pb2.NextTasksRequest) -> data_pb2.NextTasksResponse: ...
 
@@ -51,7 +52,7 @@ class Outside(Protocol):
 
 
 class Inbox(Protocol):
-    """Where answers go: the driver."""
+    """Receives results: the driver."""
 
     async def enqueue(self, request: i.Input) -> None: ...
 
@@ -83,10 +84,10 @@ class Effects:
         self._tasks: set[asyncio.Task[None]] = set()
         self._draws_failed = 0
         self.last_error = ""
-        """Why no group could be finalised the last time; empty once one was."""
+        """The last error of a finalization; empty after a success."""
 
     def perform(self, effect: Effect, position: int) -> None:
-        """Begin what `effect` calls for; `position` is the ledger record it follows from."""
+        """Start `effect`. `position` is the ledger record with its facts."""
         if isinstance(effect, CancelEpisodes):
             self._outside.cancel_episodes(self._spec.run, effect)
         elif isinstance(effect, DrawTasks):
@@ -97,12 +98,12 @@ class Effects:
             self._spawn(self._bury(effect))
 
     def cancel(self) -> None:
-        """Give up what is under way."""
+        """Cancel all work."""
         for task in self._tasks:
             task.cancel()
 
     async def close(self) -> None:
-        """Give up what is under way, and wait until it has ended."""
+        """Cancel all work, and wait until it has ended."""
         self.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -121,7 +122,7 @@ class Effects:
             self._inbox.recover_from(error)
 
     async def _draw(self, effect: DrawTasks, position: int) -> None:
-        """Training tasks: one try; the core asks again when it is told that there was nothing."""
+        """Request training tasks once. The core repeats the request after an empty result."""
         try:
             drawn = tasks_drawn(
                 effect, await self._outside.next_tasks(next_tasks_request(self._spec, effect, position))
@@ -138,7 +139,7 @@ class Effects:
         await self._inbox.enqueue(drawn)
 
     async def _draw_eval(self, effect: DrawTasks) -> None:
-        """Evaluation tasks: tried until the evaluation's own time is over, then given up."""
+        """Request evaluation tasks until the time of the evaluation is over."""
         give_up_at = self._clock.monotonic_s() + self._spec.eval_s_max
         num_failed = 0
         while True:
@@ -160,12 +161,12 @@ class Effects:
             num_failed += 1
 
     async def _finalize(self, effect: FinalizeGroup) -> None:
-        """Ask until there is a decision. A reward service that is away is waited for; one that fails on this group is asked
-        `finalize_tries_max` times."""
+        """Request a decision on a group. An unavailable reward service is retried without limit, an error about this
+        group `finalize_tries_max` times."""
         num_failed = num_rejected = 0
         while True:
             request = finalize_request(self._core.state, effect)
-            if request is None:  # cancelled meanwhile: the core only wants to hear that the question is settled
+            if request is None:  # cancelled meanwhile: the core only needs to know that the request is done
                 await self._inbox.enqueue(i.GroupDecided(group=effect.group, decision=GroupDecision.KEEP))
                 return
             try:
@@ -177,7 +178,7 @@ class Effects:
             except MeshError as error:
                 self.last_error = str(error)
                 level = logging.WARNING if num_failed % 10 == 9 else logging.DEBUG
-                _log.log(level, "group %s is not finalised yet: %s", effect.group, error)
+                _log.log(level, "group not finalized yet: group=%s: %s", effect.group, error)
                 num_rejected += isinstance(error, InfraFailure) or not error.retryable
                 if num_rejected >= self._limits.finalize_tries_max:
                     await self._inbox.enqueue(i.FinalizeFailed(group=effect.group, cause=f"scorer: {error}"))
@@ -186,13 +187,13 @@ class Effects:
             num_failed += 1
 
     async def _bury(self, letter: DeadLetter) -> None:
-        """Record what was given up, for operators; losing it after the bus's own deadline harms no sample."""
+        """Write a dead letter, for operators. A failure after the bus's timeout only loses the letter."""
         payload = dead_letter(letter, self._clock.wall_s()).SerializeToString()
         try:
             await self._dead.append(payload, msg_id=self._ids.new("dead"))
         except MeshError as error:
             _log.warning(
-                "run %s: %s was given up (%s) and could not be recorded: %s",
+                "run %s: %s failed (%s), and its dead letter could not be stored: %s",
                 self._spec.run,
                 letter.episode,
                 letter.cause,

@@ -1,8 +1,8 @@
-"""Records of the core <-> protobuf, by field name: facts and ledger records, and the values that servicers share with them.
+"""Records of the core <-> protobuf, by field name: facts, ledger records, and the values that servicers share with
+them.
 
-A mapper is built once per record class from its type hints. It relies on one rule, which tests/unit/coordinator/test_fact_codec.py holds
-for every class: a record and its message have the same field names. What the core does not model (defaults of RunSpec, long polls) is
-the servicers' business.
+A mapper is built once per record class from its type hints. A record and its message have the same field names
+(`facts.py` is generated). The servicers handle what the core does not model: defaults of RunSpec, and long polls.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollmesh.v1 import events_pb2
 
 T = TypeVar("T")
 E = TypeVar("E", bound=IntEnum)
-Message = Any  # generated messages; reached by field name, which their stubs cannot type
+Message = Any  # generated messages, accessed by field name, which their stubs cannot type
 
 
 class _Field(NamedTuple):
@@ -32,30 +32,31 @@ class _Field(NamedTuple):
 
 
 def encode_into(value: object, message: Message) -> None:
-    """Fill `message`, assumed empty, from a record."""
+    """Fill `message`, which must be empty, from a record."""
     for field in _fields(type(value)):
         field.put(message, getattr(value, field.name))
 
 
 def known_member(type_: type[E], value: int) -> E | None:
-    """The member of `type_` with this number, if there is one."""
+    """Return the member of `type_` with this number, or None."""
     return type_(value) if value in set(type_) else None
 
 
 def encode(value: object, message_type: Callable[[], T]) -> T:
-    """`value` as a new message."""
+    """Return `value` as a new message."""
     message = message_type()
     encode_into(value, message)
     return message
 
 
 def decode(type_: type[T], message: Message) -> T:
-    """`message` as a record. Raises InvalidInput for an enum value the record does not know, ValueError for one out of range."""
+    """Return `message` as a record. Raises InvalidInput for an unknown enum value, ValueError for a value out of
+    range."""
     return type_(**{field.name: field.get(message) for field in _fields(type_)})
 
 
 _FIELDS: dict[type, tuple[_Field, ...]] = {}
-"""Mappers by record class, built when first needed."""
+"""Mappers by record class, built at the first use."""
 
 
 def _fields(type_: type) -> tuple[_Field, ...]:
@@ -129,7 +130,7 @@ def _enum(name: str, type_: type[IntEnum]) -> _Field:
 
 
 def fact_field(type_: type) -> str:
-    """Name in the `Fact` oneof of a fact class: BatchInDoubt -> batch_in_doubt."""
+    """Return the name of a fact class in the `Fact` oneof: BatchInDoubt -> batch_in_doubt."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", type_.__name__).lower()
 
 
@@ -138,29 +139,30 @@ FACT_TYPES: dict[str, type] = {fact_field(type_): type_ for type_ in typing.get_
 
 
 class DecodedRecord(NamedTuple):
-    """A LedgerRecord."""
+    """A decoded LedgerRecord."""
 
     record_id: str
     time_unix_s: float
     facts: tuple[f.Fact, ...]
     previous: str
-    """Hash of the record before it, hex."""
+    """Hash of the previous record, in hex."""
 
 
 def encode_record(record_id: str, time_unix_s: float, facts: Sequence[f.Fact], previous: str = "") -> bytes:
-    """One decision as the bytes of a LedgerRecord. `previous` is the hex hash of the record before it."""
+    """Return one decision as the bytes of a LedgerRecord. `previous` is the hash of the previous record, in hex."""
     record = events_pb2.LedgerRecord(record_id=record_id, time_unix_s=time_unix_s, previous=bytes.fromhex(previous))
     for fact in facts:
         below = getattr(record.facts.add(), fact_field(type(fact)))
-        below.SetInParent()  # a fact of defaults alone must still be present
+        below.SetInParent()  # a fact with defaults only must still be present
         encode_into(fact, below)
     return record.SerializeToString()
 
 
 def decode_record(payload: bytes) -> DecodedRecord:
-    """The record in a ledger record's bytes.
+    """Return the record in a ledger record's bytes.
 
-    Raises InvalidInput for bytes that are not a LedgerRecord and for facts of a later version of the code, ValueError for values out of range.
+    Raises InvalidInput if the bytes are not a LedgerRecord and for facts of a later version of the code, ValueError for
+    values out of range.
     """
     try:
         record = events_pb2.LedgerRecord.FromString(payload)

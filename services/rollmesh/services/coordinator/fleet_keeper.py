@@ -1,7 +1,8 @@
-"""The nodes' streams and the pure Fleet behind them: reports in, commands and the fleet's picture out.
+"""The streams of the nodes, and the pure Fleet behind them: reports in, commands and fleet views out.
 
-A node has one live stream; joining again replaces it. Commands wait in a bounded queue per stream: who does not read loses the stream and
-joins again, which tells everything anew. The picture is sent to all when it has changed, at most once per `PLAN_S`.
+A node has one stream; a new join replaces it. Commands wait in a bounded queue per stream. The coordinator disconnects
+a node that does not drain its queue; the node joins again and gets the full state. A changed fleet view is sent to all
+nodes, at most once per `PLAN_S`.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2 as pb
 
 PLAN_S = 0.05
-"""Seconds between two looks at the fleet."""
+"""Time between two updates of the fleet, in seconds."""
 _log = logging.getLogger(__name__)
 
 
 class Run(Protocol):
-    """What the keeper needs of a run's driver."""
+    """The methods of a run's driver that the keeper uses."""
 
     async def enqueue(self, request: i.Input) -> None: ...
 
 
 class NodeStream:
-    """Commands to one node. Ends when the node leaves, is replaced, or does not read."""
+    """Commands to one node. Ends when the node leaves, is replaced, or does not drain its queue."""
 
     def __init__(self, node_id: str, commands_max: int) -> None:
         self.node_id = node_id
@@ -62,17 +63,19 @@ class NodeStream:
         try:
             self._queue.put_nowait(message)
         except asyncio.QueueFull:
-            self.end(Overloaded(f"node {self.node_id} does not read its commands; join again", node_id=self.node_id))
+            self.end(
+                Overloaded(f"node {self.node_id} does not drain its command queue; join again", node_id=self.node_id)
+            )
 
     def end(self, error: MeshError | None = None) -> None:
-        """End the stream after what was sent, or at once if the queue is full."""
+        """End the stream after the queued commands, or at once if the queue is full."""
         self._error = self._error or error
         if self._queue.full():
             self._queue.get_nowait()
         self._queue.put_nowait(None)
 
     async def messages(self) -> AsyncIterator[pb.JoinResponse]:
-        """What was sent, until the end. Raises the error it ended with."""
+        """Yield the commands until the end. Raises the error with which the stream ended."""
         while (message := await self._queue.get()) is not None:
             yield message
         if self._error is not None:
@@ -104,17 +107,17 @@ class FleetKeeper:
 
     @property
     def fleet(self) -> Fleet:
-        """All nodes, to read."""
+        """Return all nodes, read-only."""
         return self._fleet
 
     async def run(self) -> None:
-        """Look at the fleet for ever: silence, weight commands, changes of the picture."""
+        """Update the fleet periodically: missing heartbeats, weight commands, fleet views."""
         while True:
             await self.step()
             await self._clock.sleep(PLAN_S)
 
     async def step(self) -> None:
-        """One look."""
+        """Update the fleet once."""
         for event in self._fleet.plan(self._goals(), self._clock.monotonic_s()):
             await self._carry_out(event)
         view = self._view()
@@ -125,14 +128,14 @@ class FleetKeeper:
                 stream.send(pb.JoinResponse(fleet=view))
 
     def close(self) -> None:
-        """End every stream: the nodes work on, and join again elsewhere or later."""
+        """End every stream. The nodes continue to work, and join another coordinator or this one later."""
         while self._streams:
             self._streams.popitem()[1].end()
 
     # Nodes ------------------------------------------------------------------------------------------------------------
 
     def join(self, hello: pb.NodeHello) -> NodeStream:
-        """A node's new stream, with the welcome and the picture in it. Raises InvalidInput."""
+        """Return the new stream of a node with the welcome and the fleet view. Raises InvalidInput."""
         validation.check_hello(hello)
         _check_hello(hello)
         if (old := self._streams.pop(hello.node_id, None)) is not None:
@@ -156,7 +159,7 @@ class FleetKeeper:
         return stream
 
     def report(self, stream: NodeStream, report: pb.NodeReport) -> None:
-        """A sign of life. Raises UnknownNode if the node was given up meanwhile."""
+        """Record a heartbeat. Raises UnknownNode if the node was removed."""
         validation.check_node_report(report)
         node = self._node(stream.node_id)
         now = self._clock.monotonic_s()
@@ -183,24 +186,25 @@ class FleetKeeper:
             self._fleet.left(node.node_id)
 
     def leave(self, stream: NodeStream) -> None:
-        """The stream broke; if it was the node's live one, the node is silent from now on."""
+        """Handle the end of a stream. If it is the current one of the node, the node is without heartbeat from now
+        on."""
         if self._streams.get(stream.node_id) is stream:
             del self._streams[stream.node_id]
             self._fleet.lost(stream.node_id)
 
     def drain(self, node_id: str) -> None:
-        """Give a node nothing new and tell it to finish. Raises UnknownNode."""
+        """Drain a node. Raises UnknownNode."""
         self._node(node_id)
         self._fleet.drain(node_id)
         self.send(node_id, pb.JoinResponse(drain=pb.DrainCommand()))
 
     def send(self, node_id: str, message: pb.JoinResponse) -> None:
-        """Send to a node, if it listens."""
+        """Send to a node if it has a stream."""
         if (stream := self._streams.get(node_id)) is not None:
             stream.send(message)
 
     def check_may_work(self, node_id: str) -> tuple[str, ...]:
-        """The runs a worker serves (none named: all). Raises UnknownNode, or FailedPrecondition for one that drains."""
+        """Return the runs of a worker (empty: all). Raises UnknownNode, or FailedPrecondition for a draining node."""
         node = self._node(node_id)
         if node.draining:
             error = FailedPrecondition(f"node {node_id} is draining: it gets no more work", node_id=node_id)
@@ -209,17 +213,17 @@ class FleetKeeper:
         return node.runs
 
     def addresses(self, kind: NodeKind, run: str) -> list[str]:
-        """Where the usable nodes of a kind that serve `run` listen."""
+        """Return the addresses of usable nodes of a kind for `run`."""
         return [n.address for n in self._fleet.usable(kind) if not n.runs or run in n.runs or not run]
 
     def waiting(self) -> dict[str, str]:
-        """What living nodes say they wait for, by node."""
+        """Return what nodes with a heartbeat report to wait for, by node."""
         gone = (fl.NodeState.DEAD,)
         nodes = (n for n in self._fleet.nodes.values() if n.waiting_for and n.state not in gone)
         return {f"node/{n.node_id}": n.waiting_for for n in nodes}
 
     def nodes(self, kind: NodeKind | None) -> list[pb.FleetNode]:
-        """Every node, of a kind or of all."""
+        """Return every node, of a kind or of all."""
         chosen = (n for n in self._fleet.nodes.values() if kind in (None, n.kind))
         return [self._describe(n) for n in sorted(chosen, key=lambda n: n.node_id)]
 
@@ -227,7 +231,7 @@ class FleetKeeper:
         node = self._fleet.nodes.get(node_id)
         if node is None or node.state is NodeState.DEAD:
             raise UnknownNode(
-                f"node {node_id!r} is not in the mesh: it has not joined yet, or counts as dead after its silence; join first",
+                f"node {node_id!r} is not in the mesh: it has not joined yet, or was removed for missing heartbeats; join first",
                 node_id=node_id,
             )
         return node
@@ -244,7 +248,7 @@ class FleetKeeper:
             if (refusing := self._runs().get(event.run)) is not None:
                 await refusing.enqueue(i.VersionRefused(version=event.version, cause=event.cause))
         else:
-            _log.info("node %s is %s %s", event.node_id, event.state.name, event.cause)
+            _log.info("node state changed: node=%s state=%s %s", event.node_id, event.state.name, event.cause)
 
     def _weight_command(self, event: fl.SendWeights) -> pb.WeightCommand:
         sources = [node.address for node in self._fleet.usable(NodeKind.DEPOT)]
@@ -255,7 +259,7 @@ class FleetKeeper:
     def _view(self) -> pb.FleetView:
         ready = (n for kind in NodeKind for n in self._fleet.usable(kind))
         view = pb.FleetView(nodes=[self._describe(n) for n in ready])
-        for node in view.nodes:  # what changes all the time is not part of the picture
+        for node in view.nodes:  # frequent changes are not part of the view
             for name in ("num_running", "num_waiting", "waiting_for", "silent_s", "process"):
                 node.ClearField(name)
         return view
@@ -288,7 +292,7 @@ def _check_hello(hello: pb.NodeHello) -> None:
     elif not hello.address and kind not in (NodeKind.ROLLOUT, NodeKind.LEARNER):
         missing = "address"
     if missing:
-        what = f"{missing} is missing; a node names its id, its kind and, if it serves anything, its address"
+        what = f"{missing} is missing; a node must send its id, its kind and, if it has services, its address"
         raise InvalidInput(what, violations=[FieldViolation(f"hello.{missing}", "is missing")])
     if hello.address and not is_address(hello.address):
         what = f"must be host:port or unix:PATH, got {hello.address[:100]!r}"

@@ -1,7 +1,8 @@
-"""What a run's coordinator does now and then: snapshots, and purging payloads that nobody can need.
+"""Periodic work for a run: write snapshots, and purge payloads that no client can need.
 
-A payload may go when its sequence lies below those of all live groups *in the stored state*, and below where the stream stood one
-safety term ago: workers store a payload first and report it afterwards. A run that has ended accepts no report, so it needs no such term.
+A payload is purged if its sequence is below those of all live groups *in the stored state*, and below the end of the
+stream one safety term ago, because workers store a payload first and report it later. A run that has ended accepts no
+report, so it needs no such term.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rollmesh.shared.errors import MeshError
 from rollmesh.shared.ledger_head import LedgerHead
 
 REPORT_TERMS = 2.0
-"""Episode lease terms after which a stored payload has been reported, or never will be."""
+"""Number of episode lease terms after which a stored payload has been reported or never will be."""
 _log = logging.getLogger(__name__)
 
 
@@ -48,17 +49,17 @@ class Housekeeper:
         self._purged_below = 0
 
     async def run(self) -> None:
-        """Look for ever. What fails is tried again at the next look."""
+        """Run periodically. Failed work is retried in the next period."""
         while True:
             await self._clock.sleep(self._limits.housekeeping_s)
             try:
                 await self.snapshot_if_due()
                 await self.purge()
             except (MeshError, OSError) as error:
-                _log.warning("housekeeping of run %s failed, and goes on: %s", self._driver.run, error)
+                _log.warning("housekeeping failed, will retry: run=%s: %s", self._driver.run, error)
 
     async def snapshot_if_due(self) -> bool:
-        """Snapshot once `snapshot_records` have been stored since the last."""
+        """Write a snapshot if `snapshot_records` have been stored since the last one."""
         return await self._snapshot(records=self._limits.snapshot_records)
 
     async def _snapshot(self, records: int) -> bool:
@@ -70,7 +71,7 @@ class Housekeeper:
         return True
 
     async def put_away(self) -> None:
-        """For a run that has ended: store a snapshot of its last state, and drop the payloads of groups that are not live."""
+        """Write a snapshot of the last state of an ended run, and purge the payloads of groups that are not live."""
         await self._snapshot(records=1)
         await self.purge()
 
@@ -80,7 +81,7 @@ class Housekeeper:
         return encode_snapshot(core.state, head), head.position
 
     async def purge(self) -> int:
-        """Drop payloads that are dead; returns the sequence below which they are gone."""
+        """Purge payloads that are not needed. Return the sequence below which they are purged."""
         self._stream_ends.append((self._clock.monotonic_s(), (await self._samples.info()).last_seq))
         below = await self._driver.read(self._mark)
         if below > self._purged_below:
@@ -89,8 +90,11 @@ class Housekeeper:
         return self._purged_below
 
     def _mark(self, core: Core, _: LedgerHead) -> int:
-        """Where to purge. Marked between two decisions: no report is accepted later whose payload is about to go."""
-        if core.state.spec is None or core.state.spec.exports:  # whoever streams may begin at the start, at any time
+        """Return the sequence below which to purge. It is read between two decisions, so no later report can be
+        accepted for a purged payload."""
+        if (
+            core.state.spec is None or core.state.spec.exports
+        ):  # a reader may begin at the start of the stream at any time
             return 0
         term_s = 0.0 if core.state.ended else REPORT_TERMS * core.state.spec.episode_lease_s
         settled = self._settled_end(self._clock.monotonic_s() - term_s)
@@ -99,7 +103,7 @@ class Housekeeper:
         return below
 
     def _settled_end(self, before: float) -> int:
-        """The end of the stream at the latest look not after `before`; 0 if there was none."""
+        """Return the end of the stream at the newest observation not after `before`; 0 if there was none."""
         while len(self._stream_ends) > 1 and self._stream_ends[1][0] <= before:
             self._stream_ends.popleft()
         when, end = self._stream_ends[0]
@@ -107,6 +111,6 @@ class Housekeeper:
 
 
 def lowest_live(state: State) -> int:
-    """The lowest payload sequence that a live group refers to; 0 if there is none."""
+    """Return the lowest payload sequence of a live group; 0 if there is none."""
     sequences = (e.payload.sequence for g in state.groups.values() for e in g.episodes.values() if e.payload.sequence)
     return min(sequences, default=0)

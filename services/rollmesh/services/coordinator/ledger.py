@@ -1,10 +1,11 @@
 """The ledger of one run: decisions as records, appended by one writer, in order, pipelined.
 
-Each append carries the sequence expected before it, so of two coordinators only one gets on; the bus recognises a lost acknowledgement
-by the record id and sends again what a killed server has not stored. An append that fails for good means that the state in memory
-is ahead of what is true: the coordinator must stop and recover.
+Each append carries the expected previous sequence, so only one of two coordinators succeeds. The bus recognizes a lost
+acknowledgement by the record id, and resends what a killed server has not stored. If an append fails permanently, the
+state in memory is ahead of the ledger: the coordinator must stop and recover.
 
-Every record holds the hash of the record before it, and is stored with its own hash beside it (`shared.ledger_head`).
+Every record contains the hash of the previous record, and is stored with its own hash in a header
+(`shared.ledger_head`).
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from rollmesh.shared.ids import IdSource
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
 
 CHECKSUM = "Sha256"
-"""Header with the hash of a record's bytes: it shows an altered byte in the newest record too, which has no successor yet."""
+"""Header with the hash of a record's bytes. It also detects an altered byte in the newest record, which has no
+successor yet."""
 RESTORE = "restore the stream from a replica or a backup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRecord:
-    """One decision as stored."""
+    """One stored decision."""
 
     position: int
     record_id: str
@@ -38,12 +40,12 @@ class StoredRecord:
 
     @property
     def head(self) -> LedgerHead:
-        """The head of the ledger after this record."""
+        """Head of the ledger after this record."""
         return LedgerHead(position=self.position, hash=self.hash)
 
 
 class Ledger:
-    """Appends to and reads from RM_<run>_LEDGER. `head` is that of the newest record, stored or on its way."""
+    """Appends to and reads from RM_<run>_LEDGER. `head` is that of the newest record, stored or being appended."""
 
     def __init__(self, log: StreamLog, *, head: LedgerHead, ids: IdSource, clock: Clock, append_s_max: float) -> None:
         self._log = log
@@ -53,7 +55,8 @@ class Ledger:
         self.head = head
 
     async def append(self, facts: Sequence[Fact]) -> asyncio.Future[int]:
-        """Send one decision; the future gives its sequence once it is stored. Waits while too many are in flight."""
+        """Append one decision. The future returns its sequence once it is stored. Waits while too many appends are in
+        progress."""
         record_id = self._ids.new("d")
         payload = encode_record(record_id, self._clock.wall_s(), facts, self.head.hash)
         hashed = record_hash(payload)
@@ -68,7 +71,7 @@ class Ledger:
         return stored
 
     def failure(self, error: MeshError) -> MeshError:
-        """What a failed append means to the operator."""
+        """Return the error for the operator after a failed append."""
         if isinstance(error, WrongLastSequence):
             return Fenced(
                 f"another coordinator has taken over {self._log.name}: this one is fenced and stops; run one coordinator per run",
@@ -82,14 +85,15 @@ class Ledger:
                 ledger=self._log.name,
             )
         return DataLoss(
-            f"{self._log.name} took no record ({error}); the coordinator stops and recovers from what is stored when it is "
-            "started again: see that NATS runs, that its disk has room, and that ledger_bytes_max is not reached",
+            f"{self._log.name} stored no record ({error}); the coordinator stops and recovers from what is stored when it is "
+            "started again: check that NATS runs, that its disk has room, and that ledger_bytes_max is not reached",
             ledger=self._log.name,
         )
 
 
 async def read_ledger(log: StreamLog, after: LedgerHead = EMPTY) -> AsyncIterator[StoredRecord]:
-    """The records after the head `after`, in order. Raises DataLoss if one is missing, damaged or does not follow the one before."""
+    """Yield the records after the head `after`, in order. Raises DataLoss if one is missing, damaged or does not follow
+    its predecessor."""
     last_seq = (await log.info()).last_seq
     head = after
     async for record in log.read_range(after.position + 1):
@@ -101,7 +105,8 @@ async def read_ledger(log: StreamLog, after: LedgerHead = EMPTY) -> AsyncIterato
 
 
 def check_record(name: str, record: Record, before: LedgerHead) -> StoredRecord:
-    """The decision in `record`, which must be whole and follow the record with the head `before`. Raises DataLoss naming what is wrong."""
+    """Return the decision in `record`. Raises DataLoss with the cause if it is damaged or does not follow the head
+    `before`."""
 
     def lost(what: str) -> DataLoss:
         return DataLoss(f"{name}: record {record.seq} {what}; {RESTORE}", ledger=name, position=record.seq)
@@ -110,16 +115,16 @@ def check_record(name: str, record: Record, before: LedgerHead) -> StoredRecord:
         raise missing(name, before.position + 1, record.seq - 1)
     hashed = record_hash(record.payload)
     if CHECKSUM not in record.headers:
-        raise lost(f"has no {CHECKSUM} header: no coordinator of this version has written it")
+        raise lost(f"has no {CHECKSUM} header: it was not written by a coordinator of this version")
     if record.headers[CHECKSUM] != hashed:
-        raise lost("is damaged: its bytes do not have the hash they were stored with")
+        raise lost("is damaged: the hash of its bytes is not the stored one")
     try:
         decoded = decode_record(record.payload)
     except (InvalidInput, ValueError) as error:
         raise lost(f"cannot be read: {error}") from error
     if decoded.previous != before.hash:
         raise lost(
-            f"does not follow record {before.position}: it holds {decoded.previous[:12] or '(none)'} as the hash before it, "
+            f"does not follow record {before.position}: it has {decoded.previous[:12] or '(none)'} as the previous hash, "
             f"expected {before.hash[:12] or '(none)'}"
         )
     if record.msg_id != decoded.record_id:
@@ -134,7 +139,7 @@ def check_record(name: str, record: Record, before: LedgerHead) -> StoredRecord:
 
 
 def missing(name: str, first: int, last: int) -> DataLoss:
-    """The records `first` to `last` are not in the stream."""
+    """Return the error for missing records `first` to `last`."""
     which = f"record {first}" if first >= last else f"records {first} to {last}"
     return DataLoss(
         f"{name} lacks {which}: the run cannot be recovered without them; {RESTORE}", ledger=name, position=first

@@ -1,6 +1,6 @@
-"""What a coordinator tells somebody who wants to add a node: the mesh as its operator configured it, and as it stands now.
+"""The description of a mesh for joining nodes: its configuration, and its current state.
 
-The offer is made by whoever puts a mesh together; a coordinator that runs by itself has none and says so.
+The creator of a mesh gives the configuration to the coordinator. A coordinator that was started alone has none.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from rollmesh.v1 import coordinator_pb2 as pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshDescription:
-    """The part that does not change. It is handed out as it is: no secret may be in it."""
+    """The constant part. It is returned unchanged, so it must not contain a secret."""
 
     config_yaml: str
     coordinator: str
     """host:port at which nodes reach the coordinator."""
     bus_url: str
     policy: str
-    """The one whose weights the mesh's inference nodes serve."""
+    """Policy whose weights the inference nodes serve."""
     base_dir: str
-    """Folder on this host in which files that the configuration names are looked up."""
+    """Directory on this host to which file names in the configuration are relative."""
     model: ModelFiles | None = None
 
 
 class MeshDescriber:
-    """The offer together with what is known now, and which runs the mesh can serve."""
+    """The configuration and the current state, and a check which runs the mesh can serve."""
 
     def __init__(self, offer: MeshDescription | None, runs: Runs, keeper: FleetKeeper) -> None:
         self._given = offer
@@ -43,7 +43,7 @@ class MeshDescriber:
         self._keeper = keeper
 
     async def describe(self) -> pb.GetMeshResponse:
-        """Raises `Unimplemented` without an offer."""
+        """Return the description. Raises `Unimplemented` without a configuration."""
         offer = self._offer()
         runs = [pb.MeshRun(run=run, ended=ended.reason) for run, ended in self._runs.ended.items()]
         runs += [pb.MeshRun(run=run, ended=await driver.read(_ended)) for run, driver in self._runs.drivers.items()]
@@ -59,9 +59,9 @@ class MeshDescriber:
         )
 
     async def check_run(self, spec: RunSpec) -> None:
-        """Whether the mesh's nodes can serve a new run. Told now: a run that no node serves would only wait.
+        """Check whether the nodes of the mesh can serve a new run, because a run that no node serves would only wait.
 
-        Raises InvalidInput for another policy than the nodes', MeshBusy while they serve another run.
+        Raises InvalidInput for another policy than that of the nodes, MeshBusy while they serve another run.
         """
         if self._given is None:
             return
@@ -77,16 +77,17 @@ class MeshDescriber:
                 )
 
     async def model_files(self, request: pb.FetchModelFilesRequest) -> AsyncIterator[pb.FetchModelFilesResponse]:
-        """Raises `Unimplemented` without an offer, `UnknownBlob` for a file that is not offered."""
+        """Yield the files. Raises `Unimplemented` without a configuration, `UnknownBlob` for a file that is not
+        offered."""
         model = self._offer().model
         if model is None:
-            raise Unimplemented("this mesh's configuration names no model; give the node the model's folder by hand")
+            raise Unimplemented("this mesh's configuration names no model; configure the model's folder on the node")
         async for piece in model.pieces(request.names):
             yield piece
 
     def _offer(self) -> MeshDescription:
         if self._given is None:
-            raise Unimplemented("this coordinator was started by itself and knows no configuration of a mesh")
+            raise Unimplemented("this coordinator was started without the configuration of a mesh")
         return self._given
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a coordinator: per run what its core knows, read between two decisions; and the fleet."""
+"""Metrics of a coordinator: per run the state of its core, read between two decisions, and the fleet."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from rollmesh.shared.telemetry.metrics import LATENCY_S, counter, gauge, histogr
 
 SAMPLES = gauge(
     "rollmesh_coordinator_samples",
-    "Samples ever reserved, by where they are: live, or their end. Their sum only grows; a roll-back moves trained to stale.",
+    "Reserved samples by state: live, or their end. Their sum only grows; a roll-back moves trained to stale.",
     "run", "purpose", "end",
 )  # fmt: skip
 DROPPED = gauge("rollmesh_coordinator_samples_by_reason", "Samples that ended, by end and reason.", "run", "reason")
 GROUPS = gauge("rollmesh_coordinator_groups", "Training groups by state.", "run", "state")
 LEASES = gauge(
-    "rollmesh_coordinator_leases", "Leases that are out: of episodes, of batches, of batches in doubt.", "run", "kind"
+    "rollmesh_coordinator_leases", "Held leases: of episodes, of batches, of batches in doubt.", "run", "kind"
 )
 PENDING = gauge("rollmesh_coordinator_episodes_pending", "Episodes that wait for a worker.", "run", "purpose")
 WAITING = gauge(
-    "rollmesh_coordinator_waiting", "Who waits here: workers for episodes, trainers for a batch.", "run", "who"
+    "rollmesh_coordinator_waiting", "Waiting callers: workers for episodes, trainers for a batch.", "run", "who"
 )
 ACQUIRE_SECONDS = histogram(
     "rollmesh_coordinator_acquire_wait_seconds",
-    "Wait of a worker for episodes, until some came or its time was over.",
+    "Time that a worker waited for episodes.",
     "run",
 )
 STALENESS = histogram(
@@ -43,7 +43,7 @@ REWARD = gauge(
 )
 POSITION = gauge("rollmesh_coordinator_ledger_position", "Newest stored ledger record.", "run")
 APPEND_SECONDS = histogram(
-    "rollmesh_coordinator_ledger_append_seconds", "From deciding to stored: one record.", "run", buckets=LATENCY_S
+    "rollmesh_coordinator_ledger_append_seconds", "Time from decision to stored record.", "run", buckets=LATENCY_S
 )
 NODES = gauge("rollmesh_coordinator_nodes", "Nodes of the fleet.", "kind", "state")
 METRICS = (

@@ -2,9 +2,9 @@
 
     async with CoordinatorNode(config, folder=..., access=..., bus_url=...) as node:
         node.address                # both CoordinatorService and RunService
-        await node.failed()         # raises if it can't lead on: fenced by another coordinator, or the ledger is out of reach
+        await node.failed()         # raises when it cannot lead on: fenced by another coordinator, or no ledger
 
-Leaving the context stops it; a later node over the same folder and bus goes on where it was.
+Leaving the context stops it. A later node with the same folder and bus resumes its runs.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class CoordinatorNode:
         await self._stack.aclose()
 
     async def _start(self, stack: AsyncExitStack) -> None:
-        """Serves last: nothing is answered before every run is recovered. Stops in an order that keeps nobody waiting."""
+        """Start the server last, because no request may be answered before every run is recovered. Stop in an order in
+        which no client waits."""
         self._failure = asyncio.get_running_loop().create_future()
         self._failure.add_done_callback(lambda failure: failure.exception() if not failure.cancelled() else None)
         bus = self._bus

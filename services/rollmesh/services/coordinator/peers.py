@@ -1,4 +1,4 @@
-"""The coordinator's calls to other services, at the addresses they joined with."""
+"""The coordinator's calls to other services, at the addresses with which they joined."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from rollmesh.v1 import (
 CHANNELS_MAX = 64
 MANIFEST_BYTES_MAX = 64 * 1024 * 1024
 HAS_MAX = 10_000
-"""Digests per Has request, as its contract says."""
+"""Number of digests per Has request, by its contract."""
 
 
 class Outgoing:
-    """Channels by address, and the calls made over them. Nodes of a kind take turns."""
+    """Channels by address, and calls over them. Calls rotate over the nodes of a kind."""
 
     def __init__(self, keeper: FleetKeeper, *, access: Access, call_s: float) -> None:
         self._keeper = keeper
@@ -55,7 +55,7 @@ class Outgoing:
             return await stub.FinalizeGroup(request, timeout=self._call_s)
 
     async def forget_run(self, run: str) -> None:
-        """Remove what the data services and the depot keep of a run. Raises NotReady without a depot."""
+        """Remove what the data services and the depot store of a run. Raises NotReady without a depot."""
         with typed_errors():
             for address in self._keeper.addresses(NodeKind.DATA, run):
                 data: data_pb2_grpc.DataServiceAsyncStub = data_pb2_grpc.DataServiceStub(await self._open(address))
@@ -71,7 +71,7 @@ class Outgoing:
         self._keeper.send(command.node_id, coordinator_pb2.JoinResponse(cancel=cancel))
 
     async def missing_blobs(self, run: str, weights_digest: str) -> list[str]:
-        """What the depot lacks of a version: its manifest, or chunks of it. Empty if all is there."""
+        """Return what the depot lacks of a version: its manifest, or chunks of it. Empty if it has all."""
         stub: weights_pb2_grpc.BlobServiceAsyncStub = weights_pb2_grpc.BlobServiceStub(
             await self._channel(NodeKind.DEPOT, run)
         )
@@ -89,7 +89,7 @@ class Outgoing:
             async for piece in stub.Fetch(weights_pb2.FetchRequest(digest=digest), timeout=self._call_s):
                 content += piece.data
                 if len(content) > MANIFEST_BYTES_MAX:
-                    raise UnknownBlob(f"blob {digest[:12]} is over {MANIFEST_BYTES_MAX} bytes: no manifest")
+                    raise UnknownBlob(f"blob {digest[:12]} is over {MANIFEST_BYTES_MAX} bytes: not a manifest")
         return parse_manifest(bytes(content))
 
     async def _missing(self, stub: weights_pb2_grpc.BlobServiceAsyncStub, digests: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ from rollmesh.v1 import run_pb2
 
 
 async def read(node: CoordinatorNode) -> list[Reading]:
-    """Every run that is led here, and the fleet."""
+    """Read the values of every run that is led here, and of the fleet."""
     found = _nodes(node.fleet_nodes())
     for run, driver in node.runs.drivers.items():
         found += await driver.read(lambda core, head, run=run: _run(run, core, head))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Recovery: the newest usable snapshot, and the facts after it. Nothing is decided here."""
+"""Recovery: load the newest usable snapshot and apply the later facts. It decides nothing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """A run's state after the ledger record at `head`."""
+    """State of a run after the ledger record at `head`."""
 
     state: State
     head: LedgerHead
     snapshot_position: int
-    """Where the snapshot stood that was used; 0 if none was."""
+    """Position of the snapshot that was used; 0 if none was."""
 
 
 async def recover(log: StreamLog, store: SnapshotStore) -> Recovered:
-    """The state that the ledger's facts make true. Raises DataLoss for a ledger that lacks a record or has a damaged one."""
+    """Return the state that follows from the ledger. Raises DataLoss for a missing or damaged record."""
     base = await _usable_snapshot(log, store)
     state = base.state if base is not None else State()
     head = start = base.head if base is not None else EMPTY
@@ -35,7 +35,7 @@ async def recover(log: StreamLog, store: SnapshotStore) -> Recovered:
             apply(state, fact)
         head = record.head
     _log.info(
-        "%s: recovered at record %d, %d of them after the snapshot",
+        "recovered: ledger=%s record=%d records_after_snapshot=%d",
         log.name,
         head.position,
         head.position - start.position,
@@ -48,8 +48,8 @@ async def _usable_snapshot(log: StreamLog, store: SnapshotStore) -> Snapshot | N
         try:
             if record_hash((await log.read(snapshot.head.position)).payload) == snapshot.head.hash:
                 return snapshot
-            what = "another record stands in its place"
+            what = "the ledger has another record at its position"
         except UnknownRecord:
             what = "the ledger does not reach it"
-        _log.warning("%s: the snapshot at record %d is passed by: %s", log.name, snapshot.head.position, what)
+        _log.warning("snapshot skipped: ledger=%s record=%d: %s", log.name, snapshot.head.position, what)
     return None

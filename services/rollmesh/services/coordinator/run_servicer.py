@@ -1,4 +1,4 @@
-"""RunService at the coordinator: the decisions. Payloads are the gateway's, which forwards everything else to here."""
+"""RunService at the coordinator: the decisions. The gateway adds payloads and forwards all other calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEFAULT = translate.DEFAULT_NAME
 
 
 class RunServicer(run_pb2_grpc.RunServiceServicer):
-    """The decisions among RunService's verbs."""
+    """The RPCs of RunService that are decisions."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         clock: Clock,
         deadline_s: float,
     ) -> None:
-        """`deadline_s` is the server's limit for a call without a deadline of its own."""
+        """`deadline_s` is the server's limit for a call without a deadline."""
         self._deadline_s = deadline_s
         self._dead = dead
         self._clock = clock
@@ -52,7 +52,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self._outgoing = outgoing
         self._mesh = mesh
         self._final: dict[str, pb.RunState] = {}
-        """States of runs that have ended, as last read."""
+        """States of ended runs, as last read."""
 
     async def CreateRun(self, request: pb.CreateRunRequest, context: Context) -> pb.CreateRunResponse:
         spec = translate.run_spec(request.spec)
@@ -80,10 +80,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return _attached(request, attached, spec, depot)
 
     def _depot(self, run: str) -> str:
-        """Where to upload: a trainer that can't publish must not fence the one before it."""
+        """Return the address for uploads. A trainer that cannot publish must not fence its predecessor, so this comes
+        before the attach."""
         for address in self._keeper.addresses(NodeKind.DEPOT, run):
             return address
-        raise NotReady(f"no depot has joined yet to take the weights of run {run}; start one, or try again", run=run)
+        raise NotReady(f"no depot has joined yet for the weights of run {run}; start one, or retry", run=run)
 
     async def LeaseBatch(self, request: pb.LeaseBatchRequest, context: Context) -> pb.LeaseBatchResponse:
         validation.check_trainer(request)
@@ -168,21 +169,21 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return pb.PublishVersionResponse()
 
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
-        raise Unimplemented("tasks come from the data service in this version; configure a task file there")
+        raise Unimplemented("SubmitTasks is not implemented; configure a task file at the data service")
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
-        raise Unimplemented("samples come from rollouts alone in this version")
+        raise Unimplemented("SubmitSamples is not implemented; samples come from rollouts only")
 
     async def FetchSamples(
         self, request: pb.FetchSamplesRequest, context: Context
     ) -> AsyncIterator[pb.FetchSamplesResponse]:
-        raise Unimplemented("the coordinator holds no payloads; ask the gateway")
+        raise Unimplemented("the coordinator stores no payloads; call the gateway")
         yield  # makes it a stream
 
     async def StreamSamples(
         self, request: pb.StreamSamplesRequest, context: Context
     ) -> AsyncIterator[pb.StreamSamplesResponse]:
-        raise Unimplemented("the coordinator holds no payloads; ask the gateway")
+        raise Unimplemented("the coordinator stores no payloads; call the gateway")
         yield  # makes it a stream
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
@@ -197,7 +198,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return pb.GetRunResponse(state=self._with_nodes(await self._state(request.run)))
 
     async def _state(self, run: str) -> pb.RunState:
-        """The state by the ledger. That of an ended run is read once, or each call would recover it."""
+        """Return the stored state. The state of an ended run is read once, because each call would recover the run."""
         ended, state = self._runs.ended.get(run), self._final.get(run)
         if ended is None or state is None or state.ledger_position != ended.position:
             driver = await self._runs.get(run)
@@ -209,11 +210,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return found
 
     def _reader(self, driver: RunDriver) -> Callable[[Core, LedgerHead], pb.RunState]:
-        """Reads a run's state, with the chain of who waits for whom."""
+        """Return a function that reads the state of a run with its wait chain."""
 
         def read(core: Core, head: LedgerHead) -> pb.RunState:
             if core.state.spec is None:
-                raise UnknownRun("the run has streams but no beginning; CreateRun again")
+                raise UnknownRun("the run has streams but no RunCreated; call CreateRun again")
             state = run_state(core, head)
             links = read_chain(core, self._keeper.fleet, self._clock, driver.last_error)
             state.chain.extend(pb.Wait(who=link.who, what=link.what) for link in links)
@@ -223,7 +224,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return read
 
     def _with_nodes(self, state: pb.RunState) -> pb.RunState:
-        """Adds what is true of the fleet, of which the ledger knows nothing."""
+        """Add what only the fleet knows, because it is not in the ledger."""
         state.waiting.update(self._keeper.waiting())
         state.weights_address = next(iter(self._keeper.addresses(NodeKind.DEPOT, state.run)), "")
         return state

@@ -1,4 +1,4 @@
-"""RunState as people and trainers see it, read from a run's core."""
+"""RunState for users and trainers, read from a run's core."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _PHASES = {
     GroupPhase.APPLIED: "applied",
 }
 GROUP_STATES = ("pending", "generating", *_PHASES.values())
-"""What a group is, in the words of `PolicyState.groups`."""
+"""Return the state of a group, as in `PolicyState.groups`."""
 
 
 def run_state(core: Core, head: LedgerHead) -> pb.RunState:
-    """The state after the ledger record at `head`."""
+    """Return the state after the ledger record at `head`."""
     state = core.state
     return pb.RunState(
         run=state.the_spec.run,

@@ -1,7 +1,7 @@
-"""What a run keeps outside of this process: its three streams on the bus and its folder here, with snapshots.
+"""What a run stores outside of this process: its three streams on the bus, and its folder here with snapshots.
 
-JetStream reserves the whole limit of a stream on disk. So a run that has ended gives back what its streams do not hold, and a marker in
-its folder names it as ended, so that a coordinator that starts need not recover it.
+JetStream reserves the whole limit of a stream on disk. So a run that has ended releases what its streams do not use,
+and a marker in its folder records the end, so that a starting coordinator need not recover it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from rollmesh.shared.bus.run_streams import MIB, RunStreams, StreamLimits, run_s
 from rollmesh.shared.errors import DiskFull, InvalidInput, UnknownRun
 
 LEDGER_ROOM_BYTES = 16 * MIB
-"""Room that the ledger of an ended run keeps: a trainer may still attach, commit, report and publish."""
+"""Bytes reserved for the ledger of an ended run: a trainer may still attach, commit, report and publish."""
 ROOM_BYTES = MIB
-"""The same for its other streams."""
+"""Bytes reserved for its other streams."""
 _MARKER = "ended.json"
 
 
@@ -33,9 +33,9 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     reason: str
     position: int
-    """Of the last record in its ledger."""
+    """Position of the last record in its ledger."""
     goal: WeightGoal
-    """What the nodes that it had last should serve while no run is live."""
+    """What its nodes should serve while no run is live."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class RunStorage:
             raise UnknownRun(f"there is no run {run!r}; CreateRun first", run=run) from error
 
     async def shrink(self, run: str) -> None:
-        """Reserve little more than what the streams hold."""
+        """Reduce the reserved room to little more than what the streams contain."""
         specs = _known_streams(run, self._limits)
         for spec in _each(specs):
             room = LEDGER_ROOM_BYTES if spec is specs.ledger else ROOM_BYTES
@@ -116,30 +116,30 @@ class RunStorage:
     # The folder -------------------------------------------------------------------------------------------------------
 
     def runs(self) -> Iterator[str]:
-        """Every run that has a folder here."""
+        """Return every run that has a folder here."""
         self._folder.mkdir(parents=True, exist_ok=True)
         yield from (path.name for path in sorted(self._folder.iterdir()) if path.is_dir())
 
     def make_folder(self, run: str) -> None:
-        """Make the folder of a run that is led: by it a restarted coordinator knows which runs to recover."""
+        """Create the folder of a run that is led. A restarted coordinator recovers the runs with a folder."""
         (self._folder / run).mkdir(parents=True, exist_ok=True)
 
     def snapshots(self, run: str) -> SnapshotStore:
         return SnapshotStore(self._folder / run)
 
     def mark_ended(self, run: str, ended: Ended) -> None:
-        """Note that the run needs no recovery."""
+        """Record that the run needs no recovery."""
         path = self._folder / run / _MARKER
         partial = path.with_suffix(".partial")
         partial.write_bytes(msgspec.json.encode(ended))
         partial.replace(path)
 
     def unmark_ended(self, run: str) -> None:
-        """Call this before the run is led."""
+        """Remove that record. Call this before the run is led."""
         (self._folder / run / _MARKER).unlink(missing_ok=True)
 
     def ended(self, run: str) -> Ended | None:
-        """How the run ended; None if it is to be recovered."""
+        """Return how the run ended; None if it must be recovered."""
         try:
             return msgspec.json.decode((self._folder / run / _MARKER).read_bytes(), type=Ended)
         except (OSError, msgspec.MsgspecError):
@@ -151,7 +151,7 @@ def _each(specs: RunStreams) -> tuple[StreamSpec, ...]:
 
 
 def _known_streams(run: str, limits: StreamLimits) -> RunStreams:
-    """Raise UnknownRun for a name that no run can have."""
+    """Raise UnknownRun for a name that is not valid for a run."""
     try:
         return run_streams(run, limits)
     except InvalidInput as error:

@@ -1,10 +1,10 @@
 """The runs of a coordinator: created, recovered, found by name, and deleted.
 
-A run is its ledger. Every run with a folder here is recovered at the start; one whose folder was lost is recovered by the first request
-for it, since its streams are still on the bus. A run that has ended is led until no request has come for a while. Then it costs no task
-and no state in memory, and the next request for it recovers it again.
+A run is its ledger. Every run with a folder here is recovered at the start. A run whose folder was lost is recovered by
+its first request, because its streams are still on the bus. A run that has ended is led until it gets no request for a
+while. Then it costs no task and no memory, and its next request recovers it.
 
-A run that cannot be led because of a bug answers every request with the same error until the coordinator restarts.
+A run that cannot be led because of a bug returns the same error to every request until the coordinator restarts.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Led:
-    """A run that is led here."""
+    """A run that this coordinator leads."""
 
     driver: RunDriver
     keeper: Housekeeper
     asked_s: float
-    """When the run was last asked for."""
+    """Time of the last request for the run."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
-    """Housekeeping and watchdog."""
+    """Loops of housekeeping and watchdog."""
 
     def spawn(self, loop: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
-        """Run a loop beside the driver until `stop`; after a bug in it, the driver recovers, and it begins again."""
+        """Run a loop beside the driver until `stop`. After a bug in it, the driver recovers, and the loop restarts."""
         task = asyncio.create_task(loop(), name=f"{self.driver.run} {name}")
         self.tasks.add(task)
 
@@ -72,7 +72,7 @@ class _Led:
 
 
 class Runs:
-    """All runs of a coordinator. `on_failure` hears of a run that can't go on."""
+    """All runs of a coordinator. `on_failure` is called when a run cannot continue."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Runs:
         self._led: dict[str, _Led] = {}
         self._ended: dict[str, Ended] = {}
         self._lost: dict[str, str] = {}
-        """Runs that cannot be recovered, and why."""
+        """Runs that cannot be recovered, with the cause."""
         self._stopping: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
         self._closed = False
@@ -103,45 +103,49 @@ class Runs:
 
     @property
     def drivers(self) -> dict[str, RunDriver]:
-        """The drivers of all runs that are led: the live ones, and ended ones that were asked for."""
+        """Return the drivers of all led runs: live ones, and ended ones with recent requests."""
         return {run: led.driver for run, led in self._led.items()}
 
     @property
     def live(self) -> list[RunDriver]:
-        """The drivers of the runs that have not ended."""
+        """Return the drivers of the runs that have not ended."""
         return [led.driver for led in self._led.values() if led.driver.live]
 
     @property
     def ended(self) -> Mapping[str, Ended]:
-        """The runs that have ended and are not led."""
+        """Return the runs that have ended and are not led."""
         return self._ended
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set, and replaced by another event, when a run becomes live or ends."""
+        """Set, and replaced by a new event, when a run becomes live or ends."""
         return self._changed
 
     def goals(self) -> dict[str, WeightGoal]:
-        """What nodes should serve: the goals of the live runs, and without one those of the ended runs."""
+        """Return what nodes should serve: the goals of the live runs, or else those of the ended runs."""
         led = {run: led.driver.weight_goal for run, led in self._led.items() if led.driver.weight_goal is not None}
         live = {run: goal for run, goal in led.items() if not goal.ended}
         return live or led | {run: ended.goal for run, ended in self._ended.items()}
 
     async def recover_all(self) -> None:
-        """Take up every run that has a folder here and has not ended."""
+        """Recover every run that has a folder here and has not ended."""
         for run in self._storage.runs():
             if (ended := self._storage.ended(run)) is not None:
                 self._ended[run] = ended
                 continue
             try:
                 await self.get(run)
-            except (DataLoss, Internal) as error:  # the answer to every request for this run; the others go on
+            except (
+                DataLoss,
+                Internal,
+            ) as error:  # every request for this run gets this error; other runs are not affected
                 _log.error("run %s cannot be led: %s", run, error)
             except UnknownRun:
                 _log.warning("run %s has a folder here but no ledger on this bus; it is skipped", run)
 
     async def create(self, spec: RunSpec) -> bool:
-        """Return whether the run is new. Raises RunExists if it is there with another spec, Overloaded, and DiskFull."""
+        """Create a run. Return whether it is new. Raises RunExists if it exists with another spec, Overloaded, and
+        DiskFull."""
         try:
             driver = await self.get(spec.run)
         except UnknownRun:
@@ -149,7 +153,7 @@ class Runs:
         return bool(await driver.submit(lambda ticket: i.CreateRun(ticket=ticket, spec=spec)))
 
     async def get(self, run: str) -> RunDriver:
-        """The driver of a run, which is led from now on if it was not. Raises UnknownRun."""
+        """Return the driver of a run, and lead the run if it is not led. Raises UnknownRun."""
         led = self._led.get(run)
         if led is None:
             async with self._opening:
@@ -158,20 +162,21 @@ class Runs:
         return led.driver
 
     async def reserve(self, run: str) -> None:
-        """Give the streams of a run their full limits: a run that is changed may become live again. Raises DiskFull."""
+        """Reserve the full limits of a run's streams, because a changed run may become live again. Raises DiskFull."""
         async with self._opening:
             await self._reserve(run)
 
     async def delete(self, run: str, forget: Callable[[str], Awaitable[None]]) -> None:
-        """Remove an ended run, after `forget` has removed what other services keep of it.
+        """Remove an ended run, after `forget` has removed what other services store of it.
 
-        Raises RunLive, UnknownRun if there is nothing to remove, and what `forget` raises; then the run is still there.
+        Raises RunLive, UnknownRun if there is nothing to remove, and the errors of `forget`; after those the run still
+        exists.
         """
         async with self._opening:
             try:
                 led = await self._open(run)
             except (UnknownRun, DataLoss, Internal):
-                led = None  # nothing that could be live; remove what is left of it
+                led = None  # no live run can come from it; remove the rest of it
             if led is not None:
                 if await led.driver.read(lambda core, _: core.state.spec is not None and not core.state.ended):
                     raise RunLive(f"run {run} is live and cannot be deleted; StopRun it first", run=run)
@@ -183,18 +188,18 @@ class Runs:
                 raise UnknownRun(f"there is no run {run!r}", run=run)
 
     async def retire_forever(self) -> None:
-        """Stop leading runs that have ended, once no request has named them for `ended_idle_s`."""
+        """Stop leading ended runs without a request for `ended_idle_s`."""
         while True:
             await self._clock.sleep(self._config.run.ended_idle_s / 2)
             await self.retire(self._config.run.ended_idle_s)
 
     async def retire(self, idle_s: float) -> None:
-        """Stop leading every ended run that no request has named for `idle_s`."""
+        """Stop leading every ended run without a request for `idle_s`."""
         async with self._opening:
             await self._retire(idle_s)
 
     async def close(self) -> None:
-        """Stop leading; nothing that is true is lost."""
+        """Stop leading. All stored state remains."""
         self._closed = True
         led, self._led = list(self._led.values()), {}
         await asyncio.gather(*(one.stop() for one in led), *self._stopping)
@@ -203,7 +208,7 @@ class Runs:
 
     async def _open(self, run: str) -> _Led:
         if self._closed:
-            raise NotReady("this coordinator is stopping; try again")
+            raise NotReady("this coordinator is stopping; retry later")
         if run in self._lost:
             raise Internal(self._lost[run], run=run)
         if run not in self._led:
@@ -227,7 +232,7 @@ class Runs:
                 raise
 
     async def _reserve(self, run: str) -> None:
-        """If the disk has no room, ended runs give theirs back first."""
+        """Reserve room for a run. If the disk is full, first release the room of ended runs."""
         try:
             await self._storage.make(run)
         except DiskFull:
@@ -250,7 +255,7 @@ class Runs:
         if ended is None or not led.driver.idle:
             return
         self._ended[run] = ended
-        del self._led[run]  # a request that comes from now on waits, and recovers the run again
+        del self._led[run]  # a later request waits and recovers the run again
         try:
             await led.keeper.put_away()
             await self._storage.shrink(run)
@@ -326,7 +331,7 @@ class Runs:
 
 
 def _how_it_ended(core: Core, head: LedgerHead) -> Ended | None:
-    """None while a batch is leased: its lease has yet to end."""
+    """None while a batch is leased, because its lease must expire first."""
     if not core.state.ended or core.ephemeral.batch_deadlines:
         return None
     return Ended(reason=core.state.ended, position=head.position, goal=core.weight_goal())

@@ -1,4 +1,4 @@
-"""CoordinatorService: nodes join, workers lease episodes and report them, the gateway asks for batches."""
+"""CoordinatorService: nodes join, workers lease episodes and report them, the gateway reads batches."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ REPORTS_MAX = 4096
 
 
 class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
-    """The inside of the mesh."""
+    """The internal service of the mesh."""
 
     def __init__(
         self, runs: Runs, keeper: FleetKeeper, clock: Clock, *, deadline_s: float, mesh: MeshDescriber
     ) -> None:
-        """`deadline_s` is the server's limit for a call without a deadline of its own."""
+        """`deadline_s` is the server's limit for a call without a deadline."""
         self._deadline_s = deadline_s
         self._runs = runs
         self._keeper = keeper
@@ -56,12 +56,13 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             await asyncio.gather(reader, return_exceptions=True)
 
     async def _read(self, stream: NodeStream, requests: AsyncIterator[pb.JoinRequest]) -> None:
-        """Take a node's reports until it hangs up or one is refused; either ends the stream."""
+        """Handle a node's reports until it disconnects or one is rejected. Both end the stream."""
         try:
             async for request in requests:
                 if not request.HasField("report"):
                     raise InvalidInput(
-                        "after the hello only reports follow", violations=[FieldViolation("report", "is missing")]
+                        "after the hello, every message must be a report",
+                        violations=[FieldViolation("report", "is missing")],
                     )
                 self._keeper.report(stream, request.report)
         except MeshError as error:
@@ -83,7 +84,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
                 return response
 
     async def _live_runs(self, node_id: str) -> list[RunDriver]:
-        """The live runs that a node serves: those that it named, or all."""
+        """Return the live runs of a node: those that it named, or all."""
         named = self._keeper.check_may_work(node_id)
         for run in named:
             if run not in self._runs.drivers and run not in self._runs.ended:
@@ -94,7 +95,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def _first_of(
         self, runs: list[RunDriver], request: pb.AcquireRolloutsRequest, wait_s: float, changed: asyncio.Event
     ) -> pb.AcquireRolloutsResponse:
-        """The work of the first run that has any. Ends without work after `wait_s`, and when `changed` is set."""
+        """Return the work of the first run that has any. Returns no work after `wait_s`, and when `changed` is set."""
         asking = {asyncio.create_task(self._acquire(driver, request, wait_s)): driver for driver in runs}
         ends: list[asyncio.Task[Any]] = [asyncio.create_task(changed.wait())]
         if not asking:
@@ -129,7 +130,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         return acquired
 
     async def ExtendGroup(self, request: pb.ExtendGroupRequest, context: Context) -> pb.ExtendGroupResponse:
-        raise Unimplemented("groups are extended by the finaliser in this version; let FinalizeGroup answer EXTEND")
+        raise Unimplemented("ExtendGroup is not implemented; the finalizer can return EXTEND")
 
     async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Context) -> pb.RenewLeasesResponse:
         validation.check_renew(request)

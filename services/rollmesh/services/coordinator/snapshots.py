@@ -1,8 +1,8 @@
-"""Snapshots of a run's state: they bound recovery and are never needed for it.
+"""Snapshots of a run's state. They shorten recovery and are never required for it.
 
-A file holds the state after one ledger record, that record's position and hash, and a digest of all of it; it appears under its name only
-when it is complete. A snapshot that is damaged, of another ledger or of another version of the code is passed by with a warning: an
-older one, or the whole ledger, gives the same state.
+A file has the state after one ledger record, the position and hash of that record, and a digest of all of it. It gets
+its name only when it is complete. A snapshot that is damaged, of another ledger or of another version of the code is
+skipped with a warning, because an older one, or the whole ledger, gives the same state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollmesh.services.coordinator.core.state import State
 from rollmesh.shared.ledger_head import LedgerHead
 
 KEPT = 2
-"""Snapshots kept per run: the newest, and one to fall back to."""
+"""Number of snapshots that are kept per run: the newest, and one as a fallback."""
 _SUFFIX = ".snapshot"
 _DIGEST_BYTES = 32
 
@@ -33,7 +33,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_state(state: State) -> bytes:
-    """Canonical bytes of a state: equal states, equal bytes."""
+    """Return the canonical bytes of a state: equal states have equal bytes."""
     return msgspec.msgpack.encode(state)
 
 
@@ -44,7 +44,7 @@ class SnapshotStore:
         self._folder = folder
 
     def save(self, body: bytes, position: int) -> None:
-        """Store an encoded Snapshot durably, and drop all but the newest `KEPT`."""
+        """Store an encoded Snapshot durably, and remove all but the newest `KEPT`."""
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{position:020d}{_SUFFIX}"
         partial = path.with_suffix(".partial")
@@ -57,13 +57,13 @@ class SnapshotStore:
             old.unlink(missing_ok=True)
 
     def load(self) -> list[Snapshot]:
-        """All readable snapshots, newest first. Damaged ones are passed by with a warning."""
+        """Return all readable snapshots, newest first. Damaged ones are skipped with a warning."""
         found = []
         for path in self._files():
             try:
                 found.append(_read(path))
             except (OSError, ValueError, msgspec.MsgspecError) as error:
-                _log.warning("snapshot %s is passed by: %s; an older one or the whole ledger serves", path, error)
+                _log.warning("snapshot skipped, an older one or the whole ledger is used: file=%s: %s", path, error)
         return found
 
     def _files(self) -> list[Path]:
@@ -71,7 +71,7 @@ class SnapshotStore:
 
 
 def encode_snapshot(state: State, head: LedgerHead) -> bytes:
-    """The body of a snapshot file."""
+    """Return the content of a snapshot file without its digest."""
     return msgspec.msgpack.encode(Snapshot(head=head, state=state))
 
 

@@ -31,9 +31,9 @@ DEFAULT_NAME = "main"
 WAIT_S_MAX = 60.0
 NUM_MAX = 4096
 TRACEBACK_CHARS_MAX = 4000
-"""The end of a longer one is kept: it says what and where."""
+"""Maximum length of a traceback. The end of a longer one is kept, because it has the error and its line."""
 EVIDENCE_CHARS_MAX = 4096
-"""The ledger keeps this much of a reward's evidence; the payload has all of it."""
+"""Maximum length of a reward's evidence in the ledger. The payload has all of it."""
 
 
 def invalid(field: str, what: str) -> InvalidInput:
@@ -41,7 +41,7 @@ def invalid(field: str, what: str) -> InvalidInput:
 
 
 def run_spec(message: events_pb2.RunSpec) -> RunSpec:
-    """The spec with the contract's defaults filled in. Raises InvalidSpec naming the field."""
+    """Return the spec with the defaults of the contract. Raises InvalidSpec with the field."""
     filled = events_pb2.RunSpec()
     filled.CopyFrom(message)
     filled.policy = message.policy or DEFAULT_NAME
@@ -60,7 +60,8 @@ def run_spec(message: events_pb2.RunSpec) -> RunSpec:
 
 
 def wait_s(asked: float, remaining_s: float) -> float:
-    """A long poll's wait: within the contract, and a little shorter than the caller's deadline, so that an answer is heard."""
+    """Return the wait of a long poll: within the contract, and a little shorter than the caller's deadline, so that the
+    reply arrives."""
     if not 0.0 <= asked <= WAIT_S_MAX:
         raise invalid("wait_s", f"is {asked}; expected 0 to {WAIT_S_MAX:g}")
     return max(0.0, min(asked, remaining_s - min(1.0, remaining_s / 5)))
@@ -89,7 +90,7 @@ def episode_lease(run: str, lease: i.EpisodeLease) -> coordinator_pb2.EpisodeLea
 
 
 def episode_report(message: coordinator_pb2.EpisodeReport) -> i.EpisodeReport:
-    """A report that is not valid becomes a failed attempt, with the reason; see `EpisodeReport.invalid`."""
+    """Return the report. An invalid report becomes a failed attempt with the reason; see `EpisodeReport.invalid`."""
     invalid = validation.why_invalid_report(message)
     completed = not invalid and message.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED
     run, lease_id = from_wire(message.lease_id)
@@ -204,7 +205,7 @@ def version_of(request: run_pb2.PublishVersionRequest) -> PolicyVersion:
 
 
 def next_tasks_request(spec: RunSpec, effect: DrawTasks, position: int) -> data_pb2.NextTasksRequest:
-    """Tasks for the draws of `effect`; the selector must have seen the ledger up to `position`."""
+    """Return the request for the draws of `effect`. The selector must have folded the ledger up to `position`."""
     return data_pb2.NextTasksRequest(
         run=spec.run,
         policy=spec.policy,
@@ -226,7 +227,7 @@ def tasks_drawn(effect: DrawTasks, answer: data_pb2.NextTasksResponse) -> i.Task
 
 
 def finalize_request(state: State, effect: FinalizeGroup) -> reward_pb2.FinalizeGroupRequest | None:
-    """The question about a group; None if it no longer waits for a decision."""
+    """Return the request about a group; None if the group no longer waits for a decision."""
     group = state.groups.get(effect.group)
     if group is None or group.phase is not GroupPhase.FINALIZING:
         return None
@@ -246,11 +247,11 @@ def finalize_request(state: State, effect: FinalizeGroup) -> reward_pb2.Finalize
 
 
 def group_decided(group: str, answer: reward_pb2.FinalizeGroupResponse) -> i.GroupDecided:
-    """The decision as an input. Raises ScorerFailed for an answer that decides nothing."""
+    """Return the decision as an input. Raises ScorerFailed for a response without a decision."""
     decision = known_member(GroupDecision, answer.decision)
     if decision is None:
         raise ScorerFailed(
-            f"the finaliser answered decision {answer.decision} for group {group}; see the reward service's log"
+            f"the finalizer returned decision {answer.decision} for group {group}; see the reward service's log"
         )
     adjusted = tuple(decode(SampleRewards, adjusted) for adjusted in answer.adjusted)
     if broken := [r for a in adjusted for r in a.rewards if not is_finite(r)]:
@@ -267,7 +268,7 @@ def group_decided(group: str, answer: reward_pb2.FinalizeGroupResponse) -> i.Gro
 
 
 def dead_letter(letter: DeadLetter, time_unix_s: float) -> events_pb2.DeadLetter:
-    """The letter of a task whose episode used up its tries."""
+    """Return the letter of a task whose episode used up its attempts."""
     message = events_pb2.DeadLetter(
         kind=events_pb2.DEAD_KIND_TASK,
         subject=letter.episode,
@@ -295,7 +296,7 @@ def to_wire(run: str, lease_id: str) -> str:
 
 
 def from_wire(name: str) -> tuple[str, str]:
-    """(run, lease id of the core); a name without a run has an empty one, which is no run."""
+    """Return (run, lease id of the core). A name without a run gets an empty run, which does not exist."""
     run, found, lease_id = name.partition(SEPARATOR)
     return (run, lease_id) if found else ("", name)
 
@@ -327,7 +328,7 @@ BY_REASON: dict[str, type[errors.MeshError]] = {
 
 
 def to_error(refusal: Refusal) -> errors.MeshError:
-    """The typed error a refusal stands for; its reason is kept also where a more general class carries it."""
+    """Return the typed error of a refusal. It keeps the reason of the refusal, even if its class is more general."""
     violations = [errors.FieldViolation(refusal.field, refusal.message)] if refusal.field else []
     error = BY_REASON[refusal.reason](refusal.message, violations=violations)
     error.reason = refusal.reason

@@ -1,7 +1,8 @@
-"""The watchdog of one run: no progress for `stall_s` becomes one recorded event that names the cause.
+"""The watchdog of one run: no progress for `stall_s` becomes one recorded event with its cause.
 
-Progress is a fact of `core.apply.PROGRESS`. The chain of who waits for whom is read between two decisions, from the core's waiting lists
-and the fleet's reports; whether the run has stalled is decided by the core itself, so that a run that moved meanwhile is left alone.
+Progress is a fact of `core.apply.PROGRESS`. The wait chain is read between two decisions, from the core's waiting
+callers and the fleet's reports. The core decides whether the run is stalled, so that a run with progress in the
+meantime is not affected.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from rollmesh.shared.ledger_head import LedgerHead
 
 T = TypeVar("T")
 LOOK_S = 1.0
-"""Seconds between two looks: how late, at most, a stall is noticed."""
+"""Time between two checks, in seconds: the maximum delay in noticing a stall."""
 _log = logging.getLogger(__name__)
 
 
 class Run(Protocol):
-    """What the watchdog needs of a run's driver."""
+    """The methods of a run's driver that the watchdog uses."""
 
     run: str
 
@@ -48,23 +49,23 @@ class Watchdog:
         self._told = ""
 
     async def run(self) -> None:
-        """Look for ever."""
+        """Check periodically."""
         while True:
             await self._clock.sleep(LOOK_S)
             try:
                 await self.check()
-            except MeshError as error:  # the driver is ending, or overloaded: the next look tells
+            except MeshError as error:  # the driver is ending, or overloaded; the next check reports it
                 _log.debug("watchdog of run %s: %s", self._run.run, error)
 
     async def check(self) -> None:
-        """One look: tells the core of a stall."""
+        """Check once, and report a stall to the core."""
         links = await self._run.read(self._if_stalled)
         if not links:
             self._told = ""
             return
         cause = to_text(links)
         if not self._told:
-            _log.warning("run %s stands still: %s", self._run.run, cause)
+            _log.warning("run stalled: run=%s: %s", self._run.run, cause)
         if cause != self._told:
             self._told = cause
             await self._run.enqueue(i.Stalled(root=links[-1].who, cause=cause))
@@ -73,10 +74,10 @@ class Watchdog:
         if core.state.spec is None or not core.is_stalled(self._clock.monotonic_s()):
             return []
         return read_chain(core, self._fleet, self._clock, self._run.last_error) or [
-            Wait("run", "waits for nobody known")
+            Wait("run", "waits for an unknown component")
         ]
 
 
 def read_chain(core: Core, fleet: Fleet, clock: Clock, last_error: str) -> list[Wait]:
-    """The chain of a run as it is now."""
+    """Return the current wait chain of a run."""
     return chain(DecisionContext(core.state, core.ephemeral, clock.monotonic_s()), fleet, last_error)
