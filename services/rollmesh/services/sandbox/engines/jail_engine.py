@@ -19,6 +19,8 @@ from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollmesh.sandbox_runtime import cgroups, mechanisms
 from rollmesh.sandbox_runtime.limits import Limits
 from rollmesh.sandbox_runtime.program import PYTHON, Program
@@ -42,6 +44,7 @@ from rollmesh.services.sandbox.starts import Starts
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import AlreadyExists, InvalidInput, MeshError, SandboxFailed, UnknownProfile, UnknownSession
 from rollmesh.shared.ids import IdSource
+from rollmesh.shared.registry import Extension
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ class JailEngine:
     restarts."""
 
     def __init__(self, config: SandboxConfig, *, state_dir: Path, ids: IdSource, clock: Clock | None = None) -> None:
+        if config.engine.name not in mechanisms.DRIVERS:  # a user's subclass, which is isolated like the jail
+            config = msgspec.structs.replace(config, engine=Extension("jail"))
         self._config = config
         self._state = StateDir(state_dir)
         self._images = RepositoryImages(state_dir / "repositories")

@@ -1,0 +1,22 @@
+"""A finalizer: drop a group if its rewards are too close to each other."""
+
+import msgspec
+
+from rollmesh.services.reward.finalizer import Decision, Verdict
+
+
+class SpreadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    least: float = 0.5
+
+
+class Spread:
+    Options = SpreadOptions
+
+    def __init__(self, *, options):
+        self.least = options.least
+
+    def decide(self, group):
+        found = [reward.value for member in group.members for reward in member.rewards if reward.name == "correct"]
+        if not found or max(found) - min(found) < self.least:
+            return Verdict(decision=Decision.FILTER, reason="SPREAD_TOO_SMALL")
+        return Verdict(decision=Decision.KEEP)
