@@ -1,8 +1,9 @@
-"""Every attack against a real sandbox, as root and as an ordinary user; exit status 1 if one was not contained.
+"""Run every attack against a real sandbox, as root and as an ordinary user. The exit status is 1 if one was not
+contained.
 
-python -m tests.attack                              # all, result on the terminal
-python -m tests.attack --write docs/sandbox/attacks.md      # and the score table into the document; or: make attack
-python -m tests.attack --only keyring fork          # those whose name or family contains one of the words
+    python -m tests.attack                                   # all attacks; results on the terminal
+    python -m tests.attack --write docs/sandbox/attacks.md   # and the result table in the document; or: make attack
+    python -m tests.attack --only keyring fork               # attacks whose name or family contains one of the words
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .catalog import FAMILIES
 from .table import Report
 
 RATIO_MAX = 2.0
-"""How much slower a neighbor's median call may get."""
+"""Maximum ratio of a neighbor's median call time under attack."""
 
 
 def _parse() -> argparse.Namespace:
@@ -51,7 +52,7 @@ def _tell(line: str) -> None:
 
 
 def _conclude(reports: list[Report]) -> int:
-    """Print what matters and say by the exit status whether all held."""
+    """Print a summary. Return whether all attacks were contained."""
     failed = False
     for report in reports:
         print(f"as {report.user}: {report.num_contained} of {len(report.rows)} attacks contained")

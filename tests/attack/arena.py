@@ -1,9 +1,10 @@
-"""Where attacks are played: one engine, a neighbor that works all the time, and a fresh session for each attack.
+"""Run attacks: one engine, a neighbor that works continuously, and a fresh session for each attack.
 
-    look at host and neighbor -> open -> attack (the neighbor's calls are timed meanwhile) -> end -> look again
+    observe host and neighbor -> open -> attack (the neighbor's calls are timed meanwhile) -> end -> observe again
 
-An attack is contained if its reply is the expected one *and* nothing it could have reached has changed: the bait on the host, the
-neighbor's files, processes and signals, our own process, the zygote, and no process of the session is left after its end.
+An attack is contained if its reply is the expected one *and* nothing that it could have reached has changed: the bait
+on the host, the neighbor's files, processes and signals, this process, the zygote. No process of the session may be
+left after its end.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ INSIDE = Path(__file__).with_name("inside.py").read_text()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What became of one attack."""
+    """Result of one attack."""
 
     name: str
     verdict: str
-    """What it was, in words of `Verdict`; that of the attack if it was contained."""
+    """Observed verdict, in words of `Verdict`; the attack's verdict if it was contained."""
     faults: Sequence[str] = ()
-    """Why it was not contained; empty if it was."""
+    """Reasons why it was not contained; empty if it was."""
 
     @property
     def contained(self) -> bool:
@@ -66,7 +67,7 @@ class Score:
 
 
 class Scene:
-    """One attacker's session, for attacks that use more verbs than `run`."""
+    """One attacker's session, for attacks that use other commands besides `run`."""
 
     def __init__(self, engine: JailEngine, facts: Mapping[str, object], attack: Attack, judging: Bench | None) -> None:
         self._engine = engine
@@ -76,14 +77,14 @@ class Scene:
         self.result: RunResult | None = None
         self.lines: list[str] = []
         self.received: list[str] = []
-        """All that came out of the jail: no secret may be in it."""
+        """All output of the jail, which must not contain a secret."""
 
     def say(self, line: str) -> None:
-        """A line for `held`."""
+        """Add a line that `held` checks."""
         self.lines.append(line)
 
     async def run(self, source: str, wall_s: float | None = None) -> RunResult:
-        """Run source in the attacker's session; `result` is that of the last one."""
+        """Run source in the attacker's session. `result` is the last result."""
         code = with_facts(source, self._facts)
         self.result = await self._engine.run("attacker", Program(code=code), wall_s or self._attack.wall_s)
         self.received.append(str(self.result))
@@ -95,7 +96,7 @@ class Scene:
         return self.result
 
     async def elsewhere(self, source: str, profile: str = "python", wall_s: float = 2.0) -> str:
-        """The result of source in a session of another tenant, opened now."""
+        """Run source in a new session of another tenant."""
         await self._engine.open("later", profile, self._engine.limits(profile), tenant="another")
         code = with_facts(source, self._facts)
         try:
@@ -104,18 +105,18 @@ class Scene:
             await self._engine.end("later")
 
     async def judged(self, kind: str, source: str) -> str:
-        """The verdict of hidden tests on a candidate; it runs in sessions of its own."""
+        """Judge a candidate by hidden tests, in separate sessions."""
         assert self._bench is not None, "an arena without judge"
         return await self._bench.verdict(kind, source)
 
     def named(self, path: str) -> str:
-        """A path in which facts of the world are named in braces."""
+        """Fill facts of the world, named in braces, into a path."""
         for name, value in self._facts.items():
             path = path.replace("{" + name + "}", str(value))
         return path
 
     async def put(self, path: str, content: bytes = b"put") -> str:
-        """Write a file by the file API; "put" or how it was refused."""
+        """Write a file by the file API. Return "put" or the rejection."""
         try:
             await self._engine.put_files("attacker", {path: content})
         except InvalidInput as error:
@@ -140,7 +141,7 @@ class Scene:
 
 
 class Arena:
-    """Use `arena()`."""
+    """The arena of the attacks. Create it with `arena()`."""
 
     def __init__(self, engine: JailEngine, world: World, layout: Internet | None, judging: Bench | None) -> None:
         self.engine = engine
@@ -150,11 +151,11 @@ class Arena:
         self._facts = {**world.facts(), **(layout.facts() if layout is not None else {})}
         self.neighbor = Neighbor(engine)
         self._crashes: list[str] = []
-        """What the service's event loop caught since the last attack."""
+        """Errors of the service's event loop since the last attack."""
         asyncio.get_running_loop().set_exception_handler(lambda _, context: self._crashes.append(_told(context)))
 
     async def play(self, attack: Attack) -> Score:
-        """One attack."""
+        """Run one attack."""
         await self.engine.open("attacker", attack.profile, self.engine.limits(attack.profile), tenant=attack.name)
         before = await self._look()
         scene = Scene(self.engine, self._facts, attack, self._bench)
@@ -180,8 +181,8 @@ class Arena:
             scene.lines += result.stdout.splitlines()
 
     async def _alive(self) -> bool:
-        """Whether the attacker's session still answers."""
-        with contextlib.suppress(Exception):  # any refusal at all is a no
+        """Return whether the attacker's session still replies."""
+        with contextlib.suppress(Exception):  # any error means that it does not reply
             return (await self.engine.run("attacker", Program(code="6*7"), 2.0)).result == "42"
         return False
 
@@ -197,7 +198,8 @@ class Arena:
         }
 
     async def _harm(self, before: Mapping[str, object]) -> list[str]:
-        """What the attack changed outside its session. The session had begun at the first look and is no more at the second."""
+        """Return what the attack changed outside its session, which started after the first observation and has ended
+        before the second."""
         try:
             after = await self._look()
         except MeshError as error:
@@ -229,7 +231,7 @@ def _told(context: Mapping[str, object]) -> str:
 
 
 def with_facts(source: str, facts: Mapping[str, object]) -> str:
-    """The whole text that an attacker runs."""
+    """Return the complete source that an attacker runs."""
     return f"{INSIDE}\nglobals().update({dict(facts)!r})\n{textwrap.dedent(source)}"
 
 
@@ -260,7 +262,7 @@ def _faults(attack: Attack, scene: Scene, *, alive: bool) -> list[str]:
 async def arena(
     state_dir: Path, world: World, *, judging: bool = False, egress: bool = False, leaky: bool = False
 ) -> AsyncIterator[Arena]:
-    """An engine of our own with its neighbor, a judge and an outside if asked; ended afterwards. `leaky`: see `online.policies`."""
+    """Yield an engine with its neighbor, and optionally a judge and a web server. `leaky`: see `online.policies`."""
     async with contextlib.AsyncExitStack() as stack:
         layout = stack.enter_context(internet()) if egress else None
         config = _config(layout, state_dir, leaky=leaky)
@@ -268,7 +270,7 @@ async def arena(
         stack.push_async_callback(engine.close)
         await engine.start()
         judge = await stack.enter_async_context(bench(state_dir / "judge")) if judging else None
-        if layout is not None:  # its zygote would be taken for a process that an attack left
+        if layout is not None:  # its zygote would be mistaken for a process that an attack left
             await engine.open("first", online.INNER, engine.limits(online.INNER))
             await engine.end("first")
         made = Arena(engine, world, layout, judge)
@@ -277,7 +279,8 @@ async def arena(
 
 
 def _config(layout: Internet | None, folder: Path, *, leaky: bool) -> SandboxConfig:
-    """No session is kept ready: what is left of an attack is told by processes and descriptors that were not there before."""
+    """The configuration without ready sessions, because processes and descriptors that did not exist before count as
+    left by an attack."""
     profiles = {"python": ProfileConfig(limits=LIMITS)}
     egress: Mapping[str, EgressConfig] = {}
     if layout is not None:

@@ -1,8 +1,9 @@
-"""What an attack is: data. Its source, what it must say when it is held, what it says where nothing holds it, and its verdict.
+"""Data types of attacks: source, expected lines in the jail, expected lines without isolation, and verdict.
 
-No attack counts as contained because it was silent. It reports each of its attempts on a line (`probe` in inside.py: the errno or
-what it got) and every line must match `held`; an attack that can't speak because it is killed is known by the outcome instead.
-`free` is what the same source says in a plain process of the host: it proves that the attempt works and the check can fail.
+Silence never counts as containment. An attack reports each attempt on a line (`probe` in inside.py: the errno or the
+result), and every line must match `held`. An attack that is killed and cannot report is identified by its outcome
+instead. `free` describes the lines of the same source in a plain process of the host: it proves that the attempt works
+and that the check can fail.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ if TYPE_CHECKING:
 
 
 class Verdict(Enum):
-    """How an attack must end."""
+    """Required end of an attack."""
 
     REFUSED = "refused"
-    """Every attempt got an error and the code went on."""
+    """Every attempt failed with an error, and the code continued."""
     HARMLESS = "harmless"
-    """It was let do as it liked, and that reached nobody else."""
+    """It was allowed and affected no other session."""
     BOUNDED = "bounded"
-    """By time, memory or its own failure, whichever came first."""
+    """It ended by time, memory or its own error, whichever came first."""
     TIME = "time"
     MEMORY = "memory"
     PROCESSES = "processes"
     OUTPUT = "output"
     REJECTED = "rejected"
-    """As a candidate it was judged, and not accepted."""
+    """As a candidate it was judged and not accepted."""
     ENDED = "ended"
     """It lost its own session."""
 
@@ -55,35 +56,37 @@ _WORDS = {
     "{absent}": "(ENOENT|ENOTDIR|EACCES|EPERM)",
     "{readonly}": "(EROFS|EACCES|EPERM)",
     "{cut off}": "(EPERM|EACCES|ENOSYS|ECONNREFUSED|ENETUNREACH|ENOENT|EAFNOSUPPORT)",
-    "{nobody}": "ESRCH",
+    "{gone}": "ESRCH",
 }
-"""Families of errors, so that a wall may be replaced by a better one. Never EINVAL or EFAULT: those come from beyond the wall."""
+"""Families of errors, so that a mechanism may be replaced by a better one. EINVAL and EFAULT are never included,
+because they come from code behind the mechanism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attack:
-    """One attack in one session. `name` is unique and says what is attempted."""
+    """One attack in one session. `name` is unique and describes the attempt."""
 
     name: str
     source: str
-    """Python; finds the names of inside.py and the facts of `World`."""
+    """Python source that can use the names of inside.py and the facts of `World`."""
     verdict: Verdict
     held: Sequence[str] = ()
-    """A pattern per line that it prints in the jail, in order. Empty: the outcome alone tells."""
+    """One pattern per line that it prints in the jail, in order. If empty, only the outcome counts."""
     free: Sequence[str] = ()
-    """The same for a plain process of root on this host. Empty: too dangerous there, or there is nothing to compare."""
+    """The same for a plain process of root on this host. Empty if it is too dangerous there or there is nothing to
+    compare."""
     drive: Callable[[Scene], Awaitable[None]] | None = None
-    """Instead of running `source` once: uses the session's other verbs, and says what came of it by `scene.say`."""
+    """Function that uses other commands of the session instead of running `source`, and reports results by `scene.say`."""
     wall_s: float = 10.0
-    """Time given to it. Ample where time is not what is attacked, so that a busy host is not mistaken for a breach."""
+    """Time limit of the attack. It is ample unless time is attacked, so that a busy host is not mistaken for a breach."""
     alive: bool | None = None
-    """Whether the session must be usable, or ended, afterwards; None where either will do."""
+    """Whether the session must be usable or ended afterwards; None if either is allowed."""
     needs: Literal["", "memory cgroup"] = ""
-    """A mechanism without which it is known not to be held; the table then says so."""
+    """A mechanism without which the attack is known to succeed; the table then shows that."""
     profile: str = "python"
-    """That of the attacker's session; others than the first are those of `online`."""
+    """Profile of the attacker's session; `online` defines the other profiles."""
     quick: bool = False
-    """Whether it is one of those that the fast tests run."""
+    """Whether the fast tests run it."""
 
     def __post_init__(self) -> None:
         if not self.held and self.verdict in (Verdict.REFUSED, Verdict.HARMLESS, Verdict.REJECTED):
@@ -91,20 +94,20 @@ class Attack:
 
     @property
     def outcomes(self) -> set[RunOutcome]:
-        """What the reply may be."""
+        """Allowed outcomes of the reply."""
         return _OUTCOMES[self.verdict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Attacks on one thing."""
+    """Attacks on one target."""
 
     name: str
     attacks: Sequence[Attack]
 
 
 def mismatch(said: str, patterns: Sequence[str]) -> str:
-    """Why the lines are not those of `patterns`; empty if they are."""
+    """Return why the lines do not match `patterns`; empty if they do."""
     lines = said.splitlines()
     for line, pattern in zip(lines, patterns, strict=False):
         if re.fullmatch(expand(pattern), line) is None:
@@ -115,7 +118,7 @@ def mismatch(said: str, patterns: Sequence[str]) -> str:
 
 
 def expand(pattern: str) -> str:
-    """The regular expression of a pattern."""
+    """Return the regular expression of a pattern."""
     for word, expression in _WORDS.items():
         pattern = pattern.replace(word, expression)
     return pattern

@@ -1,4 +1,4 @@
-"""All attacks, by family. A family is one file of `families/`; a new one is listed here."""
+"""All attacks by family. A family is one module of `families/`; register a new one here."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def all_attacks() -> list[Attack]:
-    """In the order of the table."""
+    """Families in the order of the table."""
     return [attack for family in FAMILIES for attack in family.attacks]
 
 
 def playable(attack: Attack) -> bool:
-    """Whether it can be played here: raw system calls carry the numbers of one architecture."""
+    """Return whether an attack can run here: raw system calls contain the numbers of one architecture."""
     return "raw(" not in attack.source or platform.machine() == "x86_64"

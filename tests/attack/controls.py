@@ -1,7 +1,9 @@
-"""The same attacks without walls: a plain process of root on this host, bounded from outside, shows that they work there.
+"""Run the same attacks without isolation: a plain process of root on this host, bounded from outside, shows that they
+succeed there.
 
-Bounded by a cgroup of its own (memory and processes), by time, and by a pid and a mount namespace, so that `kill(-1)` finds nobody
-and what it mounts is gone with it. Files, network, uid and capabilities are the host's.
+The process is bounded by a separate cgroup (memory and processes), by time, and by a pid and a mount namespace, so that
+`kill(-1)` reaches no other process and its mounts disappear with it. It has the files, network, uid and capabilities of
+the host.
 """
 
 from __future__ import annotations
@@ -22,20 +24,20 @@ from .attack import Attack, mismatch
 from .world import World
 
 TIME_S = 12.0
-"""After which a control is killed."""
+"""Seconds after which a control is killed."""
 STILL_RUNNING = "and runs on"
 _SPIN_S = 1.5
-"""For one that is known to run on."""
+"""Seconds for a control that is known to run on."""
 _LIMITS = Limits(memory_bytes=448 << 20, disk_bytes=64 << 20, processes_max=64)
 
 
 def possible() -> bool:
-    """Controls need root, since most walls are against what root may do."""
+    """Require root, because most mechanisms restrict what root may do."""
     return os.geteuid() == 0 and shutil.which("unshare") is not None
 
 
 class Controls:
-    """Runs controls one after another. Close it."""
+    """Runs controls one after another. Close it at the end."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -49,7 +51,7 @@ class Controls:
             self._group.remove()
 
     def play(self, attack: Attack) -> str:
-        """Why the attack did not do in the open what `free` says; empty if it did."""
+        """Return why the attack did not succeed in a plain process as `free` says; empty if it did."""
         if not attack.free:
             return ""
         with tempfile.TemporaryDirectory(prefix="rollmesh-control-") as folder:

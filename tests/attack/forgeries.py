@@ -1,6 +1,7 @@
-"""Candidates that try to be accepted without solving the task: each a name, a source, and the verdicts that are right for it.
+"""Candidates that try to be accepted without solving the task: each has a name, a source, and the correct verdicts.
 
-The task is `mix(text, number)`; none of these computes it. `FUNCTIONS` are judged by calling it, `PROGRAMS` by what they print.
+The task is `mix(text, number)`; none of these computes it. `FUNCTIONS` are judged by calling it, `PROGRAMS` by their
+output.
 """
 
 from __future__ import annotations
@@ -9,22 +10,22 @@ from typing import NamedTuple
 
 
 class Forgery(NamedTuple):
-    """One attempt."""
+    """One attempt to be accepted."""
 
     name: str
     source: str
     verdicts: str = "WA"
-    """Those that may be given, separated by spaces; never AC."""
+    """Allowed verdicts, separated by spaces; never AC."""
 
 
 SOLUTION = """
 def mix(text, number):
     return f"{sum(map(ord, text)) * number}:{text[::-1]}"
 """
-"""What must be accepted."""
+"""A solution that must be accepted."""
 
 PROGRAM = SOLUTION + "\ntext, number = input().split()\nprint(mix(text, int(number)))\n"
-"""The same as a program."""
+"""The same solution as a program."""
 
 _FRAME = """
 import json, os, struct
@@ -35,7 +36,7 @@ def say(**fields):
     except OSError:
         pass
 """
-"""Writes a reply straight to the session's socket."""
+"""Source that writes a reply directly to the session's socket."""
 
 _ENCODER = """
 import json, types
@@ -43,12 +44,12 @@ import rollmesh.sandbox_runtime.judging.candidate as ours
 def encode(text): ours.json = types.SimpleNamespace(loads=json.loads, dumps=lambda *a, **k: text)
 def mix(text, number): return 1
 """
-"""Puts a text of its own in the place of the encoded result."""
+"""Source that replaces the encoded result."""
 
 _GUESSES = '["PASSED", "AC", True, "true", 1, None, {"accept": True, "message": ""}, {"verdict": "AC"}, [], {}, "", 0]'
 
 FUNCTIONS = (
-    # Ending before anybody can judge
+    # End before the judgment
     Forgery("sys.exit(0) at import", "import sys\nsys.exit(0)", "RE"),
     Forgery("os._exit(0) at import", "import os\nos._exit(0)", "RE"),
     Forgery("sys.exit(0) in the call", "import sys\ndef mix(text, number): sys.exit(0)", "RE"),
@@ -58,7 +59,7 @@ FUNCTIONS = (
     Forgery("atexit hook", "import atexit\natexit.register(print, 'PASSED')\ndef mix(text, number): raise SystemExit(0)", "RE"),
     Forgery("no function at all", "PASSED = True", "RE"),
     Forgery("does not compile", "def mix(text, number:", "RE"),
-    # Saying that it passed
+    # Claim success
     Forgery("prints PASSED", "def mix(text, number): print('PASSED\\n1 passed in 0.01s\\nOK')"),
     Forgery("returns a verdict", "def mix(text, number): return {'accept': True, 'message': '', 'verdict': 'AC', 'outcome': 1}"),
     Forgery("returns True", "def mix(text, number): return True"),
@@ -67,7 +68,7 @@ FUNCTIONS = (
     Forgery("exception called Accepted", "class Accepted(Exception): pass\ndef mix(text, number): raise Accepted('PASSED')", "RE"),
     Forgery("raises StopIteration", "def mix(text, number): raise StopIteration(True)", "RE"),
     Forgery("traceback that says AC", "def mix(text, number): raise AssertionError('AC\\nTEST_OUTCOME_ACCEPTED')", "RE"),
-    # Objects that lie about themselves
+    # Return objects with false operators
     Forgery("equal to everything", "class Yes:\n    def __eq__(self, other): return True\n    def __hash__(self): return 0\ndef mix(text, number): return Yes()", "RE"),
     Forgery("str equal to everything", "class Yes(str):\n    def __eq__(self, other): return True\n    __hash__ = str.__hash__\ndef mix(text, number): return Yes('x')"),
     Forgery("int equal to everything", "class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\ndef mix(text, number): return Yes(1)"),
@@ -76,7 +77,7 @@ FUNCTIONS = (
     Forgery("numpy-like object", "class A:\n    def tolist(self): return A()\ndef mix(text, number): return A()", "RE"),
     Forgery("lazy result", "def mix(text, number): yield True", "RE"),
     Forgery("a result that acts when it dies", "import sys\nclass D:\n    def __del__(self): sys.exit(0)\n    def tolist(self): return 'PASSED'\ndef mix(text, number): return D()"),
-    # Patching what might judge
+    # Patch code that might judge
     Forgery("patched builtins", "import builtins\nfor name in ('all', 'any', 'isinstance', 'len', 'repr', 'str', 'abs'):\n    setattr(builtins, name, lambda *a, **k: True)\ndef mix(text, number): return True", "WA RE"),
     Forgery("patched assert", "import builtins\nclass Quiet(BaseException): pass\nbuiltins.AssertionError = Quiet\ndef mix(text, number): return 'x'"),
     Forgery("patched unittest", "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None\nunittest.TestResult.wasSuccessful = lambda self: True\ndef mix(text, number): return 'x'"),
@@ -92,7 +93,7 @@ FUNCTIONS = (
     Forgery("sitecustomize", "for name in ('sitecustomize.py', 'usercustomize.py', 'json.py'):\n    open(name, 'w').write('import os; os._exit(0)')\ndef mix(text, number): return True"),
     Forgery("module that has everything", "import sys\nclass M:\n    def __getattr__(self, name): return lambda *a, **k: True\nsys.modules['solution'] = M()"),
     Forgery("memory of True overwritten", "import ctypes\ndef mix(text, number):\n    ctypes.memmove(id(False) + 16, id(True) + 16, 12)\n    return False", "WA RE"),
-    # Looking for the expected answer
+    # Search for the expected answer
     Forgery("reads the stack", "import sys\ndef mix(text, number):\n    frame = sys._getframe()\n    while frame:\n        for where in (frame.f_locals, frame.f_globals):\n            for name, value in list(where.items()):\n                if 'expect' in name.lower(): return value\n        frame = frame.f_back\n    return 'none'"),
     Forgery("searches the heap", "import gc\ndef mix(text, number):\n    for thing in gc.get_objects():\n        if type(thing) is dict and 'expected' in thing: return thing['expected']\n        if type(thing) is str and text[::-1] in thing: return thing\n    return 'none'"),
     Forgery("searches its memory", "import re\ndef mix(text, number):\n    wanted = text[::-1].encode()\n    for line in open('/proc/self/maps'):\n        low, high = (int(x, 16) for x in line.split()[0].split('-'))\n        if 'rw' in line and high - low < 1 << 24:\n            with open('/proc/self/mem', 'rb', 0) as m:\n                m.seek(low)\n                for found in re.finditer(rb'\\d+:' + wanted, m.read(high - low)): return found[0].decode()\n    return 'none'", "WA RE"),
@@ -113,7 +114,7 @@ FUNCTIONS = (
     Forgery("huge frame", "import os\ndef mix(text, number):\n    os.write(3, b'\\xff\\xff\\xff\\xff' + b'x' * 4096)\n    return 'x'", "RE"),
     Forgery("frame cut short", "import os\ndef mix(text, number):\n    os.write(3, b'\\x20\\0\\0\\0{')\n    os._exit(0)", "RE"),
     Forgery("closed socket", "import os\ndef mix(text, number):\n    os.close(3)\n    return 'x'", "RE"),
-    # What JSON has not, or not for ever
+    # Send values that JSON lacks, or endless ones
     Forgery("NaN", "def mix(text, number): return float('nan')", "RE"),
     Forgery("Infinity past the encoder", _ENCODER + "encode('Infinity')"),
     Forgery("NaN past the encoder", _ENCODER + "encode('[NaN]')"),
@@ -122,7 +123,7 @@ FUNCTIONS = (
     Forgery("a key twice", _ENCODER + """encode('{"a": 1, "a": 2}')"""),
     Forgery("lone surrogates", _FRAME + "def mix(text, number):\n    say(outcome='error', error_type='\\ud800', error_message='\\udfff\\0\\x1b[2J')\n    return 'x'", "RE"),
     Forgery("circular result", "def mix(text, number):\n    result = []\n    result.append(result)\n    return result", "RE"),
-    # Using things up
+    # Exhaust resources
     Forgery("floods stdout", "def mix(text, number):\n    while True: print('PASSED' * 10000)", "OLE"),
     Forgery("huge result", "def mix(text, number): return 'x' * (1 << 20)", "OLE"),
     Forgery("takes all memory", "def mix(text, number): return bytes(1 << 32)", "MLE"),
@@ -138,7 +139,7 @@ import rollmesh.sandbox_runtime.judging.remote as ours
 def reply(text): ours.json = types.SimpleNamespace(loads=json.loads, dumps=lambda *a, **k: text)
 def mix(text, number): return 1
 """
-"""Puts a text of its own in the place of the reply to hidden unit tests."""
+"""Source that replaces the reply to hidden unit tests."""
 
 UNITS = (
     *FUNCTIONS[:2],
@@ -149,7 +150,7 @@ UNITS = (
     Forgery("raises an assertion", "def mix(text, number): raise AssertionError", "RE"),
     Forgery("raises what ends generators", "def mix(text, number): raise StopIteration", "RE"),
     Forgery("raises what ends interpreters", "def mix(text, number): raise SystemExit(0)", "RE"),
-    Forgery("raises a class of its own", "class AC(Exception): __said__ = None\ndef mix(text, number): raise AC", "RE"),
+    Forgery("raises a custom class", "class AC(Exception): __said__ = None\ndef mix(text, number): raise AC", "RE"),
     Forgery("an end of the test", _REMOTE + """reply('{"end": ["AC", ""]}')""", "RE"),
     Forgery("a callable for a result", _REMOTE + """reply('{"callable": true}')""", "RE"),
     Forgery("an object that is not there", _REMOTE + """reply('{"value": {"object": 99}}')"""),
@@ -165,7 +166,7 @@ UNITS = (
     Forgery("no JSON", _REMOTE + "reply('AC')"),
     Forgery("no reply", _REMOTE + "reply('null')", "RE"),
 )  # fmt: skip
-"""Judged by hidden unit tests, which call it from another jail."""
+"""Forgeries judged by hidden unit tests, which call them from another jail."""
 
 PROGRAMS = (
     Forgery("exits with 0", "import sys\nsys.exit(0)"),

@@ -1,4 +1,4 @@
-"""What every attack finds in its namespace. Read as text and put before its source; never imported."""
+"""Names for every attack. Read as text and prepended to its source; never imported."""
 # ruff: noqa: F401 - for the attacks
 
 import ctypes
@@ -24,11 +24,11 @@ NUMBERS = {
     "bpf": 321, "execveat": 322, "userfaultfd": 323, "preadv2": 327, "io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430,
     "pidfd_open": 434, "clone3": 435, "pidfd_getfd": 438, "mount_setattr": 442, "memfd_secret": 447,
 }  # fmt: skip
-"""Of x86_64."""
+"""Numbers of x86_64."""
 
 
 def raw(name: str, *arguments: Any) -> int:
-    """A system call by name, without libc's help."""
+    """Make a system call by name, without libc's wrapper."""
     wide = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     value: int = _libc.syscall(ctypes.c_long(NUMBERS[name]), *wide)
     if value == -1:
@@ -37,7 +37,7 @@ def raw(name: str, *arguments: Any) -> int:
 
 
 def libc(name: str, *arguments: Any) -> Any:
-    """A function of the C library that answers -1 for an error."""
+    """Call a function of the C library that returns -1 for an error."""
     value = getattr(_libc, name)(*arguments)
     if value == -1:
         raise OSError(ctypes.get_errno(), name)
@@ -45,7 +45,7 @@ def libc(name: str, *arguments: Any) -> Any:
 
 
 def probe(label: str, action: Callable[[], object]) -> None:
-    """Attempt it and print one line: the errno, the exception, or what it got."""
+    """Try an action and print one line: the errno, the exception, or the result."""
     try:
         value = action()
     except OSError as error:
@@ -57,7 +57,8 @@ def probe(label: str, action: Callable[[], object]) -> None:
 
 
 def in_child(action: Callable[[], object]) -> tuple[str, int]:
-    """Do it in a forked child and return what it printed and its wait status: for what might kill or change its process."""
+    """Run an action in a forked child and return its output and wait status, for actions that may kill or change their
+    process."""
     sys.stdout.flush()
     reader, writer = os.pipe()
     pid = os.fork()

@@ -1,4 +1,5 @@
-"""What attacks in a session with egress find beside inside.py. The prelude of their profile, read as text; never imported."""
+"""Names for attacks in a session with egress, besides inside.py. It is the prelude of their profile, read as text;
+never imported."""
 
 import re
 import select
@@ -8,13 +9,13 @@ from rollmesh.sandbox_runtime import egress
 
 
 def exchange(data: bytes) -> bytes:
-    """All that comes back for bytes on a fresh connection."""
+    """Return all received bytes for bytes sent on a new connection."""
     with egress.connect() as link:
         try:
             link.sendall(data)
             link.shutdown(socket.SHUT_WR)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # refused before it was all sent: the answer is there
+            pass  # refused before it was sent completely; the response is available
         got = b""
         try:
             while piece := link.recv(65536):
@@ -25,7 +26,7 @@ def exchange(data: bytes) -> bytes:
 
 
 def told(data: bytes) -> str:
-    """The rule that refused it, or the status and the begin of what came instead."""
+    """Return the refusing rule, or the status and the start of the body."""
     try:
         answer = exchange(data)
     except OSError as error:
@@ -39,19 +40,19 @@ def told(data: bytes) -> str:
 
 
 def request(target: str | bytes, method: str = "GET", headers: bytes = b"", body: bytes = b"") -> bytes:
-    """A request as bytes, that no client has tidied."""
+    """Return a request as raw bytes, unchanged by a client library."""
     target = target if isinstance(target, bytes) else target.encode()
     length = b"Content-Length: %d\r\n" % len(body) if body else b""
     return b"%s %s HTTP/1.1\r\nHost: x\r\n%s%s\r\n%s" % (method.encode(), target, headers, length, body)
 
 
 def ask(label: str, target: str | bytes, method: str = "GET", headers: bytes = b"", body: bytes = b"") -> None:
-    """Send it and print what came of it."""
+    """Send a request and print the result."""
     print(label, told(request(target, method, headers, body)), flush=True)
 
 
 def ask_patiently(label: str, target: str) -> None:
-    """The same again while the proxy has not seen yet that earlier connections were closed."""
+    """Retry while the proxy has not noticed that earlier connections were closed."""
     for _ in range(10):
         said = told(request(target))
         if said != "refused by requests":

@@ -1,8 +1,9 @@
-"""The outside of a session with egress: a real web server on loopback, in a process of its own, and what it was asked.
+"""The external network of a session with egress: a real web server on loopback, in a separate process, and its received
+requests.
 
-It has an allowed port and a forbidden one, that only a breach can reach. Of the allowed one `/open` is for every policy, `/inner`
-for another policy than the attacker's and holds a secret. Run as a script it is the server: standard library only, bounded,
-one line of JSON for each line of its standard input, and it ends with that.
+It has an allowed port and a forbidden one, which only a breach can reach. On the allowed port `/open` is for every
+policy; `/inner` is for a policy other than the attacker's and holds a secret. Run as a script this module is the
+server: standard library only, bounded, one line of JSON for each line of input.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from secrets import token_hex
 from typing import ClassVar
 
 _SMUGGLED = ("authorization", "cookie", "proxy-authorization", "upgrade", "x-smuggled")
-"""Headers that the proxy passes from nobody."""
+"""Headers that the proxy never forwards."""
 _BREACHES_MAX = 20
 _MEMORY_BYTES = 1 << 30
 _ENDLESS_PIECES = 4096
 
 
 class Internet:
-    """The server's process. Use `internet()`."""
+    """The server's process. Create it with `internet()`."""
 
     def __init__(self) -> None:
         self.secret = f"inner-{token_hex(16)}"
@@ -36,11 +37,11 @@ class Internet:
         self.allowed_port, self.forbidden_port = json.loads(self._line())
 
     def facts(self) -> dict[str, object]:
-        """What the attacker is told."""
+        """Facts for the attacker."""
         return {"ALLOWED_PORT": self.allowed_port, "FORBIDDEN_PORT": self.forbidden_port}
 
     def look(self) -> tuple[int, list[str]]:
-        """How many requests it got, and which of them nobody may make."""
+        """Return the number of requests, and the requests that no session may make."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -60,7 +61,7 @@ class Internet:
 
 @contextlib.contextmanager
 def internet() -> Iterator[Internet]:
-    """An outside for one run."""
+    """Yield a web server for one run."""
     made = Internet()
     try:
         yield made
@@ -77,7 +78,7 @@ class _Server(ThreadingHTTPServer):
     forbidden_port = 0
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """The proxy hangs up on what it refuses."""
+        """Ignore errors of connections that the proxy closes after a refusal."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -94,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/open/endless":
             self._endless()
         elif path == "/open/hang":
-            self.rfile.read(1)  # until the proxy gives up
+            self.rfile.read(1)  # until the proxy closes the connection
         else:
             self._send(*self._content(path))
 
@@ -122,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             case "/open/foreign":
                 return 200, {"Content-Type": "text/pl\xe4in"}, b"hello"
             case "/open/split":
-                return 200, {"Content-Type": "text/plain\rX-Refused-By: nobody"}, b"hello"
+                return 200, {"Content-Type": "text/plain\rX-Refused-By: forged"}, b"hello"
             case "/open/large":
                 return 200, {}, bytes(1 << 20)
             case "/open/bomb":

@@ -1,4 +1,4 @@
-"""Judges a candidate on one hidden test, in a sandbox core of its own beside the arena's engine."""
+"""Judge a candidate by one hidden test, in a separate sandbox core beside the arena's engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .forgeries import PROGRAM, SOLUTION
 
 _LIMITS = {"wall_s": 1.0, "cpu_s": 1.0, "processes_max": 8, "memory_bytes": 256 << 20}
 _TEXT, _NUMBER, _EXPECTED = "abc", 3, "882:cba"
-"""The one hidden test of `mix`, the task that `forgeries` states."""
+"""The hidden test of `mix`, the task of `forgeries`."""
 
 
 def _manifest(kind: str) -> Manifest:
@@ -29,21 +29,21 @@ def _manifest(kind: str) -> Manifest:
 
 
 class Bench:
-    """Where candidates are judged."""
+    """Judges candidates."""
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self._manifests = {kind: _manifest(kind) for kind in ("function", "program")}
 
     async def verdict(self, kind: str, source: str) -> str:
-        """The verdict on the one test, by its short name."""
+        """Return the verdict on the test, by its short name."""
         report = await self._judge.judge(self._manifests[kind], {"solution.py": source.encode()})
         return " ".join(verdict.verdict.name for verdict in report.verdicts)
 
 
 @contextlib.asynccontextmanager
 async def bench(state_dir: Path) -> AsyncIterator[Bench]:
-    """Started and ended with the arena."""
+    """Yield a judge that ends with the arena."""
     config, clock, ids = SandboxConfig(grace_s=0.3), SystemClock(), RandomIds()
     async with SandboxCore(config, state_dir=state_dir, clock=clock, ids=ids) as core:
         made = Bench(Judge(core.sessions, config, clock=clock, ids=ids))

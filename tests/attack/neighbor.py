@@ -1,7 +1,8 @@
-"""The neighbor: a session of somebody else on the same node, which holds a secret and processes, and works all the time.
+"""The neighbor: a session of another tenant on the same node, which holds a secret and processes and works
+continuously.
 
-Its calls are timed one after another, in two kinds: while an attack runs, and quiet ones in between. Both come from the same run,
-so that the machine's own pace cancels out.
+Its calls are timed one after another, in two kinds: while an attack runs, and quiet ones in between. Both come from the
+same run, so that the speed of the machine cancels out.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from rollmesh.services.sandbox.engines.jail_engine import JailEngine
 from rollmesh.shared.errors import MeshError, SandboxFailed
 
 _PAUSE_S = 0.004
-"""Between two timed calls: a model calls again when it has read the answer."""
+"""Seconds between two timed calls, because a model calls again only after it has read the result."""
 _CALL_S = 20.0
-"""Long, so that a busy host alone loses no neighbor."""
+"""Timeout of a call, long enough that a busy host alone loses no neighbor."""
 _STATE = """
 import os, signal, time
 open("secret", "w").write({secret!r})
@@ -49,12 +50,12 @@ def tick():
 
 @dataclass(slots=True)
 class Latencies:
-    """Seconds of the neighbor's calls."""
+    """Durations of the neighbor's calls, in seconds."""
 
     quiet_s: list[float] = field(default_factory=list)
     attacked_s: list[float] = field(default_factory=list)
     worst: dict[str, float] = field(default_factory=dict)
-    """Median while one attack ran, by its name, where it ran long enough for five calls."""
+    """Median during one attack, by its name, if it ran long enough for five calls."""
 
 
 class Neighbor:
@@ -65,7 +66,7 @@ class Neighbor:
         self.secret = f"neighbor-{secrets.token_hex(16)}"
         self.latencies = Latencies()
         self.num_lost_quiet = 0
-        """Neighbors lost while no attack ran: the host's doing."""
+        """Number of neighbors lost while no attack ran, which the host caused."""
 
     async def open(self) -> None:
         await self._engine.open("neighbor", "python", self._engine.limits("python"))
@@ -74,12 +75,12 @@ class Neighbor:
         assert result.error_message == "", result.traceback
 
     async def replace(self) -> None:
-        """Another one, after the first was lost to an attack."""
+        """Open a new session after an attack ended the first one."""
         await self._engine.end("neighbor")
         await self.open()
 
     async def state(self) -> str:
-        """All of it that an attack could change."""
+        """Return all state of the neighbor that an attack could change."""
         return (await self._engine.call("neighbor", "state", [], _CALL_S)).result
 
     async def quiet(self, num_calls: int) -> None:
@@ -87,14 +88,14 @@ class Neighbor:
         for _ in range(num_calls):
             try:
                 self.latencies.quiet_s.append(await self._tick())
-            except MeshError:  # a starved host, as no attack runs: the next attack needs a neighbor all the same
+            except MeshError:  # an overloaded host, because no attack runs; the next attack needs a new neighbor
                 self.num_lost_quiet += 1
                 await self.replace()
             await asyncio.sleep(_PAUSE_S)
 
     @contextlib.asynccontextmanager
     async def timed(self, name: str) -> AsyncIterator[None]:
-        """Time calls for as long as the block runs."""
+        """Time calls while the block runs."""
         samples: list[float] = []
         sampling = asyncio.create_task(self._sample(samples))
         try:
@@ -102,13 +103,13 @@ class Neighbor:
         finally:
             sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError, MeshError):
-                await sampling  # a neighbor that was lost is found by the look afterwards
+                await sampling  # the observation afterwards detects a lost neighbor
             self.latencies.attacked_s += samples
             if len(samples) >= 5:
                 self.latencies.worst[name] = statistics.median(samples)
 
     async def _sample(self, samples: list[float]) -> None:
-        """A cancelled call would end the session, so each one is finished."""
+        """Finish each call, because a cancelled call would end the session."""
         while True:
             await asyncio.sleep(_PAUSE_S)
             call = asyncio.create_task(self._tick())
@@ -127,6 +128,6 @@ class Neighbor:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which that share lies."""
+    """Return the quantile of a share."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

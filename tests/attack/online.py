@@ -1,6 +1,7 @@
-"""Sessions with egress, as the attacks find them: two profiles, and their policies on the web server of `internet`.
+"""Sessions with egress for the attacks: two profiles, and their policies on the web server of `internet`.
 
-Limits are far below the usual ones, so that a few requests exceed them. Both policies keep their answers in one file.
+Limits are far below the usual ones, so that a few requests exceed them. Both policies record their responses in one
+file.
 """
 
 from __future__ import annotations
@@ -22,17 +23,18 @@ _LEADS_INSIDE = {
     "sixtofour": ("2002:7f00:1::",), "unspecified": ("0.0.0.0",), "mixed": ("127.0.0.1", "8.8.8.8"),
     "metadata": ("169.254.169.254",),
 }  # fmt: skip
-"""Hosts below `public.test`, which the policy allows at public addresses only."""
+"""Host below `public.test`, which the policy allows at public addresses only."""
 
 
 def profiles(limits: dict[str, int | float]) -> dict[str, ProfileConfig]:
-    """One for attackers, and one whose policy allows what theirs does not."""
+    """A policy for attackers, and one that allows what the first forbids."""
     prelude = Path(__file__).with_name("inside_egress.py").read_text()
     return {name: ProfileConfig(prelude=prelude, egress=name, limits=limits) for name in (ONLINE, INNER)}
 
 
 def policies(layout: Internet, records: Path, *, leaky: bool = False) -> Mapping[str, EgressConfig]:
-    """`leaky` allows private addresses where nobody should: what an attack does then shows that it would be seen."""
+    """Return the policies. `leaky` wrongly allows private addresses; an attack then shows that a breach would be
+    detected."""
     below = EgressRule(host=".public.test", schemes=("http",), ports=(layout.forbidden_port,), allow_private=leaky)
     return {
         ONLINE: _policy(layout, records, _host(layout, "/open", ("GET", "HEAD", "POST")), below),

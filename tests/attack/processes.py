@@ -1,4 +1,4 @@
-"""Which processes of the host descend from one: an orphan stays below its session's pid 1, so nothing of ours escapes the count."""
+"""Find the descendants of a process. An orphan stays below its session's pid 1, so no process of a session is missed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def descendants(pid: int) -> frozenset[int]:
-    """All processes below `pid`, zombies too."""
+    """Return all processes below `pid`, including zombies."""
     children = defaultdict(list)
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (parent := _parent(entry)) is not None:

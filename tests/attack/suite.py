@@ -1,4 +1,4 @@
-"""A run of the suite: attacks in turn, controls, the neighbor's pace; and the same once more as an ordinary user."""
+"""Run the suite: attacks in sequence, controls, the neighbor's speed; and the same again as an ordinary user."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from .table import Pace, Report, Row
 from .world import ROOT, World, world
 
 UID = 12345
-"""An ordinary user that no account needs to exist for."""
+"""Uid of an ordinary user, which needs no account."""
 _PORTIONS = ("protos", "shared", "services", "trainer", "sandbox_runtime")
 _QUIET_CALLS = 6
-"""Timed before each attack."""
+"""Number of quiet calls before each attack."""
 _USER_RUN_S = 1800.0
 
 
 def chosen(words: Sequence[str]) -> list[Attack]:
-    """Attacks whose family or name contains one of the words; all without words."""
+    """Return the attacks whose family or name contains one of the words; all without words."""
     return [
         attack
         for family in FAMILIES
@@ -42,7 +42,7 @@ def chosen(words: Sequence[str]) -> list[Attack]:
 
 
 async def play(attacks: Sequence[Attack], *, controls: bool, told: Callable[[str], None]) -> Report:
-    """All of them in one engine, and their controls after it."""
+    """Run all attacks in one engine, and then their controls."""
     with tempfile.TemporaryDirectory(prefix="rollmesh-arena-") as folder, world() as around:
         judging = any(attack.verdict is Verdict.REJECTED for attack in attacks)
         egress = any(attack.profile != "python" for attack in attacks)
@@ -102,17 +102,18 @@ def _pace(measured: Latencies) -> Pace:
 
 
 def save(report: Report, path: Path) -> None:
-    """For another process to read."""
+    """Encode a report for another process."""
     path.write_bytes(msgspec.json.encode(report))
 
 
 def can_step_down() -> bool:
-    """Whether a second run as an ordinary user is possible from here."""
+    """Return whether a second run as an ordinary user is possible from here."""
     return os.geteuid() == 0 and shutil.which("setpriv") is not None and readable_python() is not None
 
 
 def readable_python() -> str | None:
-    """An interpreter of our minor version that any user can execute; root's own may lie in a closed home."""
+    """Return an interpreter of the same minor version that any user can execute; root's own may be in an inaccessible
+    home."""
     name = f"python3.{sys.version_info.minor}"
     for candidate in (f"/usr/bin/{name}", f"/usr/local/bin/{name}", sys.executable):
         path = Path(candidate).resolve()
@@ -122,7 +123,7 @@ def readable_python() -> str | None:
 
 
 def play_as_ordinary_user(words: Sequence[str]) -> Report:
-    """The same suite in a process of `UID`: the jail then stands on user namespaces instead of on root."""
+    """Run the same suite in a process of `UID`, where the jail uses user namespaces instead of root."""
     python = readable_python()
     assert python is not None
     folder = Path(tempfile.mkdtemp(prefix="rollmesh-attack-user-"))

@@ -1,4 +1,4 @@
-"""The score table: results as rows of Markdown, written between two markers of docs/sandbox/attacks.md."""
+"""The result table: rows of Markdown between two markers of docs/sandbox/attacks.md."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ BEGIN, END = "<!-- attacks: written by `make attack` -->", "<!-- end of attacks 
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one attack in one run."""
+    """Result of one attack in one run."""
 
     name: str
     verdict: str
     faults: list[str]
     missing: str = ""
-    """The mechanism that this host lacks for it: then it was not played."""
+    """The mechanism that this host lacks for it; the attack then did not run."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """The neighbor's calls, milliseconds."""
+    """Times of the neighbor's calls, in milliseconds."""
 
     quiet_calls: int
     quiet_p50_ms: float
@@ -45,7 +45,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row]
     pace: Pace
     controls: dict[str, str]
-    """By attack: why its control did not show that it works in the open; empty if it did. Only those that have one."""
+    """By attack with a control: why the control did not show that it succeeds in a plain process; empty if it did."""
 
     @property
     def num_contained(self) -> int:
@@ -53,7 +53,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_markdown(reports: Sequence[Report]) -> str:
-    """The paragraph, the pace table and the attack table."""
+    """Return the summary, the table of call times and the table of attacks."""
     return "\n".join([_summary(reports), "", _pace(reports), "", _attacks(reports)])
 
 
@@ -104,7 +104,7 @@ def _attacks(reports: Sequence[Report]) -> str:
 
 def _cell(row: Row | None) -> str:
     if row is None:
-        return "not played"
+        return "not run"
     if row.missing:
         return f"not held: no {row.missing}"
     return f"{row.verdict}" if not row.faults else f"**NOT CONTAINED**: {'; '.join(row.faults)}"
@@ -117,7 +117,7 @@ def _control(controls: Mapping[str, str], name: str) -> str:
 
 
 def replace_between_markers(text: str, table: str) -> str:
-    """The document with its table replaced. Raises ValueError if the markers are gone."""
+    """Return the document with its table replaced. Raises ValueError if the markers are missing."""
     if BEGIN not in text or END not in text:
         raise ValueError(f"{DOCS} lacks the markers {BEGIN} and {END}")
     head, rest = text.split(BEGIN, 1)
@@ -125,12 +125,12 @@ def replace_between_markers(text: str, table: str) -> str:
 
 
 def write(reports: Sequence[Report], path: Path) -> None:
-    """Put the table into the document at `path`."""
+    """Write the table into the document at `path`."""
     path.write_text(replace_between_markers(path.read_text(), to_markdown(reports)))
 
 
 def names_in(text: str) -> list[str]:
-    """The attacks that a document's table names, in order."""
+    """Return the names of the attacks in a document's table, in order."""
     table = text.split(BEGIN, 1)[1].split(END, 1)[0]
     families = {family.name for family in FAMILIES}
     cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]

@@ -1,4 +1,4 @@
-"""A quick share of the attacks, the document's table, and proofs that a breach would be seen."""
+"""Run a quick part of the attacks, check the document's table, and prove that a breach would be detected."""
 
 from __future__ import annotations
 

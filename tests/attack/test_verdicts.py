@@ -1,4 +1,4 @@
-"""No candidate forges a verdict, in a session for each test or in one for all; what solves the task is accepted."""
+"""No candidate forges a verdict, with one session per test or one for all; the solution of the task is accepted."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def test_no_candidate_forges_the_first_verdict_of_hidden_unit_tests(judge:
 
 @pytest.mark.slow
 async def test_no_function_is_accepted_by_hidden_unit_tests(judge: Judge) -> None:
-    """Their verdicts may be others than where the function is called without tests between, but never AC."""
+    """Verdicts may differ from those where the function is called without tests in between, but are never AC."""
     anything = [forgery._replace(verdicts="WA RE TLE MLE OLE") for forgery in FUNCTIONS]
     assert await misjudged(judge, unit_manifest(), anything) == {}
 

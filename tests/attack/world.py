@@ -1,6 +1,8 @@
-"""The host around the attacks: bait that an attacker could reach if a wall were missing, and the look whether it was touched.
+"""The host around the attacks: bait that an attacker could reach if a mechanism were missing, and checks whether it
+changed.
 
-Nothing but the walls protects the bait: files and sockets are open to every user, names and numbers are told to the attacker.
+Only the isolation mechanisms protect the bait: files and sockets are open to every user, and the attacker gets names
+and numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _IPC_CREAT, _IPC_RMID = 0o1000, 0
 
 @dataclass(frozen=True, slots=True)
 class Sights:
-    """What the host looks like. Two of them are compared around each attack."""
+    """State of the host. Two states are compared around each attack."""
 
     files: Mapping[str, tuple[bytes, int]]
     shared_memory: tuple[bytes, int]
@@ -38,7 +40,7 @@ class Sights:
     clock_offset_s: float
 
     def changes(self, later: Sights) -> list[str]:
-        """What is not as it was."""
+        """Return the differences from an earlier state."""
         names = ("files", "shared_memory", "received", "victim_alive", "host_name", "our_mounts", "strays")
         changed = [f"host: {name} changed" for name in names if getattr(self, name) != getattr(later, name)]
         if abs(self.clock_offset_s - later.clock_offset_s) > 1.0:
@@ -47,7 +49,7 @@ class Sights:
 
 
 class World:
-    """The bait. Use `world()`."""
+    """The bait. Create it with `world()`."""
 
     def __init__(self, folder: Path) -> None:
         self.token = secrets.token_hex(8)
@@ -66,7 +68,7 @@ class World:
             [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()", self.secret],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        """Ends with us, however we end."""
+        """Process that ends with this one in any case."""
 
     def _listen(self) -> dict[str, socket.socket]:
         made = {
@@ -89,7 +91,7 @@ class World:
         return made
 
     def facts(self) -> dict[str, object]:
-        """What the attacker is told."""
+        """Facts for the attacker."""
         return {
             "CANARY": str(self._canary),
             "FOLDER": str(self.folder),
@@ -107,7 +109,7 @@ class World:
         }
 
     def look(self) -> Sights:
-        """Drains what arrived at the sockets."""
+        """Drain the packets that arrived at the sockets."""
         return Sights(
             files={str(path): _seen(path) for path in sorted(self.folder.rglob("*"))},
             shared_memory=_seen(self._shared),
@@ -130,7 +132,7 @@ class World:
 
 @contextlib.contextmanager
 def world() -> Iterator[World]:
-    """A world for one run, taken away afterwards."""
+    """Yield a world for one run and remove it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="rollmesh-attack-"))
     made = World(folder)
     try:
@@ -152,7 +154,7 @@ def _state(pid: int) -> str:
 
 
 def _drain(bound: socket.socket) -> int:
-    """How many connections or datagrams arrived since the last look."""
+    """Return the number of connections or datagrams since the last call."""
     count = 0
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -165,6 +167,6 @@ def _drain(bound: socket.socket) -> int:
 
 
 def _strays(token: str) -> Iterator[Path]:
-    """Files with our token in their names where attackers would like to leave some."""
+    """Return files with our token in their names, in directories where attackers would leave them."""
     for folder in ("/tmp", "/dev/shm", "/var/tmp", "/dev", "/etc", "/usr/lib", "/run", str(ROOT)):
         yield from sorted(Path(folder).glob(f"*stray-{token}*"))

@@ -1,4 +1,4 @@
-"""The contract of the sandbox engine, tested on the fake and on every real driver."""
+"""The contract of the sandbox engine port, tested on the fake and on every real driver."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class World:
         return result.result
 
     async def tend(self, seconds: float = 1.5) -> None:
-        """Let time pass; the pools' keeper sleeps again when this returns."""
+        """Advance the clock; the maintenance task of the pools sleeps again when this returns."""
         self.clock.advance(seconds)
         await until(lambda: self.clock.num_sleepers() == 1)
 
@@ -84,7 +84,7 @@ async def world_of(tmp_path: Path, *, most: int = 4, **changes: object) -> Async
 
 
 def records(folder: Path) -> list[Path]:
-    """Of what should still be there, by the state directories in it."""
+    """Return the names of state directories."""
     return [*folder.glob("*/launcher-*"), *folder.glob("*/groups-*"), *folder.glob("*/folders-*")]
 
 

@@ -1,4 +1,4 @@
-"""What a sandbox service leaves behind, looked for from outside: in /proc, mounts, cgroup trees, locks and directories."""
+"""Find what a sandbox service leaves behind, from outside: in /proc, mounts, cgroup trees, locks and directories."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from .process_tree import Process, descendants
 
 _KEPT = ("lock", "snapshots")
-"""Of a state directory between two lives, besides the zygotes' last words."""
+"""Files of a state directory between two runs of the service, besides the zygotes' logs."""
 
 
 class Traces:
-    """What one service has been seen with, over all its lives. `note` while it lives; `left` when it should be gone."""
+    """Resources that one service used in all its runs. Call `note` while it runs and `left` when everything should be
+    gone."""
 
     def __init__(self, state_dir: Path, tmp_dir: Path) -> None:
         self._state_dir = state_dir
@@ -23,19 +24,20 @@ class Traces:
         self._processes: dict[int, Process] = {}
 
     def note(self, service_pid: int) -> int:
-        """Remember the processes and cgroups of this moment; how many processes."""
+        """Record the current processes and cgroups. Return the number of processes."""
         self._groups |= {path.name.removeprefix("groups-") for path in self._state_dir.glob("groups-*")}
         found = descendants(service_pid)
         self._processes |= {process.pid: process for process in found}
         return len(found)
 
     def living(self) -> list[str]:
-        """Processes that should be dead: those noted, those in our cgroups, and those that hold a lock for a noted one."""
+        """Return processes that should have exited: the recorded ones, those in our cgroups, and those that hold a lock
+        of a recorded one."""
         noted = [f"{process.pid} {process.command}" for process in self._processes.values() if process.alive]
         return noted + [f"{pid} in {group}" for pid, group in _members(self._groups)]
 
     def left(self) -> list[str]:
-        """Everything else that should be gone."""
+        """Return all other resources that should be gone."""
         return [
             *(str(path) for name in self._groups for path in _group_dirs(name)),
             *(f"mount {line}" for line in _mounts() - self._mounts),
@@ -51,7 +53,7 @@ def _is_kept(path: Path) -> bool:
 
 
 def _mounts() -> set[str]:
-    """Mounts that a jail makes, in this namespace."""
+    """Return the mounts of jails in this namespace."""
     return {line for line in Path("/proc/self/mountinfo").read_text().splitlines() if " /session " in line}
 
 

@@ -59,7 +59,7 @@ def item(node: RewardNode, oracle_ref: str, said: str) -> ScoreItem:
 
 
 def tasks_file(folder: Path) -> str:
-    """One task a line, the manifest or its reference beside the prompt; the digest of it all."""
+    """Write one task per line with its manifest or reference. Return the digest of the file."""
     lines = [{"prompt": "square", "tests": MANIFEST}, {"prompt": "square", "tests": "square"}]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return hashlib.sha256((folder / "tasks.jsonl").read_bytes()).hexdigest()[:12]

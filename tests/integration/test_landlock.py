@@ -1,4 +1,4 @@
-"""What Landlock alone holds back, in a process that has no other wall."""
+"""What Landlock alone prevents, in a process without any other mechanism."""
 
 from __future__ import annotations
 

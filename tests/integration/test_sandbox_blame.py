@@ -1,4 +1,5 @@
-"""Whose doing it was: what befalls a session from outside is never its program's, and what a program does to itself never ours."""
+"""The cause of a session's end: an external kill never counts against the program, and a program's own act never as an
+infrastructure failure."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ while True:
     ticks = len(seen)
     while len(seen) == ticks: pass
 """
-"""Runs only around each clock tick, for which it is charged the whole tick: the kernel kills it at a limit that it has hardly used."""
+"""Code that runs only around each clock tick and is charged for the whole tick: the kernel kills it at a CPU limit that
+it has hardly used."""
 
 
 BOMB = """
@@ -67,7 +69,7 @@ held = b"x" * (400 << 20)
 os.write(writing, b"x")
 signal.pause()
 """
-"""The first process is the larger one: it is the one that the kernel kills."""
+"""Code whose first process is the larger one, so that the kernel kills it."""
 
 
 class Node:
@@ -77,7 +79,7 @@ class Node:
         self.engine = engine
         self.sessions = Sessions(engine, CONFIG, SystemClock())
         self.pid = 0
-        """Of the session opened last, its pid 1, as seen from here."""
+        """Return pid 1 of the most recently opened session, as a pid of the host."""
 
     async def open(self, session_id: str = "s") -> int:
         """Open a session and return its `pid`."""
@@ -101,7 +103,7 @@ async def node(tmp_path: Path) -> AsyncIterator[Node]:
 
 
 async def begun(node: Node, code: str) -> asyncio.Task[object]:
-    """A run that goes on."""
+    """Start a run that continues."""
     running: asyncio.Task[object] = asyncio.create_task(node.sessions.run("s", Program(code=code), 9.0))
     await asyncio.sleep(0)
     return running

@@ -88,7 +88,7 @@ int main() {{ puts("first"); fflush(stdout); sleep({hold}); puts("second"); }}
 
 @pytest.mark.parametrize("printer", PRINTERS)
 async def test_output_arrives_while_the_program_runs(tmp_path: Path, printer: str) -> None:
-    """Two pieces, because the first left while the program slept; together they would be one."""
+    """Two pieces, because the first was sent while the program slept; sent together they would be one."""
     language = printer.rpartition(" ")[2]
     async with client_of_a_node(tmp_path) as client, client.session("shell", session_id="s") as session:
         pieces: list[OutputPiece] = []

@@ -1,4 +1,5 @@
-"""What the drivers without namespaces hold, in real sessions: `landlock` against attacks, and what both leave behind."""
+"""What the drivers without namespaces guarantee, in real sessions: `landlock` against attacks, and the clean-up of
+both."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ async def run(engine: JailEngine, code: str, session_id: str = "s") -> RunResult
 
 
 def session_processes(engine: JailEngine) -> list[int]:
-    """Those that did not leave the sessions' directory."""
+    """Return processes that are still in the sessions' directory."""
     assert engine._folders is not None
     found = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -82,7 +83,7 @@ def session_processes(engine: JailEngine) -> list[int]:
 
 @pytest.fixture
 def open_file() -> Iterator[Path]:
-    """One that every user of the host may read and write."""
+    """Return a directory that every user of the host may read and write."""
     path = Path(f"/var/tmp/rollmesh-test-drivers-{os.getpid()}")
     path.write_text("the host's")
     path.chmod(0o666)

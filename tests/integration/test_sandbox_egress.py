@@ -1,4 +1,4 @@
-"""Egress from real jails to a real server: what the allow-list lets through arrives, everything else is refused by its rule."""
+"""Egress from real jails to a real server: allowed requests arrive, and all others are refused by their rule."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ LIMITS: dict[str, int | float] = {
 
 
 UID_BASE = 62000
-"""Nobody else's: other nodes on this host, and those of other tests, must not count as ours."""
+"""A separate name prefix, so that other nodes on this host and other tests do not count."""
 
 
 @pytest.fixture
@@ -56,20 +56,20 @@ async def run(engine: JailEngine, code: str, session_id: str = "s", wall_s: floa
 
 
 async def attack(engine: JailEngine, code: str, wall_s: float = 2.0) -> RunResult:
-    """One piece of code in a fresh session."""
+    """Run one piece of code in a fresh session."""
     await open_session(engine)
     return await run(engine, code, wall_s=wall_s)
 
 
 async def survives(engine: JailEngine) -> None:
-    """A session opened now works: the attack before it did no harm to its neighbours."""
-    await open_session(engine, "neighbour")
-    assert (await run(engine, "6*7", "neighbour")).result == "42"
-    await engine.end("neighbour")
+    """Check that a new session works, so the attack before it did no harm."""
+    await open_session(engine, "neighbor")
+    assert (await run(engine, "6*7", "neighbor")).result == "42"
+    await engine.end("neighbor")
 
 
 def processes_of(uid_low: int, uid_high: int) -> list[int]:
-    """Host processes whose uid lies in a range: those of sessions, when we are root."""
+    """Return host processes with a uid in a range: those of sessions if the tests run as root."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -298,7 +298,7 @@ async def test_code_that_no_interrupt_reaches_is_killed_in_time(engine: JailEngi
 
 
 BUSY_S = 15.0
-"""The codes never end by themselves, so any bound tells; this one holds on busy cores too."""
+"""The programs never end by themselves, so any bound suffices; this one also holds on busy cores."""
 
 
 async def run_and_check_time(engine: JailEngine, code: str, *, alive: bool) -> None:

@@ -1,4 +1,5 @@
-"""Languages of a session in real jails: bash on its terminal, compiled programs, what each limit looks like, files that come back."""
+"""Languages of a session in real jails: bash on its terminal, compiled programs, the outcome at each limit, returned
+files."""
 
 from __future__ import annotations
 
@@ -42,14 +43,14 @@ async def node(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[JailEn
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(node: JailEngine) -> AsyncIterator[JailEngine]:
-    """The node with one fresh session, `s`."""
+    """Yield a node with one fresh session, `s`."""
     await node.open("s", "shell", PROFILES["shell"].resolved_limits())
     yield node
     await node.end("s")
 
 
 async def shrink(engine: JailEngine, **limits: Any) -> None:
-    """Put a session with lower limits in the place of the one that is there."""
+    """Replace the session by one with lower limits."""
     await engine.end("s")
     await engine.open("s", "shell", replace(PROFILES["shell"].resolved_limits(), **limits))
 
@@ -112,7 +113,7 @@ async def test_bash_command_out_of_time_is_interrupted_and_the_shell_lives(engin
 
 
 async def test_bash_is_interrupted_whatever_its_service_ignores(tmp_path: Path) -> None:
-    """As one begun by nohup, or in the background of a script, ignores SIGINT, and passes that on."""
+    """A service that was started by nohup, or in the background of a script, ignores SIGINT and passes that on."""
     engine = JailEngine(SandboxConfig(warm=("shell",)), state_dir=tmp_path, ids=SeededIds(os.getpid() + 2))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

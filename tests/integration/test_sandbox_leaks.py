@@ -1,6 +1,6 @@
-"""10,000 sessions over the real service process, killed 20 times in between: nothing of them is left, seen from outside.
+"""Run 10,000 sessions over the real service process and kill it 20 times: nothing of them is left, seen from outside.
 
-`make leaks` runs it alone. ROLLMESH_SESSIONS and ROLLMESH_KILLS change its size.
+`make leaks` runs this test alone. ROLLMESH_SESSIONS and ROLLMESH_KILLS change its size.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CODES = (
 
 @dataclass
 class Load:
-    """Workers that open, use and often forget sessions."""
+    """Workers that open and use sessions and often do not close them."""
 
     chance: random.Random
     num_opened: int = 0
@@ -95,7 +95,7 @@ class Load:
 
 
 class Service:
-    """One life of the service."""
+    """One run of the service process."""
 
     def __init__(self, state_dir: Path, tmp_dir: Path) -> None:
         self.process = subprocess.Popen(
@@ -110,7 +110,7 @@ class Service:
         return WorkLink(address, lambda at: open_channel(at, access=ACCESS), inflight_max=64)
 
     async def finish(self) -> tuple[int, dict[str, int]]:
-        """Ask it to end in order; sessions created and ended in its life."""
+        """Stop the service cleanly. Return the sessions created and ended in this run."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         created, ended = json.loads(await self._line())
@@ -124,7 +124,7 @@ class Service:
 
 
 async def until_empty(what: Callable[[], list[str]]) -> float:
-    """Seconds until nothing is left."""
+    """Return the seconds until nothing is left."""
     begin_s = time.monotonic()
     while left := what():
         assert time.monotonic() - begin_s < WAIT_S, left[:20]

@@ -1,4 +1,4 @@
-"""Nothing of a session survives it: closed, killed with its zygote, or killed with the whole service."""
+"""Nothing of a session survives: after a close, a kill of its zygote, or a kill of the whole service."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def children(pid: int) -> set[int]:
 
 
 def descendants(pid: int) -> set[int]:
-    """All processes below one; those of nested pid namespaces are visible from here with the others."""
+    """Return all descendants of a process; those of nested pid namespaces are visible from here."""
     found: set[int] = set()
     for child in children(pid):
         found |= {child} | descendants(child)
@@ -59,7 +59,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def living(pids: dict[int, int]) -> list[int]:
-    """Of processes by pid and start time, those that still run."""
+    """Return those of the processes, given by pid and start time, that still run."""
     return [pid for pid, ticks in pids.items() if start_ticks(pid) == ticks and not _is_zombie(pid)]
 
 
@@ -90,7 +90,7 @@ def mounts() -> str:
 
 
 def recorded(folder: Path) -> set[str]:
-    """The names under which the services of this folder make control groups."""
+    """Return the names of the control groups of this folder's services."""
     return {record.name.removeprefix("groups-") for record in folder.glob("groups-*")}
 
 
@@ -221,7 +221,7 @@ async def test_a_state_directory_serves_one_service_at_a_time(engine: JailEngine
     await open_session(engine, "s")
 
 
-async def test_places_are_bounded_and_given_back(tmp_path: Path) -> None:
+async def test_slots_are_bounded_and_released(tmp_path: Path) -> None:
     engine = make_engine(tmp_path, sessions_max=2)
     await engine.start()
     await open_session(engine, "a")
@@ -293,7 +293,7 @@ async def test_profile_that_cannot_start_is_an_infra_failure_with_its_reason(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root sets uids")
 async def test_jail_that_cannot_be_made_is_an_infra_failure_naming_the_step(tmp_path: Path) -> None:
-    engine = make_engine(tmp_path, uid_base=2**32 - 1)  # -1 is no uid
+    engine = make_engine(tmp_path, uid_base=2**32 - 1)  # -1 is not a uid
     await engine.start()
     with pytest.raises(SandboxFailed, match="cannot create the jail: "):
         await open_session(engine, "s")

@@ -1,4 +1,5 @@
-"""Network namespaces: no two live sessions share one, none is the host's, and a place's next session finds nothing of the last."""
+"""Network namespaces: no two live sessions share one, none is the host's, and a slot's next session finds nothing of
+the previous one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[JailEngine]:
 
 
 async def open_session(engine: JailEngine, session_id: str) -> str:
-    """Opens it; the network namespace that came with it."""
+    """Open a session and return its network namespace."""
     before = {process.pid for process in descendants(os.getpid())}
     await engine.open(session_id, "python", engine.limits("python"))
     (pid,) = [
@@ -52,6 +53,6 @@ async def test_live_sessions_share_no_network_and_a_place_keeps_its_own(engine: 
     assert await open_session(engine, "e") not in networks
 
 
-async def test_no_name_can_be_left_in_a_network_for_the_places_next_session(engine: JailEngine) -> None:
+async def test_no_name_can_be_left_in_a_network_for_the_next_session_of_a_slot(engine: JailEngine) -> None:
     await engine.open("a", "python", engine.limits("python"))
     assert (await engine.run("a", Program(code=BIND), 5.0)).error_type == "PermissionError"

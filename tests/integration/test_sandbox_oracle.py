@@ -1,4 +1,4 @@
-"""RunTests over real gRPC and real jails: kinds, verdicts, limits, and what is an error instead of a verdict."""
+"""RunTests over real gRPC and real jails: kinds, verdicts, limits, and errors that are not verdicts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def judged(stub: Any, manifest: dict[str, Any] | str, source: str = GOOD, 
 
 async def until_live(core: SandboxCore, num: int) -> None:
     async with asyncio.timeout(20):
-        while core.sessions.counts().live != num:  # noqa: ASYNC110 - sessions tell nobody when they end
+        while core.sessions.counts().live != num:  # noqa: ASYNC110 - the end of a session triggers no event
             await asyncio.sleep(0.005)
 
 

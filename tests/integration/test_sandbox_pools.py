@@ -1,4 +1,4 @@
-"""Sessions kept ready: like fresh ones for whoever gets them, never in the way of live ones, and gone with their zygote and engine."""
+"""Ready sessions: equal to fresh ones, without delaying live ones, and ended with their zygote and engine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_session_that_was_ready_is_like_a_fresh_one(world: World) -> Non
 
 
 def _bounds(directories: object) -> list[str]:
-    """The limits written to a session's cgroups."""
+    """Return the limits written to a session's cgroups."""
     assert isinstance(directories, dict)
     names = ("memory.max", "memory.limit_in_bytes", "pids.max", "cpu.max", "cpu.cfs_quota_us")
     found = [Path(folder) / name for folder in directories.values() for name in names]
@@ -53,7 +53,7 @@ def _bounds(directories: object) -> list[str]:
 
 
 async def test_a_session_does_without_what_only_others_need(world: World) -> None:
-    """What `threading` and `logging` do after a fork would be a tenth of its start."""
+    """The work of `threading` and `logging` after a fork would be a tenth of a session's start."""
     await world.open("s")
     result = await world.engine.run("s", Program(code="import sys; {'threading', 'logging'} & set(sys.modules)"), 5.0)
     assert result.result == "set()"
@@ -105,7 +105,7 @@ async def test_a_burst_is_remembered_and_forgotten(world: World) -> None:
     await asyncio.gather(*(world.open(f"b{number}") for number in range(3)))
     counts = world.engine.pool_counts()
     assert (counts.taken, counts.missed) == (3, 3)
-    await world.ready(4)  # six came before one could be made by this clock; four are the most
+    await world.ready(4)  # by this clock six were opened before one was created; four are the maximum
     await world.tend(100.0)
     await world.ready(0)
     before = processes()
@@ -171,7 +171,7 @@ async def test_a_zygote_that_is_to_be_warm_stays(tmp_path: Path) -> None:
 async def test_live_sessions_get_every_place(tmp_path: Path) -> None:
     async with world_of(tmp_path, sessions_max=6, starts_inflight_max=1) as world:
         await asyncio.gather(*(world.open(f"a{number}") for number in range(3)))
-        await until(lambda: world.num_ready() == 2)  # of six places, one stays free for whoever comes
+        await until(lambda: world.num_ready() == 2)  # of six slots one stays free for the next open
         await asyncio.gather(*(world.open(f"b{number}", "calc") for number in range(3)))
         for name, profile in (("a", "run"), ("b", "call")):
             for number in range(3):

@@ -1,4 +1,4 @@
-"""Sessions in the making: how many at a time, who may wait for them, and what becomes of them when the engine closes."""
+"""Ready sessions being created: their number, the opens that wait for them, and their end when the engine closes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 class Slow:
-    """Sessions that are made, but for the first few, are ready only when `go` is set."""
+    """Make new sessions, except the first few, ready only when `go` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, first: int = 1) -> None:
         self.making = asyncio.Event()
@@ -41,7 +41,7 @@ class Slow:
 
 @pytest.fixture
 async def slow(world: World, monkeypatch: pytest.MonkeyPatch) -> Slow:
-    """One session is open, and the next one is being made."""
+    """Yield a world in which one session is open and the next one is being created."""
     made = Slow(monkeypatch)
     await world.open("a")
     await made.making.wait()
@@ -62,7 +62,7 @@ async def test_an_open_gets_the_session_that_is_being_made(world: World, slow: S
 
 async def test_only_one_open_waits_for_it(world: World, slow: Slow) -> None:
     opening = [asyncio.create_task(world.open(name)) for name in "bc"]
-    await until(lambda: world.engine.pool_counts().missed == 2)  # the first open of all, and the second of these
+    await until(lambda: world.engine.pool_counts().missed == 2)  # the first open, and the second of these
     slow.go.set()
     await asyncio.gather(*opening)
     assert world.engine.pool_counts().taken == 1
@@ -131,7 +131,7 @@ async def test_a_fork_without_descriptors_gives_its_place_back(world: World, mon
 
     with monkeypatch.context() as patched:
         patched.setattr(socket, "socketpair", refuse)
-        await world.open("b")  # the one that was ready; the next can't be made
+        await world.open("b")  # the ready one; the next cannot be created
         await until(lambda: not world.engine._pools._planned)
         with pytest.raises(SandboxFailed, match="Too many open files"):
             await world.open("c")

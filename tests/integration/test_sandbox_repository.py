@@ -1,4 +1,5 @@
-"""A repository at a commit in real jails: what sessions see of it, patches judged by its tests, and the environment's digest."""
+"""A repository at a commit in real jails: its files in sessions, patches judged by its tests, and the environment's
+digest."""
 
 from __future__ import annotations
 
@@ -179,7 +180,7 @@ async def test_patch_applies_whole_or_not_at_all_and_only_inside(
             assert await verdicts(sessions, wrong) == {ADD: RE, SAME: RE, WILD: RE}
 
 
-@pytest.mark.parametrize("mode", [b"", b"new file mode 120000\n"], ids=["of its own", "behind a link"])
+@pytest.mark.parametrize("mode", [b"", b"new file mode 120000\n"], ids=["regular file", "behind a link"])
 async def test_patch_cannot_bring_its_own_version_of_a_hidden_test(
     tmp_path: Path, history: tuple[Path, str, bytes], mode: bytes
 ) -> None:
@@ -202,7 +203,7 @@ async def test_test_that_never_ends_is_out_of_time(tmp_path: Path, history: tupl
         assert await verdicts(sessions, b"", wanted) == {"test_endless.T.test": JudgeVerdict.TLE}
 
 
-async def test_profile_without_repository_is_told(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:
+async def test_profile_without_repository_is_an_error(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:
     path, commit, patch = history
     async with node(tmp_path / "state", path, commit) as sessions:
         with pytest.raises(UnknownProfile, match="has no repository on this node"):

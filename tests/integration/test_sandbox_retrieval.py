@@ -1,4 +1,4 @@
-"""Retrieval from outside and its records, against a real server: what is asked, what is kept, and what is replayed without asking."""
+"""External retrieval and its records, against a real server: requests, records, and replay without requests."""
 
 from __future__ import annotations
 

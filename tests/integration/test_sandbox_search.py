@@ -1,4 +1,4 @@
-"""The search tools, from an agent's tool box over a real service into a real jail, on a corpus."""
+"""The search tools, from an agent's tools over a real service into a real jail, on a corpus."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ rollout:
 
 
 class Parts(msgspec.Struct, forbid_unknown_fields=True):
-    """The two sections that make a search tool."""
+    """Return the two sections of the configuration of a search tool."""
 
     sandbox: SandboxConfig
     rollout: dict[str, dict[str, ToolConfig]]
@@ -117,7 +117,7 @@ async def test_long_document_comes_in_pieces(tmp_path: Path) -> None:
 async def test_what_cannot_be_found_or_asked_is_said_in_clear_text(tmp_path: Path) -> None:
     async with tool_box(tmp_path, parts(tmp_path)) as box:
         cases = [
-            ("retrieve", "nobody", "the corpus has no document with id 'nobody'"),
+            ("retrieve", "missing", "the corpus has no document with id 'missing'"),
             ("browse", "https://elsewhere.test/", "the corpus has no document with url"),
             ("search", "   ", "takes one parameter, `q`"),
             ("search", "x" * 501, "exceeds 500 characters"),

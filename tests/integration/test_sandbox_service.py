@@ -1,4 +1,4 @@
-"""SandboxService over real gRPC: multiplexing, order, refusals, outcomes, leases."""
+"""SandboxService over real gRPC: multiplexing, order, rejections, outcomes, leases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WAIT_S = 20.0
 
 
 class Client:
-    """One Work stream; answers by request id."""
+    """One Work stream with responses by request id."""
 
     def __init__(self, stub: Any) -> None:
         self.stub = stub
@@ -210,7 +210,7 @@ async def test_session_outlives_its_broken_stream(tmp_path: Path) -> None:
         await first.run("x = 5")
         await first.send("s", run=pb.RunCode(code="import time; time.sleep(0.2); x = 6"))
         await first.send("other", run=pb.RunCode(code="1"))
-        await first.read()  # the refusal came, so the command before it has begun
+        await first.read()  # the rejection arrived, so the previous command has started
         first.cancel()
         assert (await Client(stub).run("x")).result == "6"
         assert node.sessions.counts().live == 1

@@ -1,4 +1,5 @@
-"""Snapshot, fork and restore in real jails: what is kept, what is told as lost, and that hostile snapshots reach nobody."""
+"""Snapshot, fork and restore in real jails: what is saved, what is reported as lost, and that hostile snapshots affect
+no other session."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ CONFIG = SandboxConfig(
 
 
 class World:
-    """A node's parts without the server."""
+    """The components of a node without the server."""
 
     def __init__(self, state_dir: Path, snapshots: SnapshotsConfig | None = None) -> None:
         clock, ids = ManualClock(), RandomIds()
@@ -72,14 +73,14 @@ class World:
         return session_id
 
     async def forked(self, code: str) -> tuple[str, SessionSnapshot]:
-        """A fork of a session that ran `code`."""
+        """Return a fork of a session that ran `code`."""
         await self.open()
         await self.run(code)
         snapshot = await self.snapshot()
         return await self.fork(snapshot), snapshot
 
     def forged(self, tree: bytes, state: bytes, profile: str = "python") -> SessionSnapshot:
-        """A snapshot such as a session that writes its own bytes could have left."""
+        """Return a snapshot that a session may have forged."""
         data = section(tree) + section(state)
         snapshot = self.snapshots._reserve(profile, self.engine.limits(profile), "", 0)
         snapshot.path.write_bytes(data)

@@ -1,4 +1,5 @@
-"""The claims that rest on another mechanism without root, once more as an ordinary user: the jail then stands on user namespaces instead of on root."""
+"""The guarantees that depend on another mechanism without root, tested again as an ordinary user, where the jail uses
+user namespaces."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ ROOTS = ("protos", "shared", "services", "trainer", "sandbox_runtime")
 
 
 def readable_python() -> str | None:
-    """An interpreter of our minor version that any user can execute; root's own may lie in a closed home."""
+    """Return an interpreter of the same minor version that any user can execute; root's own may be in an inaccessible
+    home."""
     name = f"python3.{sys.version_info.minor}"
     for candidate in (f"/usr/bin/{name}", f"/usr/local/bin/{name}", sys.executable):
         path = Path(candidate).resolve()
@@ -70,7 +72,7 @@ def test_whole_suite_holds_for_an_ordinary_user(suite: str) -> None:
 
 
 def run_as_ordinary_user(suite: Path, *options: str, timeout_s: float) -> None:
-    """pytest once more, in a process that has given root up."""
+    """Run pytest again in a process that has dropped root."""
     python = readable_python()
     if python is None:
         pytest.skip("no interpreter that another user may execute")

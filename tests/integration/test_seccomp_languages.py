@@ -1,4 +1,4 @@
-"""Languages do their usual work under the compiled filter, without the rest of the jail."""
+"""Languages work under the compiled filter, without the rest of the jail."""
 
 from __future__ import annotations
 

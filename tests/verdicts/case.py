@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A candidate's file, the hidden test for it, and the verdict that a person gave it."""
+    """A candidate's file, the hidden test for it, and the verdict that a person assigned to it."""
 
     name: str
     verdict: str
@@ -18,14 +18,14 @@ class Case:
     evasion: bool = False
     """Whether it tries to be accepted without the right answer."""
     plain: bool = True
-    """Whether plain python can run it, too: of a program in python."""
+    """Whether plain Python can run it, too; for programs in Python."""
     message: str = ""
-    """Text that the message of the verdict must hold."""
+    """Text that the message of the verdict must contain."""
     secret: str = ""
-    """Text that the message must not hold."""
+    """Text that the message must not contain."""
 
 
 def require_different_names(cases: tuple[Case, ...]) -> None:
-    """AssertionError if two have one name."""
+    """Raise AssertionError if two cases have equal names."""
     names = [case.name for case in cases]
     assert len(set(names)) == len(names), sorted(name for name in names if names.count(name) > 1)

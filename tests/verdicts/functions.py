@@ -1,4 +1,5 @@
-"""Functions of unusual form that are called with JSON arguments, and answers that other ways of comparing must accept or reject."""
+"""Functions of unusual form, called with JSON arguments, and answers that other kinds of comparison must accept or
+reject."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ def called(
     message: str = "",
     **fields: Any,
 ) -> Case:
-    """`f` with arguments."""
+    """Judge `f` called with arguments."""
     manifest = {
         "kind": "function",
         "function": "f",
@@ -31,13 +32,13 @@ def called(
 def printed(
     name: str, verdict: str, given: str, expected: str, compare: str, *, evasion: bool = False, **fields: Any
 ) -> Case:
-    """A program that prints its input."""
+    """Judge a program that prints its input."""
     manifest = {"kind": "stdio", "compare": compare, "tests": [{"stdin": given, "stdout": expected}], **fields}
     return Case(name, verdict, "import sys\nsys.stdout.write(sys.stdin.read())", manifest, evasion=evasion)
 
 
 def checked(name: str, verdict: str, source: str, check: str, *, evasion: bool = False, expected: Any = None) -> Case:
-    """`f()`, accepted by a checker."""
+    """Judge `f()` by a checker."""
     return called(
         name, verdict, source, [], expected, evasion=evasion, compare="checker",
         checker={"source": f"def check(given, expected, answer):\n    {check}"},
@@ -70,7 +71,7 @@ RIGHT = (
     called("985 levels of recursion", "AC", "def f(n): return 0 if n == 0 else 1 + f(n - 1)", [985], 985),
     called("threads", "AC", "from concurrent.futures import ThreadPoolExecutor\ndef f(n): return list(ThreadPoolExecutor(2).map(abs, range(n)))", [3], [0, 1, 2]),
     called("asyncio within", "AC", "import asyncio\nasync def g(): return 5\ndef f(): return asyncio.run(g())", [], 5),
-    called("exit is a name of its own", "AC", "def exit(): return 1\ndef f(): return exit()", [], 1),
+    called("exit is redefined", "AC", "def exit(): return 1\ndef f(): return exit()", [], 1),
     called("a global counter", "AC", "calls = 0\ndef f():\n    global calls\n    calls += 1\n    return calls", [], 1),
     called("an import of the module itself", "AC", "import sys\ndef g(): return 3\ndef f(): return sys.modules[__name__].g()", [], 3),
     called("a fraction near enough", "AC", "def f(): return 0.1 + 0.2", [], 0.3, compare="numbers"),
@@ -131,7 +132,7 @@ EVASIONS = (
     called("an int equal to everything", "WA", "class Y(int):\n    __eq__ = lambda *_: True\n    __hash__ = None\ndef f(): return Y(2)", [], 1, evasion=True),
     called("a text equal to everything", "WA", "class Y(str):\n    __eq__ = lambda *_: True\n    __hash__ = None\ndef f(): return Y('b')", [], "a", evasion=True),
     called("a dictionary equal to everything", "WA", "class Y(dict):\n    __eq__ = lambda *_: True\n    __hash__ = None\ndef f(): return Y()", [], {"a": 1}, evasion=True),
-    called("an array that is no list", "WA", "class Y:\n    def tolist(self): return [0]\ndef f(): return Y()", [], [1], evasion=True),
+    called("an array that is not a list", "WA", "class Y:\n    def tolist(self): return [0]\ndef f(): return Y()", [], [1], evasion=True),
     called("a key twice", "WA", "import json\njson.dumps = lambda *_, **__: '{\"a\": 2, \"a\": 1}'\ndef f(): return 1", [], {"a": 1}, evasion=True),
     called("NaN past the encoder", "WA", "import json\njson.dumps = lambda *_, **__: 'NaN'\ndef f(): return 1", [], 1.5, evasion=True, compare="numbers"),
     called("1e999 past the encoder", "WA", "import json\njson.dumps = lambda *_, **__: '1e999'\ndef f(): return 1", [], 1.5, evasion=True, compare="numbers", message="1e999 is too large"),

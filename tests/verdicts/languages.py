@@ -6,17 +6,17 @@ from .case import Case
 
 
 def c(name: str, verdict: str, body: str, *, evasion: bool = False, message: str = "", wall_s: float = 0.0) -> Case:
-    """A program in C."""
+    """Judge a program in C."""
     return _program("c", name, verdict, f"#include <stdio.h>\n#include <stdlib.h>\n{body}", evasion, message, wall_s)
 
 
 def cpp(name: str, verdict: str, body: str, *, message: str = "") -> Case:
-    """A program in C++."""
+    """Judge a program in C++."""
     return _program("cpp", name, verdict, f"#include <iostream>\nusing namespace std;\n{body}", False, message, 0.0)
 
 
 def js(name: str, verdict: str, source: str, *, evasion: bool = False, message: str = "", wall_s: float = 0.0) -> Case:
-    """A program in JavaScript."""
+    """Judge a program in JavaScript."""
     return _program("javascript", name, verdict, source, evasion, message, wall_s)
 
 

@@ -1,4 +1,4 @@
-"""Wrong programs of unusual form, and such that try to be accepted without the answer."""
+"""Wrong programs of unusual form, and programs that try to be accepted without the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def wrong(
     message: str = "",
     wall_s: float = 0.0,
 ) -> Case:
-    """A program that is not accepted."""
+    """A program that must not be accepted."""
     limits = {"limits": {"wall_s": wall_s}} if wall_s else {}
     manifest = {"kind": "stdio", "tests": [{"stdin": "3 4\n", "stdout": "7\n"}], **limits}
     return Case(name, verdict, source, manifest, evasion=evasion, plain=plain, message=message)
@@ -40,7 +40,7 @@ ENDS = (
     wrong("a failed assertion", "RE", SUM + "assert False, 'no'", message="AssertionError: no"),
     wrong("a chained exception", "RE", "try: 1 / 0\nexcept ZeroDivisionError as error: raise KeyError('k') from error", message="KeyError: 'k'"),
     wrong("KeyboardInterrupt", "RE", SUM + "raise KeyboardInterrupt"),
-    wrong("an excepthook of its own", "RE", SUM + "import sys\nsys.excepthook = lambda kind, *_: print('hooked', kind.__name__, file=sys.stderr)\n1 / 0", message="hooked ZeroDivisionError"),
+    wrong("a custom excepthook", "RE", SUM + "import sys\nsys.excepthook = lambda kind, *_: print('hooked', kind.__name__, file=sys.stderr)\n1 / 0", message="hooked ZeroDivisionError"),
     wrong("an excepthook that raises", "RE", SUM + "import sys\ndef hook(*_): raise TypeError('hook')\nsys.excepthook = hook\n1 / 0", message="ZeroDivisionError"),
     wrong("an excepthook that prints the answer", "RE", ANSWER + "import sys\nsys.excepthook = lambda *_: print(a + b)\n1 / 0"),
     wrong("os._exit without a flush", "WA", ANSWER + "import os\nprint(a + b)\nos._exit(0)"),

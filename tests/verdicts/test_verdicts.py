@@ -1,4 +1,4 @@
-"""Candidates of unusual form get the verdicts that persons gave them; programs behave as under plain python."""
+"""Candidates of unusual form get the verdicts that persons assigned; programs behave as under plain Python."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def judge(tmp_path: Path) -> AsyncIterator[Judge]:
 
 
 async def misjudged(judge: Judge, cases: tuple[Case, ...]) -> dict[str, str]:
-    """Cases whose verdict or message is not the expected one, and what they got."""
+    """Return the cases whose verdict or message is unexpected, and the observed ones."""
     require_different_names(cases)
 
     async def problem(case: Case) -> str:
@@ -91,7 +91,7 @@ def test_plain_python_accepts_the_same_programs(tmp_path: Path) -> None:
 
 
 def accepted_by_plain_python(case: Case, folder: Path) -> bool:
-    """Whether the interpreter runs the program to a status of 0 and it prints what the hidden test expects."""
+    """Return whether the interpreter runs the program to status 0 with the output that the hidden test expects."""
     (test,) = case.manifest["tests"]
     folder = Path(tempfile.mkdtemp(dir=folder))
     (folder / "solution.py").write_bytes(case.source.encode())

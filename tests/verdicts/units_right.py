@@ -1,4 +1,4 @@
-"""Right solutions of unusual form that hidden unit tests call."""
+"""Correct solutions of unusual form, which hidden unit tests call."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def unit(
     secret: str = "",
     **fields: Any,
 ) -> Case:
-    """A test function with one body."""
+    """Return a test function with one body."""
     hidden = "import solution\ndef test_it():\n" + textwrap.indent(test, "    ")
     manifest = {"kind": "unit", "source": hidden, **fields}
     return Case(name, verdict, source, manifest, evasion=evasion, message=message, secret=secret)
 
 
 def right(name: str, test: str, source: str) -> Case:
-    """A solution that is accepted."""
+    """A solution that must be accepted."""
     return unit(name, "AC", test, source)
 
 
@@ -119,7 +119,7 @@ OBJECTS = (
     right("calls in a chain", "assert solution.Stack().push(1).push(2).pop() == 2", STACK),
     right("str and repr", "s = solution.Stack().push(1)\nassert str(s) == 'Stack[1]' and repr(s) == '<[1]>' and f'{s}' == 'Stack[1]'", STACK),
     right("indices and slices", "s = solution.Stack().push(1).push(2)\nassert s[0] == 1 and s[-1] == 2 and s[:1] == [1] and list(reversed(s)) == [2, 1]", STACK),
-    right("a mapping of its own", "m = solution.M()\nassert dict(m) == {'a': 1} and m['a'] == 1 and 'b' not in m and len(m) == 1", "class M:\n    def keys(self): return ['a']\n    def __getitem__(self, key): return {'a': 1}[key]\n    def __iter__(self): return iter(['a'])"),
+    right("a custom mapping", "m = solution.M()\nassert dict(m) == {'a': 1} and m['a'] == 1 and 'b' not in m and len(m) == 1", "class M:\n    def keys(self): return ['a']\n    def __getitem__(self, key): return {'a': 1}[key]\n    def __iter__(self): return iter(['a'])"),
     right("only a length", "assert len(solution.Q()) == 4", "class Q:\n    def __len__(self): return 4"),
     right("attributes", "n = solution.Node(5)\nassert n.value == 5 and n.next is None", NODE),
     right("attributes that the test sets", "n = solution.Node(1)\nn.value = 7\nn.next = solution.Node(2)\nassert n.value == 7 and n.next.value == 2", NODE),

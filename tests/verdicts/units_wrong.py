@@ -1,4 +1,5 @@
-"""Wrong solutions for hidden unit tests, such that try to be accepted, and uses that are documented as not supported."""
+"""Wrong solutions for hidden unit tests, solutions that try to be accepted, and uses that are documented as not
+supported."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ EVASIONS = (
     unit("patches the copies", "WA", "assert list(solution.f()) == [1]", "import rollmesh.sandbox_runtime.judging.remote as r\nr._copied = lambda _: [2]\nclass Y: pass\ndef f(): return Y()", evasion=True),
     unit("copies of no known form", "RE", "assert len(solution.f()) == 1", "import rollmesh.sandbox_runtime.judging.remote as r\nr._copied = lambda _: 'x'\nclass Y: pass\ndef f(): return Y()", evasion=True, message="not valid"),
     unit("an object with the number of another", "WA", "assert solution.f() is not solution.g() and solution.f() == 5", "import rollmesh.sandbox_runtime.judging.remote as r\nr._keep = lambda _: {'object': 0}\ndef f(): return object()\ng = f", evasion=True),
-    unit("a reply of its own", "RE", "assert solution.f() == 1", "import json\njson.dumps = lambda *_, **__: '{\"end\": [\"AC\", \"\"]}'\ndef f(): return 2", evasion=True),
+    unit("a forged reply", "RE", "assert solution.f() == 1", "import json\njson.dumps = lambda *_, **__: '{\"end\": [\"AC\", \"\"]}'\ndef f(): return 2", evasion=True),
     unit("a reply with two forms", "RE", "assert solution.f() == 1", "import json\njson.dumps = lambda *_, **__: '{\"value\": 2, \"callable\": true}'\ndef f(): return 2", evasion=True),
     unit("a class of exception for a result", "RE", "assert solution.f() == 1", "import json\ndumps = json.dumps\njson.dumps = lambda x, **__: dumps({'exception': ['E', 'Exception']}) if 'value' in x else dumps(x)\ndef f(): return 2", evasion=True),
     unit("names of exceptions without end", "RE", "solution.f()", "import json\ndumps = json.dumps\njson.dumps = lambda x, **__: dumps({'error': [['E%d' % n for n in range(5000)], 'x']}) if 'value' in x else dumps(x)\ndef f(): return 2", evasion=True),

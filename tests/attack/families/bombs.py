@@ -1,4 +1,4 @@
-"""Using up what is shared: processes, threads, memory, disk, inodes, descriptors, and what the kernel keeps for a process."""
+"""Exhaust shared resources: processes, threads, memory, disk, inodes, descriptors, and kernel memory of a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A session with a policy tries to reach more than the policy allows, or to cost others something, over its one way out."""
+"""A session with a policy tries to reach more than the policy allows, or to harm other sessions, through its egress
+port."""
 
 from __future__ import annotations
 
@@ -15,11 +16,12 @@ REFUSED, HARMLESS = Verdict.REFUSED, Verdict.HARMLESS
 _LOG = logging.getLogger("rollmesh.services.sandbox.egress.proxy")
 _PAGE = "page got 200 hello"
 _ASK_PAGE = f"ask_patiently('page', 'http://{HOST}:%d/open/page' % ALLOWED_PORT)"
-"""The last line of those that might have broken the way out."""
+"""Last line of attacks that might have broken the egress port."""
 
 
 def _asks(name: str, urls: Mapping[str, tuple[str, str]], *, quick: bool = False) -> Attack:
-    """One GET each: label -> URL, what came of it. {port} is the allowed port, {bad} the forbidden one; backslashes are Python's."""
+    """One GET each: label -> URL, result. {port} is the allowed port, {bad} the forbidden one; backslashes are
+    Python's."""
     lines = [f"URLS = { ({label: url for label, (url, _) in urls.items()})!r}", "for label, url in URLS.items():"]
     lines.append("    url = url.replace('{port}', str(ALLOWED_PORT)).replace('{bad}', str(FORBIDDEN_PORT))")
     lines.append("    ask(label, url.replace('{tcp}', str(TCP_PORT)))")
@@ -167,7 +169,7 @@ _PAGE_ELSEWHERE = f"told(request('http://{HOST}:%d/open/page' % ALLOWED_PORT))"
 
 
 async def _flood(scene: Scene) -> None:
-    """The attacker spends its tenant's rate and its session's requests; another tenant must still be served."""
+    """The attacker uses up its tenant's rate and its session's requests; another tenant must still be served."""
     result = await scene.run(
         f"""
         url = 'http://{HOST}:%d/open/page?%%d' % ALLOWED_PORT
@@ -206,7 +208,7 @@ _UNREAD = Attack(
     held=["fourth refused by requests", "cut 3", "page (got 200 hello|refused by requests)"], wall_s=15.0,
 )  # fmt: skip
 
-# The kernel sends a connected SOCK_SEQPACKET's packets to its peer, whatever address is given with them: "elsewhere" is a question, too.
+# The kernel sends a connected SOCK_SEQPACKET's packets to its peer, whatever address is given with them: "elsewhere" is a packet, too.
 _PACKETS = Attack(
     name="invalid packets at the port", verdict=REFUSED, profile=ONLINE,
     source=f"""
@@ -272,7 +274,7 @@ _DESCRIPTORS = Attack(
 
 
 async def _impersonate(scene: Scene) -> None:
-    """Whom the service's log names for requests that claim to be another's."""
+    """Return the session that the service's log names for requests that claim to come from another."""
     lines: list[dict[str, str]] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(json.loads(record.getMessage().removeprefix("egress ")))  # type: ignore[method-assign]
@@ -303,7 +305,7 @@ _NAMES = Attack(
 
 
 async def _ports_of_others(scene: Scene) -> None:
-    """Two sessions of one zygote: neither has the other's socket."""
+    """Check that of two sessions of one zygote neither has the other's socket."""
     look = """
         import stat
         mine = {}
@@ -329,7 +331,7 @@ _OTHERS = Attack(
 
 
 async def _records(scene: Scene) -> None:
-    """Sessions of another policy, whose answers lie in the same file, have been given what this one's policy forbids."""
+    """Sessions of another policy that uses the same file have recorded responses that this policy forbids."""
     secret = f"told(request('http://{HOST}:%d/inner/secret' % ALLOWED_PORT))[:7]"
     for _ in range(2):
         scene.say(await scene.elsewhere(secret, INNER, 10.0))

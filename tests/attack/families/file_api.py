@@ -1,4 +1,4 @@
-"""Our own file API used against us: links, pipes, races, names and forged answers. Files are handled inside the jail."""
+"""Attacks on the file API: links, pipes, races, names and forged replies. Files are handled inside the jail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _put(name: str, prepare: str, paths: Sequence[str], held: Sequence[str], *, 
 
 
 async def _race(scene: Scene) -> None:
-    """A child swaps the name between a file, a link to the host, a pipe and a device while it is read and written."""
+    """A child swaps a name between a file, a link to the host, a pipe and a device while it is read and written."""
     await scene.run(
         """
         import stat
@@ -60,7 +60,7 @@ async def _pipe_written(scene: Scene) -> None:
 
 
 async def _forged_names(scene: Scene) -> None:
-    """A reply to `get` that names files nobody asked for."""
+    """A reply to `get` with names that were not requested."""
     await scene.run(
         """
         import base64, json, threading
@@ -72,7 +72,7 @@ async def _forged_names(scene: Scene) -> None:
 
 
 async def _forged_size(scene: Scene) -> None:
-    """A reply to `get` with more than was allowed."""
+    """A reply to `get` with more bytes than allowed."""
     await scene.run(
         """
         import base64

@@ -1,4 +1,4 @@
-"""Files of the host: read, written, reached by another way, or left behind."""
+"""Attacks on files of the host: read, write, reach them by another path, or leave files behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interpreter itself: reaching the jail's own objects, patching what it uses, and leaving poison for the next session."""
+"""Attacks on the interpreter: reach the jail's objects, patch the code that it uses, and affect the next session."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ framing.LENGTH = None
 
 
 async def _poison_then_look(scene: Scene) -> None:
-    """A session opened after another one broke everything it could reach is as new."""
+    """Check that a session is intact that was opened after another one broke everything it could reach."""
     await scene.run(_POISON)
     scene.say(await scene.elsewhere("import builtins, math\nlen([1]), hasattr(builtins, 'poisoned'), math.floor(1.5)"))
 

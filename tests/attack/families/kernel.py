@@ -1,4 +1,5 @@
-"""The kernel's own doors: privileges, namespaces, mounts, clocks, modules, BPF, and other ways to enter it; /proc and /sys."""
+"""Attacks on kernel interfaces: privileges, namespaces, mounts, clocks, modules, BPF, other entry points, /proc and
+/sys."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ REFUSED, HARMLESS, ENDED = Verdict.REFUSED, Verdict.HARMLESS, Verdict.ENDED
 
 
 def _calls(name: str, calls: Sequence[tuple[str, str]], *, quick: bool = False) -> Attack:
-    """Raw system calls, each with what the kernel answers to root without a filter: success or an error of the arguments."""
+    """Raw system calls, each with the kernel's reply to root without a filter: success or an error of the arguments."""
     source = "\n".join(f"probe('{call.split(',')[0]}', lambda: raw('{_quoted(call)}))" for call, _ in calls)
     return Attack(
         name=name,
@@ -74,7 +75,7 @@ PRIVILEGES = (
                 probe(name, lambda: resource.setrlimit(kind, (resource.RLIM_INFINITY if name != 'NOFILE' else 4096,) * 2))
             probe('other', lambda: resource.prlimit(VICTIM_PID, resource.RLIMIT_NOFILE, (1, 1)))
             """,
-        held=[*["[A-Z]+ (ValueError|{no})"] * 8, "other ({nobody}|{no})"],
+        held=[*["[A-Z]+ (ValueError|{no})"] * 8, "other ({gone}|{no})"],
     ),
     Attack(
         name="real-time priority, negative nice, io priority", verdict=REFUSED,

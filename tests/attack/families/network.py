@@ -1,4 +1,4 @@
-"""Everything with an address: the internet, the host's loopback, the mesh's own ports, and sockets without a network."""
+"""Attacks on networks: the internet, the host's loopback, the mesh's ports, and sockets without a network."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ REFUSED = Verdict.REFUSED
 
 
 def _socket(name: str, family: str, kind: str, use: str, free: str) -> Attack:
-    """A socket made and used at once, so that without the wall the use succeeds."""
+    """Create a socket and use it immediately, so that the use succeeds without isolation."""
     return Attack(
         name=name, verdict=REFUSED, quick=family in ("AF_INET", "AF_NETLINK"),
         source=f"def reach():\n    s = socket.socket({family}, {kind})\n    s.settimeout(1)\n    return {use}\nprobe('reach', reach)",

@@ -1,4 +1,4 @@
-"""What comes out of a session: floods, texts that break readers, forged and broken frames, bombs towards the service."""
+"""Attacks by output: floods, texts that break parsers, forged and broken frames, bombs for the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other sessions, the zygote and the service: their files, memory, processes, signals and names."""
+"""Attacks on other sessions, the zygote and the service: files, memory, processes, signals and names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ATTACKS = (
         name="kill the host's processes by number", verdict=REFUSED,
         source="probe('victim', lambda: os.kill(VICTIM_PID, 0))\nprobe('service', lambda: os.kill(SERVICE_PID, 0))\n"
         "probe('pidfd', lambda: os.pidfd_open(VICTIM_PID))",
-        held=["victim {nobody}", "service {nobody}", "pidfd {nobody}"],
+        held=["victim {gone}", "service {gone}", "pidfd {gone}"],
     ),
     Attack(
         name="kill everything, from pid 1", verdict=HARMLESS, quick=True,
@@ -89,7 +89,7 @@ ATTACKS = (
         name="join another process group or terminal session", verdict=REFUSED,
         source="probe('group', lambda: os.setpgid(0, VICTIM_PID))\nprobe('session', lambda: os.getsid(VICTIM_PID))\n"
         "probe('terminal', lambda: os.open('/dev/tty', os.O_RDWR))",
-        held=["group (EPERM|ESRCH)", "session {nobody}", "terminal (ENOENT|ENXIO)"],
+        held=["group (EPERM|ESRCH)", "session {gone}", "terminal (ENOENT|ENXIO)"],
     ),
     Attack(
         name="trace a process of the host", verdict=REFUSED, quick=True,

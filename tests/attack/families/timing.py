@@ -1,4 +1,4 @@
-"""Time: code that does not end, resists its end, or outlives it."""
+"""Attacks on time: code that does not end, resists its end, or outlives it."""
 
 from __future__ import annotations
 

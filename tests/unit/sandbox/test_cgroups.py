@@ -1,4 +1,4 @@
-"""Finding writable control groups, on trees laid out as version 1, version 2 and mixed hosts have them."""
+"""Detection of writable control groups, on trees with the layout of version 1, version 2 and mixed hosts."""
 
 from __future__ import annotations
 

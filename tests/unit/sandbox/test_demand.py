@@ -1,4 +1,4 @@
-"""How many sessions are kept ready, from when they were asked for; time by a manual clock."""
+"""The number of ready sessions as a function of the times of opens, by a manual clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAKE_S = 0.1
 
 
 class Asked:
-    """A demand over a manual clock; a session takes MAKE_S to make."""
+    """A demand over a manual clock; creating a session takes MAKE_S."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()

@@ -1,4 +1,4 @@
-"""Files of a session: what is read and written, and what tricks on the way are refused."""
+"""Files of a session: reading, writing, and rejected path tricks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages to text."""
+"""Conversion of HTML pages to text."""
 
 from __future__ import annotations
 

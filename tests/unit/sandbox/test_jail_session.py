@@ -1,4 +1,4 @@
-"""What a session's replies may hold: whatever is more than was asked for ends the session before it costs the service anything."""
+"""Bounds of a session's replies: more than was requested ends the session before it costs the service anything."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 async def answered(ends: tuple[socket.socket, socket.socket], message: dict[str, Any], body: bytes) -> SessionReply:
-    """The reply to a request, where the session writes `body`, whatever the request is."""
+    """Return the reply to a request if the session writes `body`, whatever the request is."""
     ours, theirs = ends
     session = JailSession(ours, Limits(), FILES_BYTES_MAX)
     writing = asyncio.create_task(asyncio.to_thread(_write, theirs, framing.LENGTH.pack(len(body)) + body))
@@ -43,7 +43,7 @@ async def answered(ends: tuple[socket.socket, socket.socket], message: dict[str,
 
 
 def _write(connection: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):  # the service may read no further
+    with contextlib.suppress(OSError):  # the service may stop reading
         connection.sendall(data)
 
 

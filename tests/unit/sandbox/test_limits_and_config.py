@@ -1,4 +1,4 @@
-"""Limits and configuration refuse what can't be meant, naming field and value."""
+"""Limits and configuration reject impossible values and name field and value."""
 
 from __future__ import annotations
 

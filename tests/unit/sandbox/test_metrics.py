@@ -1,4 +1,4 @@
-"""What commands did, as metrics: outcome, time in the jail, and sessions ended for a limit."""
+"""Metrics of commands: outcome, time in the jail, and sessions ended for a limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmesh.shared.telemetry.metrics import Metric
 
 
 class Noted:
-    """A meter that keeps what it is told."""
+    """A meter that records its input."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Metric, tuple[str, ...], float]] = []

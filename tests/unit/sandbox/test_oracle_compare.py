@@ -1,4 +1,4 @@
-"""Comparing texts and values: what counts as the same, with the given side hostile."""
+"""Comparison of texts and values; the given side is hostile."""
 
 from __future__ import annotations
 

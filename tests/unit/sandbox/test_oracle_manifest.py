@@ -1,4 +1,4 @@
-"""Manifests and their store: what is accepted, and that errors name file, line and field."""
+"""Manifests and their store: accepted manifests, and errors with file, line and field."""
 
 from __future__ import annotations
 

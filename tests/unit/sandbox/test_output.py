@@ -1,4 +1,4 @@
-"""Bounded output: what is kept, what is cut, when it is stopped."""
+"""Bounded output: retained bytes, cut bytes, and the flood limit."""
 
 from __future__ import annotations
 

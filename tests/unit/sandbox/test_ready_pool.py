@@ -1,4 +1,4 @@
-"""Who gets which session of a pool: first come, first served, with nobody overtaken, robbed or forgotten."""
+"""Assignment of a pool's sessions: first come, first served, and no open is overtaken, deprived or forgotten."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rollmesh.services.sandbox.engines.ready_pool import ReadyPool
 
 
 class Session:
-    """Stands for a live session: the pool only hands it on."""
+    """Replaces a live session; the pool only passes it on."""
 
 
 class Opens:
-    """Opens by name, and in which order they came back."""
+    """Opens by name, and the order of their results."""
 
     def __init__(self, num_making: int) -> None:
         self.pool = ReadyPool("python", Limits(), 8, 60.0)
@@ -87,18 +87,18 @@ async def test_one_that_fails_disappoints_nobody_while_there_are_others() -> Non
     assert opens.back == ["a"]
 
 
-@pytest.mark.parametrize("told", [False, True], ids=["before it was told", "after it was told"])
-async def test_an_open_that_is_cancelled_leaves_its_session_to_others(told: bool) -> None:
+@pytest.mark.parametrize("notified", [False, True], ids=["before the notification", "after the notification"])
+async def test_an_open_that_is_cancelled_leaves_its_session_to_others(notified: bool) -> None:
     opens = Opens(num_making=2)
     await opens.come("a", "b")
-    if told:
+    if notified:
         opens.pool.made(cast(LiveSession, Session()))
     opens.tasks["a"].cancel()
-    if not told:
+    if not notified:
         opens.pool.made(cast(LiveSession, Session()))
     await settle()
-    assert opens.back == ([] if told else ["b"])
-    assert opens.pool.has_unreserved, "b takes it, or whoever comes"
+    assert opens.back == ([] if notified else ["b"])
+    assert opens.pool.has_unreserved, "b or a later open takes it"
     await opens.make()
     assert opens.back == ["b"]
     assert opens.pool.num_free == 2

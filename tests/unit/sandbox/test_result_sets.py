@@ -1,4 +1,4 @@
-"""Comparison of result sets: what counts as the same answer, and what does not."""
+"""Comparison of result sets: equal and different answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The compiled filter, run in a small BPF machine against the intended verdict of system calls and their arguments."""
+"""The compiled filter, executed by a small BPF machine and compared with the intended verdict of system calls and their
+arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def instructions(program: bytes) -> list[tuple[int, ...]]:
 
 
 def verdict(program: bytes, *, arch: int, number: int, arguments: Sequence[int] = ()) -> int:
-    """What the kernel would answer: classic BPF, as far as a filter may use it."""
+    """Execute classic BPF, as far as a filter may use it. Return the kernel's verdict."""
     data = struct.pack("<IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
     code = instructions(program)
     at = loaded = 0

@@ -23,7 +23,7 @@ CONFIG = SandboxConfig(engine=Extension("fake"), sessions_max=3, ttl_s=10.0, ttl
 
 
 class ScriptedEngine(FakeSandboxEngine):
-    """The fake engine, where some texts stand for what a real one meets."""
+    """The fake engine, in which some texts simulate events of a real one."""
 
     def __init__(self, config: SandboxConfig) -> None:
         super().__init__(config)
@@ -99,7 +99,7 @@ async def test_a_session_whose_holder_is_gone_ends_soon_unless_another_uses_it()
     assert await sessions.sweep() == 1
     assert set(sessions.owners()) == {"taken over", "busy"}
     engine.gate.set()
-    await busy  # ended after its holder: it has as long as the other had
+    await busy  # it ended after its holder and has the same remaining time as the other
     clock.advance(2.9)
     assert await sessions.sweep() == 0
     clock.advance(0.1)

@@ -1,4 +1,4 @@
-"""Turns to start: bounded, queued, fair between tenants, and never lost to a cancelled waiter."""
+"""Permits to start: bounded, queued, fair between tenants, and never lost to a cancelled waiter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make(inflight_max: int = 1, queued_max: int = 100) -> Starts:
 
 
 class Crowd:
-    """Openers that hold their turn until they are told to go."""
+    """Starts that hold their permit until they are released."""
 
     def __init__(self, starts: Starts) -> None:
         self._starts = starts
@@ -25,7 +25,7 @@ class Crowd:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def come(self, *names: str) -> None:
-        """`names` begin with their tenant's letter."""
+        """Run starts; each of the `names` begins with its tenant's letter."""
         for name in names:
             self.gates[name] = asyncio.Event()
             self.tasks[name] = asyncio.create_task(self._open(name))
@@ -92,7 +92,7 @@ async def test_cancelled_waiters_leave_and_hand_on_a_turn_that_came_meanwhile() 
     await settle()
     assert starts.num_queued == 2
     crowd.gates["a1"].set()
-    await asyncio.sleep(0)  # a1 has given its turn back; a2 has not run yet
+    await asyncio.sleep(0)  # a1 has released its permit; a2 has not run yet
     assert (crowd.order, starts.num_queued) == (["a1"], 1)
     crowd.tasks["a2"].cancel()
     await settle()

@@ -1,4 +1,5 @@
-"""Quotas of tenants: what is beyond is refused by name, what has ended counts no more, and others are not concerned."""
+"""Quotas of tenants: requests beyond a quota are rejected with the tenant's name, ended ones do not count, and other
+tenants are not affected."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ async def test_commands_of_a_tenant_are_bounded_and_closing_is_always_possible()
     with pytest.raises(Overloaded, match="reached its quota of 2 commands in flight"):
         await sessions.call("t", "call", ["1+1"], 0)
     with pytest.raises(UnknownSession):
-        await sessions.call("nobody's", "call", ["1+1"], 0)
+        await sessions.call("unknown", "call", ["1+1"], 0)
     await sessions.close("t")
     engine.gate.set()
     assert [(await call).result for call in calls] == ["2", "2"]
