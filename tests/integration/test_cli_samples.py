@@ -97,7 +97,7 @@ def test_show_tells_a_samples_words_and_life_and_the_audit_holds(mine: Path, lin
 def test_show_of_a_sample_that_never_was_says_how_to_list_them(mine: Path, lines: list[dict[str, object]]) -> None:
     shown = run("show", mine / "run", "g99.0-0")
     assert shown.exit_code == 1
-    assert "knows no sample or episode 'g99.0-0'" in shown.output
+    assert "has no sample or episode 'g99.0-0'" in shown.output
 
 
 async def test_show_reads_a_run_that_is_running(mine: Path, lines: list[dict[str, object]]) -> None:
@@ -181,6 +181,6 @@ def test_training_whose_first_samples_all_fail_ends_with_the_users_traceback(tmp
     )
     done = run("train", folder / "mine.yaml", "run.first_failures_max=8", "--out", folder / "run")
     assert done.exit_code == 1, done.output
-    assert "samples all failed alike: agent: RuntimeError: no idea" in done.stderr
+    assert "samples all failed with the same kind of error: agent: RuntimeError: no idea" in done.stderr
     assert "raise RuntimeError('no idea')" in done.stderr
     assert json.loads((folder / "run" / "summary.json").read_text())["outcome"] == "failed"

@@ -109,7 +109,7 @@ def test_a_scorer_that_always_fails_ends_train_with_its_cause_and_leaves_dead_le
     first = letters[0]["letter"]["dead_id"]
     replayed = CliRunner().invoke(app, ["dead", "replay", str(out), first])
     assert replayed.exit_code == 0, replayed.output
-    assert "1 tasks will be tried again" in replayed.stdout
+    assert "1 tasks will be retried" in replayed.stdout
     again = CliRunner().invoke(app, ["dead", "list", str(out)])
     assert "(1 replayed)" in again.stdout.splitlines()[0]
     audit = CliRunner().invoke(app, ["audit", str(out)])

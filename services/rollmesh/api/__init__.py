@@ -1,9 +1,9 @@
-"""A whole run from Python: what `rollmesh train` does, in an event loop of the caller.
+"""Train from Python: `rollmesh train` as a coroutine.
 
     summary = await train("mine.yaml", ["run.max_staleness=1"], out="runs/mine")
     print(summary.heldout_success_after, summary.checkpoint)
 
-The run folder is the same as the command's: `rollmesh audit`, `show`, `status` and `train` read it.
+The run folder is that of the command: `rollmesh audit`, `show`, `status` and `train` read it.
 Collaborators: `cli.open_run` (opens the folder), `cli.session` (runs it).
 """
 
@@ -32,17 +32,17 @@ async def train(
     in_process: bool = True,
     view: View | None = None,
 ) -> Summary:
-    """Train by a configuration file, or continue the run in a folder; the summary of the run, which is in summary.json too.
+    """Train with a configuration file, or resume the run in a folder. Return the summary of the run, which summary.json also holds.
 
-    `out` is a new run's folder, by default runs/NAME-TIME. `in_process` runs every service in this event loop; False starts a process
-    for each and must be called from the main thread. `view` observes the progress. In the main thread, Ctrl-C, SIGTERM and SIGHUP stop
-    the run in good order with the outcome `interrupted`. Raises MeshError: ConfigError for bad input, and whatever stops the run.
+    `out` is the folder of a new run. Default: runs/NAME-TIME. `in_process` runs every service in this event loop. False starts a process
+    for each service, and the call must be made in the main thread. `view` receives the progress. In the main thread, Ctrl-C, SIGTERM and
+    SIGHUP stop the run cleanly with the outcome `interrupted`. Raises MeshError: ConfigError for invalid input, or the cause of a failure.
     """
     set_up_compute()
     folder = Path(out) if out is not None else None
     async with AsyncExitStack() as stack:
         opening = open_run(Path(config), list(overrides), command=sys.argv, out=folder)
-        run = await asyncio.to_thread(stack.enter_context, opening)  # its checks run event loops of their own
+        run = await asyncio.to_thread(stack.enter_context, opening)  # its checks run separate event loops
         session = Session(
             folder=run.folder,
             config=run.config,

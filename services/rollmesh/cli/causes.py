@@ -1,6 +1,6 @@
-"""Why a run gets nowhere, in words: the newest failure of an episode, the samples that bring no update, and the end of hopeless runs.
+"""Why a run makes no progress: the newest failure of an episode, the samples that led to no update, and runs in which all samples fail.
 
-Read from GetRun and WatchRun alone (`RunState.failed_attempts`, `SampleCounts.reasons`), so every view shows the same.
+All views read it from GetRun and WatchRun (`RunState.failed_attempts`, `SampleCounts.reasons`), so they show the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class AllFailed(FailedPrecondition):
 
 
 def failure_words(num_failed: int, cause: str) -> str:
-    """The newest failure in a line; empty if no attempt failed."""
+    """Return the newest failure in a line, or an empty string if no attempt failed."""
     if not num_failed:
         return ""
     line = " ".join(cause.split())
@@ -32,7 +32,7 @@ def failure_words(num_failed: int, cause: str) -> str:
 
 
 def no_update_words(update: int, reasons: Mapping[str, int]) -> str:
-    """Why there is no update, by the samples that ended without one, by reason; empty if there are none."""
+    """Return why there is no update: the samples that ended without one, by reason. Empty if there are none."""
     ended = {
         reason: num for reason, num in reasons.items() if num > 0 and not reason.startswith(("trained", "exported"))
     }
@@ -58,19 +58,22 @@ def _reason(reason: str) -> str:
 def refuse_if_all_failed(
     state: run_pb2.RunState, num_max: int, *, failed_before: int = 0, tokens_before: int = 0
 ) -> None:
-    """Raises AllFailed once `num_max` samples have failed alike and none has been scored since the counts given; 0 never."""
+    """Raise AllFailed if `num_max` samples failed with the same kind of error and none was scored since the given counts.
+
+    `num_max` 0 disables it.
+    """
     failed = state.failed_attempts
     num = state.samples.failed - failed_before
     scored = any(policy.tokens_generated > tokens_before for policy in state.policies)
     if not num_max or scored or min(num, failed.num_alike) < num_max:
         return
     raise AllFailed(
-        f"the first {num:,} samples all failed alike: {failure_text(failed)}\n"
-        "fix the cause; then continue with `rollmesh train` on the run's folder, and `rollmesh dead replay` tries the tasks again",
+        f"the first {num:,} samples all failed with the same kind of error: {failure_text(failed)}\n"
+        "fix the cause, then resume with `rollmesh train` on the run's folder; `rollmesh dead replay` retries the tasks",
         run=state.run,
     )
 
 
 def failure_text(failed: run_pb2.FailedAttempts) -> str:
-    """The newest cause with its traceback."""
+    """Return the newest cause with its traceback."""
     return f"{failed.cause}\n{failed.traceback}" if failed.traceback else failed.cause

@@ -1,7 +1,7 @@
 """`rollmesh certs`: a development CA, one certificate for all services of a host, and a token, by the openssl command.
 
-For machines of one's own; where there is an authority already, its certificates do as well. Every file is readable by its owner only, and
-a file that is there is never overwritten. The CA's key is needed only to sign for further hosts: keep it off the hosts that serve.
+It is meant for private hosts. Where an authority exists, use its certificates instead. Only the owner may read the files, and an
+existing file is never overwritten. The key of the CA is needed only to sign for further hosts: keep it off the hosts that serve.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollmesh.shared.ids import new_secret
 
 CA, CA_KEY, CERTIFICATE, KEY, TOKEN = "ca.pem", "ca.key", "rollmesh.pem", "rollmesh.key", "token"
 ALWAYS = ("localhost", "127.0.0.1", "::1")
-"""With TLS the services of one host use it among themselves too."""
+"""With TLS the services of one host use it to call each other too."""
 _OPENSSL_S_MAX = 60.0
 _HOST_NAME = re.compile(r"(?=.{1,253}$)(\*\.)?[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
@@ -51,13 +51,13 @@ subjectAltName = {names}
 
 
 class FilesExist(AlreadyExists):
-    """A file would have been overwritten."""
+    """A file exists that would be overwritten."""
 
     reason = "FILES_EXIST"
 
 
 class CertificateFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """What was made: the section `security` of a configuration, and for whom."""
+    """The created files, as the section `security` of a configuration names them, and their hosts."""
 
     ca: str
     certificate: str
@@ -70,7 +70,7 @@ class CertificateFiles(msgspec.Struct, frozen=True, kw_only=True):
 def make_certificates(
     out: Path, *, hosts: Sequence[str] = (), ca_dir: Path | None = None, valid_days: int = 365
 ) -> CertificateFiles:
-    """Makes the files in `out`, signed by the CA in `ca_dir`, or by a new one.
+    """Create the files in `out`, signed by the CA in `ca_dir` or by a new one.
 
     Raises FilesExist, and ConfigError for a bad host or if openssl is missing or fails.
     """
@@ -81,7 +81,7 @@ def make_certificates(
     if ca_dir is not None:
         _require_ca(ca_dir)
     out.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Made aside and moved when all of it is there: half a set would look like a whole one.
+    # Create them aside and move them when all exist, because a partial set looks like a complete one.
     with tempfile.TemporaryDirectory(dir=out, prefix=".making-") as folder:
         scratch = Path(folder)
         if ca_dir is None:
@@ -111,13 +111,15 @@ def _alternative(name: str) -> str:
 def _refuse_overwriting(paths: Sequence[Path]) -> None:
     taken = [path for path in paths if path.exists()]
     if taken:
-        raise FilesExist(f"{taken[0]} is there already; choose another --out, or remove it yourself", path=taken[0])
+        raise FilesExist(f"{taken[0]} exists; choose another --out, or remove it", path=taken[0])
 
 
 def _require_ca(folder: Path) -> None:
     for name in (CA, CA_KEY):
         if not (folder / name).is_file():
-            raise ConfigError(f"--ca {folder}: there is no {name}; name the --out of an earlier `rollmesh certs`")
+            raise ConfigError(
+                f"--ca {folder}: the file {name} does not exist; name the --out of an earlier `rollmesh certs`"
+            )
 
 
 def _make_ca(folder: Path, valid_days: int) -> None:
@@ -157,7 +159,7 @@ def _openssl(*arguments: str | Path) -> None:
     program = shutil.which("openssl")
     if program is None:
         raise ConfigError(
-            "there is no openssl command on the PATH; install it (apt install openssl), or use certificates of your own in `security`"
+            "the openssl command is not on the PATH; install it (apt install openssl), or name existing certificates in `security`"
         )
     try:
         done = subprocess.run(
@@ -170,7 +172,7 @@ def _openssl(*arguments: str | Path) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired as err:
-        raise ConfigError(f"openssl {arguments[0]} did not end within {_OPENSSL_S_MAX} s; try again") from err
+        raise ConfigError(f"openssl {arguments[0]} did not exit within {_OPENSSL_S_MAX} s; try again") from err
     if done.returncode != 0:
         raise ConfigError(f"openssl {arguments[0]} failed: {done.stderr.strip()[-400:]}; is it version 1.1.1 or newer?")
 

@@ -1,4 +1,4 @@
-"""What `rollmesh train` reads: a run's configuration, and optionally how to make its model first.
+"""The configuration that `rollmesh train` reads: a run, and optionally how to create its model first.
 
 Free of torch, so that `check` finds mistakes before anything heavy is loaded.
 """
@@ -16,14 +16,14 @@ from rollmesh.shared.config import load_config, read_config
 from rollmesh.shared.errors import ConfigError
 
 DEMO_CONFIG = Path(__file__).parent / "demo.yaml"
-"""The demo's configuration, part of the package; `configs/demo.yaml` is a link to it."""
+"""The configuration of the demo, in the package; `configs/demo.yaml` is a link to it."""
 
 
 class TrainConfig(MeshConfig):
-    """A whole run as the command takes it."""
+    """The configuration of a run, as the command reads it."""
 
     made_model: MadeModelConfig | None = None
-    """Makes the model on the spot; `model` must be empty then."""
+    """How to create a model for the run; `model` must be empty then."""
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -39,10 +39,10 @@ class TrainConfig(MeshConfig):
 
 
 def read_train_config(path: Path, overrides: Sequence[str] = ()) -> tuple[TrainConfig | None, list[ConfigError]]:
-    """The configuration and the mistakes in the file; see `rollmesh.shared.config.read_config`."""
+    """Return the configuration and the mistakes in the file; see `rollmesh.shared.config.read_config`."""
     return read_config(TrainConfig, path, overrides)
 
 
 def load_train_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Raises ConfigError naming key and place."""
+    """Return the configuration in a file. Raises ConfigError with key and line."""
     return load_config(TrainConfig, path, overrides)

@@ -1,7 +1,7 @@
-"""Finding a run's mistakes before it begins, all of them: each names the key, what was expected and the remedy.
+"""Find every mistake of a configuration before a run starts. Each one names the key, the expected value and the remedy.
 
-Sections are checked by their own types when they are read; here is what takes more: files, users' objects and what two sections must agree
-on. `check_model` looks at the model. Nothing is started or written.
+The types of the sections check their values when a file is read. This module checks files, the user's objects, and settings of two
+sections that must agree. `model_checks` checks the model. Nothing is started or written.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rollmesh.trainer.estimators import make_estimator
 
 
 def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = True) -> TrainConfig:
-    """The configuration in a file, checked. Raises InvalidInput with every mistake of the file and of what it names.
+    """Return the checked configuration of a file. Raises InvalidInput with every mistake in the file and in what it names.
 
-    `learner`: whether a learner is going to run on this host, with the libraries that it needs.
+    `learner`: whether a learner will run on this host, with the libraries that it needs.
     """
     config, mistakes = read_train_config(path, overrides)
     found: list[MeshError] = list(mistakes)
@@ -47,7 +47,7 @@ def load_checked(path: Path, overrides: Sequence[str] = (), *, learner: bool = T
 
 
 def check(config: TrainConfig, base_dir: Path) -> None:
-    """Raises InvalidInput with every mistake. Loads the model, if one is named."""
+    """Load the model if one is named, and raise InvalidInput with every mistake."""
     if found := find_mistakes(config, base_dir):
         raise all_in_one(found)
 
@@ -55,7 +55,7 @@ def check(config: TrainConfig, base_dir: Path) -> None:
 def find_mistakes(
     config: TrainConfig, base_dir: Path, known: Sequence[MeshError] = (), *, learner: bool = True
 ) -> list[MeshError]:
-    """Every mistake but those at keys of `known`, where the configuration holds a default in place of what was written."""
+    """Return every mistake, except at the keys of `known`: there the configuration holds a default instead of the given value."""
     check = _Check(config, base_dir, learner=learner)
     check.all()
     keys = [key for mistake in known if (key := mistake.metadata.get("key"))]
@@ -67,7 +67,7 @@ def _is_below(key: str, keys: Sequence[str]) -> bool:
 
 
 def notes(config: TrainConfig, base_dir: Path) -> list[str]:
-    """What is worth knowing about a configuration that can run, a line each."""
+    """Return remarks about a valid configuration, a line each."""
     run = config.run
     found = [f"note: {line}" for line in _missing_nodes(config, build_pools(config.data, base_dir)[Split.TRAIN])]
     size = len(build_pools(config.data, base_dir)[Split(run.eval_split)])
@@ -79,7 +79,7 @@ def notes(config: TrainConfig, base_dir: Path) -> list[str]:
 
 
 def _missing_nodes(config: TrainConfig, pool: TaskPool) -> Iterator[str]:
-    """Kinds of nodes that have to join from elsewhere."""
+    """Yield the kinds of nodes that must join from another host."""
     tools = pool.task(0).tools if len(pool) else ()
     needed = {
         "inference": "",
@@ -92,7 +92,7 @@ def _missing_nodes(config: TrainConfig, pool: TaskPool) -> Iterator[str]:
 
 
 class _Check:
-    """One pass over a configuration."""
+    """The checks of one configuration."""
 
     def __init__(self, config: TrainConfig, base_dir: Path, *, learner: bool) -> None:
         self._config = config
@@ -102,7 +102,7 @@ class _Check:
 
     @contextmanager
     def _collected(self, key: str = "") -> Iterator[None]:
-        """Keeps a mistake; one that names no key itself is given `key`."""
+        """Keep a mistake. If it names no key, add `key`."""
         try:
             yield
         except InvalidInput as err:
@@ -138,7 +138,7 @@ class _Check:
             self._learning(pools)
 
     def _learning(self, pools: dict[Split, TaskPool]) -> None:
-        """What needs torch here: engine, learner and model."""
+        """Check what needs torch: engine, learner and model."""
         config, base_dir = self._config, self._base_dir
         engine = None
         with self._collected():
@@ -178,7 +178,7 @@ class _Check:
             with self._collected():
                 names += _reward_names(scorer, index, self._base_dir)
         if len(self.mistakes) > before:
-            return  # the rest rests on the scorers
+            return  # the checks below need the scorers
         with (
             self._collected() if has_tasks else suppress(InvalidInput)
         ):  # the answers are often in the file of the tasks
@@ -193,7 +193,7 @@ class _Check:
             )
 
     def _engine(self) -> Any:
-        """The torch engine's settings; None for another engine."""
+        """Return the settings of the torch engine, or None for another engine."""
         config, inference = self._config, self._config.inference
         known = sorted(getattr(load_object(inference.engine, self._base_dir), "outputs", ()))
         if any(name not in known for name in config.rollout.outputs):
@@ -248,7 +248,7 @@ def _reward_names(scorer: ScorerConfig, index: int, base_dir: Path) -> Sequence[
 
 
 def engine_options(inference: InferenceConfig, base_dir: Path) -> Any:
-    """The engine's settings with their defaults; the run's model is `-`. Raises ConfigError naming the key."""
+    """Return the settings of the engine with their defaults; the model of the run is `-`. Raises ConfigError with the key."""
     type_ = load_object(inference.engine_config, base_dir)
     model = {"model": "-"} if "model" in getattr(type_, "__struct_fields__", ()) else {}
     try:

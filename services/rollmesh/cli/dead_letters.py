@@ -1,6 +1,6 @@
-"""`rollmesh dead`: a run's dead letters, listed and replayed through its RunService.
+"""List and replay the dead letters of a run through its RunService.
 
-Over a run that goes on, its own gateway answers; over one that rests, a coordinator is started for the moment.
+The gateway of a running run serves the calls. For a run that is not running, a coordinator is started for the call.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rollmesh.v1 import events_pb2, run_pb2, run_pb2_grpc
 
 CALL_S = 30.0
 PAGE = 1000
-NONE = "nothing was given up"
+NONE = "no dead letters"
 
 
 async def list_dead(root: Path) -> list[run_pb2.ListedLetter]:
-    """Every dead letter, oldest first. Raises MeshError."""
+    """Return every dead letter, oldest first. Raises MeshError."""
     found: list[run_pb2.ListedLetter] = []
     async with _run_service(root) as (stub, run):
         while True:
@@ -41,7 +41,7 @@ async def list_dead(root: Path) -> list[run_pb2.ListedLetter]:
 
 
 async def replay_dead(root: Path, dead_ids: Sequence[int]) -> list[int]:
-    """Has letters tried again, all if none is named; those taken up now. Raises MeshError."""
+    """Requeue letters, all if none is named, and return the ids of the requeued ones. Raises MeshError."""
     async with _run_service(root) as (stub, run):
         with typed_errors():
             request = run_pb2.ReplayDeadRequest(run=run, dead_ids=dead_ids)
@@ -49,12 +49,12 @@ async def replay_dead(root: Path, dead_ids: Sequence[int]) -> list[int]:
 
 
 def as_text(letters: Sequence[run_pb2.ListedLetter]) -> str:
-    """A line per letter."""
+    """Return a line per letter."""
     return "\n".join(map(_line, letters)) or NONE
 
 
 def by_cause(letters: Sequence[run_pb2.ListedLetter]) -> str:
-    """A line per cause, the most frequent first, with the number of its letters and the newest one."""
+    """Return a line per cause, the most frequent first, with the number of its letters and the newest one."""
     found: dict[tuple[str, str], list[run_pb2.ListedLetter]] = {}
     for listed in letters:
         found.setdefault((_kind(listed.letter), listed.letter.cause), []).append(listed)
@@ -67,7 +67,7 @@ def by_cause(letters: Sequence[run_pb2.ListedLetter]) -> str:
 
 
 def as_dicts(letters: Sequence[run_pb2.ListedLetter]) -> list[dict[str, Any]]:
-    """For --json: the messages by their proto field names."""
+    """Return the messages for --json, with their proto field names."""
     return [MessageToDict(letter, preserving_proto_field_name=True) for letter in letters]
 
 

@@ -1,6 +1,7 @@
-"""How much disk a run may come to need, from its configuration and its model: told at the start, and a warning if there is less.
+"""Estimate how much disk a run may need, from its configuration and its model.
 
-An upper estimate, part by part; every part is bounded by a setting that is named with it.
+It is an upper bound per part, and each part names the setting that bounds it. `rollmesh train` prints it, with a warning if the
+disk has less.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import msgspec
 from rollmesh.cli.config import TrainConfig
 from rollmesh.shared.disk import free_bytes
 
-_OPTIMISER_BYTES = 8
+_OPTIMIZER_BYTES = 8
 """Per parameter: two moments of AdamW in float32."""
 _HEADER_LENGTH_BYTES = 8
 _VERSIONS_PER_NODE = 2
@@ -33,16 +34,16 @@ class Part:
 
 
 class _Tensor(msgspec.Struct):
-    """An entry of a safetensors header, as far as it is read."""
+    """An entry of a safetensors header; other fields are ignored."""
 
     shape: list[int] = []
 
 
 def disk_need(config: TrainConfig, model: Path) -> list[Part]:
-    """The parts of a run over the model in `model`."""
+    """Return the parts of a run with the model in `model`."""
     weights, num_parameters = weights_of(model)
     learner, depot, streams = config.learner, config.depot, config.coordinator.streams
-    checkpoints = (learner.keep_last + 1) * (weights + _OPTIMISER_BYTES * num_parameters)
+    checkpoints = (learner.keep_last + 1) * (weights + _OPTIMIZER_BYTES * num_parameters)
     nodes = config.counts.inference * _VERSIONS_PER_NODE * weights
     stored = streams.samples_bytes_max + streams.ledger_bytes_max + streams.dead_bytes_max
     parts = [
@@ -59,22 +60,22 @@ def disk_need(config: TrainConfig, model: Path) -> list[Part]:
     return parts
 
 
-def in_words(parts: list[Part], layout: Path) -> str:
-    """A line for people; begins with "warning" if `layout` has less than the sum."""
-    need, free = sum(part.num_bytes for part in parts), free_bytes(layout)
+def disk_text(parts: list[Part], folder: Path) -> str:
+    """Return the parts in a line. It begins with "warning" if the disk of `folder` has less than the sum."""
+    need, free = sum(part.num_bytes for part in parts), free_bytes(folder)
     listed = ", ".join(f"{part.name} {_size(part.num_bytes)} ({part.bound})" for part in parts)
     line = f"disk: up to {_size(need)}: {listed}; {_size(free)} free"
-    return line if free >= need else f"warning: {line}; lower these settings, or run where there is room"
+    return line if free >= need else f"warning: {line}; lower these settings, or use a larger disk"
 
 
 def weights_of(model: Path) -> tuple[int, int]:
-    """(bytes, parameters) of a model's safetensors files; zeros if there are none."""
+    """Return (bytes, parameters) of the safetensors files of a model; zeros if there are none."""
     files = sorted(model.glob("*.safetensors"))
     return sum(path.stat().st_size for path in files), sum(map(_num_parameters, files))
 
 
 def _num_parameters(path: Path) -> int:
-    """From the header (https://huggingface.co/docs/safetensors); the file's size in float32 if that cannot be read."""
+    """Read the number from the header (https://huggingface.co/docs/safetensors); if it is unreadable, derive it from the size in float32."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_HEADER_LENGTH_BYTES), "little")

@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: a live panel on a terminal, plain lines anywhere else.
+"""The display of a running run: a live panel on a terminal, plain lines elsewhere.
 
-Both read the newest state on their own; nothing here slows a run down or can fail it. Collaborators: `watch.Recorder`.
+Both read the newest state of the recorder and neither slows the run down nor makes it fail. Collaborators: `watch.Recorder`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rollmesh.mesh.process_events import ProcessEvent
 from rollmesh.services.learner.metrics_log import newest_metrics
 
 PLAIN_EVERY_S = 10.0
-"""Without a terminal: a line at least this often while updates go on, besides those of evaluations."""
+"""Without a terminal: print a line for an update at most this often. Evaluations have their own lines."""
 _WIDTH_MAX = 104
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_MAX = 32
 _STALENESS_BAR = 10
 SHOWN_EVENTS = ("restarting", "gave_up")
-"""What of its processes a person is told: what the run repairs or dies of. The rest is in processes.jsonl."""
+"""Process events that are shown; processes.jsonl has all of them."""
 _EVENTS_SHOWN = 3
 _LEARNER = (
     ("kl", "kl"),
@@ -44,39 +44,39 @@ _LEARNER = (
     ("length", "length/used_mean"),
     ("lr", "lr"),
 )
-"""Metrics of an update that are always in view, with their labels."""
+"""Metrics of an update that are always shown, with their labels."""
 
 
 class View(Protocol):
-    """What a session tells while it works."""
+    """Receives the progress of a session."""
 
     def phase(self, text: str) -> None:
-        """What begins now; empty once the run itself is under way."""
+        """Show a new phase; an empty text once the run has started."""
         ...
 
     def warm_start(self, step: WarmStep) -> None: ...
 
     def follow(self, recorder: Recorder) -> None:
-        """From now on the run is to be shown; called once."""
+        """Show the run from now on; called once."""
         ...
 
     def moved(self) -> None:
-        """The recorder has seen something."""
+        """The recorder has received a state."""
         ...
 
     def event(self, event: ProcessEvent) -> None:
-        """Something happened to a process of the run."""
+        """Show an event of a process of the run."""
         ...
 
     def note(self, text: str) -> None:
-        """Something to know about the whole run."""
+        """Show a remark about the run."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_view(config: TrainConfig, console: Console, folder: str) -> View:
-    """A live panel if the console is a terminal, else plain lines."""
+    """Return a live panel if the console is a terminal, else plain lines."""
     return LiveView(config, console, folder) if console.is_terminal else PlainView(config, console, folder)
 
 
@@ -102,7 +102,7 @@ class QuietView:
 
 
 class PlainView:
-    """One line per evaluation, and now and then between them: for logs and pipes."""
+    """A line per evaluation, and at most every `PLAIN_EVERY_S` one per update, for logs and pipes."""
 
     def __init__(self, config: TrainConfig, console: Console, folder: str) -> None:
         self._config = config
@@ -113,8 +113,8 @@ class PlainView:
         self._shown_s = -PLAIN_EVERY_S
         self._shown_stall = ""
         self._silence_s = 0.0
-        self._shown_trouble = ""
-        self._trouble_s = -PLAIN_EVERY_S
+        self._shown_problem = ""
+        self._problem_s = -PLAIN_EVERY_S
         self._say(f"{config.run.name}: seed {config.run.seed}, {folder}")
 
     def phase(self, text: str) -> None:
@@ -136,31 +136,31 @@ class PlainView:
         for result in recorder.series.evals[self._shown_evals :]:
             self._say(f"{_clock(result.time_s)}  evaluated update {result.step}: {eval_text(result)}")
         self._shown_evals = len(recorder.series.evals)
-        self._tell_silence(recorder.silent_s)
+        self._show_silence(recorder.silent_s)
         now = recorder.now
         if now.stalled != self._shown_stall:
             self._shown_stall = now.stalled
-            self._say(f"{_clock(now.time_s)}  " + (f"stalled: {now.stalled}" if now.stalled else "progress again"))
+            self._say(f"{_clock(now.time_s)}  " + (f"stalled: {now.stalled}" if now.stalled else "no longer stalled"))
         if now.update != self._shown_update and now.time_s - self._shown_s >= PLAIN_EVERY_S:
             self._shown_update, self._shown_s = now.update, now.time_s
             self._say(self._line(now, recorder.series))
-        self._tell_trouble(now, recorder)
+        self._show_problem(now, recorder)
 
-    def _tell_silence(self, silent_s: float) -> None:
-        """At its begin, every `PLAIN_EVERY_S`, and at its end."""
+    def _show_silence(self, silent_s: float) -> None:
+        """Report it at its start, every `PLAIN_EVERY_S`, and at its end."""
         if silent_s and (not self._silence_s or silent_s - self._silence_s >= PLAIN_EVERY_S):
             self._silence_s = silent_s
-            self._say(silence_words(silent_s))
+            self._say(silence_text(silent_s))
         elif not silent_s and self._silence_s:
             self._silence_s = 0.0
-            self._say("coordinator answers again")
+            self._say("coordinator responds again")
 
-    def _tell_trouble(self, now: Point, recorder: Recorder) -> None:
-        """The newest failure and why there is no update, when they have changed, now and then."""
-        trouble = "; ".join(filter(None, troubles(self._config, recorder)))
-        if trouble and trouble != self._shown_trouble and now.time_s - self._trouble_s >= PLAIN_EVERY_S:
-            self._shown_trouble, self._trouble_s = trouble, now.time_s
-            self._say(f"{_clock(now.time_s)}  {trouble}")
+    def _show_problem(self, now: Point, recorder: Recorder) -> None:
+        """Report the newest failure and why there is no update, if they changed, at most every `PLAIN_EVERY_S`."""
+        problem = "; ".join(filter(None, problems(self._config, recorder)))
+        if problem and problem != self._shown_problem and now.time_s - self._problem_s >= PLAIN_EVERY_S:
+            self._shown_problem, self._problem_s = problem, now.time_s
+            self._say(f"{_clock(now.time_s)}  {problem}")
 
     def event(self, event: ProcessEvent) -> None:
         if event.what in SHOWN_EVENTS:
@@ -170,7 +170,7 @@ class PlainView:
         self._say(text)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
     def _line(self, now: Point, series: Series) -> str:
         generated, _ = series.rates()
@@ -179,7 +179,7 @@ class PlainView:
         total = f"/{self._config.run.updates_max}" if self._config.run.updates_max else ""
         return (
             f"{_clock(now.time_s)}  update {now.update}{total}  reward {rewards}  lag {lags}  {_si(generated)} tokens/s"
-            + (f"  {learner}" if (learner := learner_words(self._metrics())) else "")
+            + (f"  {learner}" if (learner := learner_text(self._metrics())) else "")
         )
 
     def _metrics(self) -> Path:
@@ -194,7 +194,7 @@ class PlainView:
 
 
 class LiveView:
-    """A panel redrawn four times a second."""
+    """A panel that is redrawn four times per second."""
 
     def __init__(self, config: TrainConfig, console: Console, folder: str) -> None:
         self._config = config
@@ -222,7 +222,7 @@ class LiveView:
         self._recorder = recorder
 
     def moved(self) -> None:
-        """It is redrawn by the clock."""
+        """Do nothing: the panel is redrawn periodically."""
 
     def event(self, event: ProcessEvent) -> None:
         if event.what in SHOWN_EVENTS:
@@ -285,7 +285,7 @@ def progress_line(config: TrainConfig, recorder: Recorder) -> RenderableType:
 
 
 def run_table(config: TrainConfig, recorder: Recorder) -> Table:
-    """Everything else, a line each."""
+    """Return held-out success, rewards, staleness, samples, rates and problems, a line each."""
     now, series = recorder.now, recorder.series
     rows: list[tuple[str, RenderableType]] = [("held-out", _held_out(config, series.evals_by_step))]
     if series.evals and (labels := _labels(series.evals_by_step[-1])):
@@ -293,29 +293,29 @@ def run_table(config: TrainConfig, recorder: Recorder) -> Table:
     rows.append(("reward", _rewards(series)))
     rows.append(("staleness", _staleness(now, config.run.max_staleness)))
     rows.append(("samples", _samples(now)))
-    if learner := learner_words(recorder.metrics):
+    if learner := learner_text(recorder.metrics):
         rows.append(("learner", Text(learner)))
     generated, trained = series.rates()
     rows.append(("tokens/s", Text(f"{_si(generated)} generated   {_si(trained)} trained")))
-    failure, no_update = troubles(config, recorder)
+    failure, no_update = problems(config, recorder)
     if failure:
         rows.append(("failures", Text(failure, style="red")))
     if no_update:
         rows.append(("", Text(no_update, style="yellow")))
     if recorder.silent_s:
-        rows.append(("", Text(silence_words(recorder.silent_s), style="bold red")))
+        rows.append(("", Text(silence_text(recorder.silent_s), style="bold red")))
     if now.stalled:
         rows.append(("stalled", Text(now.stalled, style="bold red")))
     rows += [(f"{who.rpartition('/')[2]} waits", Text(what, style="dim")) for who, what in sorted(now.waiting.items())]
     return _rows(rows)
 
 
-def silence_words(silent_s: float) -> str:
-    return f"coordinator silent for {silent_s:.0f} s"
+def silence_text(silent_s: float) -> str:
+    return f"no response from the coordinator for {silent_s:.0f} s"
 
 
-def troubles(config: TrainConfig, recorder: Recorder) -> tuple[str, str]:
-    """The newest failure, and why there has been no update for longer than two batches; empty where there is none."""
+def problems(config: TrainConfig, recorder: Recorder) -> tuple[str, str]:
+    """Return the newest failure, and why no update was made from two batches of samples; each may be empty."""
     now, unused = recorder.now, recorder.unused()
     no_update = no_update_words(now.update, unused)
     wasted = sum(num for reason, num in unused.items() if not reason.startswith("trained"))
@@ -336,7 +336,7 @@ def _rows(rows: Sequence[tuple[str, RenderableType]]) -> Table:
 def _held_out(config: TrainConfig, evals: Sequence[Eval]) -> Text:
     if not evals:
         evaluates = config.run.eval_every and config.run.eval_tasks
-        words = "first evaluation is under way" if evaluates else "no evaluations (run.eval_every=0)"
+        words = "first evaluation is running" if evaluates else "no evaluations (run.eval_every=0)"
         return Text(words, style="dim")
     first, last = evals[0], evals[-1]
     text = Text.assemble((f"{first.success:.3f}", "dim"), (" → ", "dim"), (f"{last.success:.3f}", "bold green"))
@@ -380,7 +380,7 @@ def _samples(now: Point) -> Text:
 
 
 def sample_parts(now: Point) -> list[tuple[str, int]]:
-    """Where the reserved samples are. Live ones in the weights are `applied` until a checkpoint makes them trained."""
+    """Return the states of the reserved samples. A live sample in the weights is `applied` until a checkpoint contains it."""
     counts = dict(now.samples)
     counts.pop("reserved", None)
     live, trained = counts.pop("live", 0), counts.pop("trained", 0)
@@ -389,31 +389,31 @@ def sample_parts(now: Point) -> list[tuple[str, int]]:
     return [(name, count) for name, count in parts if count or name in ("trained", "in flight")]
 
 
-# Words ----------------------------------------------------------------------------------------------------------------
+# Text -----------------------------------------------------------------------------------------------------------------
 
 
 def warm_text(step: WarmStep) -> str:
-    """A step of the warm start in a line."""
+    """Return a step of the warm start in a line."""
     success = f"  success {step.success:.3f}" if step.success is not None else ""
     return f"step {step.step}  levels 1-{step.level}  loss {step.loss_smoothed:.3f}{success}"
 
 
 def eval_text(result: Eval) -> str:
-    """An evaluation in a line."""
-    given_up = "" if result.complete else f" (only {result.num_samples} samples in time)"
+    """Return an evaluation in a line."""
+    incomplete = "" if result.complete else f" (only {result.num_samples} samples in time)"
     labels = f"  ({', '.join(found)})" if (found := _labels(result)) else ""
-    return f"held-out success {result.success:.3f}{given_up}{labels}"
+    return f"held-out success {result.success:.3f}{incomplete}{labels}"
 
 
-def learner_words(path: Path) -> str:
-    """The health of the newest update: drift, spread, step size, length of the answers; what is not measured is left out."""
+def learner_text(path: Path) -> str:
+    """Return KL, entropy, gradient norm, effective sample size, length and learning rate of the newest update, as far as measured."""
     metrics = newest_metrics(path)
     shown = ((label, metrics.get(name)) for label, name in _LEARNER)
     return "  ".join(f"{label} {value:.3g}" for label, value in shown if value is not None)
 
 
 def spark(values: Sequence[float], *, low: float, high: float) -> str:
-    """A line of block characters; of many values, evenly spaced ones including the last."""
+    """Return a line of block characters. Of many values it shows evenly spaced ones, including the last."""
     if len(values) > _SPARK_MAX:
         values = [values[round(i * (len(values) - 1) / (_SPARK_MAX - 1))] for i in range(_SPARK_MAX)]
     span = (high - low) or 1.0

@@ -1,8 +1,8 @@
-"""`rollmesh check --dry-run`: one episode of a configuration, from the tokenizer to the rewards, before any training.
+"""`rollmesh check --dry-run`: run one episode of a configuration, from the tokenizer to the rewards, before any training.
 
 It is `rollmesh rollout -n 1` in a temporary folder: every service in this process, with the real model, agent, tools and scorers. A
-model that `made_model` would make is drawn at random instead: its answers are noise, but all that surrounds them runs.
-Collaborators: `rollout` (runs the episode), `causes` (the failure in words).
+model of `made_model` is replaced by one with random weights: its output is noise, but all other parts run.
+Collaborators: `export_run` (runs the episode), `causes` (describes a failure).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollmesh.demo.config import MadeModelConfig
 from rollmesh.shared.errors import ConfigError
 
 EPISODE_S_MARGIN = 60.0
-"""Beyond the episode's own time limit: for the start of the services and for scoring."""
+"""Added to the time limit of the episode, for the start of the services and for scoring."""
 
 
 def run_dry(
@@ -30,7 +30,7 @@ def run_dry(
     on_sample: Callable[[SampleLine], None],
     on_phase: Callable[[str], None],
 ) -> None:
-    """Rolls out the first training task once. Raises ConfigError with the cause and the user's traceback if that fails."""
+    """Roll out the first training task once. Raises ConfigError with the cause and the user's traceback if that fails."""
     with tempfile.TemporaryDirectory(prefix="rollmesh-dry-run-") as folder:
         options = RolloutOptions(num=1, split="train", folder=Path(folder) / "run")
         run_folder, config, base_dir = prepare(path, overrides, options, ["check", "--dry-run"])
@@ -40,7 +40,7 @@ def run_dry(
 
 
 def _once(config: TrainConfig, model: Path) -> TrainConfig:
-    """One attempt within a bounded time; a model that would be made is drawn at random."""
+    """Limit the run to one attempt and a bounded time, and replace a model of `made_model` by random weights."""
     run = msgspec.structs.replace(
         config.run, tries_max=1, seconds_max=config.rollout.limits.run_s_max + EPISODE_S_MARGIN
     )
@@ -66,5 +66,5 @@ def _draw_model(plan: MadeModelConfig, folder: Path, *, seed: int) -> None:
 def _refuse_failure(summary: RolloutSummary) -> None:
     if summary.interrupted or summary.samples.get("exported"):
         return
-    cause = summary.failure or f"it brought no sample: {summary.ended or 'the run did not end'}"
+    cause = summary.failure or f"it produced no sample: {summary.ended or 'the run did not end'}"
     raise ConfigError(f"the dry run's episode failed: {cause}")

@@ -1,7 +1,7 @@
-"""What a configuration amounts to: every setting with the value in force, and the few that decide a run in a line.
+"""The effective configuration: every setting with its value, and the most important ones in a line.
 
-Options of engines, recipes, agents, scorers, finalizers and selectors are written out with their defaults; the words of the
-conversation are those of the model's chat template.
+Options of engines, recipes, agents, scorers, finalizers and selectors include their defaults. The conversation format is that of the
+model's chat template.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rollmesh.services.rollout.tokenizer import load_tokenizer
 from rollmesh.trainer.estimators import ESTIMATORS
 
 _MADE_TURN_END = "<|end|>"
-"""Of the model that `made_model` makes."""
+"""Stop token of the model that `made_model` creates."""
 
 
 def effective_config(config: TrainConfig, base_dir: Path) -> TrainConfig:
-    """The configuration with every default written out. It is one that passes `check`."""
+    """Return the configuration with every default written out. `config` must have passed `check`."""
     replace = msgspec.structs.replace
     reward, data, rollout = config.reward, config.data, rollout_config(config)
 
@@ -61,7 +61,7 @@ def effective_config(config: TrainConfig, base_dir: Path) -> TrainConfig:
 
 
 def headline(config: TrainConfig, base_dir: Path) -> str:
-    """What decides how a run goes, in a line."""
+    """Return model, recipe, learning rate, stop token, context and bound in a line."""
     engine = _engine(config, base_dir)
     context = engine.get("context_max", config.rollout.limits.context_tokens_max)
     words = chat_format(config, base_dir)
@@ -77,7 +77,7 @@ def headline(config: TrainConfig, base_dir: Path) -> str:
 
 
 def chat_format(config: TrainConfig, base_dir: Path) -> ChatFormat | None:
-    """The words of the model's conversations; None for a model that is made on the spot, and without one."""
+    """Return the conversation format of the model; None for a model of `made_model` and without a model."""
     if config.made_model is not None or not (config.model or config.rollout.model_dir):
         return None
     folder = base_dir / config.rollout.model_dir if config.rollout.model_dir else model_folder(config, base_dir)
@@ -97,7 +97,7 @@ def _as_config(words: ChatFormat) -> FormatConfig:
 
 
 def _engine(config: TrainConfig, base_dir: Path) -> dict[str, Any]:
-    """With the defaults; the model's folder stays unset, it is the run's to give."""
+    """Return the engine options with defaults. The model folder stays unset, because the run provides it."""
     options = _builtins(engine_options(config.inference, base_dir))
     if "model" not in config.inference.engine_options:
         options.pop("model", None)
@@ -124,7 +124,7 @@ def _recipe_words(config: TrainConfig) -> list[str]:
 
 def _model(config: TrainConfig, base_dir: Path) -> str:
     if config.made_model is not None:
-        return "a model made on the spot"
+        return "a model created for the run"
     if not config.model:
         return "no model"
     folder = model_folder(config, base_dir)

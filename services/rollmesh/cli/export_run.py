@@ -1,8 +1,8 @@
-"""`rollmesh rollout CONFIG`: tasks rolled out by a whole mesh without a learner, samples as they are finished.
+"""A run without a learner: a mesh rolls out tasks and exports each sample when it is finished.
 
     configuration -> model -> mesh -> StreamSamples -> transcripts, samples.jsonl, means
 
-The run has a folder like any other; `rollmesh show` and `audit` read it. Collaborators: `samples` (the lines), `transcript`.
+The run has a folder that `rollmesh show` and `rollmesh audit` read. Collaborators: `samples` (the lines), `transcript`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import run_pb2, run_pb2_grpc
 
 RESUME_S = 0.5
-"""Pause before a broken stream is taken up again."""
-TELL_S = 1.0
-"""Pause between looks at the run's state."""
+"""Pause before a broken stream is resumed."""
+STATE_EVERY_S = 1.0
+"""Pause between reads of the state of the run."""
 STATE_S_MAX = 10.0
 _log = logging.getLogger(__name__)
 _SUFFIX = "-rollout"
@@ -46,26 +46,26 @@ _NAME_CHARS_MAX = 64 - len(_SUFFIX)
 
 
 class RolloutOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says beside the configuration."""
+    """The options of the command."""
 
     num: int = 8
-    """Tasks."""
+    """Number of tasks."""
     per_task: int = 1
-    """Episodes of each."""
+    """Number of episodes per task."""
     split: str = "test"
     model: Path | None = None
     """A model folder in place of the configuration's."""
     folder: Path | None = None
-    """Of the run."""
+    """Folder of the run. Default: runs/NAME-TIME."""
 
     def __post_init__(self) -> None:
         for name in ("num", "per_task"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ConfigError(f"`{name}` must be >= 1, got {getattr(self, name)}")
 
 
 class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """The result of the run."""
 
     run: str
     folder: str
@@ -73,15 +73,15 @@ class RolloutSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Why the run ended; empty if it was interrupted."""
     interrupted: bool
     samples: dict[str, int]
-    """Samples by end: reserved, exported, failed, ..."""
+    """Number of samples by end: reserved, exported, failed, ..."""
     mean_rewards: dict[str, float]
     num_tokens: int
     ledger_head: LedgerHead
-    """Head of the ledger that contains every exported sample; `rollmesh audit` checks that the ledger still contains it."""
+    """Ledger head after the last exported sample; `rollmesh audit` checks that the ledger contains it."""
     out: str = ""
     """File with the samples."""
     failure: str = ""
-    """The newest failure of an episode, with the traceback of a user's code; empty if none failed."""
+    """The newest failure of an episode, with the traceback of the user's code; empty if none failed."""
 
 
 @dataclass(kw_only=True)
@@ -101,7 +101,7 @@ class Rollout:
     head: LedgerHead = EMPTY
 
     async def run(self) -> RolloutSummary:
-        """Until the run has ended, or Ctrl-C. Raises what broke it."""
+        """Run until the run ends, or Ctrl-C. Raises the error that ended it."""
         interrupted = False
         with Interrupts() as interrupts, ExitStack() as stack:
             file = stack.enter_context(_open(self.out)) if self.out is not None else None
@@ -143,25 +143,25 @@ class Rollout:
             self.on_phase("generating")
             reading = asyncio.create_task(self._read(mesh, file), name="samples")
             serving = asyncio.create_task(mesh.finished(), name="mesh")
-            telling = asyncio.create_task(self._tell(mesh), name="progress")
+            showing = asyncio.create_task(self._show_progress(mesh), name="progress")
             try:
-                await asyncio.wait([reading, serving, telling], return_when=asyncio.FIRST_COMPLETED)
-                for task in (serving, telling):
+                await asyncio.wait([reading, serving, showing], return_when=asyncio.FIRST_COMPLETED)
+                for task in (serving, showing):
                     if task.done():
-                        task.result()  # raises what ended a part before the run, or what fails every sample
+                        task.result()  # raises the error that ended a process, or AllFailed
                 await reading
             finally:
-                for task in (reading, serving, telling):
+                for task in (reading, serving, showing):
                     task.cancel()
-                await asyncio.wait([reading, serving, telling])
+                await asyncio.wait([reading, serving, showing])
             self.on_phase("stopping the services")
 
-    async def _tell(self, mesh: Mesh) -> None:
-        """Says now and then how far the run is and what it waits for. Raises AllFailed."""
+    async def _show_progress(self, mesh: Mesh) -> None:
+        """Show every STATE_EVERY_S how far the run is and what it waits for. Raises AllFailed."""
         async with open_channel(mesh.gateway_address, access=mesh.access) as channel:
             stub: Any = run_pb2_grpc.RunServiceStub(channel)
             while True:
-                await self.clock.sleep(TELL_S)
+                await self.clock.sleep(STATE_EVERY_S)
                 with contextlib.suppress(MeshError), typed_errors():
                     request = run_pb2.GetRunRequest(run=mesh.run)
                     self.state = (await stub.GetRun(request, timeout=STATE_S_MAX)).state
@@ -174,7 +174,7 @@ class Rollout:
             async for response in stream_samples(stub, mesh.run, self.clock):
                 self.head = LedgerHead(position=response.ledger_position, hash=response.ledger_hash)
                 if response.HasField("failure"):
-                    _log.warning("an episode is skipped: %s", response.failure.message)
+                    _log.warning("episode skipped: %s", response.failure.message)
                     continue
                 for line in sample_lines(response.episode, response.task):
                     self._take(line, file)
@@ -200,7 +200,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def progress_words(state: run_pb2.RunState) -> str:
-    """One line for people."""
+    """Return the progress in a line."""
     ended = state.samples.reserved - state.samples.live
     waiting = "; ".join(f"{who}: {what}" for who, what in sorted(state.waiting.items()))
     failure = failure_words(state.failed_attempts.num, state.failed_attempts.cause)
@@ -209,7 +209,7 @@ def progress_words(state: run_pb2.RunState) -> str:
 
 
 async def stream_samples(stub: Any, run: str, clock: Clock) -> AsyncIterator[run_pb2.StreamSamplesResponse]:
-    """Every scored episode of a run, once, over broken streams. Raises a refusal that asking again cannot help."""
+    """Yield every scored episode of a run once, and resume broken streams. Raises MeshError if it is not retryable."""
     cursor = ""
     while True:
         call = stub.StreamSamples(run_pb2.StreamSamplesRequest(run=run, cursor=cursor))
@@ -230,10 +230,10 @@ async def stream_samples(stub: Any, run: str, clock: Clock) -> AsyncIterator[run
 def prepare(
     path: Path, overrides: Sequence[str], options: RolloutOptions, command: list[str]
 ) -> tuple[RunFolder, TrainConfig, Path]:
-    """A new folder for the run, its configuration, and the folder of the user's files.
+    """Return a new folder for the run, its configuration, and the folder of the user's files.
 
-    `path` is a configuration file, or a run's folder: then its newest checkpoint acts, or the model that was made for it. Every
-    mistake is found before anything is made.
+    `path` is a configuration file or a run folder. In a run folder its newest checkpoint generates, or else the model that was
+    created for it. Raises InvalidInput with every mistake before anything is created.
     """
     file, base_dir, model = path, path.parent.resolve(), options.model
     if path.is_dir():
@@ -260,7 +260,7 @@ def prepare(
 def _check_split(config: TrainConfig, base_dir: Path, options: RolloutOptions) -> None:
     sizes = {str(split): len(pool) for split, pool in build_pools(config.data, base_dir).items()}
     if options.split not in set(Split):
-        raise ConfigError(f"--split: {options.split!r} is no split; known: {', '.join(Split)}")
+        raise ConfigError(f"--split must be one of {', '.join(Split)}; got {options.split!r}")
     if sizes[options.split] < options.num:
         known = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ConfigError(
@@ -277,7 +277,7 @@ def run_rollout(
     on_sample: Callable[[SampleLine], None],
     on_phase: Callable[[str], None],
 ) -> RolloutSummary:
-    """Rolls out in a folder that `prepare` made. Raises MeshError."""
+    """Roll out in a folder that `prepare` created. Raises MeshError."""
     work = Rollout(folder=folder, config=config, base_dir=base_dir, out=out, on_sample=on_sample, on_phase=on_phase)
     with logging_to(folder.log):
         return asyncio.run(work.run())

@@ -1,7 +1,7 @@
-"""The six pictures of a run's report, by matplotlib without a display.
+"""The six plots of the report of a run, drawn by matplotlib without a display.
 
-Reward and held-out success against updates and against seconds, success by label before and after, staleness of what
-was trained on, where the learner's time went, and what became of every sample.
+They show reward and held-out success by updates and by seconds, success by label before and after, the staleness of trained
+samples, the time of the learner by phase, and the samples by end.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 SUCCESS, REWARD, BEFORE, GOOD, BAD = "#0b6e99", "#c9a227", "#b8c4ce", "#3a7d44", "#b23a48"
-PHASE_COLOURS = {
+PHASE_COLORS = {
     "train": "#0b6e99", "wait": "#c9a227", "publish": "#6c8ea4", "checkpoint": "#8f7aa6", "fetch": "#74a892",
     "commit": "#a3b18a", "attach": "#b8c4ce", "other": "#dde3e8",
 }  # fmt: skip
-SAMPLE_COLOURS = {
+SAMPLE_COLORS = {
     "trained": GOOD, "filtered": "#b8c4ce", "cancelled": "#d5dce2", "stale": "#c9a227", "failed": BAD,
     "live": "#6c8ea4", "exported": "#8f7aa6",
 }  # fmt: skip
@@ -41,11 +41,11 @@ _STYLE: dict[str, Any] = {
 }  # fmt: skip
 
 _ROWS_MIN = 5
-"""Room for so many rows, so that few of them do not become blocks."""
+"""The height is that of at least this many rows, so that a few rows do not become blocks."""
 
 
 def draw(series: Series, summary: Summary) -> Figure:
-    """The figure; the caller closes it."""
+    """Return the figure. The caller must close it."""
     with plt.rc_context(cast(Any, _STYLE)):
         figure, axes = plt.subplots(2, 3, figsize=(15, 8.4), layout=ConstrainedLayoutEngine(w_pad=0.18, h_pad=0.22))
         evals, updates = series.evals_by_step, series.updates
@@ -65,7 +65,7 @@ def to_png(figure: Figure) -> bytes:
 
 
 def to_svg(figure: Figure) -> str:
-    """An <svg> element, without the XML head that HTML does not take."""
+    """Return an <svg> element, without the XML head that HTML does not accept."""
     buffer = StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
@@ -120,7 +120,7 @@ def _labels(ax: Axes, evals: list[Eval]) -> None:
     ax.set_yticks(range(len(labels)), [label.replace("=", " ") for label in labels])
     ax.set_ylim(max(len(labels), _ROWS_MIN) - 0.5, -0.6)
     ax.set_xlim(-0.04, 1.12)
-    ax.set_xlabel(f"at update {first.step} (grey) and {last.step} (blue)")
+    ax.set_xlabel(f"at update {first.step} (gray) and {last.step} (blue)")
     return None
 
 
@@ -128,8 +128,8 @@ def _staleness(ax: Axes, last: Point, bound: int) -> None:
     """Share of trained samples by staleness, against the bound."""
     ax.set_title("Staleness of trained samples")
     shares = staleness_shares(last, bound)
-    colours = [SUCCESS if lag <= bound else BAD for lag, _ in shares]
-    bars = ax.bar([lag for lag, _ in shares], [share for _, share in shares], color=colours, width=0.62)
+    colors = [SUCCESS if lag <= bound else BAD for lag, _ in shares]
+    bars = ax.bar([lag for lag, _ in shares], [share for _, share in shares], color=colors, width=0.62)
     ax.bar_label(bars, labels=[f"{share:.0%}" for _, share in shares], padding=3, color=INK)
     ax.axvline(bound + 0.5, color=MUTED, linestyle="--", linewidth=1.2)
     ax.annotate(f"bound {bound}", (bound + 0.5, 1), (5, -12), xycoords=("data", "axes fraction"),
@@ -148,16 +148,16 @@ def _time(ax: Axes, summary: Summary) -> None:
     seconds["other"] = max(0.0, summary.train_s - sum(seconds.values()))
     ax.set_title(f"Where the learner's {summary.train_s:.0f} s went")
     rows = sorted(((s, phase) for phase, s in seconds.items() if s >= 0.005), reverse=True)
-    _bars(ax, [(phase, s, f"{s:.1f} s", PHASE_COLOURS.get(phase, MUTED)) for s, phase in rows])
+    _bars(ax, [(phase, s, f"{s:.1f} s", PHASE_COLORS.get(phase, MUTED)) for s, phase in rows])
     ax.set_xlabel("seconds")
 
 
 def _samples(ax: Axes, summary: Summary) -> None:
     """Samples by end."""
     samples = summary.samples
-    ax.set_title(f"What became of {samples.get('reserved', 0):,} samples")
+    ax.set_title(f"Ends of {samples.get('reserved', 0):,} samples")
     ends = sorted(((n, end) for end, n in samples.items() if end != "reserved" and n), reverse=True)
-    _bars(ax, [(end, float(n), f"{n:,}", SAMPLE_COLOURS.get(end, MUTED)) for n, end in ends])
+    _bars(ax, [(end, float(n), f"{n:,}", SAMPLE_COLORS.get(end, MUTED)) for n, end in ends])
     ax.set_xlabel("training samples")
 
 

@@ -1,6 +1,6 @@
-"""`rollmesh audit RUN`: proofs from the ledger of a run folder.
+"""Audit the ledger of a run folder.
 
-Collaborators: `coordinator.audit` (the proofs), `run_bus` (the folder's streams), `stored_heads` (heads of the ledger stored elsewhere).
+Collaborators: `coordinator.audit` (the claims), `run_bus` (the streams of the folder), `stored_heads` (ledger heads stored elsewhere).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def audit_folder(
 
 
 def _stored(folder: RunFolder, *, as_json: bool) -> tuple[bool, str]:
-    """The audit that was written before the ledger was removed."""
+    """Return the audit that was written before the ledger was removed."""
     text = folder.audit.read_text(encoding="utf-8")
     try:
         found = msgspec.json.decode(text, type=AuditReport)
@@ -70,7 +70,7 @@ def _checkpoint(folder: RunFolder, named: Path | None, *, own: bool) -> Path | N
         return folder.newest_checkpoint() if own else None
     if not named.is_dir():
         raise ConfigError(
-            f"--checkpoint {named}: there is no such folder; name one below {folder.root / 'checkpoints'}"
+            f"--checkpoint {named}: the folder does not exist; name one below {folder.root / 'checkpoints'}"
         )
     return named
 
@@ -90,5 +90,5 @@ async def _audit(
             return await audit_run(bus, name, checkpoint=checkpoint, heads=heads, payloads=payloads, sample=sample)
         except UnknownRun as err:
             runs = sorted(filter(None, map(run_of_ledger, await bus.names())))
-            there = f"--run-name takes one of: {', '.join(runs)}" if runs else "no run was made here"
-            raise UnknownRun(f"{folder.root}: there is no ledger of run {name!r}; {there}", run=name) from err
+            there = f"--run-name takes one of: {', '.join(runs)}" if runs else "no run was created here"
+            raise UnknownRun(f"{folder.root}: the ledger of run {name!r} does not exist; {there}", run=name) from err

@@ -1,6 +1,6 @@
-"""`rollmesh doctor`: what this host gives, one finding per check; add a check by adding a function to `CHECKS`.
+"""`rollmesh doctor`: check what this host provides. To add a check, add a function to `CHECKS`.
 
-A finding that fails and is required makes the host unfit; any other one says what falls away, and how to get it back.
+A host is unfit if a required finding does not hold. Any other finding that does not hold says what is disabled and how to enable it.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     holds: bool
     detail: str = ""
-    """Version or strength; where it does not hold, why."""
+    """Version or strength; the reason if it does not hold."""
     guarantee: str = ""
-    """What it is good for; where it does not hold, what falls away."""
+    """What it provides; what is disabled if it does not hold."""
     remedy: str = ""
-    """Empty where it holds."""
+    """How to enable it; empty if it holds."""
     required: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What to look at."""
+class CheckRequest:
+    """The sandbox configuration and the user to check with."""
 
     sandbox: SandboxConfig
     user: ProbeUser | None = None
 
 
-def find(asked: Asked) -> list[Finding]:
-    """All checks, in order."""
-    return [finding for check in CHECKS for finding in check(asked)]
+def find(request: CheckRequest) -> list[Finding]:
+    """Run all checks, in order."""
+    return [finding for check in CHECKS for finding in check(request)]
 
 
 def is_fit(findings: Iterable[Finding]) -> bool:
-    """Whether every required one holds."""
+    """Return whether every required finding holds."""
     return all(finding.holds for finding in findings if finding.required)
 
 
 def user_named(name: str) -> ProbeUser:
-    """A user of this host, to look with the eyes of; needs root. Raises InvalidInput."""
+    """Return a user of this host to run the sandbox checks as. Raises InvalidInput without root, or if the user does not exist."""
     if os.geteuid() != 0:
-        raise InvalidInput("--user needs root; without root the checks are run as yourself anyway")
+        raise InvalidInput("--user needs root, got an ordinary user; remove --user to check as yourself")
     try:
         entry = pwd.getpwnam(name)
     except KeyError:
-        raise InvalidInput(f"--user: no user {name!r} on this host") from None
+        raise InvalidInput(f"--user {name}: the user does not exist on this host; name another one") from None
     return ProbeUser(uid=entry.pw_uid, gid=entry.pw_gid)
 
 
-def _mechanisms(asked: Asked) -> Iterable[Finding]:
+def _mechanisms(request: CheckRequest) -> Iterable[Finding]:
     try:
-        statuses = probe_host(asked.sandbox, asked.user)
+        statuses = probe_host(request.sandbox, request.user)
     except SandboxFailed as error:
         yield Finding(
             name="isolation", holds=False, detail=error.message, required=True,
@@ -86,7 +86,7 @@ def _mechanisms(asked: Asked) -> Iterable[Finding]:
             name=mechanism.name, holds=status.available, detail=status.detail,
             guarantee=mechanism.guarantee if status.available else mechanism.without,
             remedy="" if status.available else mechanism.remedy,
-            required=status.required and mechanism.name not in asked.sandbox.without,
+            required=status.required and mechanism.name not in request.sandbox.without,
         )  # fmt: skip
 
 
@@ -97,9 +97,9 @@ _HOLDS = {
 }
 
 
-def _drivers(asked: Asked) -> Iterable[Finding]:
+def _drivers(request: CheckRequest) -> Iterable[Finding]:
     try:
-        reasons = driver_errors(asked.sandbox, asked.user)
+        reasons = driver_errors(request.sandbox, request.user)
     except SandboxFailed:
         return  # `_mechanisms` reports this
     for name, reason in reasons.items():
@@ -110,7 +110,7 @@ def _drivers(asked: Asked) -> Iterable[Finding]:
         )  # fmt: skip
 
 
-def _libseccomp(_asked: Asked) -> Iterable[Finding]:
+def _libseccomp(_request: CheckRequest) -> Iterable[Finding]:
     name, guarantee = "libseccomp", "compiles the allow list of system calls"
     try:
         yield Finding(name=name, holds=True, detail=seccomp_policy.library_version(), guarantee=guarantee)
@@ -118,7 +118,7 @@ def _libseccomp(_asked: Asked) -> Iterable[Finding]:
         yield Finding(name=name, holds=False, detail=error.message, guarantee=guarantee, remedy=seccomp_policy.REMEDY)
 
 
-def _nats(_asked: Asked) -> Iterable[Finding]:
+def _nats(_request: CheckRequest) -> Iterable[Finding]:
     from rollmesh.shared.bus.embedded_server import find_binary
 
     name, guarantee = "nats-server", "streams that must not be lost"
@@ -131,7 +131,7 @@ def _nats(_asked: Asked) -> Iterable[Finding]:
         )  # fmt: skip
 
 
-def _torch(_asked: Asked) -> Iterable[Finding]:
+def _torch(_request: CheckRequest) -> Iterable[Finding]:
     if importlib.util.find_spec("torch") is not None:
         yield Finding(
             name="torch", holds=True, detail=importlib.metadata.version("torch"), guarantee="the built-in learner"
@@ -143,8 +143,8 @@ def _torch(_asked: Asked) -> Iterable[Finding]:
         )  # fmt: skip
 
 
-def _cuda(_asked: Asked) -> Iterable[Finding]:
-    """By the driver alone: importing torch would take seconds."""
+def _cuda(_request: CheckRequest) -> Iterable[Finding]:
+    """Ask the driver, because importing torch takes seconds."""
     name, driver = "CUDA", shutil.which("nvidia-smi")
     try:
         found = _first_line(driver, "--query-gpu=name,memory.total", "--format=csv,noheader") if driver else ""
@@ -161,7 +161,7 @@ def _cuda(_asked: Asked) -> Iterable[Finding]:
         )  # fmt: skip
 
 
-def _disk(_asked: Asked) -> Iterable[Finding]:
+def _disk(_request: CheckRequest) -> Iterable[Finding]:
     free, wanted = free_bytes(Path("runs")), EmbeddedServerConfig().disk_free_bytes_min + GIB
     yield Finding(
         name="disk", holds=free >= wanted, detail=f"{free / GIB:.1f} GiB free under {Path.cwd()}",
@@ -170,7 +170,7 @@ def _disk(_asked: Asked) -> Iterable[Finding]:
     )  # fmt: skip
 
 
-def _openssl(_asked: Asked) -> Iterable[Finding]:
+def _openssl(_request: CheckRequest) -> Iterable[Finding]:
     path = shutil.which("openssl")
     if path is None:
         yield Finding(
@@ -191,7 +191,7 @@ _EXTRAS = {
 }
 
 
-def _extras(_asked: Asked) -> Iterable[Finding]:
+def _extras(_request: CheckRequest) -> Iterable[Finding]:
     for extra, (modules, guarantee) in _EXTRAS.items():
         missing = [module for module in modules if not _is_there(module)]
         yield Finding(
@@ -216,7 +216,7 @@ _LANGUAGES = (
 )
 
 
-def _languages(_asked: Asked) -> Iterable[Finding]:
+def _languages(_request: CheckRequest) -> Iterable[Finding]:
     for language, program, arguments in _LANGUAGES:
         path, guarantee = shutil.which(program), f"language {language} in sessions"
         if path is None:
@@ -236,7 +236,7 @@ def _first_line(*command: str) -> str:
     return (done.stdout or done.stderr).splitlines()[0].strip()
 
 
-CHECKS: Sequence[Callable[[Asked], Iterable[Finding]]] = (
+CHECKS: Sequence[Callable[[CheckRequest], Iterable[Finding]]] = (
     _mechanisms, _drivers, _libseccomp, _nats, _torch, _cuda, _extras, _disk, _openssl, _languages,
 )  # fmt: skip
 """In the order in which they are shown."""

@@ -1,9 +1,9 @@
-"""Ctrl-C, SIGTERM and SIGHUP: the first asks for an orderly stop, the second kills what this process has started and leaves at once.
+"""Ctrl-C, SIGTERM and SIGHUP: the first one requests an orderly stop, the second one kills all child processes and exits at once.
 
-SIGHUP comes when the terminal or its SSH session is closed. Under `nohup` it is ignored, as the user asked.
+SIGHUP arrives when the terminal or its SSH session is closed. Under `nohup` it is ignored.
 
 with Interrupts(leave=view.close) as interrupts:
-    await interrupts.unless_stopped(slow())      # raises Stopped as soon as a stop is asked for
+    await interrupts.unless_stopped(slow())      # raises Stopped as soon as a stop is requested
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ _POLL_S = 0.01
 
 
 class Stopped(Exception):
-    """A person asked to stop."""
+    """A signal requested a stop."""
 
 
 class Interrupts:
-    """Handles SIGINT, SIGTERM and SIGHUP of this process while entered, in a running event loop; none outside the main thread."""
+    """Handle SIGINT, SIGTERM and SIGHUP of this process while entered, in a running event loop of the main thread.
+
+    Outside the main thread it handles no signal.
+    """
 
     def __init__(self, *, leave: Callable[[], None] = lambda: None, notice: Callable[[], None] = lambda: None) -> None:
-        """`leave` puts the terminal in order before the process ends at once; `notice` is told of the first signal."""
+        """`leave` restores the terminal before an immediate exit; `notice` is called at the first signal."""
         self.stop = asyncio.Event()
         self._leave = leave
         self._notice = notice
@@ -57,7 +60,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     async def unless_stopped(self, work: Awaitable[T]) -> T:
-        """The result of `work`; raises Stopped, with `work` cancelled and done, if a stop is asked for before that."""
+        """Return the result of `work`. If a stop is requested first, cancel `work`, wait for it and raise Stopped."""
         task = asyncio.ensure_future(work)
         stopping = asyncio.create_task(self.stop.wait())
         try:
@@ -86,15 +89,15 @@ class Interrupts:
 
 
 def _end_children(limit_s: float) -> None:
-    """Kill the processes that this thread has started, and wait until they are gone, so that the prompt returns after them.
+    """Kill the processes that this thread has started, and wait until they have exited, so that the prompt returns after them.
 
-    What they have started is killed by the kernel with them.
+    The kernel kills their own children with them.
     """
     try:
         running = {
             int(pid) for pid in Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
         }
-    except OSError:  # this kernel does not list them; it kills them when this process is gone
+    except OSError:  # this kernel does not list them; it kills them when this process exits
         return
     for pid in running:
         with suppress(ProcessLookupError):

@@ -37,35 +37,35 @@ GONE = coordinator_pb2.NODE_STATE_DEAD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAddress:
-    """One public address of a mesh, and what lets a caller in."""
+    """A public address of a mesh, with the credentials of the caller."""
 
     address: str
     access: Access
     run: Path | None = None
-    """The folder of the run, if it was named by that."""
+    """The folder of the run, if the user named one."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around calls: says in plain words that nothing serves at the address."""
+        """Add the remedy to Unavailable, if no mesh runs at the address."""
         try:
             yield
         except Unavailable as err:
             if self.run is None:
                 raise Unavailable(
-                    f"no mesh answers at {self.address}: {err}; check the address, and that the mesh is running",
+                    f"no mesh responds at {self.address}: {err}; check the address, and that the mesh is running",
                     address=self.address,
                 ) from err
             if is_owned(self.run):
-                raise  # it is running, and cannot answer now
+                raise  # it is running, but does not respond now
             raise Unavailable(
-                f"the run in {self.run} is not running: nothing answers at {self.address}; `rollmesh train {self.run}` continues "
-                f"it, `rollmesh audit {self.run}` and `rollmesh show {self.run}` read what it left",
+                f"the run in {self.run} is not running: nothing responds at {self.address}; `rollmesh train {self.run}` resumes "
+                f"it, `rollmesh audit {self.run}` and `rollmesh show {self.run}` read its files",
                 address=self.address,
             ) from err
 
 
 def find_mesh(run: Path | None, join: str, token_file: Path | None, overrides: Sequence[str]) -> MeshAddress:
-    """Raises ConfigError for both, neither or half of them."""
+    """Return the address of a mesh, named by a run folder or by `join` and `token_file`. Raises ConfigError for any other combination."""
     if run is not None and not join and token_file is None:
         folder, config, base_dir = open_folder(run, [])
         layout = open_place(config, run_dir=folder.root, base_dir=base_dir)
@@ -78,14 +78,14 @@ def find_mesh(run: Path | None, join: str, token_file: Path | None, overrides: S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshStatus:
-    """A mesh at one moment."""
+    """The state of a mesh."""
 
     nodes: list[coordinator_pb2.FleetNode]
     runs: list[run_pb2.RunState]
 
 
 class FleetClient:
-    """Questions to a gateway or a coordinator. Use as an async context manager."""
+    """Calls to a gateway or a coordinator. Use it as an async context manager."""
 
     def __init__(self, mesh: MeshAddress) -> None:
         config = ChannelConfig(deadline_s=CALL_S_MAX)
@@ -102,7 +102,7 @@ class FleetClient:
         await self._channel.close()
 
     async def status(self, run: str = "") -> MeshStatus:
-        """Fleet and runs (`run`: only this one). Raises MeshError if nobody answers."""
+        """Return the fleet and the runs (`run`: only this one). Raises MeshError if no server responds."""
         with typed_errors():
             nodes = list((await self._coordinator.GetFleet(coordinator_pb2.GetFleetRequest())).nodes)
         names = [run] if run else await self._run_names()
@@ -110,7 +110,7 @@ class FleetClient:
         return MeshStatus(nodes=nodes, runs=[state for state in states if state is not None])
 
     async def drain(self, node_id: str) -> None:
-        """Tells a node to finish and leave. Raises UnknownNode."""
+        """Drain a node. Raises UnknownNode."""
         with typed_errors():
             await self._coordinator.Drain(coordinator_pb2.DrainRequest(node_id=node_id))
 
@@ -120,7 +120,7 @@ class FleetClient:
             await self._runs.DeleteRun(run_pb2.DeleteRunRequest(run=run), timeout=DELETE_S_MAX)
 
     async def until_gone(self, node_id: str, *, limit_s: float, clock: Clock) -> None:
-        """Until the node has left. A coordinator that is away meanwhile is waited for. Raises DeadlineExceeded."""
+        """Wait until the node has left. An unavailable coordinator is retried. Raises DeadlineExceeded."""
         end_s = clock.monotonic_s() + limit_s
         while clock.monotonic_s() < end_s:
             try:
@@ -131,24 +131,22 @@ class FleetClient:
                 if not err.retryable:
                     raise
             await clock.sleep(POLL_S)
-        raise DeadlineExceeded(
-            f"node {node_id} has not left within {limit_s:.0f} s; `rollmesh status` shows what it does"
-        )
+        raise DeadlineExceeded(f"node {node_id} has not left within {limit_s:.0f} s; `rollmesh status` shows its work")
 
     async def _run_names(self) -> list[str]:
         try:
             with typed_errors():
-                told = await self._coordinator.GetMesh(coordinator_pb2.GetMeshRequest())
-        except Unimplemented:  # a coordinator that was started by itself
+                mesh = await self._coordinator.GetMesh(coordinator_pb2.GetMeshRequest())
+        except Unimplemented:  # a coordinator without a mesh
             return []
-        return [entry.run for entry in told.runs]
+        return [entry.run for entry in mesh.runs]
 
     async def _state(self, run: str) -> run_pb2.RunState | None:
         try:
             with typed_errors():
                 state: run_pb2.RunState = (await self._runs.GetRun(run_pb2.GetRunRequest(run=run))).state
                 return state
-        except UnknownRun:  # streams without a beginning: somebody is creating it now
+        except UnknownRun:  # another process is creating the run: its streams are still empty
             return None
 
 

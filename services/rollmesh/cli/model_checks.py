@@ -1,4 +1,4 @@
-"""Mistakes about the model: its files, and what the engine, the trainer and the rollout workers can do with it."""
+"""Find mistakes about the model: its files, and whether the engine, the trainer and the rollout workers support it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPTS_CHECKED = 64
 
 
 def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
-    """Check the settings of a model that is made for the run. Raise ConfigError."""
+    """Check the settings of `made_model`. Raises ConfigError."""
     from rollmesh.demo.make_model import resolve
 
     plan = config.model_plan(base_dir)
@@ -35,8 +35,8 @@ def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
     same_family = plan.tasks.name == config.data.source.located(base_dir).name
     if same_family and (mine.validation_share, mine.test_share) != (theirs.validation_share, theirs.test_share):
         raise ConfigError(
-            "`made_model.tasks`: validation_share and test_share must equal those of data.source, or the warm start sees "
-            "test tasks",
+            "`made_model.tasks`: validation_share and test_share must equal those of data.source, because the warm start "
+            "would see test tasks otherwise",
             key="made_model.tasks",
         )
     if engine is not None:
@@ -47,7 +47,7 @@ def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
 
 
 def check_model(config: TrainConfig, base_dir: Path, engine: Any, train: TaskPool | None) -> list[MeshError]:
-    """Every mistake about the model in a folder. `engine` are the torch engine's settings, None for another engine."""
+    """Return every mistake about the model in a folder. `engine`: settings of the torch engine, None for another engine."""
     mistakes: list[MeshError] = list(_devices(config, engine))
     if config.learner.engine != TORCH_TRAINER and engine is None:
         return mistakes
@@ -70,7 +70,7 @@ def check_model(config: TrainConfig, base_dir: Path, engine: Any, train: TaskPoo
 
 
 def model_folder(config: TrainConfig, base_dir: Path) -> Path:
-    """The folder of the configured model. Raises ConfigError if it is none."""
+    """Return the folder of the configured model. Raises ConfigError if it does not hold a model."""
     if not config.model:
         raise ConfigError(
             "`model`: name a folder with a model in transformers format, or give `made_model`", key="model"
@@ -79,7 +79,7 @@ def model_folder(config: TrainConfig, base_dir: Path) -> Path:
 
 
 def _check_spec(config: TrainConfig, folder: Path, engine: Any) -> None:
-    """What the torch engine can serve."""
+    """Check that the torch engine supports the model."""
     if engine is None:
         return
     from rollmesh.services.inference.engines.execution import find_execution
@@ -88,14 +88,14 @@ def _check_spec(config: TrainConfig, folder: Path, engine: Any) -> None:
 
 
 def _check_weights(config: TrainConfig, folder: Path, engine: Any) -> None:
-    """What the trainer can load and train."""
+    """Check that the trainer can load and train the model."""
     from transformers.utils import logging
 
     from rollmesh.trainer.model_files import load_model
     from rollmesh.trainer.self_test import choose_forward
 
     progress: Any = logging
-    progress.disable_progress_bar()  # it would be mixed with the messages
+    progress.disable_progress_bar()  # a bar would be mixed with the messages
     try:
         model = load_model(folder)
     except ValueError as err:
@@ -122,13 +122,13 @@ def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, train: TaskPoo
 
 
 def _devices(config: TrainConfig, engine: Any) -> Iterator[MeshError]:
-    """Devices that this host does not have."""
+    """Yield a mistake for each device that this host does not have."""
     named = {"learner.device": config.learner.device} if config.learner.engine == TORCH_TRAINER else {}
     if engine is not None:
         named["inference.engine_options.device"] = engine.device
     for key, name in named.items():
         if why := _why_no_device(name):
-            yield ConfigError(f"`{key}`: {why}; set it to cpu, or run where the device is", key=key)
+            yield ConfigError(f"`{key}`: {why}; set it to cpu, or run on a host with the device", key=key)
 
 
 def _why_no_device(name: str) -> str:
@@ -139,5 +139,5 @@ def _why_no_device(name: str) -> str:
     except RuntimeError as err:
         return f"{name!r} is not a torch device: {str(err).splitlines()[0]}"
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        return f"there is no {name!r} here: torch sees {torch.cuda.device_count()} CUDA devices"
+        return f"{name!r} does not exist on this host: torch finds {torch.cuda.device_count()} CUDA devices"
     return ""

@@ -75,7 +75,7 @@ def open_resumed(root: Path, overrides: list[str]) -> OpenedRun:
 
 
 def _changes(folder: RunFolder, before: TrainConfig, config: TrainConfig) -> tuple[ConfigChange, ...]:
-    """Against what the ledger knows; all is open before the run was made there. A made model is the one thing only the folder knows."""
+    """Compare with the settings in the ledger; before CreateRun every change is allowed. Only the folder stores `made_model`."""
     known = recorded(folder.root)
     if known is None:
         return ()

@@ -1,6 +1,6 @@
-"""report.html and report.png: a run at a glance, in one file that needs nothing else.
+"""report.html and report.png: the result of a run, in one self-contained file.
 
-Written from the run folder alone. Collaborators: `figure` (pictures), `summary`, `series`.
+The run folder is the only input. Collaborators: `figure` (plots), `summary`, `series`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pre{margin:0;overflow-x:auto;font-size:13px}details{margin-top:16px}summary{curs
 
 
 def write_report(folder: RunFolder, series: Series, summary: Summary) -> None:
-    """Writes both files. Without matplotlib the page has tables only and there is no PNG."""
+    """Write both files. Without matplotlib the page has only tables, and the PNG is not written."""
     svg = _pictures(folder, series, summary)
     folder.report.write_text(render_page(folder, series, summary, svg), encoding="utf-8")
 
@@ -46,7 +46,7 @@ def _pictures(folder: RunFolder, series: Series, summary: Summary) -> str:
     try:
         from rollmesh.cli import figure
     except ModuleNotFoundError as err:
-        _log.warning("the report has no pictures: %s (pip install 'rollmesh[trainer]')", err)
+        _log.warning("report without plots: %s; pip install 'rollmesh[trainer]'", err)
         return ""
     drawn = figure.draw(series, summary)
     try:
@@ -57,7 +57,7 @@ def _pictures(folder: RunFolder, series: Series, summary: Summary) -> str:
 
 
 def render_page(folder: RunFolder, series: Series, summary: Summary, svg: str) -> str:
-    """The page as text; everything from outside is escaped."""
+    """Return the page as HTML. All data are escaped."""
     origin = folder.read_origin()
     title = f"{summary.run}, seed {summary.seed}"
     body = [
@@ -67,7 +67,7 @@ def render_page(folder: RunFolder, series: Series, summary: Summary, svg: str) -
         "<h2>Held-out success by evaluation</h2>" + _panel(_eval_table(series.evals_by_step)),
         _beside(
             ("Samples", _panel(_sample_table(summary))),
-            ("Where the learner's time went", _panel(_time_table(summary))),
+            ("Time of the learner by phase", _panel(_time_table(summary))),
         ),
         _checkpoint(summary),
         _details("Command, versions", _origin_text(origin)),
@@ -79,8 +79,12 @@ def render_page(folder: RunFolder, series: Series, summary: Summary, svg: str) -
 
 
 def _subtitle(summary: Summary, origin: Origin) -> str:
-    words = {"finished": "finished", "interrupted": "interrupted, can go on", "failed": "ended by an error, can go on"}
-    facts = [words[summary.outcome], f"recipe {summary.recipe}", f"staleness bound {summary.eta}"]
+    outcomes = {
+        "finished": "finished",
+        "interrupted": "interrupted, can be resumed",
+        "failed": "failed, can be resumed",
+    }
+    facts = [outcomes[summary.outcome], f"recipe {summary.recipe}", f"staleness bound {summary.eta}"]
     return " · ".join([*facts, f"started {origin.started_at}"])
 
 
@@ -127,9 +131,7 @@ def _time_table(summary: Summary) -> str:
     other = max(0.0, summary.train_s - sum(summary.learner_seconds.values()))
     seconds = {**summary.learner_seconds, "other": other, "warm start": summary.warm_start_s}
     total = max(summary.wall_s, 1e-9)
-    return _table(
-        ["phase", "seconds", "of the whole"], [[k, f"{s:.1f}", f"{s / total:.0%}"] for k, s in seconds.items()]
-    )
+    return _table(["phase", "seconds", "share"], [[k, f"{s:.1f}", f"{s / total:.0%}"] for k, s in seconds.items()])
 
 
 def _checkpoint(summary: Summary) -> str:

@@ -1,4 +1,4 @@
-"""What a run leaves for people and scripts: summary.json, report.html, report.png, from the folder alone."""
+"""Write the results of a run: summary.json, report.html and report.png. The run folder is the only input."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.report import write_report
 from rollmesh.cli.run_folder import RunFolder
 from rollmesh.cli.series import read_series
-from rollmesh.cli.summary import Outcome, Summary, summarise, write_summary
+from rollmesh.cli.summary import Outcome, Summary, summarize, write_summary
 from rollmesh.demo.model_process import WarmStep
 
 
 class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
-    """warm_start.json: how the model was made."""
+    """warm_start.json: how the model was created."""
 
     seconds: float
     steps: int
@@ -29,9 +29,9 @@ def note_warm_start(folder: RunFolder, last: WarmStep, seconds: float) -> None:
 
 
 def write_results(folder: RunFolder, config: TrainConfig, *, outcome: Outcome) -> Summary:
-    """Writes all three and returns the summary. ConfigError if the folder's series is damaged."""
+    """Write all three files and return the summary. Raises ConfigError if the series of the folder is damaged."""
     series = read_series(folder.series)
-    summary = summarise(folder, config, series, outcome=outcome, warm_start_s=_warm_start_s(folder))
+    summary = summarize(folder, config, series, outcome=outcome, warm_start_s=_warm_start_s(folder))
     write_report(folder, series, summary)
     write_summary(folder, summary)
     return summary

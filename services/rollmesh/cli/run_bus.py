@@ -1,4 +1,4 @@
-"""The streams of a run folder, whether the run is running or not. Nothing but the server's own files is written."""
+"""Open the streams of a run folder, whether the run is running or not. Only the files of the NATS server are written."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rollmesh.shared.errors import ConfigError
 
 @asynccontextmanager
 async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
-    """The run's bus: the cluster of its configuration, the server that runs over its folder, or one started for the while.
+    """Connect to the bus of a run: the configured cluster, the server that runs on its folder, or one started for the call.
 
-    Raises ConfigError if the run never had one, BusUnavailable if it cannot be reached.
+    Raises ConfigError if the run was never started or its streams were removed, BusUnavailable if the bus cannot be reached.
     """
     if not folder.was_started:
-        raise ConfigError(f"{folder.root}: the run was never started, there is nothing to read; start it first")
+        raise ConfigError(f"{folder.root}: the run was never started, so it has no streams; start it first")
     if folder.ledger_was_removed:
         raise ConfigError(
             f"{folder.root}: the ledger and the streams of this run were removed by `rollmesh clean --for-good`; "
@@ -35,7 +35,7 @@ async def run_bus(folder: RunFolder, config: TrainConfig) -> AsyncIterator[Bus]:
 
 @asynccontextmanager
 async def _server(layout: RunLayout) -> AsyncIterator[str]:
-    """The URL of the run's NATS."""
+    """Yield the URL of the NATS server of the run."""
     if layout.config.bus.url:
         yield layout.config.bus.url
         return
@@ -43,7 +43,7 @@ async def _server(layout: RunLayout) -> AsyncIterator[str]:
     try:
         await server.start()
     except BusUnavailable:
-        url = server.known_url()  # a running run has a server of its own over this folder
+        url = server.known_url()  # the server of a running run uses this folder
         if not url:
             raise
         yield url

@@ -1,13 +1,13 @@
-"""The folder of a run: what lies where, and that no run overwrites another.
+"""The folder of a run: its layout. A run never overwrites another one.
 
 runs/<name>-<time>/
   config.yaml     the resolved configuration         run.json      command line, versions, folder of the user's files
-  model/          the model made for the run         checkpoints/  plain transformers folders
-  series.jsonl    the run as it was watched          metrics.jsonl, tensorboard/   per update, by the learner
-  summary.json  report.html  report.png              run.log       what the services logged
-  audit.json      the audit that was made before the ledger was removed
-  traces/         spans, for `rollmesh trace`        metrics/      where each process serves its metrics
-  nats/  coordinator/  depot/  ...                   the services' own
+  model/          the model created for the run      checkpoints/  plain transformers folders
+  series.jsonl    states of the run over time        metrics.jsonl, tensorboard/   per update, by the learner
+  summary.json  report.html  report.png              run.log       log of the services
+  audit.json      the audit from before the ledger was removed
+  traces/         spans, for `rollmesh trace`        metrics/      address of the metrics of each process
+  nats/  coordinator/  depot/  ...                   files of the services
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _SAME_SECOND_MAX = 100
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """run.json: where a run comes from."""
+    """run.json: command, versions and platform of a run."""
 
     command: list[str]
     base_dir: str
-    """Folder in which files that the configuration names are looked up."""
+    """Folder of the files that the configuration names."""
     started_at: str
     """ISO 8601, local time with offset."""
     python: str
@@ -49,7 +49,7 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunExistsHere(AlreadyExists):
-    """The folder is taken; the message says how to go on."""
+    """The folder is in use; the message says how to proceed."""
 
     reason = "RUN_FOLDER_TAKEN"
 
@@ -106,7 +106,7 @@ class RunFolder:
 
     @property
     def was_started(self) -> bool:
-        """Whether services have run over this folder."""
+        """Whether services have used this folder."""
         return (self.root / "addresses.json").exists()
 
     @property
@@ -115,13 +115,13 @@ class RunFolder:
         return self.audit.exists() and not (self.root / "nats").exists()
 
     def read_origin(self) -> Origin:
-        """ConfigError if this is no run's folder."""
+        """Return the content of run.json. Raises ConfigError if this is not a run's folder."""
         try:
             return msgspec.json.decode(self.origin.read_bytes(), type=Origin)
         except (OSError, msgspec.DecodeError) as err:
             raise ConfigError(
                 f"{self.root}: not the folder of a run: {self.origin.name} cannot be read ({err}); "
-                "name a folder that `rollmesh train` or `rollmesh demo` made",
+                "name a folder that `rollmesh train` or `rollmesh demo` created",
                 path=self.root,
             ) from err
 
@@ -130,22 +130,22 @@ class RunFolder:
         self.origin.write_bytes(msgspec.json.format(msgspec.json.encode(origin), indent=2) + b"\n")
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest checkpoint: highest incarnation, then highest update. It is not verified."""
+        """Return the checkpoint with the highest incarnation, then the highest update. It is not verified."""
         found = list_checkpoints(self.checkpoints)
         return found[-1] if found else None
 
 
 def new_folder(config: TrainConfig, origin: Origin, out: Path | None = None) -> RunFolder:
-    """A new folder with configuration and origin: `out`, or runs/<name>-<time>. RunExistsHere if `out` is taken."""
+    """Create a folder with configuration and origin: `out`, or runs/<name>-<time>. Raises RunExistsHere if `out` is not empty."""
     folder = RunFolder(_claim(out) if out is not None else _claim_dated(config.run.name))
     folder.write(config, origin)
     return folder
 
 
 def open_folder(root: Path, overrides: list[str]) -> tuple[RunFolder, TrainConfig, Path]:
-    """Folder and configuration (with `overrides`) of a run, and the base folder of the user's files. Nothing is written.
+    """Return folder and configuration (with `overrides`) of a run, and the base folder of the user's files. Write nothing.
 
-    ConfigError if it isn't one, or its configuration is unusable.
+    Raises ConfigError if it is not a run's folder, or its configuration is invalid.
     """
     folder = RunFolder(root.resolve())
     origin = folder.read_origin()
@@ -171,14 +171,14 @@ def shown(path: Path) -> str:
 
 
 def run_config(folder: RunFolder, config: TrainConfig) -> TrainConfig:
-    """The configuration as the services get it: with the model's place if it was made for the run."""
+    """Return the configuration for the services: with the folder of the model if it was created for the run."""
     if config.made_model is None:
         return config
     return msgspec.structs.replace(config, made_model=None, model=str(folder.model))
 
 
 def origin_now(command: list[str], base_dir: Path) -> Origin:
-    """What is known at the start of a run."""
+    """Return the origin of a run that starts now."""
     return Origin(
         command=command,
         base_dir=str(base_dir.resolve()),
@@ -206,7 +206,7 @@ def _claim(out: Path) -> Path:
         ) from err
     if taken:
         is_run = RunFolder(out).origin.exists()
-        what = f"holds a run; go on with it by `rollmesh train {out}`, or" if is_run else "is not empty;"
+        what = f"holds a run; resume it with `rollmesh train {out}`, or" if is_run else "is not empty;"
         raise RunExistsHere(f"{out} {what} choose another --out", path=out)
     return out.resolve()
 
@@ -220,6 +220,8 @@ def _claim_dated(name: str) -> Path:
         except FileExistsError:
             continue
         except OSError as err:
-            raise ConfigError(f"{path}: cannot be made: {err.strerror}; give a folder with --out", path=path) from err
+            raise ConfigError(
+                f"{path}: cannot be created: {err.strerror}; name a folder with --out", path=path
+            ) from err
         return path.resolve()
-    raise RunExistsHere(f"runs/{stem}: {_SAME_SECOND_MAX} runs began in this second; choose --out")
+    raise RunExistsHere(f"runs/{stem}: {_SAME_SECOND_MAX} runs started in this second; name a folder with --out")

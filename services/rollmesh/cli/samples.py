@@ -1,6 +1,6 @@
-"""samples.jsonl: one finished sample per line, for people's own tools; docs/rollouts.md describes the fields.
+"""samples.jsonl: one finished sample per line, for the tools of a user. docs/rollouts.md describes the fields.
 
-Read and written here alone. The arrays of a segment are lists of one entry per token; what was not sampled has no log-probs.
+Only this module reads and writes it. The arrays of a segment have one entry per token. Segments that were not sampled have no log-probs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACTION = Role.ACTION.name.lower()
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of what a line holds. Unknown fields are passed by: a later version may write more."""
+    """Base of the structs of a line. Unknown fields are ignored, because a later version may write more."""
 
 
 class MessageLine(Line, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,25 +43,25 @@ class SegmentLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     role: str
     """context, observation or action."""
     source: str
-    """Who wrote it: policy, prompt, tool, ..."""
+    """Author: policy, prompt, tool, ..."""
     token_ids: list[int]
     logprobs: list[float] | None = None
-    """Natural log, under the distribution sampled from."""
+    """Natural logarithm, under the sampling distribution."""
     logprobs_model: list[float] | None = None
-    """Natural log, under the plain softmax of the model."""
+    """Natural logarithm, under the softmax of the model."""
     loss_mask: list[int] | None = None
     """1 where a trainer may train; absent means nowhere."""
     version: VersionLine | None = None
     sampling: int = -1
-    """Index into the line's `sampling`; -1 where nothing was sampled."""
+    """Index into `sampling` of the line; -1 if nothing was sampled."""
     finish: str = ""
-    """stop, length, cancelled, error; unfinished goes on in the next segment. Empty where nothing was sampled."""
+    """stop, length, cancelled, error, or unfinished if the next segment continues it. Empty if nothing was sampled."""
     arrays: dict[str, list[Any]] = {}
     """Further outputs of the engine by name (`rollout.outputs`): one number, or a list of numbers, per token."""
 
 
 class SamplingLine(Line, frozen=True, kw_only=True, omit_defaults=True):
-    """How tokens were drawn."""
+    """Sampling parameters."""
 
     temperature: float
     top_p: float
@@ -78,7 +78,7 @@ class RewardLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     outcome: str = "ok"
     """ok, infra_failure or not_applicable; `value` counts only with ok."""
     segment: int = -1
-    """Segment of the episode it is about; -1 is the whole sample."""
+    """Segment of the episode that it rates; -1 is the whole sample."""
 
 
 class SampleLine(Line, frozen=True, kw_only=True, omit_defaults=True):
@@ -93,16 +93,16 @@ class SampleLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     split: str = ""
     labels: dict[str, str] = {}
     oracle_ref: str = ""
-    """What the reward service resolves to the answer key; the key itself is nowhere in a line."""
+    """Reference that the reward service resolves to the answer key. A line never contains the key."""
     role: str = ""
     policy: str = "main"
     trainable: bool = True
     weight: float = 1.0
     finish: str = ""
-    """stop or length, which is also that of a sample that a limit of the episode ended; empty: that of its last action."""
+    """stop, or length, also if a limit of the episode ended the sample. Empty: the finish of its last action."""
     num_tokens: int = 0
     messages: list[MessageLine] = []
-    """Text view of the sample's own path: what scorers see."""
+    """Text view of the path of the sample: the input of scorers."""
     rewards: list[RewardLine] = []
     segments: list[SegmentLine] = []
     sampling: list[SamplingLine] = []
@@ -111,14 +111,14 @@ class SampleLine(Line, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def sample_lines(message: types_pb2.Episode, task: types_pb2.Task) -> Iterator[SampleLine]:
-    """The samples of an episode, one line each. Raises InvalidInput for an episode that contradicts itself."""
+    """Yield the samples of an episode, one line each. Raises InvalidInput for an inconsistent episode."""
     episode = decode_episode(message)
     for sample in episode.samples:
         yield _line(episode, sample, task)
 
 
 def encode_sample_line(line: SampleLine) -> bytes:
-    """With the newline."""
+    """Return the JSON with a newline."""
     return msgspec.json.encode(line) + b"\n"
 
 
@@ -137,7 +137,7 @@ def reward_lines(rewards: tuple[Reward, ...]) -> list[RewardLine]:
 
 
 def mean_rewards(lines: list[list[RewardLine]]) -> dict[str, float]:
-    """Mean of each reward about whole samples, over those where it counts."""
+    """Return the mean of each reward of whole samples, over the samples with outcome ok."""
     values: dict[str, list[float]] = {}
     for reward in (r for rewards in lines for r in rewards):
         if reward.outcome == Outcome.OK.name.lower() and reward.segment < 0:

@@ -1,7 +1,7 @@
-"""`rollmesh score FILE`: the configured scorers over samples or answers in a JSONL file, without a mesh.
+"""Score samples or answers in a JSONL file with the configured scorers, without a mesh.
 
-A line is a sample as `rollmesh rollout --out` writes it, or `{"task": ID, "response": TEXT}` (`answer` for `response` does as well).
-The task is looked up by its id in the configuration's source; a sample of another source brings its own oracle reference.
+A line is a sample as `rollmesh rollout --out` writes it, or `{"task": ID, "response": TEXT}`, where `answer` is an alias of
+`response`. The task is looked up by its id in the configured source. A sample of another source needs an oracle reference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from rollmesh.shared.trajectory import EpisodeKey, FinishReason, Message, Outcom
 
 NUM_LINES_MAX = 1_000_000
 CHUNK_LINES = 256
-"""Lines scored at once."""
+"""Number of lines that are scored together."""
+_FINISHES = ", ".join(name.lower() for name in FinishReason.__members__)
 
 
 class ScoredLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,18 +52,18 @@ class ScoredLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a file."""
+    """The result of a file."""
 
     file: str
     num_lines: int
     num_failed: int
-    """Lines for which a scorer failed: they say nothing about the model and are in no mean of that scorer."""
+    """Lines for which a scorer failed. They are excluded from the mean of that scorer."""
     mean_rewards: dict[str, float]
     lines: list[ScoredLine]
 
 
 def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> ScoreReport:
-    """Raises ConfigError, also without a `config`, or RecordError naming line and field of the first line that cannot be scored."""
+    """Score the lines of a file. Raises ConfigError, also without a `config`, or RecordError with the first line and field that cannot be scored."""
     path, base_dir = _configuration(config)
     settings = load_train_config(path, overrides)
     tasks = _Tasks(build_pools(settings.data, base_dir))
@@ -79,10 +80,10 @@ def score_file(file: Path, config: Path | None, overrides: Sequence[str]) -> Sco
 
 
 def _configuration(named: Path | None) -> tuple[Path, Path]:
-    """(file, folder of the user's files): a run's own, or the file named."""
+    """Return (file, folder of the user's files) of a run folder or of a configuration file."""
     if named is None:
         raise ConfigError(
-            "--config is missing; name the configuration file, or the run folder, with the tasks and scorers"
+            "--config is missing; name the configuration file or the run folder with the tasks and scorers"
         )
     if named.is_dir():
         folder = RunFolder(named.resolve())
@@ -92,9 +93,7 @@ def _configuration(named: Path | None) -> tuple[Path, Path]:
 
 async def _score(records: Sequence[Record], tasks: _Tasks, engine: RewardEngine) -> list[ScoredLine]:
     try:
-        items = [
-            _item(record, tasks, engine.oracles) for record in records
-        ]  # all lines are checked before any is scored
+        items = [_item(record, tasks, engine.oracles) for record in records]  # check all lines before scoring starts
         found: list[ScoredLine] = []
         for start in range(0, len(items), CHUNK_LINES):
             chunk = items[start : start + CHUNK_LINES]
@@ -114,7 +113,7 @@ async def _score(records: Sequence[Record], tasks: _Tasks, engine: RewardEngine)
 
 @dataclass(frozen=True, slots=True)
 class _Tasks:
-    """Every task of the configuration's source, by id."""
+    """The tasks of the configured source, by id."""
 
     pools: Mapping[Split, TaskPool]
 
@@ -127,13 +126,13 @@ class _Tasks:
 
 
 def _item(record: Record, tasks: _Tasks, oracles: Oracles) -> ScoreItem:
-    """What the scorers see of a line. Raises RecordError."""
+    """Return the input of the scorers for a line. Raises RecordError."""
     sample = _sample(record) if "messages" in record.fields else _answer(record, tasks)
     known = tasks.find(sample.task)
     reference = sample.oracle_ref or (known.oracle_ref if known is not None else "")
     if known is None and not reference:
         raise record.error(
-            f"{sample.task!r} is no task of the configuration's source and the line has no oracle_ref; name the run's "
+            f"{sample.task!r} is not a task of the configured source, and the line has no oracle_ref; name the run's "
             "configuration with --config",
             "task",
         )
@@ -176,15 +175,15 @@ def _sample(record: Record) -> SampleLine:
         field = layout.rstrip("`") or (missing[1] if missing else "")
         raise record.error(cause[:1].lower() + cause[1:], field) from err
     if sample.finish and sample.finish.upper() not in FinishReason.__members__:
-        raise record.error(f"is {sample.finish!r}, no finish reason", "finish")
+        raise record.error(f"must be one of {_FINISHES}; got {sample.finish!r}", "finish")
     for number, segment in enumerate(sample.segments):
         if segment.role == ACTION and segment.finish.upper() not in FinishReason.__members__:
-            raise record.error(f"is {segment.finish!r}, no finish reason", f"segments[{number}].finish")
+            raise record.error(f"must be one of {_FINISHES}; got {segment.finish!r}", f"segments[{number}].finish")
     return sample
 
 
 def _answer(record: Record, tasks: _Tasks) -> SampleLine:
-    """A bare answer as if an agent had given it as its last word."""
+    """Return a plain answer as a sample whose last message it is."""
     task_id = record.text("task")
     task = tasks.find(task_id)
     field = "answer" if "answer" in record.fields else "response"

@@ -1,8 +1,8 @@
-"""The course of a run as `series.jsonl` keeps it: what was seen on WatchRun, with the time at which it was seen.
+"""series.jsonl: the states of a run from WatchRun, each with the time at which it was received.
 
-One JSON object per line, told apart by `kind`: a `point` is the state at a moment, an `eval` the result of an
-evaluation. Times are seconds of running time: they go on where an interrupted run stopped.
-Collaborators: `watch` writes, display and report read.
+One JSON object per line, distinguished by `kind`: a `point` is a state, an `eval` the result of an evaluation. Times are seconds of
+running time: a resumed run continues to count from where it stopped.
+Collaborators: `watch` writes it, `display` and `report` read it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 
 RATE_WINDOW_S = 30.0
-"""Tokens per second are averaged over this time; shorter than an update, the rate of training would jump."""
+"""Tokens per second are averaged over this time. In a window shorter than an update, the rate of trained tokens would jump."""
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point", tag_field="kind"):
-    """The state of a run at a moment; counts are totals since its beginning."""
+    """The state of a run at one time; counts are totals since its start."""
 
     time_s: float
     update: int = 0
@@ -30,11 +30,11 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point", tag_field="k
     incarnation: int = 0
     checkpoint_update: int = 0
     mean_rewards: dict[str, float] = {}
-    """Over the last update's groups."""
+    """Mean over the groups of the last update."""
     samples: dict[str, int] = {}
-    """Training samples: reserved, live, and by end."""
+    """Number of training samples: reserved, live, and by end."""
     reasons: dict[str, int] = {}
-    """Ends by reason, e.g. {"stale/BEYOND_BOUND": 12}."""
+    """Number of ends by reason, e.g. {"stale/BEYOND_BOUND": 12}."""
     groups: dict[str, int] = {}
     tokens_generated: int = 0
     tokens_trained: int = 0
@@ -42,14 +42,14 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point", tag_field="k
     """Trained samples by staleness at their update."""
     waiting: dict[str, str] = {}
     stalled: str = ""
-    """Why the run stands still; empty while it moves."""
+    """Why the run is stalled; empty while it makes progress."""
     ended: str = ""
     failed_attempts: int = 0
-    """Attempts of episodes that failed since the coordinator started."""
+    """Number of failed attempts of episodes since the coordinator started."""
     failure: str = ""
-    """Cause of the newest of them."""
+    """Cause of the newest failed attempt."""
     ledger_head: LedgerHead = EMPTY
-    """Head of the ledger that this state is of."""
+    """Ledger head of this state."""
 
 
 class Eval(msgspec.Struct, frozen=True, kw_only=True, tag="eval", tag_field="kind"):
@@ -67,7 +67,7 @@ class Eval(msgspec.Struct, frozen=True, kw_only=True, tag="eval", tag_field="kin
 
 @dataclass(slots=True)
 class Series:
-    """All points and evaluations in order of time."""
+    """All points and evaluations, ordered by time."""
 
     points: list[Point] = field(default_factory=list)
     evals: list[Eval] = field(default_factory=list)
@@ -80,18 +80,18 @@ class Series:
 
     @property
     def last(self) -> Point:
-        """The newest point; an empty one before there is any."""
+        """The newest point, or an empty one."""
         return self.points[-1] if self.points else Point(time_s=0.0)
 
     @property
     def evals_by_step(self) -> list[Eval]:
-        """One evaluation per step, in the order of steps: of a step that was made again, the newest."""
+        """One evaluation per step, ordered by step; the newest one if a step was repeated."""
         newest = {e.step: e for e in self.evals if e.num_samples}
         return [newest[step] for step in sorted(newest)]
 
     @property
     def updates(self) -> list[Point]:
-        """The first point at which each update was seen, in the order of updates; of one made again, the newest."""
+        """The first point of each update, ordered by update; of the newest incarnation if an update was repeated."""
         first: dict[int, Point] = {}
         for point in self.points:
             if point.update not in first or first[point.update].incarnation != point.incarnation:
@@ -99,7 +99,7 @@ class Series:
         return [first[update] for update in sorted(first) if update > 0]
 
     def rates(self) -> tuple[float, float]:
-        """Tokens per second (generated, trained) over the last RATE_WINDOW_S."""
+        """Return tokens per second (generated, trained) over the last RATE_WINDOW_S."""
         if len(self.points) < 2:
             return 0.0, 0.0
         last, begin = self.points[-1], self.points[-2]
@@ -113,7 +113,7 @@ class Series:
 
 
 def staleness_shares(point: Point, bound: int) -> list[tuple[int, float]]:
-    """(staleness, share of trained samples) from 0 to the bound, or to what was reached beyond it."""
+    """Return (staleness, share of trained samples) from 0 to the bound, or to the maximum if it is larger."""
     total = sum(point.trained_by_staleness.values())
     last = max([bound, *point.trained_by_staleness])
     return [(lag, point.trained_by_staleness.get(lag, 0) / total if total else 0.0) for lag in range(last + 1)]
@@ -124,7 +124,10 @@ def encode_line(entry: Point | Eval) -> bytes:
 
 
 def read_series(path: Path) -> Series:
-    """The file's content; empty if there is none. A last line cut off by a crash is left out. ConfigError if damaged."""
+    """Return the content of the file, empty if it does not exist. A last line cut off by a crash is skipped.
+
+    Raises ConfigError if the file is damaged.
+    """
     series = Series()
     for entry in _entries(path):
         series.add(entry)
@@ -135,8 +138,10 @@ def _entries(path: Path) -> Iterator[Point | Eval]:
     if not path.exists():
         return
     lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break is not whole
+    for number, line in enumerate(lines[:-1], start=1):  # text after the last line break is an incomplete line
         try:
             yield msgspec.json.decode(line, type=Point | Eval)
         except msgspec.DecodeError as err:
-            raise ConfigError(f"{path}:{number}: {err}; the file is damaged, remove it to go on", path=path) from err
+            raise ConfigError(
+                f"{path}:{number}: {err}; the file is damaged; remove it, then resume", path=path
+            ) from err

@@ -1,10 +1,10 @@
-"""One run from the command line: make the model, start the mesh, watch until the end, write summary and report.
+"""One run from the command line: create the model, start the mesh, watch it until the end, write summary and report.
 
-The caller holds the lock of the run folder (`mesh.run_lock`), since a session writes there from its first step to its last.
+The caller holds the lock of the run folder (`mesh.run_lock`), because a session writes there from start to end.
 
-    folder -> model -> mesh -> watch -> learner is done -> last evaluation -> checkpoint, summary.json, report.html
+    folder -> model -> mesh -> watch -> learner finishes -> last evaluation -> checkpoint, summary.json, report.html
 
-Whatever ends it, the folder is left so that `rollmesh train FOLDER` goes on from the newest checkpoint.
+However it ends, `rollmesh train FOLDER` can resume it from the newest checkpoint.
 Collaborators: `mesh` (the run itself: a process for each part, or all in this one), `watch` and `display` (RunService clients), `results`.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.disk_need import disk_need, in_words
+from rollmesh.cli.disk_need import disk_need, disk_text
 from rollmesh.cli.display import View
 from rollmesh.cli.interrupts import Interrupts, Stopped
 from rollmesh.cli.results import note_warm_start, write_results
@@ -37,11 +37,11 @@ from rollmesh.shared.model_folder import find_model
 
 MAKE_MODEL_S_MAX = 1800.0
 END_S_MARGIN = 30.0
-"""Beyond the limit of an evaluation: how long the run's end may follow the learner's."""
+"""Added to the limit of an evaluation: longest time from the end of the learner to the end of the run."""
 
 
 class RunStalled(DeadlineExceeded):
-    """The run made no progress for `run.stall_s`, and its config says that this ends it."""
+    """The run made no progress for `run.stall_s`, and `run.on_stall` is exit."""
 
     reason = "RUN_STALLED"
 
@@ -53,15 +53,15 @@ class Session:
     folder: RunFolder
     config: TrainConfig
     base_dir: Path
-    """Where files that the configuration names are looked up."""
+    """Folder of the files that the configuration names."""
     view: View
     in_process: bool = False
-    """All parts in this process, whatever `processes.enabled` says."""
+    """Run all services in this process, whatever `processes.enabled` says."""
     clock: Clock = field(default_factory=SystemClock)
     outcome: Outcome = "failed"
 
     async def run(self) -> Summary:
-        """Returns the summary, of a stopped run too. Raises what broke the run, after writing what there is."""
+        """Run, and return the summary, also after an interrupt. On an error, write summary and report first, then raise it."""
         with Interrupts(leave=self.view.close, notice=self._notice_stop) as interrupts:
             try:
                 await interrupts.unless_stopped(self._make_model())
@@ -74,7 +74,7 @@ class Session:
         return summary
 
     def _notice_stop(self) -> None:
-        self.view.phase("stopping: finishing the update, writing a checkpoint (Ctrl-C again leaves at once)")
+        self.view.phase("stopping: finishing the update, writing a checkpoint (press Ctrl-C again to exit at once)")
 
     async def _make_model(self) -> None:
         if self.config.made_model is None or (self.folder.model / "config.json").is_file():
@@ -90,13 +90,13 @@ class Session:
             return Supervisor(config, run_dir=root, base_dir=self.base_dir, on_event=self.view.event, holds_lock=True)
         return Mesh(config, run_dir=root, base_dir=self.base_dir)
 
-    def _tell_disk(self) -> None:
+    def _show_disk_need(self) -> None:
         config = run_config(self.folder, self.config)
         model = find_model(config.model, self.base_dir) if config.model else self.folder.model
-        self.view.note(in_words(disk_need(config, model), self.folder.root))
+        self.view.note(disk_text(disk_need(config, model), self.folder.root))
 
     def _event_file(self, stack: AsyncExitStack) -> Callable[[Eval], None]:
-        """Where evaluations go besides the series: into an event file for TensorBoard, beside that of the learner."""
+        """Return a callback that writes evaluations to an event file for TensorBoard, beside that of the learner."""
         if not self.config.learner.tensorboard:
             return lambda _: None
         events = EventFile(self.folder.root)
@@ -110,7 +110,7 @@ class Session:
 
     async def _train(self, interrupts: Interrupts) -> None:
         run = self.config.run
-        self._tell_disk()
+        self._show_disk_need()
         async with AsyncExitStack() as stack:
             recorder = Recorder(
                 self.folder.series,
@@ -134,7 +134,7 @@ class Session:
                 await interrupts.unless_stopped(unless_hopeless(mesh.finished(), recorder, run.on_stall))
             except Stopped:
                 await mesh.stop_learner()
-                with suppress(MeshError):  # what is shown may be a moment old
+                with suppress(MeshError):  # the streamed state may be old
                     await watcher.refresh()
                 raise
             await interrupts.unless_stopped(_ended(watcher, run.eval_s_max + END_S_MARGIN))
@@ -153,20 +153,20 @@ async def make_model(
 
 
 async def _ended(watcher: Watcher, limit_s: float) -> None:
-    """Waits until the watcher has seen the end of the run: the last evaluation comes after the last update."""
+    """Wait until the watcher has seen the end of the run: the last evaluation follows the last update."""
     try:
         async with asyncio.timeout(limit_s):
             await watcher.wait()
     except TimeoutError as err:
         raise DeadlineExceeded(
-            f"the learner is done, but the run has not ended in {limit_s:.0f} s; `rollmesh train` on its folder goes on"
+            f"the learner has finished, but the run has not ended within {limit_s:.0f} s; resume it with `rollmesh train` on its folder"
         ) from err
 
 
 async def unless_hopeless(
     work: Coroutine[Any, Any, None], recorder: Recorder, on_stall: Literal["warn", "exit"]
 ) -> None:
-    """Awaits `work`. Cancels it and raises the cause once the recorder sees that all samples fail, or under `exit` a stall."""
+    """Await `work`. Cancel it and raise the cause if all samples fail, or with `exit` if the run stalls."""
     working = asyncio.ensure_future(work)
     hopeless = asyncio.ensure_future(recorder.hopeless.wait())
     stalled = asyncio.ensure_future(recorder.stalled.wait())
@@ -177,8 +177,8 @@ async def unless_hopeless(
             raise recorder.failure
         if not working.done():
             raise RunStalled(
-                f"the run is stalled, and run.on_stall is exit: {recorder.now.stalled}; remove the cause, then continue with "
-                "its folder"
+                f"the run is stalled, and run.on_stall is exit: {recorder.now.stalled}; remove the cause, then resume "
+                "with `rollmesh train` on its folder"
             )
         working.result()
     finally:

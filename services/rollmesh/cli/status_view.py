@@ -1,4 +1,4 @@
-"""A mesh's state for people and machines: the fleet, then per run its clocks, leases, queues, waits and sample accounts."""
+"""Show the state of a mesh as text or JSON: the fleet, then per run its clocks, leases, queues, waits and sample counts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rollmesh.cli.causes import failure_words, no_update_words
 from rollmesh.cli.mesh_client import MeshStatus
 from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
-_COLOURS = {"READY": "green", "STALE": "yellow", "JOINING": "yellow", "DRAINING": "cyan", "DEAD": "dim"}
+_COLORS = {"READY": "green", "STALE": "yellow", "JOINING": "yellow", "DRAINING": "cyan", "DEAD": "dim"}
 _COLUMNS = ("kind", "state", "active", "work", "silent", "build", "waits for / cause")
 _ENDS = ("trained", "stale", "filtered", "failed", "cancelled", "exported")
 
 
 def status_json(status: MeshStatus) -> bytes:
-    """{"nodes": [...], "runs": [...]}: the messages GetFleet and GetRun answer, fields as in the protos, zeros included."""
+    """Return {"nodes": [...], "runs": [...]} with the messages of GetFleet and GetRun: fields as in the protos, zeros included."""
     found = {"nodes": [_as_dict(node) for node in status.nodes], "runs": [_as_dict(run) for run in status.runs]}
     return msgspec.json.format(msgspec.json.encode(found), indent=2)
 
@@ -35,12 +35,12 @@ def _as_dict(message: Message) -> dict[str, Any]:
 
 
 def status_view(status: MeshStatus) -> RenderableType:
-    """What a terminal shows."""
+    """Return the text for a terminal."""
     parts: list[RenderableType] = [_fleet_table(status)]
     for run in status.runs:
         parts += [Text(), *_run_lines(run)]
     if not status.runs:
-        parts += [Text(), Text("no run: CreateRun at the gateway makes one")]
+        parts += [Text(), Text("no run: create one with CreateRun at the gateway")]
     return Group(*parts)
 
 
@@ -49,7 +49,7 @@ def status_view(status: MeshStatus) -> RenderableType:
 
 def _fleet_table(status: MeshStatus) -> Table:
     widest = max([len(node.node_id) for node in status.nodes], default=0)
-    identity = Column("node", no_wrap=True, min_width=widest)  # whole: it is what `rollmesh drain` takes
+    identity = Column("node", no_wrap=True, min_width=widest)  # never truncated: `rollmesh drain` needs it
     table = Table(identity, *_COLUMNS, box=None, pad_edge=False)
     for node in sorted(status.nodes, key=lambda n: (n.kind, n.node_id)):
         state = _name(coordinator_pb2.NodeState.Name(node.state), "NODE_STATE_")
@@ -57,7 +57,7 @@ def _fleet_table(status: MeshStatus) -> Table:
         table.add_row(
             node.node_id,
             kind,
-            Text(state, style=_COLOURS.get(state, "red")),
+            Text(state, style=_COLORS.get(state, "red")),
             _version(node.active) if node.HasField("active") else "-",
             _work(node),
             f"{node.silent_s:.0f} s",
@@ -79,7 +79,7 @@ def _work(node: coordinator_pb2.FleetNode) -> str:
 
 
 def _why(node: coordinator_pb2.FleetNode, status: MeshStatus) -> str:
-    """Its cause or wait; of a stale node what it lacks."""
+    """Return the cause or wait of a node; for a stale node, what it lacks."""
     if node.cause or node.waiting_for:
         return node.cause or node.waiting_for
     if node.state != coordinator_pb2.NODE_STATE_STALE:
@@ -105,13 +105,13 @@ def _run_lines(run: run_pb2.RunState) -> Iterator[RenderableType]:
         )
         yield Text(f"  groups: {_counts(policy.groups) or 'none'}")
     yield Text(f"  leases: {_leases(run.leases)}")
-    yield Text(f"  samples: {_accounts(run.samples)}")
+    yield Text(f"  samples: {_sample_counts(run.samples)}")
     if failure := failure_words(run.failed_attempts.num, run.failed_attempts.cause):
         yield Text(f"  {failure}", style="red")
     if not any(policy.applied_step for policy in run.policies) and (words := no_update_words(0, run.samples.reasons)):
         yield Text(f"  {words}", style="yellow")
-    for who, what in sorted(run.waiting.items()):
-        yield Text(f"  {who} waits for {what}")
+    for process, cause in sorted(run.waiting.items()):
+        yield Text(f"  {process} waits for {cause}")
 
 
 def _published(step: int) -> str:
@@ -121,12 +121,12 @@ def _published(step: int) -> str:
 def _leases(leases: run_pb2.LeaseCounts) -> str:
     evals = f", {leases.eval_episodes_pending} evaluation episodes wait" if leases.eval_episodes_pending else ""
     return (
-        f"{leases.episodes_leased} episodes out, {leases.episodes_pending} wait{evals}; {leases.batches_leased} batches out, "
+        f"{leases.episodes_leased} episodes leased, {leases.episodes_pending} wait{evals}; {leases.batches_leased} batches leased, "
         f"{leases.batches_in_doubt} in doubt"
     )
 
 
-def _accounts(samples: run_pb2.SampleCounts) -> str:
+def _sample_counts(samples: run_pb2.SampleCounts) -> str:
     ends = {name: getattr(samples, name) for name in _ENDS}
     return f"{samples.reserved} reserved = {samples.live} live + {_counts(ends) or '0 ended'}"
 

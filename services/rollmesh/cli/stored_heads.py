@@ -1,4 +1,4 @@
-"""Heads of a run's ledger that are stored in its folder outside the ledger: in checkpoints, by gateways, in its summary."""
+"""Ledger heads that the folder of a run stores outside the ledger: in checkpoints, gateway files and the summary."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 
 class _Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What summary.json holds of the ledger."""
+    """The fields of summary.json about the ledger."""
 
     run: str = ""
     ledger_head: LedgerHead = EMPTY
 
 
 def stored_heads(folder: RunFolder, run: str, checkpoint: Path | None) -> list[StoredHead]:
-    """Return every head of `run`'s ledger in the folder, and in `checkpoint` wherever it is. A file that cannot be read is skipped.
+    """Return every stored head of the ledger of `run`, in the folder and in `checkpoint`. An unreadable file is skipped.
 
-    The checkpoints in the folder are those of the configuration's run, which `checkpoint` names or is None for another run.
+    The checkpoints in the folder belong to the configured run. `checkpoint` is None for another run.
     """
     found = list(_of_gateways(folder.root, run))
     if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""`rollmesh show RUN [SAMPLE]`: samples of a run folder, from its ledger and, while the payload is there, its sample stream."""
+"""Read the samples of a run folder from its ledger and, while the payload is stored, its sample stream."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from rollmesh.v1 import types_pb2
 
 
 class ListedSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A scored sample, or an episode that ended without one, as the ledger knows it."""
+    """A scored sample, or an episode that ended without one, from the ledger."""
 
     sample_id: str
-    """Of an episode without samples: the episode's id."""
+    """Id of the sample, or of an episode without samples."""
     task: str
     num_tokens: int = 0
     rewards: list[RewardLine] = []
@@ -36,16 +36,16 @@ class ListedSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A sample with its life."""
+    """A sample with its history."""
 
     sample_id: str
     story: list[HistoryLine]
     sample: SampleLine | None
-    """None if the payload is no longer in the sample stream: a trained sample's is purged."""
+    """None if the payload is no longer in the sample stream; payloads of trained samples are purged."""
 
 
 def list_samples(root: Path, limit: int) -> list[ListedSample]:
-    """The newest `limit` ended episodes' samples, oldest first. Raises ConfigError, UnknownRun, BusUnavailable."""
+    """Return the samples of the newest `limit` ended episodes, oldest first. Raises ConfigError, UnknownRun, BusUnavailable."""
     records, _ = asyncio.run(_read(root, ""))
     tasks = {fact.group: fact.task.task_id for fact in _facts(records) if isinstance(fact, f.GroupReserved)}
     return [listed for fact in _facts(records) for listed in _listed(fact, tasks)][-limit:]
@@ -66,13 +66,11 @@ def _listed(fact: f.Fact, tasks: Mapping[str, str]) -> Iterator[ListedSample]:
 
 
 def show_sample(root: Path, name: str) -> ShownSample:
-    """A sample, or the first one of an episode. Raises UnknownSample besides what `list_samples` raises."""
+    """Return a sample, or the first one of an episode. Raises UnknownSample, and the errors of `list_samples`."""
     records, line = asyncio.run(_read(root, name))
     story = sample_history(records, line.sample_id if line is not None else name)
     if not story:
-        raise UnknownSample(
-            f"{root}: its ledger knows no sample or episode {name!r}; `rollmesh show {root}` lists them"
-        )
+        raise UnknownSample(f"{root}: the ledger has no sample or episode {name!r}; `rollmesh show {root}` lists them")
     return ShownSample(sample_id=line.sample_id if line is not None else name, story=story, sample=line)
 
 
@@ -84,7 +82,9 @@ async def _read(root: Path, name: str) -> tuple[list[StoredRecord], SampleLine |
         try:
             ledger = await bus.open(run_streams(config.run.name).ledger.name)
         except UnknownStream as err:
-            raise UnknownRun(f"{root}: there is no ledger of run {config.run.name}", run=config.run.name) from err
+            raise UnknownRun(
+                f"{root}: the ledger of run {config.run.name} does not exist; start the run first", run=config.run.name
+            ) from err
         records = [record async for record in read_ledger(ledger)]
         return records, await _payload(bus, config.run.name, records, name) if name else None
 

@@ -28,21 +28,21 @@ class Milestone(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are seconds of running time, interruptions left out; success is a share in [0, 1]."""
+    """The result of a run. Times are seconds of running time without interruptions; success is a share in [0, 1]."""
 
     run: str
     outcome: Outcome
     ended: str = ""
-    """Why the run ended, as in RunState.ended; empty if it can go on."""
+    """Why the run ended, as in RunState.ended; empty if it can be resumed."""
     recipe: str
     seed: int
     eta: int
     """The staleness bound."""
     lag_max: int | None
-    """Largest staleness that was trained on; null before the first update."""
+    """Largest staleness of a trained sample; null before the first update."""
     updates: int
     wall_s: float
-    """Whole: making the model, starting, training, evaluating."""
+    """Total: creating the model, starting, training, evaluating."""
     warm_start_s: float
     train_s: float
     heldout_success_before: float | None
@@ -53,22 +53,22 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_generated: int
     tokens_trained: int
     samples: dict[str, int]
-    """reserved = live + all ends."""
+    """Number of samples: reserved = live + all ends."""
     reasons: dict[str, int]
     trained_by_staleness: dict[int, int]
     learner_seconds: dict[str, float]
-    """Where the learner's time went, by phase."""
+    """Seconds of the learner by phase."""
     ledger_head: LedgerHead
-    """Newest head of the ledger that was seen; `rollmesh audit` checks that the ledger still contains it."""
+    """Newest ledger head that was received; `rollmesh audit` checks that the ledger contains it."""
     folder: str
     checkpoint: str | None
     report: str
 
 
-def summarise(
+def summarize(
     folder: RunFolder, config: TrainConfig, series: Series, *, outcome: Outcome, warm_start_s: float
 ) -> Summary:
-    """The summary of what the folder holds by now."""
+    """Return the summary of the folder."""
     last, evals = series.last, series.evals_by_step
     before, after = (evals[0], evals[-1]) if evals else (None, None)
     checkpoint = folder.newest_checkpoint()
@@ -103,7 +103,7 @@ def summarise(
 
 
 def _num_updates(last: Point, checkpoint: Path | None) -> int:
-    """What was watched may lack the last moments, or everything if the services were still starting; a checkpoint knows more then."""
+    """Return the newest update of series and checkpoint: the series may lack the last states before a stop."""
     watched = (last.incarnation, last.update)
     return max(watched, age(checkpoint))[1] if checkpoint is not None else last.update
 
@@ -118,7 +118,7 @@ def milestones(evals: list[Eval]) -> list[Milestone]:
 
 
 def learner_seconds(metrics: Path) -> dict[str, float]:
-    """Seconds per phase over all updates that metrics.jsonl knows; empty if it can't be read."""
+    """Return seconds per phase over all updates in metrics.jsonl; empty if it cannot be read."""
     try:
         lines = read_metrics(metrics).values()
     except (OSError, ValueError):
@@ -131,7 +131,7 @@ def write_summary(folder: RunFolder, summary: Summary) -> None:
 
 
 def encode_summary(summary: Summary) -> bytes:
-    """Indented JSON."""
+    """Return indented JSON."""
     return msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""A sample as a conversation on a terminal: messages, per turn its tokens and weights, rewards with their evidence."""
+"""Show a sample as a conversation on a terminal: messages, tokens and weights of each turn, rewards with their evidence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EVIDENCE_CHARS_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One generation: its segments, several if the weights changed in the middle."""
+    """One generation: its segments, several if the weights changed during it."""
 
     segments: tuple[SegmentLine, ...]
 
@@ -27,7 +27,7 @@ class Turn:
         return sum(len(segment.token_ids) for segment in self.segments)
 
     def describe(self) -> str:
-        """E.g. `12 tokens, main@0.0, mean log-prob -0.31, stop`."""
+        """Return e.g. `12 tokens, main@0.0, mean log-prob -0.31, stop`."""
         versions = [f"{v.policy}@{v.step}.{v.incarnation}" for s in self.segments if (v := s.version) is not None]
         logprobs = [value for segment in self.segments for value in segment.logprobs or ()]
         facts = [f"{self.num_tokens} tokens", *dict.fromkeys(versions)]
@@ -37,7 +37,7 @@ class Turn:
 
 
 def turns_of(segments: Sequence[SegmentLine]) -> list[Turn]:
-    """The generations on a sample's path, in order."""
+    """Return the generations on the path of a sample, in order."""
     turns: list[Turn] = []
     open_turn: list[SegmentLine] = []
     for segment in segments:
@@ -50,11 +50,11 @@ def turns_of(segments: Sequence[SegmentLine]) -> list[Turn]:
 
 
 def transcript(line: SampleLine) -> RenderableType:
-    """The sample as a panel. Text from outside is never read as markup."""
+    """Return the sample as a panel. Its text is never interpreted as markup."""
     turns = turns_of(line.segments)
     parts: list[RenderableType] = []
     said = [i for i, message in enumerate(line.messages) if message.role == "assistant"]
-    # The prompt may hold assistant messages of its own: the last ones are the generated ones.
+    # The prompt may contain assistant messages too. The last ones are the generated ones.
     generated = dict(zip(said[-len(turns) :], turns, strict=False)) if turns and len(said) >= len(turns) else {}
     for index, message in enumerate(line.messages):
         turn = generated.get(index)
@@ -63,7 +63,9 @@ def transcript(line: SampleLine) -> RenderableType:
     labels = "".join(f" {name}={value}" for name, value in line.labels.items())
     title = Text(f"{line.sample_id}  {line.task}{labels}")
     sampled = sum(turn.num_tokens for turn in turns)
-    foot = Text(f"{line.num_tokens} tokens, {sampled} sampled in {len(turns)} turns, try {line.attempt}", style="dim")
+    foot = Text(
+        f"{line.num_tokens} tokens, {sampled} sampled in {len(turns)} turns, attempt {line.attempt}", style="dim"
+    )
     return Panel(Group(*parts), title=title, subtitle=foot, title_align="left", subtitle_align="right", box=ROUNDED)
 
 
@@ -78,7 +80,7 @@ def _message(role: str, content: str, note: str) -> RenderableType:
 
 
 def rewards_text(rewards: Sequence[RewardLine]) -> Text:
-    """One reward per line; a failure of a scorer is none of the model's and says so."""
+    """Return a line per reward. A failed scorer is shown with its outcome instead of a value."""
     text = Text()
     for reward in rewards:
         counts = reward.outcome == "ok"
@@ -86,9 +88,9 @@ def rewards_text(rewards: Sequence[RewardLine]) -> Text:
         style = ("green" if reward.value > 0 else "red") if counts else "magenta"
         text.append(f"{reward.name} ", style="bold")
         text.append(value, style=style)
-        about = "" if reward.segment < 0 else f", segment {reward.segment}"
+        scope = "" if reward.segment < 0 else f", segment {reward.segment}"
         evidence = f": {reward.evidence[:_EVIDENCE_CHARS_MAX]}" if reward.evidence else ""
-        text.append(f"  {reward.scorer}{about}{evidence}\n", style="dim")
+        text.append(f"  {reward.scorer}{scope}{evidence}\n", style="dim")
     text.rstrip()
     return text if rewards else Text("no reward", style="dim")
 

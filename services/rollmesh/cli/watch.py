@@ -1,6 +1,6 @@
-"""A watcher of a run: a client of RunService like any other, which records what it sees.
+"""Watch a run as an ordinary client of RunService, and record its states.
 
-It hides a gateway that is away for a while, since watching must not end a run. Collaborators: `series` (what is kept).
+It retries while the gateway is unavailable, because watching must not end a run. Collaborators: `series` (the recorded entries).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _log = logging.getLogger(__name__)
 METRICS_NAME = "metrics.jsonl"
 
 RECORD_EVERY_S = 2.0
-"""Between updates, a point is recorded this often, so that a run which stands still shows it."""
+"""A point is recorded this often between updates, so that a stalled run is visible."""
 SILENT_S = 5.0
-"""Without a state for so long, the watcher asks for one; without an answer, the recorder learns of the silence."""
+"""After this time without a state, the watcher calls GetRun; without a response, it reports the silence to the recorder."""
 _BACKOFF_S = 0.2
 _REFRESH_S_MAX = 10.0
 
 
 class Recorder:
-    """Turns states into entries of a series, in memory and in a file. `on_entry` is told of each."""
+    """Converts states to entries of a series, in memory and in a file."""
 
     def __init__(
         self,
@@ -48,25 +48,25 @@ class Recorder:
         on_eval: Callable[[Eval], None] = lambda _: None,
         first_failures_max: int = 0,
     ) -> None:
-        """Goes on with the series in `path`, if there is one; `first_failures_max` as in RunConfig. ConfigError if it is damaged."""
+        """Append to the series in `path` if it exists. `first_failures_max`: as in RunConfig. Raises ConfigError if it is damaged."""
         self.series = read_series(path)
         self.now = self.series.last
         """The newest state, recorded or not."""
         self.ended = asyncio.Event()
         """Set when the run has ended."""
         self.stalled = asyncio.Event()
-        """Set while the run stands still; `now.stalled` says why."""
+        """Set while the run is stalled; `now.stalled` is the cause."""
         self.hopeless = asyncio.Event()
-        """Set when the first samples have all failed alike; `failure` is the cause."""
+        """Set when the first samples have all failed with the same kind of error; `failure` is the cause."""
         self.failure: AllFailed | None = None
         self.silent_s = 0.0
-        """Seconds since the last answer about the run; 0 while answers arrive."""
+        """Seconds since the last response about the run; 0 while responses arrive."""
         self.at_update = self.series.last
-        """The state when the newest update was first seen: what ended since then brought none."""
+        """The first state of the newest update. Samples that ended since then led to no update."""
         self._begin = self.series.last
         self._first_failures_max = first_failures_max
         self.metrics = path.with_name(METRICS_NAME)
-        """The learner's metrics per update, beside the series."""
+        """The metrics of the learner per update, beside the series."""
         self._success_reward = success_reward
         self._clock = clock
         self._on_state = on_state
@@ -76,7 +76,7 @@ class Recorder:
         self._file = path.open("ab")
 
     def see(self, state: run_pb2.RunState) -> None:
-        """Takes a state in."""
+        """Add a state."""
         time_s = self.elapsed_s()
         self.silent_s = 0.0
         self.now = point_of(state, time_s)
@@ -108,17 +108,17 @@ class Recorder:
             self.hopeless.set()
 
     def unused(self) -> dict[str, int]:
-        """Samples that ended since the newest update, by reason."""
+        """Return the number of samples that ended since the newest update, by reason."""
         before = self.at_update.reasons
         return {reason: num - before.get(reason, 0) for reason, num in self.now.reasons.items()}
 
     def miss_answer(self, silent_s: float) -> None:
-        """Record that no answer has come for `silent_s`, which is longer than an answer takes."""
+        """Record that no response arrived for `silent_s` seconds."""
         self.silent_s = silent_s
         self._on_state(self.series)
 
     def miss(self, cause: str) -> None:
-        """No state has come for longer than a run may stand still: nobody is there to say what it waits for."""
+        """Record a stall because no state arrived for `stall_s`. Then the coordinator cannot say what the run waits for."""
         self.now = msgspec.structs.replace(self.now, stalled=cause)
         self._note_stall()
 
@@ -130,11 +130,11 @@ class Recorder:
         self._on_state(self.series)
 
     def elapsed_s(self) -> float:
-        """Seconds of running time, those before a resumption included."""
+        """Return the seconds of running time, including those before a resume."""
         return self._clock.monotonic_s() - self._begin_s
 
     def close(self, state: run_pb2.RunState | None = None) -> None:
-        """Records the newest state and the evaluations that were given up."""
+        """Record the newest state and the incomplete evaluations."""
         if self._file.closed:
             return
         if self.now is not self.series.last:
@@ -158,7 +158,7 @@ class Recorder:
 
 
 def point_of(state: run_pb2.RunState, time_s: float) -> Point:
-    """The part of a state that is kept. The first policy is the one shown."""
+    """Return the recorded part of a state. Of the policies, only the first one is recorded."""
     policy = state.policies[0] if state.policies else run_pb2.PolicyState()
     names = ("reserved", "live", "trained", "stale", "filtered", "failed", "cancelled", "exported")
     return Point(
@@ -197,12 +197,12 @@ def eval_of(result: run_pb2.EvalResult, success_reward: str, time_s: float) -> E
 
 
 class Watcher:
-    """Watches a run in the background while it is entered; `recorder.ended` tells when the run is over."""
+    """Watches a run in the background while it is entered. `recorder.ended` is set when the run has ended."""
 
     def __init__(
         self, address: str, access: Access, run: str, recorder: Recorder, clock: Clock, *, stall_s: float = 0.0
     ) -> None:
-        """`stall_s`: silence after which the recorder is told that nobody answers; 0 means never."""
+        """`stall_s`: seconds without a response after which the recorder reports a stall; 0 disables it."""
         self._address = address
         self._stall_s = stall_s
         self._seen_s = clock.monotonic_s()
@@ -232,12 +232,12 @@ class Watcher:
         await self._channel.close()
 
     async def wait(self) -> None:
-        """Returns once the run has ended. Raises a refusal that asking again cannot help."""
+        """Wait until the run has ended. Raises MeshError if it is not retryable."""
         assert self._task is not None, "not entered"
         await asyncio.shield(self._task)
 
     async def refresh(self, limit_s: float = _REFRESH_S_MAX) -> None:
-        """Sees the present state: what is streamed may be a moment old. Raises MeshError."""
+        """Read the current state, because the streamed one may be old. Raises MeshError."""
         with typed_errors():
             reply = await self._stub.GetRun(run_pb2.GetRunRequest(run=self._run), timeout=limit_s)
         self._see(reply.state)
@@ -248,7 +248,7 @@ class Watcher:
         self._recorder.see(state)
 
     async def _listen(self) -> None:
-        """Tells a coordinator that is silent from a run in which nothing changes: that one answers when it is asked."""
+        """Distinguish a silent coordinator from a run without changes: the coordinator of the latter responds to GetRun."""
         while not self._recorder.ended.is_set():
             await self._clock.sleep(SILENT_S)
             if self._clock.monotonic_s() - self._seen_s < SILENT_S:
@@ -260,7 +260,7 @@ class Watcher:
 
     async def _watch(self) -> None:
         while not self._recorder.ended.is_set():
-            cause = "its stream of states is silent"
+            cause = "WatchRun returned no state"
             try:
                 async with asyncio.timeout(self._stall_s or None):
                     await self._follow()
@@ -269,15 +269,15 @@ class Watcher:
                     raise
                 cause = str(err)
             except TimeoutError:
-                pass  # cut so that the next request shows whether anybody is there
+                pass  # the next request shows whether the gateway responds
             self._miss(cause)
             await self._clock.sleep(_BACKOFF_S)
 
     def _miss(self, cause: str) -> None:
-        _log.debug("watching the run: %s", cause)
+        _log.debug("watch interrupted: %s", cause)
         silent_s = self._clock.monotonic_s() - self._seen_s
         if 0 < self._stall_s <= silent_s:
-            self._recorder.miss(f"the gateway at {self._address} has told nothing for {silent_s:.0f} s: {cause}")
+            self._recorder.miss(f"no response from the gateway at {self._address} for {silent_s:.0f} s: {cause}")
 
     async def _follow(self) -> None:
         call = self._stub.WatchRun(run_pb2.WatchRunRequest(run=self._run))

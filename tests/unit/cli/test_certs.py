@@ -66,7 +66,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     before = (tmp_path / KEY).read_bytes()
     done = certs("--out", tmp_path)
     assert done.exit_code == 2
-    assert "is there already; choose another --out" in done.stderr
+    assert "exists; choose another --out" in done.stderr
     assert (tmp_path / KEY).read_bytes() == before
 
 
@@ -76,7 +76,7 @@ def test_without_openssl_the_remedy_is_named_and_nothing_is_left(
     monkeypatch.setenv("PATH", str(tmp_path))
     done = certs("--out", tmp_path / "tls")
     assert done.exit_code == 2
-    assert "there is no openssl command on the PATH; install it" in done.stderr
+    assert "the openssl command is not on the PATH; install it" in done.stderr
     assert list((tmp_path / "tls").iterdir()) == []
 
 

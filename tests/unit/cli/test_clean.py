@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from rollmesh.cli.commands.clean import CleanOptions, clean_folder
 from rollmesh.cli.commands.train import run_training
 from rollmesh.cli.config import TrainConfig
-from rollmesh.cli.disk_need import disk_need, in_words
+from rollmesh.cli.disk_need import disk_need, disk_text
 from rollmesh.cli.open_run import open_resumed
 from rollmesh.cli.run_folder import RunFolder, new_folder, origin_now
 from rollmesh.cli.series import Point, encode_line
@@ -134,9 +134,9 @@ def test_disk_is_estimated_from_the_model_and_what_bounds_each_part(tmp_path: Pa
 def test_too_little_disk_is_a_warning_that_names_the_settings(tmp_path: Path) -> None:
     config = TrainConfig()
     parts = disk_need(config, tmp_path)
-    assert in_words(parts, tmp_path / "not" / "made").startswith("disk: up to")
+    assert disk_text(parts, tmp_path / "not" / "made").startswith("disk: up to")
     huge = [part.__class__(part.name, 1 << 60, part.bound) for part in parts]
-    words = in_words(huge, tmp_path)
+    words = disk_text(huge, tmp_path)
     assert words.startswith("warning: disk: up to")
     assert "learner.keep_last 3" in words
 

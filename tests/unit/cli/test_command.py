@@ -146,7 +146,7 @@ def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> Non
         r"`rollout.agent`: .*there is no file .*agent.py",
         r"`reward.scorers\[0\]`: .*must have a method `async def score",
         r"`reward.scorers\[1\]`: there is no scorer `exakt`",
-        r"`learner.device`: there is no 'cuda:7' here",
+        r"`learner.device`: 'cuda:7' does not exist on this host",
         r"`learner.optimizer.lrr`: unknown key",
         r"`inference.engine_options.context_max`: 9999 is beyond the 512 positions",
         r"`rollout.format.turn_end`: .*got '<\|im_end\|>': the model has no such token; it writes '<\|end\|>'",
@@ -280,7 +280,7 @@ def test_train_refuses_before_it_makes_a_folder(tmp_path: Path) -> None:
 def test_train_does_not_overwrite_a_run(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     message = refused("demo", "--out", str(tmp_path))
-    assert f"holds a run; go on with it by `rollmesh train {tmp_path}`, or choose another --out" in message
+    assert f"holds a run; resume it with `rollmesh train {tmp_path}`, or choose another --out" in message
 
 
 def test_audit_of_another_folder_is_refused(tmp_path: Path) -> None:
@@ -291,4 +291,4 @@ def test_audit_of_a_run_that_never_started_says_so(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("run: {name: idle}\n")
     origin = {"command": [], "base_dir": "/", "started_at": "", "python": "", "platform": "", "packages": {}}
     (tmp_path / "run.json").write_text(json.dumps(origin))
-    assert "the run was never started, there is nothing to read" in refused("audit", str(tmp_path))
+    assert "the run was never started, so it has no streams" in refused("audit", str(tmp_path))

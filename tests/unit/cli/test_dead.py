@@ -22,4 +22,4 @@ def test_letters_are_grouped_by_cause_the_most_frequent_first() -> None:
 
 
 def test_no_letter_says_so() -> None:
-    assert by_cause([]) == as_text([]) == "nothing was given up"
+    assert by_cause([]) == as_text([]) == "no dead letters"

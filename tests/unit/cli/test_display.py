@@ -124,12 +124,12 @@ def test_both_views_show_a_silent_coordinator_and_that_it_answers_again(tmp_path
     live.follow(recorder)
     live.close()
     said = out.getvalue()
-    assert [f"silent for {s} s" in said for s in (6, 11, 17)] == [True, False, True]
+    assert [f"no response from the coordinator for {s} s" in said for s in (6, 11, 17)] == [True, False, True]
     shown.print(live.render())
-    assert "coordinator silent for 17 s" in out.getvalue()[len(said) :]
+    assert "no response from the coordinator for 17 s" in out.getvalue()[len(said) :]
     recorder.silent_s = 0.0
     plain.moved()
-    assert out.getvalue().count("coordinator answers again") == 1
+    assert out.getvalue().count("coordinator responds again") == 1
 
 
 def test_both_views_show_the_newest_failure_and_why_there_is_no_update(tmp_path: Path) -> None:

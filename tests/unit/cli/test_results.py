@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.cli.results import write_results
 from rollmesh.cli.series import Point, Series
-from rollmesh.cli.summary import learner_seconds, milestones, summarise, summary_text
+from rollmesh.cli.summary import learner_seconds, milestones, summarize, summary_text
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from tests.unit.cli.recorded import encoded, recorded_eval, recorded_folder, recorded_point
 
@@ -49,16 +49,16 @@ def test_milestones_name_the_first_evaluation_at_or_above_each(tmp_path: Path) -
 def test_summary_of_a_run_that_never_began_says_so(tmp_path: Path) -> None:
     folder, config = recorded_folder(tmp_path / "run")
     shutil.rmtree(folder.checkpoints)
-    summary = summarise(folder, config, Series(), outcome="failed", warm_start_s=0.0)
+    summary = summarize(folder, config, Series(), outcome="failed", warm_start_s=0.0)
     assert (summary.updates, summary.lag_max, summary.heldout_success_before) == (0, None, None)
 
 
 def test_summary_counts_the_updates_of_a_checkpoint_that_nobody_watched(tmp_path: Path) -> None:
     folder, config = recorded_folder(tmp_path / "run")
     assert [path.name for path in list_checkpoints(folder.checkpoints)] == ["update-00000012.0"]
-    assert summarise(folder, config, Series(), outcome="interrupted", warm_start_s=0.0).updates == 12
+    assert summarize(folder, config, Series(), outcome="interrupted", warm_start_s=0.0).updates == 12
     after_roll_back = Series(points=[Point(time_s=1.0, update=3, incarnation=1)])
-    assert summarise(folder, config, after_roll_back, outcome="interrupted", warm_start_s=0.0).updates == 3
+    assert summarize(folder, config, after_roll_back, outcome="interrupted", warm_start_s=0.0).updates == 3
 
 
 def test_learner_seconds_of_unreadable_metrics_are_left_out(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_report_of_an_empty_run_is_written(tmp_path: Path) -> None:
     folder.series.unlink()
     folder.metrics.unlink()
     write_results(folder, config, outcome="interrupted")
-    assert "can go on" in folder.report.read_text()
+    assert "can be resumed" in folder.report.read_text()
 
 
 @pytest.mark.parametrize(("outcome", "told"), [("finished", False), ("interrupted", True)])

@@ -22,7 +22,7 @@ def test_new_folders_of_one_second_differ(tmp_path: Path, monkeypatch: pytest.Mo
 def test_folder_of_a_run_is_not_overwritten_and_the_way_on_is_told(tmp_path: Path) -> None:
     out = tmp_path / "run"
     new_folder(CONFIG, origin_now([], tmp_path), out)
-    with pytest.raises(RunExistsHere, match=rf"holds a run; go on with it by `rollmesh train {out}`"):
+    with pytest.raises(RunExistsHere, match=rf"holds a run; resume it with `rollmesh train {out}`"):
         new_folder(CONFIG, origin_now([], tmp_path), out)
 
 

@@ -84,7 +84,7 @@ def test_a_sample_of_another_source_brings_its_own_oracle_and_fields_of_a_later_
         ({"response": "5"}, "task", "is missing"),
         ({"task": "calc-0-test-0"}, "response", "is missing"),
         ({"task": "calc-0-test-0", "response": 5}, "response", "must be a string"),
-        ({"task": "unheard", "response": "5"}, "task", "is no task of the configuration's source"),
+        ({"task": "unheard", "response": "5"}, "task", "is not a task of the configured source"),
         ({**SAMPLE, "oracle_ref": "calc:rm -rf"}, "oracle_ref", "not an arithmetic expression"),
         ({**SAMPLE, "group": 3}, "group", "expected `str`, got `int`"),
         ({**SAMPLE, "messages": [{"role": "user"}]}, "messages[0]", "missing required field `content`"),
@@ -92,7 +92,7 @@ def test_a_sample_of_another_source_brings_its_own_oracle_and_fields_of_a_later_
         (
             {**SAMPLE, "segments": [{"role": "action", "source": "policy", "token_ids": [], "finish": "tired"}]},
             "segments[0].finish",
-            "no finish reason",
+            "must be one of unfinished, stop, length, cancelled, error; got 'tired'",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def test_recorder_knows_whether_the_run_stands_still_and_why(tmp_path: Path) -> 
     for cause in ("inference-0 silent for 42 s", ""):
         seen.see(stalled_state(cause))
         assert (seen.stalled.is_set(), seen.now.stalled) == (bool(cause), cause)
-    seen.miss("the gateway has told nothing for 300 s")
+    seen.miss("no response from the gateway for 300 s")
     assert seen.stalled.is_set()
     seen.see(state())
     assert not seen.stalled.is_set()
@@ -105,7 +105,7 @@ async def test_a_gateway_that_never_answers_is_a_stall_of_its_own(tmp_path: Path
             while not seen.stalled.is_set():
                 await clock.run_for(0.1)
                 await asyncio.sleep(0)
-    assert "the gateway at 127.0.0.1:1 has told nothing for" in seen.now.stalled
+    assert "no response from the gateway at 127.0.0.1:1 for" in seen.now.stalled
 
 
 async def test_silence_is_told_within_seconds_and_ends_with_the_next_state(tmp_path: Path) -> None:
@@ -175,7 +175,9 @@ async def test_a_session_ends_with_the_users_traceback_when_the_first_samples_al
     seen.see(failing(7))
     assert not seen.hopeless.is_set()
     seen.see(failing(8))
-    with pytest.raises(AllFailed, match=r"first 8 samples all failed alike: scorer correct") as caught:
+    with pytest.raises(
+        AllFailed, match=r"first 8 samples all failed with the same kind of error: scorer correct"
+    ) as caught:
         await unless_hopeless(asyncio.Event().wait(), seen, "warn")  # type: ignore[arg-type]
     assert 'File "scorer.py", line 7' in str(caught.value)
     seen.close()

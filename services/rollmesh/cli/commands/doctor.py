@@ -26,12 +26,12 @@ def doctor(
 
     The exit code is 1 if a required item is missing. A sandbox service does not start then.
     """
-    from rollmesh.cli.host_checks import Asked, find, is_fit, user_named
+    from rollmesh.cli.host_checks import CheckRequest, find, is_fit, user_named
 
     with report_errors():
         from rollmesh.services.sandbox.config import SandboxConfig
 
-        findings = find(Asked(sandbox=SandboxConfig(), user=user_named(user) if user else None))
+        findings = find(CheckRequest(sandbox=SandboxConfig(), user=user_named(user) if user else None))
     fit = is_fit(findings)
     if as_json:
         typer.echo(json.dumps({"fit": fit, "findings": [asdict(finding) for finding in findings]}, indent=2))
