@@ -1,1 +1,1 @@
-"""Benchmarks: `rollmesh bench [NAME ...]`. One file per bench says what it measures, against what, and how to read it."""
+"""Benchmarks: `rollmesh bench [NAME ...]`. Each module describes what it measures, its baseline, and how to read the result."""

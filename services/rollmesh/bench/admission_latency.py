@@ -1,12 +1,12 @@
 """Engine steps until the first token of a request that arrives while 31 others decode.
 
-The claim of continuous batching: a newcomer waits for the step under way and its own prefix, not for a batch to end. Counted in engine
-steps, which do not depend on the machine; the baseline is a batch that cannot be joined, where it would wait for the longest rest of the
-31 (the mean number of steps left is given beside it).
+With continuous batching a new request waits for the current step and its own prefix, not for the end of a batch. Latency is counted in
+engine steps, which do not depend on the machine. The baseline is a static batch, where the request would wait for the longest remaining
+of the 31 (the mean number of steps left is given beside it).
 
-How to read it: at most 2 steps plus those its prefix needs is the aim. A prefix longer than `prefill_tokens_max` (here 256) is
-computed in chunks, one per step, so that the others go on meanwhile. Steps are read when the event loop sees the token: a loop that
-gets no core counts a step or two too many. Milliseconds are for orientation and depend on the machine.
+How to read it: the target is at most 2 steps plus the steps of its prefix. A prefix longer than `prefill_tokens_max` (here 256) is
+computed in chunks, one per step, so that the other requests continue. Steps are read when the event loop receives the token, so a loop
+without a free core counts a step or two too many. Milliseconds are informational and depend on the machine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def _arrivals(bench: EngineBench, num_tokens: int, num: int) -> list[tuple
 
 
 async def _arrival(bench: EngineBench, num_tokens: int, seed: int) -> tuple[int, float, int]:
-    """Steps and seconds from submit to first token, and the steps that the longest of the others had left."""
+    """Return steps and seconds from submit to first token, and the steps left of the longest other request."""
     others = [Answer() for _ in range(NUM_OTHERS)]
     for index, row in enumerate(prompts(NUM_OTHERS, 16, seed=100 + seed)):
         bench.submit(row, SamplingParams(max_tokens=OTHERS_NEW, seed=index), answer=others[index])
@@ -79,7 +79,7 @@ async def _arrival(bench: EngineBench, num_tokens: int, seed: int) -> tuple[int,
 
 
 async def _under_way(answers: list[Answer]) -> None:
-    """Until each has some tokens."""
+    """Wait until each request has some tokens."""
     reached = asyncio.Event()
 
     def on_delta() -> None:

@@ -1,8 +1,8 @@
 """Reinforcement learning without a mesh: generate a batch, train on it, swap the weights, in one process and one thread of control.
 
-Engine, trainer, agent, episode code, scorers and task order are the mesh's, configured by the same `MeshConfig`. What is left
-out is all between them: services, gRPC, NATS, sandbox jails, leases, ledger, batches in doubt, checkpoints. It is what a mesh
-must be compared with, not something to run: the first error ends it.
+Engine, trainer, agent, episode code, scorers and task order are those of the mesh, with the same `MeshConfig`. Everything between them is
+omitted: services, gRPC, NATS, sandbox jails, leases, ledger, batches in doubt, checkpoints. It is a baseline for the mesh and not meant
+for use: the first error ends it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from rollmesh.v1 import coordinator_pb2, types_pb2
 
 
 class BareLoop:
-    """`async with BareLoop(config, model, folder) as loop: await loop.update()`, again and again."""
+    """Use: `async with BareLoop(config, model, folder) as loop: await loop.update()`, once per update."""
 
     def __init__(self, config: MeshConfig, model: Path, folder: Path) -> None:
-        """`folder` is for the weights on their way from the trainer to the engine."""
+        """`folder` stores the weights between trainer and engine."""
         self._config = config
         self._folder = folder
         learner = msgspec.structs.replace(config.learner, directory=str(folder), model=str(model), seed=config.run.seed)
@@ -65,7 +65,7 @@ class BareLoop:
         await self.engine.close()
 
     async def update(self) -> StepResult:
-        """One batch, one update, one swap."""
+        """Generate one batch, make one update, and swap the weights."""
         number = self.trainer.step + 1
         leases = self.leases(number)
         reports = await asyncio.gather(*(self._runner.run(lease) for lease in leases))
@@ -95,7 +95,7 @@ class BareLoop:
         )
 
     def leases(self, update: int) -> list[coordinator_pb2.EpisodeLease]:
-        """The tasks that the mesh would draw for this update."""
+        """Return the tasks that the mesh would draw for this update."""
         run = self._config.run
         first = (update - 1) * run.batch_groups
         return [
@@ -120,14 +120,14 @@ class BareLoop:
         )
 
     async def _swap(self) -> None:
-        """The trainer's weights into the engine."""
+        """Load the weights of the trainer into the engine."""
         version = PolicyVersion(policy=self._config.run.policy, step=self.trainer.step)
         await self.engine.prepare(version, self.trainer.export_weights(self._folder).files)
         await self.engine.activate(version, KvPolicy.RECOMPUTE)
 
 
 def _batch(episodes: list[Episode]) -> tuple[list[TrainingSample], list[GroupContext]]:
-    """Everything that was generated, in the order of the episodes."""
+    """Return all generated samples, in the order of the episodes."""
     samples: list[TrainingSample] = []
     members: dict[tuple[str, str], list[MemberOutcome]] = {}
     for episode in episodes:

@@ -1,4 +1,4 @@
-"""What an episode needs of the mesh, without a mesh: the engine called directly, rewards worked out here, payloads in a list.
+"""The ports that an episode needs, without a mesh: direct calls of the engine, rewards computed here, payloads in a list.
 
 Each implements the port of `rollout.ports` that its docstring names. For tools there is `rollout.testing.LocalSandbox`.
 """
@@ -30,7 +30,7 @@ from rollmesh.v1 import reward_pb2
 
 
 class EngineGenerator:
-    """Generator: every continuation goes to the one engine."""
+    """Generator: every request goes to the same engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -44,7 +44,7 @@ class EngineGenerator:
 
 
 class EngineGeneration:
-    """Generation: the engine's deltas as they come."""
+    """Generation: the deltas of the engine in order."""
 
     def __init__(self, engine: Engine, request: GenerateRequest) -> None:
         self.finish = FinishReason.UNFINISHED
@@ -78,7 +78,7 @@ class EngineGeneration:
 
 
 class DirectScorer:
-    """Scorer: the reward service's scorers and answer keys, called in place."""
+    """Scorer: the scorers and answer keys of the reward service, called directly."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._engine = build_engine(config)
@@ -101,7 +101,7 @@ class DirectScorer:
 
 
 class EpisodeList:
-    """SampleLog: payloads decoded into a list, as a trainer would get them."""
+    """SampleLog: decodes payloads into a list, as a trainer receives them."""
 
     def __init__(self) -> None:
         self._episodes: list[Episode] = []
@@ -111,6 +111,6 @@ class EpisodeList:
         return len(self._episodes)
 
     def take(self) -> list[Episode]:
-        """What came since the last time, by name."""
+        """Return the payloads since the last call, by name."""
         taken, self._episodes = self._episodes, []
         return sorted(taken, key=lambda episode: episode.key.episode)

@@ -1,8 +1,8 @@
-"""Where the CPU seconds of a process tree go: by Python owner in the main thread, by native thread, by child process.
+"""Attribute the CPU seconds of a process tree: by Python owner in the main thread, by native thread, by child process.
 
-The kernel's profiling timer interrupts the main thread whenever the process has used a few milliseconds of CPU; the handler looks at the
-frames and books the sample to the nearest one that belongs to somebody. Samples are shares only: they are scaled to the main thread's
-own CPU clock. Everything else is read from /proc, where a tick is 10 ms: measure for seconds. Linux only.
+The profiling timer of the kernel interrupts the main thread each time the process has used a few milliseconds of CPU. The handler walks the
+frames and assigns the sample to the nearest one with an owner. Samples are only shares: they are scaled to the CPU clock of the main
+thread. All other values are read from /proc, where a tick is 10 ms, so measure for seconds. Linux only.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from types import FrameType
 
 SAMPLE_S = 0.002
 WAITING = "waiting"
-"""Owner of code that waits for others; samples that meet it first are of another thread's CPU and don't count."""
+"""Owner of code that waits. A sample that hits it first belongs to the CPU of another thread and is not counted."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 Owner = Callable[[str], str]
-"""Who owns a source file; empty if nobody in particular does."""
+"""Returns the owner of a source file, or an empty string."""
 
 
 @dataclass(slots=True)
 class Profile:
-    """CPU seconds between entering and leaving `CpuProfile`."""
+    """CPU seconds between entry and exit of `CpuProfile`."""
 
     wall_s: float = 0.0
     owners: dict[str, float] = field(default_factory=dict)
-    """Main thread, by owner."""
+    """CPU seconds of the main thread, by owner."""
     functions: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Main thread, by owner and its innermost function."""
+    """CPU seconds of the main thread, by owner and its innermost function."""
     threads: dict[str, float] = field(default_factory=dict)
-    """Other threads of this process, by name."""
+    """CPU seconds of the other threads of this process, by name."""
     children: dict[str, float] = field(default_factory=dict)
-    """Processes below this one, by command, with what they waited for."""
+    """CPU seconds of descendant processes, by command, including children that they waited for."""
 
     @property
     def total_s(self) -> float:
@@ -46,7 +46,7 @@ class Profile:
 
 
 class CpuProfile:
-    """`with CpuProfile(owner) as profile: ...`, in the main thread; `profile` is filled on leaving."""
+    """`with CpuProfile(owner) as profile: ...`, in the main thread; `profile` is filled on exit."""
 
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
@@ -92,7 +92,7 @@ class CpuProfile:
 
 
 Spent = dict[str, tuple[str, float]]
-"""Id of a thread or process: its name and CPU seconds."""
+"""Name and CPU seconds by id of a thread or process."""
 
 
 def _by_name(after: Spent, before: Spent) -> dict[str, float]:
@@ -116,7 +116,7 @@ def _threads() -> Spent:
 
 
 def _descendants() -> Spent:
-    """Living processes below this one, each with the children it has waited for; and what this one has waited for."""
+    """Return the running descendants, each with the children that it waited for, and the seconds that this process waited for."""
     parents, spent = _processes()
     me = str(os.getpid())
     below = {pid: spent[pid] for pid in parents if _is_below(pid, me, parents)}
@@ -125,7 +125,7 @@ def _descendants() -> Spent:
 
 
 def _processes() -> tuple[dict[str, str], Spent]:
-    """Parents of all processes by id; and what each has spent, with the children it has waited for."""
+    """Return the parents of all processes by id, and the CPU of each, with the children that it waited for."""
     parents: dict[str, str] = {}
     spent: Spent = {}
     for path in Path("/proc").iterdir():
@@ -137,7 +137,7 @@ def _processes() -> tuple[dict[str, str], Spent]:
 
 
 def cpu_s_of(pids: Mapping[str, int]) -> dict[str, float]:
-    """CPU seconds of processes by name, each with all below it and the children it has waited for."""
+    """Return the CPU seconds of processes by name, each with its descendants and the children that it waited for."""
     parents, spent = _processes()
     return {
         name: sum(
@@ -148,7 +148,7 @@ def cpu_s_of(pids: Mapping[str, int]) -> dict[str, float]:
 
 
 def tree_cpu_s() -> float:
-    """CPU seconds of this process and of all below it, ended ones included."""
+    """Return the CPU seconds of this process and its descendants, including exited ones."""
     own = os.times()
     return own.user + own.system + sum(seconds for _, seconds in _descendants().values())
 
@@ -161,7 +161,7 @@ def _is_below(pid: str, ancestor: str, parents: dict[str, str]) -> bool:
 
 
 def _stat(path: Path) -> tuple[str, list[str]] | None:
-    """Command and the fields from the third on of proc(5)'s stat; None if it has ended."""
+    """Return the command and the fields of stat in proc(5) from the third on; None if the process has exited."""
     try:
         text = (path / "stat").read_text()
     except OSError:

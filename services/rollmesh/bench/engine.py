@@ -1,12 +1,12 @@
 """Tokens per second of the torch engine against transformers `generate` and transformers' continuous batching.
 
 Same model (359k parameters, Qwen3, float32), same prompts, one torch thread, no stop tokens, sampling at temperature 1. The three take
-turns; a ratio compares laps that ran right after each other. Loading, buffers and a first lap are left out for all three.
+turns, and a ratio compares laps that ran right after each other. Loading, buffers and a first lap are excluded for all three.
 
-How to read it: `even` gives every request the same number of tokens, which suits `generate`. `uneven` asks for 8 to 160 tokens per
-request with 32 at a time: `generate` cannot refill a batch, so each batch lasts as long as its longest row, and only the tokens asked for
-are counted. Ours returns two log-probs per token and streams deltas through an event loop; the others do neither (both could return
-log-probs at a cost). `per CPU s` is the steadier figure on a machine with neighbours; on a quiet one the two agree.
+How to read it: `even` gives every request the same number of tokens, which suits `generate`. `uneven` requests 8 to 160 tokens with 32
+requests at a time. `generate` cannot refill a batch, so each batch lasts as long as its longest row, and only requested tokens are counted.
+Ours returns two log-probs per token and streams deltas through an event loop. The others do neither (both could return log-probs at a
+cost). `per CPU s` is the steadier figure on a busy machine; on an idle one the two agree.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PAGE_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Requests that arrive together. `batch` is how many may run at once."""
+    """Requests that arrive together. `batch` is the number that may run at once."""
 
     name: str
     batch: int
     num_new: tuple[int, ...]
-    """New tokens per request."""
+    """Number of new tokens per request."""
     repetitions: int
 
     @property
@@ -62,7 +62,7 @@ def run(quick: bool) -> Report:
             with _contenders(folder, model, work) as contenders:
                 laps = interleave(contenders, work.repetitions)
             report.rows += [_row(work, name, laps) for name in laps]
-    report.notes.append("median (lowest-highest) of the laps; ratios are medians over pairs of neighbouring laps")
+    report.notes.append("median (lowest-highest) of the laps; ratios are medians over pairs of consecutive laps")
     return report
 
 
@@ -126,7 +126,7 @@ def _generate(model: Any, rows: list[list[int]], work: Work) -> int:
 
 
 def _manager(model: Any, work: Work) -> Any:
-    """Running, with room for the whole batch at its longest. On a copy: it changes the model's attention."""
+    """Start it with memory for the whole batch at its longest, on a copy of the model, because it changes the attention."""
     blocks = work.batch * -(-(PROMPT_TOKENS + max(work.num_new)) // PAGE_TOKENS) + 1
     config = ContinuousBatchingConfig(
         page_size=PAGE_TOKENS,
@@ -146,7 +146,7 @@ def _continuous(manager: Any, rows: list[list[int]], work: Work) -> int:
     num_tokens = 0
     for _ in rows:
         result = manager.get_result(timeout=300)
-        assert result is not None, "transformers' manager gave up"
+        assert result is not None, "the manager of transformers returned no result"
         assert result.error is None, result.error
         num_tokens += len(result.generated_tokens)
     return _checked(num_tokens, work)

@@ -1,13 +1,13 @@
-"""Samples per second and CPU per sample through the whole hand-over, against Ray doing the same.
+"""Samples per second and CPU per sample from worker to trainer, against the same transfer with Ray.
 
 Ours: lease -> payload to JetStream -> report -> batch lease -> FetchSamples -> commit, with checkpoint and weights as in any run. Three
 processes (services; worker; learner) and nats-server; the worker generates nothing, the trainer computes nothing. Ray: worker actor ->
-object store -> controller actor -> driver (`ray_handover`), as many processes as Ray wants. Both move the same arrays with lists as fat.
+object store -> controller actor -> driver (`ray_handover`), with the processes that Ray starts. Both move the same arrays in lists of the same length.
 
-How to read it: `ours is` above 1 means that ours is better. What the two do for it differs. Ours writes every payload and every decision to
-disk, checks and fences each step, and survives the kill of any process; Ray keeps references and objects in memory and loses them with
-their owner, but reads them without a copy. Needs a Python with Ray: `pip install ray` in an environment of its own, named by
-ROLLMESH_RAY_PYTHON; without it only our rows appear.
+How to read it: `ours is` above 1 means that ours is better. The guarantees differ. Ours writes every payload and every decision to disk,
+checks and fences each step, and survives the kill of any process. Ray keeps references and objects in memory and loses them with their
+owner, but reads them without a copy. The baseline needs a Python with Ray: `pip install ray` in a separate environment, and set
+ROLLMESH_RAY_PYTHON to its interpreter. Without it only our rows appear.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rollmesh.shared.config import config_from_dict, to_yaml
 
 BATCH = 512
 SIZES = {4096: 16, 65536: 8, 262144: 4}
-"""Bytes per sample: batches of one lap."""
+"""Number of batches of a lap, by bytes per sample."""
 WARM = 2
 LIMIT_S = 240.0
 RAY_PYTHON = "ROLLMESH_RAY_PYTHON"
@@ -49,7 +49,7 @@ class Rate:
 
 def run(quick: bool) -> Report:
     laps = 1 if quick else 3
-    report = Report("handover", f"batches of {BATCH} samples; {laps} laps in turns, each in processes of its own")
+    report = Report("handover", f"batches of {BATCH} samples; {laps} laps in turns, each in new processes")
     ray_python = os.environ.get(RAY_PYTHON, "")
     for num_bytes, num_batches in SIZES.items():
         ours, rays = [], []
@@ -131,7 +131,7 @@ def _start(command: list[Any], layout: RunLayout) -> subprocess.Popen[bytes]:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    for process in reversed(processes):  # the services last: they stop nats-server in good order
+    for process in reversed(processes):  # the services last, because they stop nats-server cleanly
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(20)

@@ -1,7 +1,7 @@
 """A rollout worker that generates nothing: it leases episodes, stores payloads of a given size, and reports them.
 
-`python -m rollmesh.bench.handover_worker RUN_DIR CONFIG SAMPLE_BYTES`, beside the parts of a run. Leases, payload, stream and report
-are the real ones; only the tokens are the same every time.
+`python -m rollmesh.bench.handover_worker RUN_DIR CONFIG SAMPLE_BYTES`, beside the processes of a run. Leases, payload, stream and report
+are real; only the tokens are the same every time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BYTES_PER_TOKEN = 9
 
 
 async def work(layout: RunLayout, bus: JetStreamBus, num_bytes: int) -> None:
-    """For ever: leases, payloads, reports."""
+    """Lease, store payloads and report until cancelled."""
     config, clock = WorkerConfig(), SystemClock()
     samples = BusSampleLog(bus, config, clock)
     segment = _segment(max(1, num_bytes // BYTES_PER_TOKEN))
@@ -75,7 +75,7 @@ def _segment(num_tokens: int) -> Segment:
 
 
 def _episode(message: coordinator_pb2.EpisodeLease, segment: Segment) -> Episode:
-    """Stamped with the oldest weights that the lease allows."""
+    """Return a version: the oldest weights that the lease allows."""
     lease = decode_lease(message)
     version = PolicyVersion(policy="main", step=lease.target.step, incarnation=lease.target.incarnation)
     return Episode(

@@ -1,6 +1,6 @@
-"""An ordinary run as the coordinator core decides it, without anybody around it: facts of any number of samples in seconds.
+"""The facts of an ordinary run, from the coordinator core alone: any number of samples within seconds.
 
-Workers lease and report in lists of 64, groups are finalised when they are whole, a trainer leases, commits, publishes, and reports a
+Workers lease and report in lists of 64, complete groups are finalized, a trainer leases, commits, publishes, and reports a
 checkpoint every 10 updates. Nothing fails. Sizes of records are those of a run with two rewards per sample and messages of 200 characters.
 """
 
@@ -34,7 +34,7 @@ QUESTION = Message(role="user", content="What is (17 + 4) * 3? " * 9)
 
 
 class History:
-    """One run; `core.state` is what the facts so far make true."""
+    """One run; `core.state` is the state after the facts so far."""
 
     def __init__(self) -> None:
         self.core = Core()
@@ -46,7 +46,7 @@ class History:
         self._epoch = 0
 
     def updates(self, num_updates: int) -> Iterator[list[tuple[Fact, ...]]]:
-        """The decisions of each update in turn, one ledger record each; `core` then stands after the last of them."""
+        """Yield the decisions update by update, one ledger record each. `core` then holds the state after the last one."""
         self._ask(i.CreateRun(ticket=self._next(), spec=SPEC))
         attached: i.Attached = self._ask(i.AttachTrainer(ticket=self._next(), last_update=0, digest="", **NAMES))
         self._epoch = attached.trainer_epoch
@@ -75,7 +75,7 @@ class History:
         return answer
 
     def _generate(self, update: int) -> None:
-        """Until the batch of `update` is whole; groups are generated as admission lets them in."""
+        """Generate groups as admission allows, until the batch of `update` is complete."""
         leases: list[i.EpisodeLease] = []
         reported = 0
         while reported < SAMPLES_PER_UPDATE:
@@ -106,7 +106,7 @@ class History:
         )
 
     def _answer(self) -> list[i.EpisodeLease]:
-        """Does what data and reward service are asked; the leases that come of it."""
+        """Respond as data and reward service, and return the resulting leases."""
         leases: list[i.EpisodeLease] = []
         while self._questions:
             questions, self._questions = self._questions, []

@@ -1,7 +1,7 @@
-"""Fair comparisons on a machine that is not quiet: contenders take turns (A B C A B C ...), and each repetition gives one ratio.
+"""Fair comparisons on a busy machine: contenders take turns (A B C A B C ...), and each repetition gives one ratio.
 
-Whatever slows the machine for a while then slows all of them. CPU seconds of this process stand beside wall seconds: they leave
-out the time in which others had the core, though not what others do to its caches and clock.
+A temporary load then slows all of them. CPU seconds of this process are reported beside wall seconds: they exclude the time in which other
+processes had the core, but not their effect on its caches and clock.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Protocol
 
 
 class Contender(Protocol):
-    """One way of doing the same work."""
+    """One implementation of the same work."""
 
     def __call__(self, repetition: int) -> int:
-        """Does the work once and says how many units it made. Set-up that a long run pays once is not part of it."""
+        """Do the work once and return the number of units. Setup that a long run pays once is excluded."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """One contender, one repetition."""
+    """The measurement of one contender in one repetition."""
 
     units: int
     wall_s: float
@@ -44,7 +44,7 @@ def lap(work: Contender, repetition: int) -> Lap:
 
 
 def interleave(contenders: Mapping[str, Contender], repetitions: int) -> dict[str, list[Lap]]:
-    """`repetitions` laps each after one that does not count; laps of one index ran right after each other."""
+    """Run `repetitions` laps of each after an uncounted one. Laps with the same index run right after each other."""
     laps: dict[str, list[Lap]] = {name: [] for name in contenders}
     for repetition in range(-1, repetitions):
         for name, work in contenders.items():
@@ -55,6 +55,6 @@ def interleave(contenders: Mapping[str, Contender], repetitions: int) -> dict[st
 
 
 def ratios(ours: Sequence[Lap], theirs: Sequence[Lap]) -> tuple[list[float], list[float]]:
-    """Ours over theirs per repetition: units per wall second, units per CPU second."""
+    """Return ours over theirs per repetition: units per wall second, units per CPU second."""
     pairs = list(zip(ours, theirs, strict=True))
     return [a.per_wall_s / b.per_wall_s for a, b in pairs], [a.per_cpu_s / b.per_cpu_s for a, b in pairs]

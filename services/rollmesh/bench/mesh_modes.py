@@ -1,20 +1,20 @@
-"""What the mesh costs: training in one process and as processes, against the same engine and trainer in a bare loop.
+"""The cost of the mesh: training in one process and in one process per service, against the same engine and trainer in a bare loop.
 
 All arms train the small demo from one warm-started model: same tasks in the same order, same agent, batch and recipe, every
 group kept, no checkpoints and evaluations, and a learning rate so low that the policy, and with it the work, stays the same.
 The bare loop (`bare_loop.py`) generates a batch, trains and swaps, all in one process; tools and scores are plain function
-calls. The mesh (`Mesh`, `Supervisor`) runs at eta = 0, which is the same schedule, and at eta = 2, where generation goes on
-during training. Arms take turns, each lap in fresh processes; start-up and the first updates do not count.
+calls. The mesh (`Mesh`, `Supervisor`) runs at eta = 0, which is the same schedule, and at eta = 2, where generation continues
+during training. Arms take turns, each lap in new processes. Start-up and the first updates are not counted.
 
 How to read it:
-- `over bare` rows are ratios of laps of the same turn: above 1 is the price of the mesh. CPU is of all processes together. At
-  eta = 0 both sides wait for each other, so wall time shows latency too; at eta = 2 it shows what overlapping wins back, if
-  there are cores for it.
-- The price is paid per episode (leases, jail, streams, ledger) more than per token: `CPU ms per episode over bare` carries
-  over to other models. The ratio does not: this model has 359k parameters, about the worst case for a mesh.
-- `tokens per update` and `success` are checks: arms that differ there did not do the same work.
-- `CPU share` is by part, in percent, with model compute in `inference` and `learner`; `model compute` is its share where it
-  can be told apart. In one process the libraries and `shared` stand alone; as processes they are in the part that called them.
+- `over bare` rows are ratios of laps of the same turn: above 1 is the cost of the mesh. CPU is the sum of all processes. At
+  eta = 0 both sides wait for each other, so wall time includes latency; at eta = 2 it shows the gain of overlapping, if enough cores
+  are free.
+- The cost is per episode (leases, jail, streams, ledger) more than per token, so `CPU ms per episode over bare` applies to other
+  models. The ratio does not: this model has 359k parameters, about the worst case for a mesh.
+- `tokens per update` and `success` are checks: arms that differ in them did not do the same work.
+- `CPU share` is by service, in percent, with model compute in `inference` and `learner`. `model compute` is its share where it can be
+  measured. In one process the libraries and `shared` have their own rows; with processes they belong to the service that called them.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ ARMS: dict[str, tuple[Mode, int]] = {
     "processes, eta 2": ("processes", 2),
 }
 WARM = 3
-"""Updates that do not count: caches, the first weights, and at eta = 2 the filling of the pipeline."""
+"""Uncounted updates: caches, the first weights, and at eta = 2 the filling of the pipeline."""
 END_S = 60.0
-"""For leaving an arm."""
+"""Longest time to stop an arm, in seconds."""
 SHOWN = 0.005
-"""Parts below this share in every arm are left out."""
+"""Services below this share in every arm are omitted."""
 
 Laps = Mapping[str, Sequence[Measured]]
 

@@ -1,8 +1,8 @@
-"""One way of training, measured in a process of its own: the bare loop, the mesh in one process, or the mesh as processes.
+"""Measure one mode of training in a separate process: the bare loop, the mesh in one process, or one process per service.
 
-`python -m rollmesh.bench.mesh_modes_arm` reads a `Work` as JSON from standard input and writes a `Measured` as JSON. A
-process of its own, because interpreter settings, heaps and caches of one way would tilt the next. Between `warm` and
-`warm + num` updates it only counts; the profile is taken over `num_profiled` more, so that sampling costs the figures nothing.
+`python -m rollmesh.bench.mesh_modes_arm` reads a `Work` as JSON from stdin and writes a `Measured` as JSON. It is a
+separate process, because interpreter settings, heaps and caches of one mode would affect the next. Between `warm` and `warm + num`
+updates it only counts. The profile covers the next `num_profiled` updates, so that sampling does not affect the counts.
 """
 
 from __future__ import annotations
@@ -38,47 +38,47 @@ LEARNING_RATE = 1e-6
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What to train, and how."""
+    """The configuration of a measurement."""
 
     mode: Mode
     eta: int
     """Staleness bound of the mesh; the bare loop has none."""
     model: str
     warm: int
-    """Updates before the first that counts."""
+    """Number of uncounted updates at the start."""
     num: int
-    """Updates that count."""
+    """Number of counted updates."""
     num_profiled: int
-    """Updates after those, for the profile."""
+    """Number of profiled updates after them."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Per update, but for `hops`."""
+    """The result, per update except for `hops`."""
 
     wall_s: float
     cpu_s: float
-    """Of all processes."""
+    """CPU seconds of all processes."""
     samples: float
-    """Trained."""
+    """Number of trained samples."""
     tokens: float
-    """Sampled and trained."""
+    """Number of sampled tokens that were trained."""
     success: float
-    """Mean reward of what was trained: the same work should have the same."""
+    """Mean reward of the trained samples; equal work has equal rewards."""
     hops: dict[str, float]
-    """Share of CPU by part in [0, 1]; model compute is in its part."""
+    """Share of CPU by service in [0, 1]; model compute belongs to its service."""
     model_share: float | None
-    """Share of the threads that generate and train; None where a process is not looked into."""
+    """Share of the threads that generate and train; None if processes are not profiled."""
 
 
 class Arm(Protocol):
-    """Training that goes on."""
+    """A running training."""
 
     async def until(self, update: int) -> int:
-        """Waits until the update is made and its weights are swapped or published; the newest one then."""
+        """Wait until the update is made and its weights are swapped or published, and return the newest update."""
         ...
 
     def metrics(self) -> Mapping[int, Metrics]:
-        """The trainer's metrics by update."""
+        """Return the metrics of the trainer by update."""
         ...
 
     def profiled(self) -> AbstractContextManager[dict[str, float]]:
@@ -116,7 +116,7 @@ def _mean(made: list[Metrics], name: str) -> float:
 
 
 class BareArm:
-    """The bare loop, which goes on only when it is waited for."""
+    """The bare loop, which advances only while a caller waits for it."""
 
     def __init__(self, loop: BareLoop) -> None:
         self._loop = loop
@@ -136,7 +136,7 @@ class BareArm:
 
 
 class MeshArm:
-    """A mesh, which goes on by itself; its updates are read from the learner's file."""
+    """A mesh, which advances independently. Its updates are read from the file of the learner."""
 
     def __init__(self, mesh: RunningMesh, profiled: Callable[[], AbstractContextManager[dict[str, float]]]) -> None:
         self._file = mesh.layout.run_dir / "metrics.jsonl"
@@ -157,7 +157,7 @@ class MeshArm:
 
 @asynccontextmanager
 async def open_arm(work: Work, folder: Path) -> AsyncIterator[Arm]:
-    """Training begun in `folder`."""
+    """Start training in `folder`."""
     config, model = run_config(work), Path(work.model)
     if work.mode == "bare":
         async with BareLoop(config, model, folder) as loop:
@@ -172,7 +172,7 @@ async def open_arm(work: Work, folder: Path) -> AsyncIterator[Arm]:
 
 
 def run_config(work: Work) -> MeshConfig:
-    """The small demo, endless, without what only one side would have: evaluations, checkpoints, filtered groups.
+    """Return the small demo without an end and without evaluations, checkpoints and filtered groups, which only the mesh has.
 
     Weights change in every update but the policy stays where it is: arms that learn differently would soon sample other lengths.
     """

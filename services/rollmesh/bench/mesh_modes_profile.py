@@ -1,7 +1,7 @@
-"""Which part of the mesh spends the CPU: by source file and thread within one process, by process where each part has its own.
+"""Attribute CPU to services of the mesh: by source file and thread in one process, by process if each service has its own.
 
-Parts have the same names either way, so that both can stand in one table. In one process what gRPC and asyncio take between
-handlers, and the codecs and clients in `shared`, cannot be told apart by part and stand alone.
+Services have the same names in both cases, so that one table shows both. In one process, the time of gRPC and asyncio between handlers,
+and of the codecs and clients in `shared`, cannot be assigned to a service and has its own rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rollmesh.bench.cpu_profile import WAITING, CpuProfile, Profile, cpu_s_of
 from rollmesh.mesh.supervisor import Supervisor
 
 MODEL = "model"
-"""Key of the seconds spent in generation and training, which are in those of their parts as well."""
+"""Key of the seconds of generation and training, which are also part of the seconds of their services."""
 LIBRARIES = "grpc, asyncio"
 _TRAINER = "trainer"
 _OWNERS = (
@@ -30,9 +30,9 @@ _OWNERS = (
     (re.compile(r"/nats/"), "shared"),
     (re.compile(r"/tokenizers/"), "rollout"),
 )
-"""Source file to owner, the first match counts."""
+"""Owner by source file; the first match counts."""
 _THREADS = (("engine", "inference"), ("learner-compute", "learner"))
-"""Beginnings of thread names to parts; other threads are the libraries'."""
+"""Services by prefix of the thread name; other threads belong to libraries."""
 
 
 def _owner_of(filename: str) -> str:
@@ -44,7 +44,7 @@ def _owner_of(filename: str) -> str:
 
 @contextmanager
 def profiled_here() -> Iterator[dict[str, float]]:
-    """CPU seconds by part inside the block, filled on leaving, with `MODEL`. In the main thread."""
+    """CPU seconds by service inside the block, and `MODEL`, filled on exit. Use it in the main thread."""
     spent: dict[str, float] = {}
     with CpuProfile(_owner_of) as profile:
         yield spent
@@ -52,7 +52,7 @@ def profiled_here() -> Iterator[dict[str, float]]:
 
 
 def by_part(profile: Profile) -> dict[str, float]:
-    """The profile's seconds by part, and `MODEL`."""
+    """Return the seconds of the profile by service, and `MODEL`."""
     parts = dict(profile.owners)
     trainer_s = parts.pop(_TRAINER, 0.0)
     computing = {"learner": trainer_s}
@@ -70,7 +70,7 @@ def by_part(profile: Profile) -> dict[str, float]:
 
 @contextmanager
 def profiled_by_process(supervisor: Supervisor) -> Iterator[dict[str, float]]:
-    """The same of processes, without `MODEL`: nobody looks into them."""
+    """Return the seconds of processes by service, without `MODEL`, because processes are not profiled."""
     spent: dict[str, float] = {}
     before, own_s = cpu_s_of(supervisor.pids), time.process_time()
     yield spent

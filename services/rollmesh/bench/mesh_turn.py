@@ -1,15 +1,15 @@
 """CPU seconds per episode turn outside model code, by hop, of the whole mesh on one host.
 
-A real Mesh: every service over gRPC, a real nats-server, jailed tool sessions; only engine and trainer are the fakes, which compute next to
-nothing and are left out. Agents make 6 turns of 20 tokens, with no tool or with a calculator call after each turn but the last.
-Everything that an episode costs is spread over its turns: admission, lease, prompt, sandbox session, scores, payload, report, ledger, batch,
+A real Mesh: every service over gRPC, a real nats-server, jailed tool sessions; only engine and trainer are fakes, which compute almost
+nothing and are excluded. Agents make 6 turns of 20 tokens, with no tool or with a calculator call after each turn but the last.
+All costs of an episode are divided by its turns: admission, lease, prompt, sandbox session, scores, payload, report, ledger, batch,
 fetch, commit, weights.
 
-How to read it: the aims are 2 ms per turn and 4 ms with a tool call, in CPU of all processes together (so neighbours on the machine
-matter little). There is no other system in this run: the floor to compare with is gRPC itself, where an empty unary call costs 0.4 to 0.55 ms
-of CPU on both sides together; this bench measures that first, on the same machine (`floor`). A hop is the nearest frame of a service; `grpc,
-asyncio` is what the libraries take between handlers and cannot be told apart by service. The jail's share is fork, exec and exit of sessions
-and calls, in the zygote and its children.
+How to read it: the targets are 2 ms per turn and 4 ms with a tool call, in CPU of all processes together (so other load on the machine
+matters little). The baseline is gRPC itself, where an empty unary call costs 0.4 to 0.55 ms of CPU on both sides together; this bench
+measures it first, on the same machine (`floor`). A hop is the nearest frame of a service. `grpc, asyncio` is the time of the libraries
+between handlers, which cannot be assigned to a service. The share of the jail is fork, exec and exit of sessions and calls, in the zygote
+and its children.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODEL = "model (fakes, left out)"
 NEW_TOKENS = 20
 LIMIT_S = 240.0
 SHOWN_S = 1e-5
-"""Hops that take less per turn in every column are only in the total."""
+"""Hops below this time per turn in every column are only in the total."""
 NUM_PINGS, PINGS_AT_ONCE = 2000, 16
 PROCESSES = {Path(sys.executable).resolve().name: "zygote and jails"}
 
@@ -65,7 +65,7 @@ def run(quick: bool) -> Report:
 
 
 async def _ping_cpu_s() -> float:
-    """CPU seconds of one empty unary call, both sides."""
+    """Return the CPU seconds of one empty unary call, both sides."""
     async with RpcServer(access=Access(token="bench")) as server:
         await server.start()
         async with open_channel(server.address, access=Access(token="bench")) as channel:
@@ -131,7 +131,7 @@ _OWNERS = (
     (re.compile(r"/(?:grpc|asyncio)/"), "grpc, asyncio"),
     (re.compile(r"/(nats|tokenizers)/"), r"\1"),
 )
-"""Source file to owner, the first match counts."""
+"""Owner by source file; the first match counts."""
 
 
 def owner_of(filename: str) -> str:

@@ -1,13 +1,13 @@
-"""What prefix reuse saves in multi-turn sessions: prefix tokens computed and time, with residents kept and with none.
+"""Savings of prefix reuse in multi-turn sessions: computed prefix tokens and time, with and without resident sequences.
 
-Sessions run side by side as agents do: a prompt, then turns of new tokens and an observation, each turn sending the whole conversation.
+Sessions run concurrently, as agents do: a prompt, then turns of new tokens and an observation, each turn sending the whole conversation.
 Both engines decode the same number of tokens; only the prefix work differs. The baseline is the same engine with
 `resident_slots_max = 0`, in turns with it.
 
-How to read it: `prefilled` counts tokens whose keys and values were computed for a prefix, from the engine's counters; it is exact and
-repeats. `new in all turns` is what must be computed at the least: prompt and observations. The rest with reuse is one token per turn (the
-last sampled one, which was never fed), less what sessions share that happen to begin with the same token. Time gains grow with turns and with the share of prefill; this model is so small that decoding
-dominates.
+How to read it: `prefilled` counts tokens whose keys and values were computed for a prefix, from the counters of the engine. It is exact
+and reproducible. `new in all turns` is the minimum: prompt and observations. The remainder with reuse is one token per turn (the last
+sampled one, which was never an input), minus tokens shared by sessions that start with the same token. Time savings grow with the turns
+and with the share of prefill; this model is so small that decoding dominates.
 """
 
 from __future__ import annotations

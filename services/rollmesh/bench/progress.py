@@ -1,4 +1,4 @@
-"""How far a run is, as the gateway says: what benches wait for."""
+"""Wait for the progress of a run, as its gateway reports it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALL_S_MAX = 2.0
 
 
 async def until_update(layout: RunLayout, update: int, *, limit_s: float) -> int:
-    """Waits until `update` is committed; the newest one then. Whoever should answer may be away meanwhile. TimeoutError."""
+    """Wait until `update` is committed, and return the newest one. The gateway may be unavailable meanwhile. Raises TimeoutError."""
     async with asyncio.timeout(limit_s), open_channel(layout.gateway, access=layout.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         while True:
@@ -26,5 +26,5 @@ async def until_update(layout: RunLayout, update: int, *, limit_s: float) -> int
                 if reply.state.policies and reply.state.policies[0].applied_step >= update:
                     return int(reply.state.policies[0].applied_step)
             except MeshError:
-                pass  # not there yet, or on its way back
+                pass  # not started yet, or restarting
             await asyncio.sleep(POLL_S)

@@ -1,8 +1,8 @@
-"""The hand-over of samples as it is done with Ray: worker actor -> object store -> controller actor -> trainer (the driver).
+"""The transfer of samples with Ray: worker actor -> object store -> controller actor -> trainer (the driver).
 
-Run by a Python that has Ray and nothing of ours: `python ray_handover.py SAMPLE_BYTES BATCH NUM_BATCHES WARM_BATCHES`; prints one line of JSON.
-The controller gives leases under an admission bound, keeps references and metadata, and hands out batches, as the coordinator does; nothing
-is durable, nothing is checked, no call has a deadline. Every loop is as fat as ours: leases, reports and batches travel as lists.
+It runs in a Python with Ray and without rollmesh: `python ray_handover.py SAMPLE_BYTES BATCH NUM_BATCHES WARM_BATCHES`. It prints one line
+of JSON. The controller grants leases under an admission bound, keeps references and metadata, and returns batches, as the coordinator
+does. Nothing is durable or checked, and no call has a deadline. Leases, reports and batches are lists of the same length as ours.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ Finished = tuple[int, list[Any], dict[str, Any]]
 
 
 class Controller:
-    """Leases, references and metadata of the samples that are alive."""
+    """Leases, references and metadata of the live samples."""
 
     def __init__(self, batch: int) -> None:
         self.batch, self.next_id, self.live = batch, 0, 0
@@ -56,7 +56,7 @@ class Controller:
 
 
 class Worker:
-    """Makes samples without generating: the arrays of the first are put again and again."""
+    """Creates samples without generating: the arrays of the first one are stored repeatedly."""
 
     def run(self, controller: Any, num_bytes: int) -> None:
         tokens = max(1, num_bytes // 9)
@@ -73,7 +73,7 @@ class Worker:
 
 
 def tree_cpu_s() -> float:
-    """CPU seconds of this process and all below it, ended children included."""
+    """Return the CPU seconds of this process and its descendants, including exited children."""
     parents: dict[str, str] = {}
     spent: dict[str, float] = {}
     for path in Path("/proc").iterdir():

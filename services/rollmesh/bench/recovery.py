@@ -1,12 +1,12 @@
-"""How long training stands still after the kill -9 of each service.
+"""How long training pauses after the kill -9 of each service.
 
-A run as processes under the supervisor: real services, nats-server, jailed tool sessions of the fake sandbox; engine and trainer are the
-fakes, so that updates follow each other quickly and a pause is the mesh's own. Each process is killed in turn; measured is the time from the
-kill to the second update committed after it (the first may have been on its way). The baseline, in the same run and in turns, is the
-same wait without a kill.
+A run as processes under the supervisor: real services, nats-server, jailed tool sessions of the fake sandbox; engine and trainer are
+fakes, so that updates follow each other quickly and a pause is that of the mesh. Each process is killed in turn. The result is the time
+from the kill to the second update committed after it (the first may have been in flight). The baseline, in the same run and in turns, is
+the same wait without a kill.
 
-How to read it: `pause` is the median wait minus the baseline's. It holds the supervisor's back-off, the start of an interpreter (most of it
-on a slow machine), recovery, joining, weights, and leases that must run out first: `episode_lease_s` is 4 s here, the batch lease 6 s.
+How to read it: `pause` is the median wait minus the baseline's. It includes the back-off of the supervisor, the start of an interpreter (most of
+it on a slow machine), recovery, joining, weights, and the expiry of leases: `episode_lease_s` is 4 s here, the batch lease 6 s.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from rollmesh.mesh.supervisor import Supervisor
 from rollmesh.shared.config import config_from_dict
 from rollmesh.trainer.model_files import save_tokenizer
 
-NOBODY = "nobody"
+BASELINE = "no process"
 PARTS = (
     "learner", "rollout-0", "inference-0", "sandbox-0", "reward", "data", "depot", "gateway", "coordinator", "nats",
 )  # fmt: skip
 FAKE = "rollmesh.testing.fake_engine"
 WARM = 5
 NEXT = 2
-"""Updates to wait for: the first may have been on its way."""
+"""Number of updates to wait for: the first one may have been in flight."""
 LIMIT_S = 120.0
 
 
@@ -41,9 +41,9 @@ def run(quick: bool) -> Report:
     report = Report("recovery", f"{kills} kills -9 of each process, {len(PARTS)} processes, batches of 4 x 8 episodes")
     with TemporaryDirectory(prefix="rollmesh-bench-") as folder:
         waits = asyncio.run(_measure(Path(folder), kills))
-    usual_s = median(waits[NOBODY])
+    usual_s = median(waits[BASELINE])
     for part, seconds in waits.items():
-        pause_s = 0.0 if part == NOBODY else median(seconds) - usual_s
+        pause_s = 0.0 if part == BASELINE else median(seconds) - usual_s
         report.rows.append({"killed": part, f"update {NEXT} after, s": spread(seconds, 2), "pause, s": pause_s})
     return report
 
@@ -52,22 +52,22 @@ async def _measure(folder: Path, kills: int) -> dict[str, list[float]]:
     model = folder / "model"
     model.mkdir()
     save_tokenizer(build_tokenizer(), model)
-    waits: dict[str, list[float]] = {part: [] for part in (NOBODY, *PARTS)}
+    waits: dict[str, list[float]] = {part: [] for part in (BASELINE, *PARTS)}
     async with Supervisor(_config(model), run_dir=folder / "run", base_dir=folder) as mesh:
         await until_update(mesh.layout, WARM, limit_s=LIMIT_S)
         for _ in range(kills):
             for part in PARTS:
-                for killed in (NOBODY, part):
+                for killed in (BASELINE, part):
                     waits[killed].append(await _wait_after(mesh, killed))
     return waits
 
 
 async def _wait_after(mesh: Supervisor, part: str) -> float:
-    """Seconds from now, or from the kill of `part`, until training has gone on by `NEXT` updates."""
-    # A learner that rolls back counts its updates again: what is committed by then is what must be passed.
+    """Return the seconds from now, or from the kill of `part`, until `NEXT` more updates are committed."""
+    # A learner that rolls back repeats updates, so count from the newest committed update.
     update = await until_update(mesh.layout, 0, limit_s=LIMIT_S)
     begin_s = time.perf_counter()
-    if part != NOBODY:
+    if part != BASELINE:
         mesh.kill(part)
     await until_update(mesh.layout, update + NEXT, limit_s=LIMIT_S)
     return time.perf_counter() - begin_s

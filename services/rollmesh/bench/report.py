@@ -1,4 +1,4 @@
-"""What a bench hands back: a table of numbers with their spread, and the machine they come from, as text and as JSON."""
+"""The result of a bench: a table of numbers with their spread, and the machine, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Report:
 
     bench: str
     setting: str
-    """What was held fixed, in one line."""
+    """The fixed parameters, in a line."""
     rows: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """Where the numbers come from; `load_1m` far above `cores` means that others were computing."""
+    """The machine of the numbers. `load_1m` far above `cores` means that other processes used the cores."""
     cores = len(os.sched_getaffinity(0))
     return {
         "cores": cores,

@@ -1,4 +1,4 @@
-"""Runs benches by name and prints their tables. Each is a module with `run(quick: bool) -> Report`."""
+"""Run benches by name and print their tables. Each is a module with `run(quick: bool) -> Report`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ BENCHES = (
     "recovery",
     "time_to_success",
 )
-"""Modules beside this one, imported when asked for: some load torch and transformers."""
+"""Modules of this package, imported on demand, because some load torch and transformers."""
 
 
 def run_benches(names: Sequence[str], *, quick: bool, json_file: Path | None) -> None:
-    """Runs `names` (all, if there are none). Raises InvalidInput for an unknown one."""
+    """Run the benches in `names`, or all if it is empty. Raises InvalidInput for an unknown one."""
     if unknown := [name for name in names if name not in BENCHES]:
-        raise InvalidInput(f"no bench is called {unknown[0]!r}; there are {', '.join(BENCHES)}")
+        raise InvalidInput(f"NAME must be one of {', '.join(BENCHES)}; got {unknown[0]!r}")
     results = [_run(name, quick) for name in names or BENCHES]
     if json_file is not None:
         json_file.write_text(json.dumps(results, indent=2) + "\n")

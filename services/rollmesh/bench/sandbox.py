@@ -1,15 +1,14 @@
 """A fresh jail with its first call, and a call in a live session, against a bare fork, a bare interpreter, bubblewrap and firejail.
 
-All run the same line with the same interpreter, 1, 2, 8 and 32 at once; contenders take turns, lap by lap, in one run. The limit to compare with is
-a bare fork from a warm interpreter that has the same modules loaded: no sandbox made of processes can be cheaper. `isolates` says what each keeps
-apart, since a ratio says little without it; see `sandbox_rivals` for details.
+All run the same line with the same interpreter, 1, 2, 8 and 32 at once. Contenders take turns, lap by lap, in one run. The lower bound is a
+bare fork from a warm interpreter with the same modules: no sandbox made of processes can be cheaper. `isolates` says what each isolates,
+because a ratio means little without it; see `sandbox_rivals` for details.
 
-How to read it: CPU is of all processes together, the bench's own share included (about 0.2 ms for ours and the fork's, less for programs that are
-only spawned). `kernel` is the CPU of the kernel's threads on the whole machine meanwhile, per execution: the clearing away of namespaces happens there; it means
-something on a quiet machine only. Latency ends when the output is there; executions/s include the end of the session, or of all processes of a
-program, until nothing of it is left.
+How to read it: CPU is the sum of all processes, including the bench itself (about 0.2 ms for ours and the fork, less for programs that are
+only spawned). `kernel` is the CPU of kernel threads on the whole machine per execution: they remove namespaces. It is meaningful only on an
+idle machine. Latency ends when the output has arrived. Executions/s include the end of the session, or of all processes of a program.
 Targets: a fresh jail takes at most 2 times the CPU of a bare fork, and is 3 times as fast as bubblewrap + python at 1, 1.5 times at 8; a
-live call 20 times; p99 below 5 times p50 on a quiet machine.
+live call 20 times; p99 below 5 times p50 on an idle machine.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ISOLATES = {
 }  # fmt: skip
 
 Laps = dict[int, dict[str, list[Lap]]]
-"""By how many at once, then by arm."""
+"""Results by number of concurrent executions, then by arm."""
 
 
 def run(quick: bool) -> Report:
@@ -58,7 +57,7 @@ async def _measure(folder: Path, repetitions: int, seconds: float, notes: list[s
     async with _arms(folder, notes) as arms:
         laps: Laps = {num: {name: [] for name in arms} for num in AT_ONCE}
         for arm in arms.values():
-            await lap(arm, 1, 0.1)  # the first of each pays for what is cold
+            await lap(arm, 1, 0.1)  # the first lap of each arm warms it up
         for _ in range(repetitions):
             for num, by_arm in laps.items():
                 for name, arm in arms.items():
@@ -122,9 +121,9 @@ def _speed_ratio(by_arm: Mapping[str, list[Lap]], name: str, other: str) -> floa
 
 def _targets(laps: Laps) -> list[str]:
     one, eight = laps[1], laps[8]
-    told = [_target("fresh jail, CPU / bare fork, at 1", _cpu_ratio(one, FRESH, FORK), 2.0, at_most=True)]
+    targets = [_target("fresh jail, CPU / bare fork, at 1", _cpu_ratio(one, FRESH, FORK), 2.0, at_most=True)]
     if BWRAP in one:
-        told += [
+        targets += [
             _target("fresh jail, speed / bwrap + python, at 1", _speed_ratio(one, FRESH, BWRAP), 3.0),
             _target("the same at 8", _speed_ratio(eight, FRESH, BWRAP), 1.5),
             _target("live call, speed / bwrap + python, at 1", _speed_ratio(one, LIVE, BWRAP), 20.0),
@@ -132,8 +131,8 @@ def _targets(laps: Laps) -> list[str]:
     for name in (FRESH, LIVE):
         latencies = [latency for done in one[name] for latency in done.latencies_s]
         tail = percentile(latencies, 0.99) / percentile(latencies, 0.5)
-        told.append(_target(f"{name}, p99 / p50, at 1", tail, 5.0, at_most=True))
-    return told
+        targets.append(_target(f"{name}, p99 / p50, at 1", tail, 5.0, at_most=True))
+    return targets
 
 
 def _target(what: str, value: float, bound: float, *, at_most: bool = False) -> str:

@@ -1,9 +1,8 @@
-"""What `bench sandbox` measures, one contender at a time: executions by so many at once, their latency and what they cost in CPU.
+"""Measure one contender of `bench sandbox`: concurrent executions, their latency and their CPU.
 
-CPU is that of this process and of all below it, with the children that each has waited for. A session is waited for by its zygote, what
-a session starts by the session, and the kernel waits for what a pid namespace leaves in the name of its pid 1: so a dead
-grandchild's seconds are in the sum as soon as the one that stands at the top of its line still lives. Kernel threads are in nobody's sum: part of
-what a namespace costs is cleared away by them later; they are counted apart, for the whole machine.
+CPU is the sum of this process and its descendants, with the children that each has waited for. The zygote waits for a session, the session
+waits for its children, and pid 1 of a pid namespace inherits the rest. So the seconds of an exited grandchild are in the sum while its
+ancestor runs. Kernel threads, which remove namespaces later, are not in the sum. They are counted separately, for the whole machine.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Arm(Protocol):
-    """One way of executing `CODE`."""
+    """One method to execute `CODE`."""
 
     async def prepare(self, num: int) -> None:
-        """Before a lap of `num` at once; not measured."""
+        """Prepare a lap of `num` concurrent executions; not measured."""
         ...
 
     async def once(self, worker: int) -> float:
-        """One execution by one of the `num`, and whatever cleaning up it takes; seconds until its output was there."""
+        """Execute once in one of the `num` workers, clean up, and return the seconds until the output arrived."""
         ...
 
     async def settle(self) -> None:
-        """After a lap: until nothing of its executions is left; live sessions end here."""
+        """End live sessions, and wait until all processes of the lap have exited."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """Some seconds of one arm."""
+    """The result of one lap of one arm."""
 
     latencies_s: list[float]
     wall_s: float
@@ -54,7 +53,7 @@ class Lap:
 
 
 async def lap(arm: Arm, num: int, seconds: float) -> Lap:
-    """`num` workers that execute one after another for so long."""
+    """Run `num` workers for `seconds`, each with one execution after another."""
     await arm.prepare(num)
     cpu_s, kernel, begin_s = tree_cpu_s(), _kernel_ticks(), time.perf_counter()
     until_s = begin_s + seconds
@@ -74,7 +73,7 @@ async def lap(arm: Arm, num: int, seconds: float) -> Lap:
 
 
 def _kernel_ticks() -> dict[str, int]:
-    """CPU time of each of the kernel's own threads, for whomever they work."""
+    """Return the CPU time of each kernel thread."""
     ticks = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -88,11 +87,11 @@ def _kernel_ticks() -> dict[str, int]:
 
 
 def _since_s(before: dict[str, int]) -> float:
-    """CPU seconds of those threads that are there now; workers come and go, and take their figures along."""
+    """Return the CPU seconds of the current threads; a thread that has exited is not counted."""
     return sum(ticks - before.get(pid, 0) for pid, ticks in _kernel_ticks().items()) / _TICKS_PER_S
 
 
 def percentile(values: list[float], share: float) -> float:
-    """The value below which `share` of them lie."""
+    """Return the quantile `share` of the values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

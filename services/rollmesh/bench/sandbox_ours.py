@@ -1,7 +1,7 @@
 """Our own contenders of `bench sandbox`: a fresh session with its first call, and a call in a live session, each with and without gRPC.
 
-The engine runs in the bench's process. The service runs in a process of its own, as in a mesh, and is reached over one Work stream; the
-session of a gRPC execution is closed and the close confirmed before the next one of the same worker begins.
+The engine runs in the bench's process. The service runs in a separate process, as in a mesh, with one Work stream. The session of a
+gRPC execution is closed, and the close confirmed, before the next one of the same worker starts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIMIT_S = 60.0
 
 
 class EngineFresh:
-    """open, run, end; the jail engine without leases and gRPC."""
+    """Open a session, run and end it: the jail engine without leases and gRPC."""
 
     def __init__(self, engine: JailEngine) -> None:
         self._engine = engine
@@ -41,7 +41,7 @@ class EngineFresh:
         self._numbers = itertools.count()
 
     async def prepare(self, num: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def once(self, worker: int) -> float:
         session_id = f"fresh-{next(self._numbers)}"
@@ -54,11 +54,11 @@ class EngineFresh:
         return latency_s
 
     async def settle(self) -> None:
-        """Each has ended."""
+        """Do nothing: each session has ended."""
 
 
 class EngineLive:
-    """run in a session that stays."""
+    """Run in a live session."""
 
     def __init__(self, engine: JailEngine) -> None:
         self._engine = engine
@@ -80,14 +80,14 @@ class EngineLive:
 
 
 class ServiceFresh:
-    """The same over gRPC."""
+    """Open a session, run and end it over gRPC."""
 
     def __init__(self, link: WorkLink) -> None:
         self._link = link
         self._numbers = itertools.count()
 
     async def prepare(self, num: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     async def once(self, worker: int) -> float:
         session_id = f"fresh-{next(self._numbers)}"
@@ -99,11 +99,11 @@ class ServiceFresh:
         return latency_s
 
     async def settle(self) -> None:
-        """Each has ended."""
+        """Do nothing: each session has ended."""
 
 
 class ServiceLive:
-    """A call in a session that stays, over gRPC."""
+    """Run in a live session over gRPC."""
 
     def __init__(self, link: WorkLink) -> None:
         self._link = link
@@ -132,7 +132,7 @@ async def open_session(link: WorkLink, session_id: str) -> None:
 async def run_code(link: WorkLink, session_id: str) -> None:
     answer = await link.request(pb.WorkRequest(session_id=session_id, run=pb.RunCode(code=CODE)), limit_s=LIMIT_S)
     if answer.result.stdout.strip() != PRINTED:
-        raise RuntimeError(f"the session answered {answer.result}")
+        raise RuntimeError(f"the session returned {answer.result}")
 
 
 async def close_session(link: WorkLink, session_id: str) -> None:
@@ -141,11 +141,11 @@ async def close_session(link: WorkLink, session_id: str) -> None:
 
 def _require(result: RunResult) -> None:
     if result.outcome is not RunOutcome.OK or result.stdout.strip() != PRINTED:
-        raise RuntimeError(f"the session answered {result}")
+        raise RuntimeError(f"the session returned {result}")
 
 
 class Service:
-    """A sandbox node in a process of its own; ends with its standard input."""
+    """Run a sandbox node in this process until stdin is closed."""
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir

@@ -1,8 +1,8 @@
-"""What `bench sandbox` compares with: a bare fork of a warm interpreter, and a fresh interpreter as it is, in bubblewrap, in firejail.
+"""The baselines of `bench sandbox`: a bare fork of a warm interpreter, and a fresh interpreter as it is, in bubblewrap, in firejail.
 
-Programs are started by posix_spawn and awaited by pidfd, the cheapest way there is: the bench's own share is in everybody's CPU.
-bubblewrap ends without waiting for its pid 1, and so would leave most of its CPU in nobody's books: while programs are measured this process
-adopts orphans (`adopting`), and an execution is over, as that of a session, when nothing of it is left.
+Programs are started by posix_spawn and awaited by pidfd, the cheapest method: the CPU of the bench itself is in all results.
+bubblewrap exits without waiting for its pid 1, so most of its CPU would not be counted. Therefore this process adopts orphans during a
+measurement (`adopting`), and an execution ends, as that of a session, when all its processes have exited.
 What each isolates: `bare fork` and `bare python` nothing; bubblewrap all namespaces and a read-only root, no seccomp filter, no limits; firejail
 mount, pid, ipc, uts and network namespaces, a read-only root, no capabilities, its seccomp filter, no limits.
 """
@@ -35,13 +35,13 @@ FIREJAIL = (
 
 
 class WarmFork:
-    """A bare fork from a warm interpreter with the modules of our profile: the limit of what can be reached."""
+    """A bare fork from a warm interpreter with the modules of our profile: the lower bound."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         self._preload = preload
 
     async def start(self) -> None:
-        """Execute it and wait until it is warm."""
+        """Start it and wait until it is warm."""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = _execute_fork_server(theirs, self._preload)
         theirs.close()
@@ -53,7 +53,7 @@ class WarmFork:
         await asyncio.to_thread(self._process.wait)
 
     async def prepare(self, num: int) -> None:
-        """Nothing: it is warm."""
+        """Do nothing: it is warm."""
 
     async def once(self, worker: int) -> float:
         begin_s = time.perf_counter()
@@ -67,16 +67,16 @@ class WarmFork:
             printed = await loop.sock_recv(ours, 100)
             latency_s = time.perf_counter() - begin_s
             while await loop.sock_recv(ours, 100):
-                pass  # until the child is gone
+                pass  # until the child has exited
         _require(printed, "the warm fork")
         return latency_s
 
     async def settle(self) -> None:
-        """Children are waited for at once."""
+        """Do nothing: each child was waited for."""
 
 
 class Program:
-    """A program started for each execution, that prints."""
+    """A program that is started for each execution and prints."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = (shutil.which(command[0]) or command[0], *command[1:])
@@ -94,7 +94,7 @@ class Program:
         latency_s = time.perf_counter() - begin_s
         self._running.discard(pid)
         for orphan in _children() - self._others - self._running:
-            self._running.add(orphan)  # for one worker to wait for, whosever it is
+            self._running.add(orphan)  # one of the workers waits for it
             with contextlib.suppress(ProcessLookupError):
                 await _ended(orphan)
             self._running.discard(orphan)
@@ -104,7 +104,7 @@ class Program:
         return latency_s
 
     async def settle(self) -> None:
-        """Each is waited for at once."""
+        """Do nothing: each program was waited for."""
 
 
 def _execute_fork_server(control: socket.socket, preload: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -113,7 +113,7 @@ def _execute_fork_server(control: socket.socket, preload: Sequence[str]) -> subp
 
 
 def _spawn(command: tuple[str, ...]) -> tuple[int, int]:
-    """Its pid, and a pipe from its output."""
+    """Return the pid, and a pipe from its output."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     actions = [(os.POSIX_SPAWN_DUP2, writing, 1)]
     try:
@@ -140,7 +140,7 @@ def _children() -> set[int]:
 
 
 def _wait_for_all() -> None:
-    """Every child that has ended, adopted ones too; the pidfd of one tells of its end also when it has been waited for."""
+    """Wait for every exited child, including adopted ones. A pidfd reports the exit even after the child was waited for."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -148,7 +148,7 @@ def _wait_for_all() -> None:
 
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
-    """Orphans below this process become its children, so that their CPU is counted."""
+    """Adopt orphaned descendants, so that their CPU is counted."""
     syscalls.prctl(_PR_SET_CHILD_SUBREAPER, 1, "adopt orphans")
     try:
         yield
@@ -162,7 +162,7 @@ def _require(printed: bytes, who: str) -> None:
 
 
 def present(command: Sequence[str]) -> str:
-    """Empty if a program can be compared with here, else why not: it is asked to run once."""
+    """Run the program once. Return an empty string if it works on this host, else the reason."""
     if shutil.which(command[0]) is None:
         return f"{command[0]} is not installed"
     tried = subprocess.run(command, capture_output=True, env=launcher.ENVIRONMENT, timeout=30.0, check=False)

@@ -1,11 +1,11 @@
-"""The demo, shortened, under long-tailed tool latency, with eta = 0, 1, 2, 4: what each bound lets through and what it costs.
+"""The demo, shortened, under long-tailed tool latency, with eta = 0, 1, 2, 4: trained staleness, dropped samples and time of each bound.
 
 One warm-started model for all; only `run.max_staleness` differs. Tool calls take extra time from a Pareto distribution, so that a
-few episodes hold their groups up and others overtake them: lag eta is really reached and, with a small eta, slow samples are
-dropped. The baseline is eta = 0, synchronous training.
+few episodes delay their groups and others overtake them: lag eta is reached and, with a small eta, slow samples are dropped. The baseline is eta = 0, synchronous training.
 
-How to read it: `lags` is the share of trained samples by staleness, never above eta; `stale` is what was generated and dropped.
-`wall s` falls with eta as waiting for the slowest ends; `after` on this short run says that training works, not which eta is best.
+How to read it: `lags` is the share of trained samples by staleness, never above eta; `stale` is the number of dropped samples.
+`wall s` decreases with eta, because no batch waits for the slowest episode. `after` of this short run shows that training works, not which
+eta is best.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(quick: bool) -> Report:
 
 
 def _warm_start(folder: Path) -> Path:
-    """The model that a run of the same seed makes."""
+    """Return the model that a run of the same seed creates."""
     out = folder / "warm"
     _rollmesh("train", str(CONFIG), "--out", str(out), "--json", "run.updates_max=1", "run.eval_every=0")
     return out / "model"

@@ -1,7 +1,7 @@
-"""What a busy event loop costs a compute thread in the same process, by the interpreter's switch interval.
+"""Slowdown of a compute thread by a busy event loop in the same process, by the switch interval of the interpreter.
 
-One thread makes small tensor operations, as a tiny model's update does; another runs Python all the time, as a busy event loop does.
-The baseline is the same work with nobody beside it, in turns. How to read it: `slowdown` is time beside the busy thread over time
+One thread makes small tensor operations, as the update of a tiny model does. Another thread runs Python all the time, as a busy event loop
+does. The baseline is the same work without the other thread, in turns. How to read it: `slowdown` is time beside the busy thread over time
 alone; 2 would be the fair share on one core, 1 on two. Python's default is 5 ms; the mesh uses `tuning.SWITCH_INTERVAL_S`.
 """
 

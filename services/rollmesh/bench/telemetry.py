@@ -1,8 +1,8 @@
-"""What telemetry costs where it is off, where an episode is not sampled, and where it is: CPU nanoseconds per call.
+"""Cost of telemetry if it is off, if an episode is not sampled, and if it is sampled: CPU nanoseconds per call.
 
-Calls as services make them, on one thread, against a loop of empty calls (subtracted). Exported spans go nowhere: what a collector or a file
-takes comes on top, on a thread of its own. How to read it: an episode of 6 turns and 5 tool calls makes about 60 of these calls; a turn of
-the mesh takes milliseconds (`mesh_turn`). Off and not sampled should be alike, and nothing beside that.
+Calls as services make them, on one thread, against a loop of empty calls (subtracted). Exported spans are dropped: the cost of a collector or a
+file is extra, on a separate thread. How to read it: an episode of 6 turns and 5 tool calls makes about 60 of these calls; a turn of
+the mesh takes milliseconds (`mesh_turn`). Off and not sampled should cost the same, and little compared with a turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Nowhere(SpanExporter):
 
 
 class _Counting:
-    """A meter that is there and keeps nothing."""
+    """A meter that records nothing."""
 
     def count(self, metric: metrics.Metric, node: str, labels: tuple[str, ...], amount: float) -> None: ...
 

@@ -4,7 +4,7 @@ The small demo from one warm-started model per seed; tool calls take extra time 
 batch waits for its slowest episode) and eta = 2 take turns, seed by seed. A run stops at the evaluation that reaches the target.
 
 How to read it: `s to target` is training time without warm start; `ratio` is synchronous over asynchronous, so above 1 asynchrony wins. A
-run that never reached the target within its updates counts as what it took until then, marked by `>`; look at its success.
+run that did not reach the target within its updates counts with its whole time, marked by `>`; check its success.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LATENCY = ("distribution=pareto", "mean_s=0.4", "shape=1.3", "max_s=6")
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """One run until the target, or until its last update."""
+    """Run until the target, or until the last update."""
 
     seconds: float
     update: int

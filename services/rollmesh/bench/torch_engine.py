@@ -1,4 +1,4 @@
-"""The torch engine on the demo's 359k-parameter model, driven through the engine port from a blocking bench."""
+"""The torch engine on the demo's 359k-parameter model, called through the engine port from a blocking bench."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NUM_SPECIAL = len(SPECIAL_TOKENS)
 
 @contextmanager
 def tiny_folder() -> Iterator[tuple[Path, Any]]:
-    """The demo's model with random weights: its folder and itself."""
+    """Return the folder and the model of the demo with random weights."""
     torch.set_num_threads(1)
     model: Any = build_tiny_model(TinyModelConfig(), seed=0)
     model.eval()
@@ -38,14 +38,14 @@ def tiny_folder() -> Iterator[tuple[Path, Any]]:
 
 
 def prompts(num: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
-    """Random texts that share nothing, so that no contender lives off common prefixes."""
+    """Return random texts without common prefixes, so that no contender benefits from prefix reuse."""
     rows = np.random.default_rng(seed).integers(NUM_SPECIAL, VOCAB_SIZE, (num, num_tokens))
     return [[int(token) for token in row] for row in rows]
 
 
 @dataclass(slots=True)
 class Answer:
-    """What came back for one request."""
+    """The output of one request."""
 
     deltas: list[GenerateDelta] = field(default_factory=list)
     ended: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,4 +1,4 @@
-"""Agents of a fixed number of turns whatever the model says, and a count of the turns all of them made."""
+"""Agents with a fixed number of turns, whatever the model generates, and the number of turns of all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_TURNS = 6
 
 
 class TurnCount:
-    """Turns since the process began."""
+    """Number of turns since the process started."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -33,7 +33,7 @@ TURNS = TurnCount()
 
 
 class Talking:
-    """Turns without tools: something is observed after each, as a simulated user's answer would be."""
+    """Turns without tools. An observation follows each turn, as the response of a simulated user would."""
 
     async def run(self, task: Task, env: Environment) -> None:
         for _ in range(NUM_TURNS - 1):
@@ -45,7 +45,7 @@ class Talking:
 
 
 class Calling:
-    """Every turn but the last calls the calculator."""
+    """Turns that call the calculator, except for the last one."""
 
     async def run(self, task: Task, env: Environment) -> None:
         for _ in range(NUM_TURNS - 1):

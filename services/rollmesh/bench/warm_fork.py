@@ -1,8 +1,8 @@
-"""The fastest thing that could be called an execution: a warm interpreter forks, the child runs the code and exits. NO ISOLATION.
+"""The fastest possible execution: a warm interpreter forks, the child runs the code and exits. NO ISOLATION.
 
-Executed as a program of its own (`python -I -S warm_fork.py FD MODULE...`), so that it is as small as a zygote: standard library only.
-It takes one packet per execution, with the socket of its client attached; the child reads source text until the client shuts
-its side down, and answers with what the code printed.
+It is a separate program (`python -I -S warm_fork.py FD MODULE...`) that imports only the standard library, so that it is as small as a
+zygote. It receives one packet per execution, with the socket of its client attached. The child reads source text until the client shuts
+down its side, and returns the output of the code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model to train on: the small demo's, warm-started on demonstrations by `rollmesh train` itself."""
+"""Create the model of the small demo, warm-started on demonstrations by `rollmesh train`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIMEOUT_S = 900
 
 
 def warm_model(out: Path, seed: int) -> Path:
-    """The model that a run of the same seed makes. `out` is a folder for it that does not exist."""
+    """Create the model that a run of the same seed creates. `out` is a new folder for it."""
     rollmesh(
         "train", str(CONFIG), "--out", str(out), "--json", f"run.seed={seed}", "run.updates_max=1", "run.eval_every=0"
     )
@@ -19,6 +19,6 @@ def warm_model(out: Path, seed: int) -> Path:
 
 
 def rollmesh(*arguments: str) -> None:
-    """Runs the command to its end, within `TIMEOUT_S`; what it prints is dropped. CalledProcessError if it fails."""
+    """Run the command within `TIMEOUT_S` and drop its output. Raises CalledProcessError if it fails."""
     command = [sys.executable, "-m", "rollmesh.cli", *arguments]
     subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
