@@ -1,4 +1,4 @@
-"""An agent of one's own: lets the model call the calculator, and asks once more after neither call nor answer."""
+"""A custom agent. The model may call the calculator, and gets one reminder if a turn is neither a call nor an answer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class AgentOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings, from `rollout.agent.options`."""
 
     calls_max: int = 6
-    """Calculator calls before the agent gives up."""
+    """Maximum number of calculator calls."""
     reminder: str = "?"
-    """What the model is told after a turn that was neither a call nor an answer."""
+    """Observation after a turn that is neither a call nor an answer."""
 
 
 class Agent:
-    """One instance serves many episodes at once: what belongs to an episode stays in local variables."""
+    """One instance serves many episodes at once, so keep the state of an episode in local variables."""
 
     Options: ClassVar[type[msgspec.Struct]] = AgentOptions
 
@@ -30,13 +30,13 @@ class Agent:
     async def run(self, task: Task, env: Environment) -> None:
         calls, reminded = 0, False
         while calls <= self._options.calls_max:
-            said = (await env.generate()).text
-            call = _between(said, "<tool_call>", "</tool_call>")
+            text = (await env.generate()).text
+            call = _between(text, "<tool_call>", "</tool_call>")
             if call is not None:
                 calls += 1
                 result = await env.tool("calculator", call)
                 env.observe(result.text)
-            elif "</answer>" in said or reminded:
+            elif "</answer>" in text or reminded:
                 return
             else:
                 reminded = True

@@ -1,4 +1,4 @@
-"""A scorer of one's own: right if the answer is near enough to the key; a second reward says how few words it took."""
+"""A custom scorer: 1 if the answer is within a tolerance of the key. A second reward decreases with the number of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ScorerOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Settings, from the scorer's `options`."""
 
     tolerance: float = 0.0
-    """Largest absolute difference from the key that still counts as right."""
+    """Largest absolute difference from the key of a correct answer."""
 
 
 class Scorer:
