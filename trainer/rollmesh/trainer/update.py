@@ -173,6 +173,7 @@ class Trainer:
         columns = {name: torch.as_tensor(values, device=device) for name, values in table.columns.items()}
         weight = token_weights(table.lengths.tolist(), table.sample_weights, self.config.normalization)
         columns["token_weight"] = weight.to(device)
+        columns |= self._loss.prepare(columns)
         policy = np.zeros(len(weight), dtype=np.float32)
         stats: dict[str, FloatArray] = {}
         packing = self.forward_choice.mode.packing(self.config.packing)

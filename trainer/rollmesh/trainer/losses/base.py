@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -64,6 +64,15 @@ class PolicyLoss(Protocol):
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
         """Return the scalar to add to the step's loss, and statistics per token."""
+        ...
+
+
+@runtime_checkable
+class PreparedLoss(PolicyLoss, Protocol):
+    """A term that reads values over all tokens of an optimizer step, such as a quantile or a sum per sample."""
+
+    def prepare(self, columns: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return further columns, given those of all tokens of the step. Their names begin with the name of the term."""
         ...
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from rollmesh.trainer.config import LossTerm
-from rollmesh.trainer.losses.base import LOSSES, LossInputs, PolicyLoss, TokenStats
+from rollmesh.trainer.losses.base import LOSSES, LossInputs, PolicyLoss, PreparedLoss, TokenStats
 
 
 class LossSum:
@@ -28,6 +28,11 @@ class LossSum:
     @property
     def needs(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for _, _, loss in self._terms for name in loss.needs))
+
+    def prepare(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the columns that the terms compute over all tokens of an optimizer step."""
+        prepared = [loss.prepare(columns) for _, _, loss in self._terms if isinstance(loss, PreparedLoss)]
+        return {name: values for found in prepared for name, values in found.items()}
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, TokenStats]:
         total, stats = inputs.logprobs.new_zeros(()), dict[str, Tensor]()
