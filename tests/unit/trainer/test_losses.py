@@ -83,6 +83,32 @@ def test_tis_equals_the_hand_computed_value() -> None:
     torch.testing.assert_close(gradient_of(loss, pi), torch.tensor([-0.75, 1.0]))  # the weight carries no gradient
 
 
+def test_high_entropy_equals_the_hand_computed_value() -> None:
+    # share 0.5 of 4 tokens: the threshold is 2.0, reached by tokens 0 and 3; their weights 0.1 and 0.3 are scaled by 1 / 0.4.
+    # token 0: ratio 1.5 -> 1.28, A = 1; token 3: ratio 0.5, A = 2 -> 1.0: loss = -(0.25 * 1.28 + 0.75 * 1.0) = -1.07
+    pi = logs(0.6, 0.6, 0.9, 0.2).requires_grad_()
+    columns = {
+        "behavior": logs(0.4, 0.4, 0.4, 0.4),
+        "advantages": torch.tensor([1.0, 1.0, -1.0, 2.0]),
+        "token_weight": torch.tensor([0.1, 0.2, 0.4, 0.3]),
+        "entropy": torch.tensor([2.0, 1.9, 0.0, 3.0]),
+    }
+    term = loss_of("high_entropy", share=0.5)
+    columns |= term.prepare(columns)
+    loss, stats = term(LossInputs(pi, columns))
+    assert loss.item() == pytest.approx(-1.07, abs=1e-6)
+    assert stats["high_entropy"].tolist() == [1, 0, 0, 1]
+    torch.testing.assert_close(gradient_of(loss, pi), torch.tensor([0.0, 0.0, 0.0, -0.75]))
+
+
+def test_high_entropy_with_share_1_is_ppo_clip() -> None:
+    batch = inputs(logs(0.5, 0.2, 0.7), logs(0.4, 0.4, 0.4), [1, -1, 2])
+    columns = {**batch.columns, "entropy": torch.tensor([0.3, 0.1, 0.2])}
+    term = loss_of("high_entropy", share=1.0)
+    loss, _ = term(LossInputs(batch.logprobs, columns | term.prepare(columns)))
+    assert loss.item() == pytest.approx(loss_of("ppo_clip")(batch)[0].item(), abs=1e-6)
+
+
 def test_token_normalization_counts_every_token_alike() -> None:
     weights = token_weights([1, 3], [1.0, 0.5], Normalization.TOKEN)
     assert weights.tolist() == pytest.approx([0.25, 0.125, 0.125, 0.125])

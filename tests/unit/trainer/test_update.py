@@ -26,7 +26,7 @@ SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16
 
 
 def trainer(config: UpdateConfig | None = None, *, seed: int = 7) -> Trainer:
-    return Trainer(build_tiny_model(SMALL, seed=1), config or UpdateConfig(), seed=seed)
+    return Trainer(build_tiny_model(SMALL, seed=1), config or UpdateConfig(), seed=seed, outputs=["entropy"])
 
 
 def weights(of: Trainer | PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -75,7 +75,7 @@ def test_another_seed_splits_minibatches_otherwise() -> None:
 
 
 @pytest.mark.parametrize("normalization", list(Normalization))
-@pytest.mark.parametrize("terms", [("ppo_clip",), ("tis",), ("ppo_clip", "tis")])
+@pytest.mark.parametrize("terms", [("ppo_clip",), ("tis",), ("high_entropy",), ("ppo_clip", "tis")])
 def test_accumulated_micro_batches_equal_one_big_batch(terms: tuple[str, ...], normalization: Normalization) -> None:
     samples, groups = random_batch()
     whole = UpdateConfig(
@@ -178,6 +178,23 @@ def test_untrainable_samples_are_dropped_with_their_reason() -> None:
     ]
     result = trainer().update(1, samples, [group("g0", *members)])
     assert {v.sample_id: v.reason for v in result.verdicts} == {i: reason for i, (_, _, reason) in cases.items()}
+
+
+def test_a_loss_drops_samples_without_the_output_that_it_needs() -> None:
+    samples, groups = random_batch()
+    bare = [replace(s, arrays={}) for s in samples[0].segments]
+    short = [replace(s, arrays={"entropy": np.zeros(1, np.float32)}) for s in samples[1].segments]
+    samples[:2] = [replace(samples[0], segments=tuple(bare)), replace(samples[1], segments=tuple(short))]
+    result = trainer(UpdateConfig(loss=(LossTerm("high_entropy"),))).update(1, samples, groups)
+    assert [v.reason for v in result.verdicts[:3]] == [DropReason.NO_OUTPUT, DropReason.MALFORMED, None]
+    assert 0.2 <= result.metrics["high_entropy_share"] < 0.5
+    assert trainer().update(1, samples, groups).verdicts[0].reason is None, "ppo_clip does not need it"
+
+
+def test_a_loss_that_needs_an_output_which_the_run_does_not_record_is_rejected() -> None:
+    config = UpdateConfig(loss=(LossTerm("high_entropy"),))
+    with pytest.raises(ValueError, match=r"`rollout.outputs` must contain entropy, which the loss needs, got \[\]"):
+        Trainer(build_tiny_model(SMALL, seed=1), config, seed=1)
 
 
 def test_an_update_without_usable_samples_is_skipped_but_counts() -> None:

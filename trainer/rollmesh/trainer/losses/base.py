@@ -22,6 +22,7 @@ LOSSES = Registry(
     {
         "ppo_clip": "rollmesh.trainer.losses.ppo_clip:PpoClip",
         "decoupled_ppo": "rollmesh.trainer.losses.decoupled_ppo:DecoupledPpo",
+        "high_entropy": "rollmesh.trainer.losses.high_entropy:HighEntropy",
         "tis": "rollmesh.trainer.losses.tis:Tis",
     },
 )
