@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -44,3 +45,16 @@ def test_every_package_says_what_it_is_for() -> None:
     for portion in PORTIONS:
         for init in (ROOT / portion).rglob("__init__.py"):
             assert init.read_text().startswith('"""'), f"{init} has no docstring"
+
+
+def test_class_names_are_unique() -> None:
+    """A class name identifies one class. Only the generated mirrors of events.proto may repeat names of the domain."""
+    generated = ROOT / "services/rollmesh/services/coordinator/core/facts.py"
+    defined: dict[str, list[str]] = {}
+    for portion in set(PORTIONS) - {"protos"}:
+        for path in (ROOT / portion).rglob("*.py"):
+            for node in ast.parse(path.read_text()).body if path != generated else []:
+                if isinstance(node, ast.ClassDef):
+                    defined.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(defined) > 500
+    assert {name: paths for name, paths in defined.items() if len(paths) > 1} == {}

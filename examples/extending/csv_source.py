@@ -4,7 +4,7 @@ import csv
 
 import msgspec
 
-from rollmesh.services.data.task import Split, Task
+from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.trajectory import Message
 
 
@@ -21,7 +21,7 @@ class CsvSource:
     def tasks(self):
         with self.path.open(newline="", encoding="utf-8") as file:
             for number, row in enumerate(csv.DictReader(file)):
-                yield Task(
+                yield PoolTask(
                     task_id=f"csv-{number}",
                     messages=(Message(role="user", content=row["prompt"]),),
                     labels={"topic": row["topic"]},

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rollmesh.services.reward.finalizer import Decision, Verdict
+from rollmesh.services.reward.finalizer import FinalizerDecision, Verdict
 
 
 class SpreadOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -18,5 +18,5 @@ class Spread:
     def decide(self, group):
         found = [reward.value for member in group.members for reward in member.rewards if reward.name == "correct"]
         if not found or max(found) - min(found) < self.least:
-            return Verdict(decision=Decision.FILTER, reason="SPREAD_TOO_SMALL")
-        return Verdict(decision=Decision.KEEP)
+            return Verdict(decision=FinalizerDecision.FILTER, reason="SPREAD_TOO_SMALL")
+        return Verdict(decision=FinalizerDecision.KEEP)

@@ -15,9 +15,9 @@ from rollmesh.shared.bus.bus import (
     Bus,
     BusUnavailable,
     Discard,
-    Record,
     StreamFull,
     StreamLog,
+    StreamRecord,
     StreamSpec,
     UnknownRecord,
     UnknownStream,
@@ -67,7 +67,7 @@ async def filled(bus: Bus, num_records: int) -> StreamLog:
     return log
 
 
-async def take(records: Any, count: int) -> list[Record]:
+async def take(records: Any, count: int) -> list[StreamRecord]:
     taken = []
     async with aclosing(records), asyncio.timeout(20):
         async for record in records:
@@ -81,8 +81,8 @@ async def test_sequences_start_at_one_and_records_read_back(bus: Bus) -> None:
     log = await bus.create(spec())
     assert await log.append(b"one", msg_id="a", headers={"Kind": "x"}) == 1
     assert await log.append(b"", msg_id="b") == 2
-    assert await log.read(1) == Record(seq=1, payload=b"one", msg_id="a", headers={"Kind": "x"})
-    assert await log.last() == Record(seq=2, payload=b"", msg_id="b")
+    assert await log.read(1) == StreamRecord(seq=1, payload=b"one", msg_id="a", headers={"Kind": "x"})
+    assert await log.last() == StreamRecord(seq=2, payload=b"", msg_id="b")
 
 
 async def test_streams_are_listed_by_name(bus: Bus) -> None:
@@ -404,7 +404,7 @@ async def test_a_range_that_gets_no_record_fails_at_its_deadline(server: Embedde
     log = await filled(bus, 2)
 
     class Silent:
-        async def follow(self, from_seq: int) -> AsyncIterator[Record]:
+        async def follow(self, from_seq: int) -> AsyncIterator[StreamRecord]:
             yield await log.read(1)
             await asyncio.Event().wait()
 

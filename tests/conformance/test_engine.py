@@ -19,7 +19,7 @@ from rollmesh.services.inference.engine import (
     GenerateDelta,
     GenerateRequest,
     KvPolicy,
-    WeightsRejected,
+    WeightsMismatch,
 )
 from rollmesh.services.inference.engines.torch_config import Forward, TorchEngineConfig
 from rollmesh.services.inference.engines.torch_engine import TorchEngine
@@ -447,7 +447,7 @@ async def test_unfit_weights_are_rejected_while_serving_continues(kit: Kit, faul
     if fault == "garbage":
         path.write_bytes(b"\xff" * 100)
     call = kit.call(PROMPT, max_tokens=100)
-    with pytest.raises(WeightsRejected, match=path.name if fault == "garbage" else f"{name}|other"):
+    with pytest.raises(WeightsMismatch, match=path.name if fault == "garbage" else f"{name}|other"):
         await kit.engine.prepare(version(1), {"model.safetensors": path})
     await kit.end(call)
     assert (call.finish, kit.engine.active) == (FinishReason.LENGTH, version(0))

@@ -14,7 +14,7 @@ import pytest
 from rollmesh.services.sandbox.config import SandboxConfig, TenantQuota, TenantsConfig
 from rollmesh.services.sandbox.node import SandboxNode
 from rollmesh.shared.clients.reward import RewardClient, RewardClientConfig
-from rollmesh.shared.clients.sandbox import ExecOutcome, SandboxClient, SandboxClientConfig, Session
+from rollmesh.shared.clients.sandbox import ExecOutcome, RemoteSession, SandboxClient, SandboxClientConfig
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import MeshError, NotReady, Overloaded, Unavailable, UnknownOracle, UnknownProfile
 from rollmesh.shared.registry import Extension
@@ -76,7 +76,7 @@ async def test_a_command_refused_for_the_tenants_quota_is_sent_again(tmp_path: P
     ):
         order: list[str] = []
 
-        async def run(session: Session, code: str) -> None:
+        async def run(session: RemoteSession, code: str) -> None:
             order.append((await session.run(code)).result)
 
         await asyncio.gather(run(slow, "import time; time.sleep(0.3); 1"), run(quick, "2"))

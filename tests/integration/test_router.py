@@ -19,7 +19,7 @@ from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.clients.inference_nodes import RouterConfig
 from rollmesh.shared.codec.trajectory import encode_version
 from rollmesh.shared.errors import DeadlineExceeded, InfraFailure, InvalidInput, StaleWeights
-from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.fleet import KnownFleet
 from rollmesh.shared.trajectory import FinishReason, SamplingParams
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.v1 import coordinator_pb2
@@ -36,7 +36,7 @@ class Cell:
     """A depot, nodes, and the fleet as a coordinator would show it."""
 
     def __init__(self, folder: Path, store: DepotNode, stack: contextlib.AsyncExitStack) -> None:
-        self.fleet = Fleet()
+        self.fleet = KnownFleet()
         self.nodes: dict[str, InferenceNode] = {}
         self._folder = folder
         self._store = store
@@ -302,7 +302,7 @@ async def test_a_request_waits_for_weights_and_says_so(tmp_path: Path) -> None:
 
 
 async def test_a_request_without_a_node_ends_at_its_deadline_with_the_cause(tmp_path: Path) -> None:
-    async with InferenceRouter(Fleet(), access=ACCESS, config=RouterConfig(deadline_s=0.01)) as router:
+    async with InferenceRouter(KnownFleet(), access=ACCESS, config=RouterConfig(deadline_s=0.01)) as router:
         with pytest.raises(DeadlineExceeded, match="it waits for an inference node .* of 0 nodes none"):
             await generated(router)
 

@@ -12,7 +12,7 @@ from rollmesh.services.inference.node import InferenceNode
 from rollmesh.shared.clients.generated import Generated, Target
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.codec.trajectory import encode_version
-from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.fleet import KnownFleet
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.trajectory import SamplingParams
 from rollmesh.shared.versions import PolicyVersion
@@ -76,6 +76,6 @@ async def test_published_weights_reach_every_node_and_late_ones_too(tmp_path: Pa
                 assert late.engine.load().tokens_generated == 2 * 16
 
 
-async def in_use(fleet: Fleet, node_id: str) -> None:
+async def in_use(fleet: KnownFleet, node_id: str) -> None:
     while not any(node.node_id == node_id and node.HasField("active") for node in fleet.nodes()):
         await fleet.changed(since=fleet.revision)

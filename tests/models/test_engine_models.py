@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollmesh.trainer.config import UpdateConfig
-from rollmesh.trainer.update import Trainer
+from rollmesh.trainer.update import BatchTrainer
 from tests.models.architectures import ARCHITECTURES, build_model
 from tests.models.engine_column import EngineResult, engine_result
 
@@ -47,7 +47,7 @@ def test_trainer_caps_attention_scores_as_the_engine_does() -> None:
     tokens = np.arange(1, 30, dtype=np.int32)
     with torch.no_grad():
         default = model(torch.tensor(tokens[None], dtype=torch.long)).logits
-    scored = Trainer(model, UpdateConfig(), seed=0).score(tokens)
+    scored = BatchTrainer(model, UpdateConfig(), seed=0).score(tokens)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         logits = model(torch.tensor(tokens[None], dtype=torch.long)).logits

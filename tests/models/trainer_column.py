@@ -14,7 +14,7 @@ from rollmesh.trainer.config import PackingConfig, UpdateConfig
 from rollmesh.trainer.forward import ForwardMode, target_logits, target_logprobs
 from rollmesh.trainer.model_config import context_length
 from rollmesh.trainer.packing import Sequence1D, num_targets, pack
-from rollmesh.trainer.update import Trainer
+from rollmesh.trainer.update import BatchTrainer
 from tests.models.architectures import LENGTH_MAX, VOCAB_SIZE, build_model
 
 PACKING = PackingConfig(row_tokens=64, micro_batch_tokens=192)
@@ -34,7 +34,7 @@ def trainer_result(name: str) -> TrainerResult:
     """Run random sequences of 3-40 tokens, longer than every sliding window, through the trainer's forward and the plain one."""
     model = build_model(name)
     try:
-        choice = Trainer(model, UpdateConfig(), seed=0).forward_choice
+        choice = BatchTrainer(model, UpdateConfig(), seed=0).forward_choice
     except ValueError as error:
         return TrainerResult(None, str(error))
     sequences = _sequences(context_length(model) or LENGTH_MAX)

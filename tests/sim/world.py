@@ -70,7 +70,7 @@ class Trainer:
     incarnation: int = 0
     digest: str = ""
     content: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    lease: i.Batch | None = None
+    lease: i.BatchGrant | None = None
     stepped: bool = False
     """The weights have moved for the leased batch, but the commit is not answered."""
 
@@ -256,7 +256,7 @@ class World:
             i.LeaseBatch(ticket=self.ticket(), trainer_epoch=t.epoch, update=t.update + 1, wait_s=0.0, **NAMES)
         )
         self.serve_questions()
-        if isinstance(answer, i.Batch) and answer.lease_id:
+        if isinstance(answer, i.BatchGrant) and answer.lease_id:
             t.lease, t.stepped = answer, False
 
     def release_and_repeat(self) -> None:
@@ -273,7 +273,7 @@ class World:
             again = self.ask(
                 i.LeaseBatch(ticket=self.ticket(), trainer_epoch=t.epoch, update=t.update + 1, wait_s=0.0, **NAMES)
             )
-            assert isinstance(again, i.Batch)
+            assert isinstance(again, i.BatchGrant)
             assert again.lease_id == t.lease.lease_id != release["lease_id"]
 
     def step_and_commit(self, *, lose_reply: bool, dropped: Sequence[str] = (), applied: bool = True) -> None:

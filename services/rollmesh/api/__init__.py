@@ -18,7 +18,7 @@ from pathlib import Path
 from rollmesh.cli.app import set_up_compute
 from rollmesh.cli.display import QuietView, View
 from rollmesh.cli.open_run import open_run
-from rollmesh.cli.session import Session
+from rollmesh.cli.session import TrainSession
 from rollmesh.cli.summary import Summary
 
 __all__ = ["Summary", "View", "train"]
@@ -43,7 +43,7 @@ async def train(
     async with AsyncExitStack() as stack:
         opening = open_run(Path(config), list(overrides), command=sys.argv, out=folder)
         run = await asyncio.to_thread(stack.enter_context, opening)  # its checks run separate event loops
-        session = Session(
+        session = TrainSession(
             folder=run.folder,
             config=run.config,
             base_dir=run.base_dir,

@@ -26,7 +26,7 @@ from rollmesh.services.learner.engine import StepResult
 from rollmesh.services.learner.engines.torch_trainer import open_trainer
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
-from rollmesh.services.rollout.progress import Progress
+from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.recorder import mix64
 from rollmesh.services.rollout.stages import Stages
 from rollmesh.services.rollout.tokenizer import load_tokenizer
@@ -90,7 +90,7 @@ class BareLoop:
                 samples=self._episodes,
                 clock=clock,
                 stages=Stages(config.stages, clock),
-                progress=Progress(),
+                progress=WorkerProgress(),
             )
         )
 

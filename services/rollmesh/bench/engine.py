@@ -34,7 +34,7 @@ PAGE_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class EngineWork:
     """Requests that arrive together. `batch` is the number that may run at once."""
 
     name: str
@@ -48,11 +48,11 @@ class Work:
         return sum(self.num_new)
 
 
-def works(quick: bool) -> list[Work]:
+def works(quick: bool) -> list[EngineWork]:
     lengths = np.random.default_rng(1).integers(8, 161, 96)
     even = [(1, 96, 7), (32, 96, 5), (128, 48, 5)]
-    made = [Work(f"even, batch {n}", n, (new,) * n, 1 if quick else laps) for n, new, laps in even]
-    return [*made, Work("uneven, batch 32", 32, tuple(int(n) for n in lengths), 1 if quick else 3)]
+    made = [EngineWork(f"even, batch {n}", n, (new,) * n, 1 if quick else laps) for n, new, laps in even]
+    return [*made, EngineWork("uneven, batch 32", 32, tuple(int(n) for n in lengths), 1 if quick else 3)]
 
 
 def run(quick: bool) -> Report:
@@ -66,7 +66,7 @@ def run(quick: bool) -> Report:
     return report
 
 
-def _row(work: Work, name: str, laps: dict[str, list[Lap]]) -> dict[str, Any]:
+def _row(work: EngineWork, name: str, laps: dict[str, list[Lap]]) -> dict[str, Any]:
     wall, cpu = ratios(laps[OURS], laps[name])
     return {
         "work": work.name,
@@ -79,7 +79,7 @@ def _row(work: Work, name: str, laps: dict[str, list[Lap]]) -> dict[str, Any]:
 
 
 @contextmanager
-def _contenders(folder: Path, model: Any, work: Work) -> Iterator[dict[str, Contender]]:
+def _contenders(folder: Path, model: Any, work: EngineWork) -> Iterator[dict[str, Contender]]:
     rows = prompts(len(work.num_new), PROMPT_TOKENS)
     bench = EngineBench(folder, slots_max=work.batch, context_max=256, resident_slots_max=0)
     manager = _manager(model, work)
@@ -94,7 +94,7 @@ def _contenders(folder: Path, model: Any, work: Work) -> Iterator[dict[str, Cont
         bench.close()
 
 
-def _ours(bench: EngineBench, rows: list[list[int]], work: Work, repetition: int) -> int:
+def _ours(bench: EngineBench, rows: list[list[int]], work: EngineWork, repetition: int) -> int:
     async def all_of_them() -> int:
         answers = [
             bench.submit(row, SamplingParams(max_tokens=new, seed=1000 * (repetition + 1) + index))
@@ -113,7 +113,7 @@ def _generation_config(num_new: int, eos: int | None = None) -> Any:
     )
 
 
-def _generate(model: Any, rows: list[list[int]], work: Work) -> int:
+def _generate(model: Any, rows: list[list[int]], work: EngineWork) -> int:
     for start in range(0, len(rows), work.batch):
         batch, num_new = rows[start : start + work.batch], work.num_new[start : start + work.batch]
         ids = torch.tensor(batch)
@@ -125,7 +125,7 @@ def _generate(model: Any, rows: list[list[int]], work: Work) -> int:
     return work.num_tokens
 
 
-def _manager(model: Any, work: Work) -> Any:
+def _manager(model: Any, work: EngineWork) -> Any:
     """Start it with memory for the whole batch at its longest, on a copy of the model, because it changes the attention."""
     blocks = work.batch * -(-(PROMPT_TOKENS + max(work.num_new)) // PAGE_TOKENS) + 1
     config = ContinuousBatchingConfig(
@@ -140,7 +140,7 @@ def _manager(model: Any, work: Work) -> Any:
     return manager
 
 
-def _continuous(manager: Any, rows: list[list[int]], work: Work) -> int:
+def _continuous(manager: Any, rows: list[list[int]], work: EngineWork) -> int:
     for row, new in zip(rows, work.num_new, strict=True):
         manager.add_request(row, max_new_tokens=new)
     num_tokens = 0
@@ -152,6 +152,6 @@ def _continuous(manager: Any, rows: list[list[int]], work: Work) -> int:
     return _checked(num_tokens, work)
 
 
-def _checked(num_tokens: int, work: Work) -> int:
+def _checked(num_tokens: int, work: EngineWork) -> int:
     assert num_tokens == work.num_tokens, f"{num_tokens} tokens came back of {work.num_tokens}"
     return num_tokens

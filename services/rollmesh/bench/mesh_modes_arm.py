@@ -70,7 +70,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the threads that generate and train; None if processes are not profiled."""
 
 
-class Arm(Protocol):
+class MeshModesArm(Protocol):
     """A running training."""
 
     async def until(self, update: int) -> int:
@@ -86,7 +86,7 @@ class Arm(Protocol):
         ...
 
 
-async def measure(arm: Arm, work: Work) -> Measured:
+async def measure(arm: MeshModesArm, work: Work) -> Measured:
     first = await arm.until(work.warm)
     begin_s, begin_cpu_s = time.perf_counter(), tree_cpu_s()
     last = await arm.until(first + work.num)
@@ -156,7 +156,7 @@ class MeshArm:
 
 
 @asynccontextmanager
-async def open_arm(work: Work, folder: Path) -> AsyncIterator[Arm]:
+async def open_arm(work: Work, folder: Path) -> AsyncIterator[MeshModesArm]:
     """Start training in `folder`."""
     config, model = run_config(work), Path(work.model)
     if work.mode == "bare":

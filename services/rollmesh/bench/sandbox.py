@@ -24,7 +24,7 @@ from typing import Any
 from rollmesh.bench import sandbox_ours as ours
 from rollmesh.bench import sandbox_rivals as rivals
 from rollmesh.bench.report import Report, spread
-from rollmesh.bench.sandbox_arm import Arm, Lap, lap, percentile
+from rollmesh.bench.sandbox_arm import Arm, SandboxLap, lap, percentile
 from rollmesh.services.sandbox.config import PROFILES
 
 AT_ONCE = (1, 2, 8, 32)
@@ -36,7 +36,7 @@ ISOLATES = {
     BWRAP: "namespaces", FIREJAIL: "namespaces, seccomp",
 }  # fmt: skip
 
-Laps = dict[int, dict[str, list[Lap]]]
+Laps = dict[int, dict[str, list[SandboxLap]]]
 """Results by number of concurrent executions, then by arm."""
 
 
@@ -79,7 +79,7 @@ async def _arms(folder: Path, notes: list[str]) -> AsyncIterator[Mapping[str, Ar
             FRESH: ours.EngineFresh(engine),
             FORK: fork,
             FRESH_RPC: ours.ServiceFresh(link),
-            PYTHON: rivals.Program(rivals.BARE),
+            PYTHON: rivals.RivalProgram(rivals.BARE),
             LIVE: ours.EngineLive(engine),
             LIVE_RPC: ours.ServiceLive(link),
         }
@@ -87,11 +87,11 @@ async def _arms(folder: Path, notes: list[str]) -> AsyncIterator[Mapping[str, Ar
             if missing := await asyncio.to_thread(rivals.present, command):
                 notes.append(f"{name} left out: {missing}")
             else:
-                arms[name] = rivals.Program(command)
+                arms[name] = rivals.RivalProgram(command)
         yield arms
 
 
-def _row(num: int, name: str, by_arm: Mapping[str, list[Lap]]) -> dict[str, Any]:
+def _row(num: int, name: str, by_arm: Mapping[str, list[SandboxLap]]) -> dict[str, Any]:
     laps = by_arm[name]
     latencies = [latency for one in laps for latency in one.latencies_s]
     executions = sum(one.num for one in laps)
@@ -109,12 +109,12 @@ def _row(num: int, name: str, by_arm: Mapping[str, list[Lap]]) -> dict[str, Any]
     }
 
 
-def _cpu_ratio(by_arm: Mapping[str, list[Lap]], name: str, other: str) -> float:
+def _cpu_ratio(by_arm: Mapping[str, list[SandboxLap]], name: str, other: str) -> float:
     pairs = zip(by_arm[name], by_arm[other], strict=True)
     return statistics.median((a.cpu_s / a.num) / (b.cpu_s / b.num) for a, b in pairs)
 
 
-def _speed_ratio(by_arm: Mapping[str, list[Lap]], name: str, other: str) -> float:
+def _speed_ratio(by_arm: Mapping[str, list[SandboxLap]], name: str, other: str) -> float:
     pairs = zip(by_arm[name], by_arm[other], strict=True)
     return statistics.median((a.num / a.wall_s) / (b.num / b.wall_s) for a, b in pairs)
 

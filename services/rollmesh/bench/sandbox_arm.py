@@ -39,7 +39,7 @@ class Arm(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Lap:
+class SandboxLap:
     """The result of one lap of one arm."""
 
     latencies_s: list[float]
@@ -52,7 +52,7 @@ class Lap:
         return len(self.latencies_s)
 
 
-async def lap(arm: Arm, num: int, seconds: float) -> Lap:
+async def lap(arm: Arm, num: int, seconds: float) -> SandboxLap:
     """Run `num` workers for `seconds`, each with one execution after another."""
     await arm.prepare(num)
     cpu_s, kernel, begin_s = tree_cpu_s(), _kernel_ticks(), time.perf_counter()
@@ -67,7 +67,7 @@ async def lap(arm: Arm, num: int, seconds: float) -> Lap:
         for worker in range(num):
             group.create_task(work(worker))
     wall_s = time.perf_counter() - begin_s
-    spent = Lap(latencies, wall_s, tree_cpu_s() - cpu_s, _since_s(kernel))
+    spent = SandboxLap(latencies, wall_s, tree_cpu_s() - cpu_s, _since_s(kernel))
     await arm.settle()
     return spent
 

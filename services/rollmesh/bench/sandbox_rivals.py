@@ -75,7 +75,7 @@ class WarmFork:
         """Do nothing: each child was waited for."""
 
 
-class Program:
+class RivalProgram:
     """A program that is started for each execution and prints."""
 
     def __init__(self, command: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from rich.text import Text
 from rollmesh.cli.causes import failure_words, no_update_words
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.series import Eval, Point, Series, staleness_shares
-from rollmesh.cli.watch import Recorder
+from rollmesh.cli.watch import RunRecorder
 from rollmesh.demo.model_process import WarmStep
 from rollmesh.mesh.process_events import ProcessEvent
 from rollmesh.services.learner.metrics_log import newest_metrics
@@ -56,7 +56,7 @@ class View(Protocol):
 
     def warm_start(self, step: WarmStep) -> None: ...
 
-    def follow(self, recorder: Recorder) -> None:
+    def follow(self, recorder: RunRecorder) -> None:
         """Show the run from now on; called once."""
         ...
 
@@ -87,7 +87,7 @@ class QuietView:
 
     def warm_start(self, step: WarmStep) -> None: ...
 
-    def follow(self, recorder: Recorder) -> None: ...
+    def follow(self, recorder: RunRecorder) -> None: ...
 
     def moved(self) -> None: ...
 
@@ -107,7 +107,7 @@ class PlainView:
     def __init__(self, config: TrainConfig, console: Console, folder: str) -> None:
         self._config = config
         self._console = console
-        self._recorder: Recorder | None = None
+        self._recorder: RunRecorder | None = None
         self._shown_update = 0
         self._shown_evals = 0
         self._shown_s = -PLAIN_EVERY_S
@@ -125,7 +125,7 @@ class PlainView:
         if step.success is not None or step.step % 50 == 0:
             self._say(f"warm start {warm_text(step)}")
 
-    def follow(self, recorder: Recorder) -> None:
+    def follow(self, recorder: RunRecorder) -> None:
         self._recorder = recorder
         self._shown_evals = len(recorder.series.evals)
 
@@ -155,7 +155,7 @@ class PlainView:
             self._silence_s = 0.0
             self._say("coordinator responds again")
 
-    def _show_problem(self, now: Point, recorder: Recorder) -> None:
+    def _show_problem(self, now: Point, recorder: RunRecorder) -> None:
         """Report the newest failure and why there is no update, if they changed, at most every `PLAIN_EVERY_S`."""
         problem = "; ".join(filter(None, problems(self._config, recorder)))
         if problem and problem != self._shown_problem and now.time_s - self._problem_s >= PLAIN_EVERY_S:
@@ -204,7 +204,7 @@ class LiveView:
         self._note = ""
         self._warm: WarmStep | None = None
         self._warm_evals: list[float] = []
-        self._recorder: Recorder | None = None
+        self._recorder: RunRecorder | None = None
         self._events: deque[ProcessEvent] = deque(maxlen=_EVENTS_SHOWN)
         self._begin_s = time.monotonic()
         self._live = Live(console=console, get_renderable=self.render, refresh_per_second=4, redirect_stdout=False)
@@ -218,7 +218,7 @@ class LiveView:
         if step.success is not None:
             self._warm_evals.append(step.success)
 
-    def follow(self, recorder: Recorder) -> None:
+    def follow(self, recorder: RunRecorder) -> None:
         self._recorder = recorder
 
     def moved(self) -> None:
@@ -268,7 +268,7 @@ class LiveView:
         )
 
 
-def progress_line(config: TrainConfig, recorder: Recorder) -> RenderableType:
+def progress_line(config: TrainConfig, recorder: RunRecorder) -> RenderableType:
     """`update 57 / 100 ━━━━━ 1:03, about 0:45 left`."""
     now, total, elapsed_s = recorder.now, config.run.updates_max, recorder.elapsed_s()
     grid = Table.grid(padding=(0, 2))
@@ -284,7 +284,7 @@ def progress_line(config: TrainConfig, recorder: Recorder) -> RenderableType:
     return grid
 
 
-def run_table(config: TrainConfig, recorder: Recorder) -> Table:
+def run_table(config: TrainConfig, recorder: RunRecorder) -> Table:
     """Return held-out success, rewards, staleness, samples, rates and problems, a line each."""
     now, series = recorder.now, recorder.series
     rows: list[tuple[str, RenderableType]] = [("held-out", _held_out(config, series.evals_by_step))]
@@ -314,7 +314,7 @@ def silence_text(silent_s: float) -> str:
     return f"no response from the coordinator for {silent_s:.0f} s"
 
 
-def problems(config: TrainConfig, recorder: Recorder) -> tuple[str, str]:
+def problems(config: TrainConfig, recorder: RunRecorder) -> tuple[str, str]:
     """Return the newest failure, and why no update was made from two batches of samples; each may be empty."""
     now, unused = recorder.now, recorder.unused()
     no_update = no_update_words(now.update, unused)

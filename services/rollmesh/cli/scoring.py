@@ -27,13 +27,13 @@ from rollmesh.cli.samples import (
 )
 from rollmesh.mesh.parts import reward_config
 from rollmesh.services.data.config import build_pools
-from rollmesh.services.data.task import Split, Task, TaskPool
+from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.services.reward.config import build_engine
 from rollmesh.services.reward.engine import RewardEngine
 from rollmesh.services.reward.item import ScoreItem, TaskView
 from rollmesh.services.reward.oracles import Oracles
 from rollmesh.shared.errors import ConfigError, UnknownOracle
-from rollmesh.shared.jsonl import Record, read_jsonl
+from rollmesh.shared.jsonl import JsonlRecord, read_jsonl
 from rollmesh.shared.trajectory import EpisodeKey, FinishReason, Message, Outcome, Source
 
 NUM_LINES_MAX = 1_000_000
@@ -91,7 +91,7 @@ def _configuration(named: Path | None) -> tuple[Path, Path]:
     return named, named.parent.resolve()
 
 
-async def _score(records: Sequence[Record], tasks: _Tasks, engine: RewardEngine) -> list[ScoredLine]:
+async def _score(records: Sequence[JsonlRecord], tasks: _Tasks, engine: RewardEngine) -> list[ScoredLine]:
     try:
         items = [_item(record, tasks, engine.oracles) for record in records]  # check all lines before scoring starts
         found: list[ScoredLine] = []
@@ -117,7 +117,7 @@ class _Tasks:
 
     pools: Mapping[Split, TaskPool]
 
-    def find(self, task_id: str) -> Task | None:
+    def find(self, task_id: str) -> PoolTask | None:
         for pool in self.pools.values():
             position = pool.position(task_id)
             if position is not None:
@@ -125,7 +125,7 @@ class _Tasks:
         return None
 
 
-def _item(record: Record, tasks: _Tasks, oracles: Oracles) -> ScoreItem:
+def _item(record: JsonlRecord, tasks: _Tasks, oracles: Oracles) -> ScoreItem:
     """Return the input of the scorers for a line. Raises RecordError."""
     sample = _sample(record) if "messages" in record.fields else _answer(record, tasks)
     known = tasks.find(sample.task)
@@ -158,7 +158,7 @@ def _finish(sample: SampleLine, actions: Sequence[SegmentLine]) -> FinishReason:
     return FinishReason[named.upper()]
 
 
-def _view(sample: SampleLine, known: Task | None) -> TaskView:
+def _view(sample: SampleLine, known: PoolTask | None) -> TaskView:
     if known is None:
         return TaskView(task_id=sample.task, split=sample.split, labels=sample.labels)
     return TaskView(
@@ -166,7 +166,7 @@ def _view(sample: SampleLine, known: Task | None) -> TaskView:
     )
 
 
-def _sample(record: Record) -> SampleLine:
+def _sample(record: JsonlRecord) -> SampleLine:
     try:
         sample = msgspec.convert(dict(record.fields), SampleLine)
     except msgspec.ValidationError as err:
@@ -182,7 +182,7 @@ def _sample(record: Record) -> SampleLine:
     return sample
 
 
-def _answer(record: Record, tasks: _Tasks) -> SampleLine:
+def _answer(record: JsonlRecord, tasks: _Tasks) -> SampleLine:
     """Return a plain answer as a sample whose last message it is."""
     task_id = record.text("task")
     task = tasks.find(task_id)

@@ -25,7 +25,7 @@ from rollmesh.cli.results import note_warm_start, write_results
 from rollmesh.cli.run_folder import RunFolder, run_config
 from rollmesh.cli.series import Eval
 from rollmesh.cli.summary import Outcome, Summary
-from rollmesh.cli.watch import Recorder, Watcher
+from rollmesh.cli.watch import RunRecorder, Watcher
 from rollmesh.demo.model_process import WarmStep, make_in_process
 from rollmesh.mesh.mesh import Mesh
 from rollmesh.mesh.running import RunningMesh
@@ -47,7 +47,7 @@ class RunStalled(DeadlineExceeded):
 
 
 @dataclass(kw_only=True)
-class Session:
+class TrainSession:
     """A run in its folder."""
 
     folder: RunFolder
@@ -112,7 +112,7 @@ class Session:
         run = self.config.run
         self._show_disk_need()
         async with AsyncExitStack() as stack:
-            recorder = Recorder(
+            recorder = RunRecorder(
                 self.folder.series,
                 success_reward=run.success_reward,
                 clock=self.clock,
@@ -164,7 +164,7 @@ async def _ended(watcher: Watcher, limit_s: float) -> None:
 
 
 async def unless_hopeless(
-    work: Coroutine[Any, Any, None], recorder: Recorder, on_stall: Literal["warn", "exit"]
+    work: Coroutine[Any, Any, None], recorder: RunRecorder, on_stall: Literal["warn", "exit"]
 ) -> None:
     """Await `work`. Cancel it and raise the cause if all samples fail, or with `exit` if the run stalls."""
     working = asyncio.ensure_future(work)

@@ -17,7 +17,7 @@ _EVIDENCE_CHARS_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TranscriptTurn:
     """One generation: its segments, several if the weights changed during it."""
 
     segments: tuple[SegmentLine, ...]
@@ -36,17 +36,17 @@ class Turn:
         return ", ".join([*facts, self.segments[-1].finish])
 
 
-def turns_of(segments: Sequence[SegmentLine]) -> list[Turn]:
+def turns_of(segments: Sequence[SegmentLine]) -> list[TranscriptTurn]:
     """Return the generations on the path of a sample, in order."""
-    turns: list[Turn] = []
+    turns: list[TranscriptTurn] = []
     open_turn: list[SegmentLine] = []
     for segment in segments:
         if segment.role == ACTION:
             open_turn.append(segment)
         if open_turn and (segment.role != ACTION or segment.finish != "unfinished"):
-            turns.append(Turn(tuple(open_turn)))
+            turns.append(TranscriptTurn(tuple(open_turn)))
             open_turn = []
-    return [*turns, Turn(tuple(open_turn))] if open_turn else turns
+    return [*turns, TranscriptTurn(tuple(open_turn))] if open_turn else turns
 
 
 def transcript(line: SampleLine) -> RenderableType:

@@ -35,7 +35,7 @@ _BACKOFF_S = 0.2
 _REFRESH_S_MAX = 10.0
 
 
-class Recorder:
+class RunRecorder:
     """Converts states to entries of a series, in memory and in a file."""
 
     def __init__(
@@ -200,7 +200,7 @@ class Watcher:
     """Watches a run in the background while it is entered. `recorder.ended` is set when the run has ended."""
 
     def __init__(
-        self, address: str, access: Access, run: str, recorder: Recorder, clock: Clock, *, stall_s: float = 0.0
+        self, address: str, access: Access, run: str, recorder: RunRecorder, clock: Clock, *, stall_s: float = 0.0
     ) -> None:
         """`stall_s`: seconds without a response after which the recorder reports a stall; 0 disables it."""
         self._address = address

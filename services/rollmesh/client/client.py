@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from rollmesh.client.calls import GatewayCalls, RunCalls
-from rollmesh.client.trainer import Attached, Trainer, disposed_samples, outcome_of
+from rollmesh.client.trainer import Attachment, Trainer, disposed_samples, outcome_of
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.errors import NotReady
 from rollmesh.shared.retry import RetryConfig
@@ -104,7 +104,7 @@ class Run(RunCalls):
 
         reply = await self.retry(attach)
         self.lease_s = reply.lease_s
-        attached = Attached(
+        attached = Attachment(
             trainer_epoch=reply.trainer_epoch,
             next_update=reply.next_update,
             incarnation=reply.incarnation,

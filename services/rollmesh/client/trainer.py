@@ -38,7 +38,7 @@ class NoBatch(FailedPrecondition):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attached:
+class Attachment:
     """The reply to an attach; see AttachTrainerResponse."""
 
     trainer_epoch: int
@@ -51,7 +51,7 @@ class Attached:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class CommitResult:
     """Digest after the update, and the head of the ledger that contains its commit: store both in the checkpoint."""
 
     digest: str
@@ -61,7 +61,7 @@ class Committed:
 class Trainer:
     """Created by `Run.attach`; an async context. Used by one task."""
 
-    def __init__(self, run: RunCalls, attached: Attached, *, digest: str, depot: str) -> None:
+    def __init__(self, run: RunCalls, attached: Attachment, *, digest: str, depot: str) -> None:
         self.attached = attached
         """Epoch, incarnation, resolution of samples in doubt, spec of the run."""
         self.update = attached.next_update - 1
@@ -156,7 +156,7 @@ class Trainer:
 
     async def commit(
         self, batch: Batch, *, dropped: Mapping[str, str] | None = None, applied: bool = True
-    ) -> Committed:
+    ) -> CommitResult:
         """Commit the update of the batch. `dropped` gives the reason for each unused sample; `applied=False` means unchanged weights.
 
         Store digest and head in the checkpoint. Raises `LeaseExpired`, `UnknownLease`, `Fenced`, `BeyondBound`, `CommitConflict`: the
@@ -175,7 +175,7 @@ class Trainer:
         await self.abandon()
         self.update, self.digest = batch.update, reply.digest
         self.head = LedgerHead(position=reply.ledger_position, hash=reply.ledger_hash)
-        return Committed(digest=self.digest, head=self.head)
+        return CommitResult(digest=self.digest, head=self.head)
 
     async def release(self) -> None:
         """Release the open batch unused."""

@@ -19,7 +19,7 @@ from rollmesh.shared.trajectory import IntArray, MaskArray
 
 
 @dataclass(frozen=True, slots=True)
-class Demonstration:
+class EncodedDemonstration:
     """A conversation to imitate: `token_ids` [n], and `loss_mask` [n], 1 on what the assistant wrote."""
 
     token_ids: IntArray
@@ -48,7 +48,7 @@ def render_demonstration(
     answer: str,
     *,
     tools: Sequence[str] = (),
-) -> Demonstration:
+) -> EncodedDemonstration:
     """A solved episode: the question, each (call, result), and the answer; trained on calls, answer and end tags."""
     ids = encode_prompt(tokenizer, question, tools=tools)
     mask = [0] * len(ids)
@@ -60,7 +60,7 @@ def render_demonstration(
     last = tokenizer.encode(f"<answer>{answer}</answer><|end|>", add_special_tokens=False)
     ids += last
     mask += [1] * len(last)
-    return Demonstration(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.uint8))
+    return EncodedDemonstration(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.uint8))
 
 
 def demonstration_messages(question: str, calls: Sequence[tuple[str, str]], answer: str) -> list[dict[str, Any]]:

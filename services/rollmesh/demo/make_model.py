@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from rollmesh.demo.chat import Demonstration, render_demonstration
+from rollmesh.demo.chat import EncodedDemonstration, render_demonstration
 from rollmesh.demo.config import MadeModelConfig, demonstrated_source
 from rollmesh.demo.sft import (
     WarmStartConfig,
@@ -77,7 +77,7 @@ class _Demonstrator:
         self._source = source
         self._tokenizer = build_tokenizer()
 
-    def new(self, level: int, rng: np.random.Generator) -> Demonstration:
+    def new(self, level: int, rng: np.random.Generator) -> EncodedDemonstration:
         """A demonstration of a task from the train range."""
         draws = random.Random(int(rng.integers(2**63)))
         while True:
@@ -85,11 +85,11 @@ class _Demonstrator:
             if self._source.split(key) is Split.TRAIN:
                 return self._render(key)
 
-    def validation(self) -> list[Demonstration]:
+    def validation(self) -> list[EncodedDemonstration]:
         """The ideal episodes of the validation range."""
         return [self._render(key) for _, key in self._source.keys(Split.VALIDATION)]
 
-    def _render(self, key: str) -> Demonstration:
+    def _render(self, key: str) -> EncodedDemonstration:
         source = self._source
         shown = source.demonstration(key)
         return render_demonstration(

@@ -20,7 +20,7 @@ import torch
 from msgspec import Meta
 from transformers import PreTrainedModel
 
-from rollmesh.demo.chat import Demonstration
+from rollmesh.demo.chat import EncodedDemonstration
 from rollmesh.demo.muon import Muon
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.trainer.config import PackingConfig
@@ -57,7 +57,7 @@ class WarmStartConfig(Settings):
             raise ValueError(f"`levels_first` must be <= levels = {self.levels}, got {self.levels_first}")
 
 
-Demonstrate = Callable[[int, np.random.Generator], Demonstration]
+Demonstrate = Callable[[int, np.random.Generator], EncodedDemonstration]
 """(level, generator) -> a demonstration of a new task of that level, from the training range."""
 
 Evaluate = Callable[[PreTrainedModel], float]
@@ -120,7 +120,7 @@ def warm_start(
 
 def imitation_step(
     model: PreTrainedModel,
-    demos: Sequence[Demonstration],
+    demos: Sequence[EncodedDemonstration],
     optimizers: Sequence[torch.optim.Optimizer],
     config: WarmStartConfig,
 ) -> float:
@@ -139,7 +139,7 @@ def imitation_step(
 
 
 def demonstration_probability(
-    model: PreTrainedModel, demos: Sequence[Demonstration], packing: PackingConfig | None = None
+    model: PreTrainedModel, demos: Sequence[EncodedDemonstration], packing: PackingConfig | None = None
 ) -> float:
     """Mean probability that sampling at temperature 1 reproduces a demonstration exactly, given its observations.
 
@@ -173,5 +173,5 @@ def _draw_level(level: int, rng: np.random.Generator) -> int:
     return min(int(rng.integers(1, level + 2)), level)
 
 
-def _sequences(demos: Sequence[Demonstration]) -> list[Sequence1D]:
+def _sequences(demos: Sequence[EncodedDemonstration]) -> list[Sequence1D]:
     return [Sequence1D(d.token_ids, d.loss_mask) for d in demos]

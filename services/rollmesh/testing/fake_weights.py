@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from rollmesh.services.inference.engine import WeightsRejected
+from rollmesh.services.inference.engine import WeightsMismatch
 
 _HEADER_BYTES_MAX = 100_000_000
 
@@ -24,16 +24,16 @@ def check_files(files: Mapping[str, Path], expected: Mapping[str, tuple[int, ...
     for name in sorted(files):
         for key, shape, values in _read(name, files[name]):
             if values is not None and not np.isfinite(values).all():
-                raise WeightsRejected(f"tensor {key} has a value that is NaN or infinite: the update diverged")
+                raise WeightsMismatch(f"tensor {key} has a value that is NaN or infinite: the update diverged")
             found[key] = shape
     for key, shape in expected.items():
         if key not in found:
-            raise WeightsRejected(f"tensor {key} is missing: send the whole state dict")
+            raise WeightsMismatch(f"tensor {key} is missing: send the whole state dict")
         if found[key] != tuple(shape):
-            raise WeightsRejected(f"tensor {key} has shape {list(found[key])}, the model needs {list(shape)}")
+            raise WeightsMismatch(f"tensor {key} has shape {list(found[key])}, the model needs {list(shape)}")
     for key in found:
         if expected and key not in expected:
-            raise WeightsRejected(f"tensor {key} does not belong to this model")
+            raise WeightsMismatch(f"tensor {key} does not belong to this model")
 
 
 def _read(name: str, path: Path) -> Iterator[tuple[str, tuple[int, ...], NDArray[np.float32] | None]]:
@@ -49,7 +49,7 @@ def _read(name: str, path: Path) -> Iterator[tuple[str, tuple[int, ...], NDArray
                 start, end = (8 + size + offset for offset in entry["data_offsets"])
                 yield key, tuple(entry["shape"]), _values(data[start:end], entry["dtype"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsRejected(f"file {name} at {path} is not readable safetensors: {error}") from error
+        raise WeightsMismatch(f"file {name} at {path} is not readable safetensors: {error}") from error
 
 
 def _values(data: bytes, dtype: str) -> NDArray[np.float32] | None:

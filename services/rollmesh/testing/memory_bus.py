@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Mapping
 from rollmesh.shared.bus.bus import (
     BusUnavailable,
     Discard,
-    Record,
     StreamFull,
     StreamInfo,
+    StreamRecord,
     StreamSpec,
     UnknownRecord,
     UnknownStream,
@@ -69,7 +69,7 @@ class MemoryStream:
         self.spec = spec
         self._clock = clock
         self._payload_bytes_max = payload_bytes_max
-        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._records: OrderedDict[int, StreamRecord] = OrderedDict()
         self._num_bytes = 0
         self._last_seq = 0
         self._seen: OrderedDict[str, tuple[int, float]] = OrderedDict()
@@ -107,7 +107,7 @@ class MemoryStream:
             future.set_exception(err)
         return future
 
-    async def read(self, seq: int) -> Record:
+    async def read(self, seq: int) -> StreamRecord:
         self._check_open()
         if seq not in self._records:
             raise UnknownRecord(
@@ -115,16 +115,16 @@ class MemoryStream:
             )
         return self._records[seq]
 
-    async def read_direct(self, seq: int) -> Record:
+    async def read_direct(self, seq: int) -> StreamRecord:
         return await self.read(seq)
 
-    async def read_range(self, from_seq: int = 1) -> AsyncIterator[Record]:
+    async def read_range(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
         self._check_open()
         for seq in range(max(from_seq, self._first_seq()), self._last_seq + 1):
             if (record := self._records.get(seq)) is not None:  # it may be purged while the reader handles a record
                 yield record
 
-    async def follow(self, from_seq: int = 1) -> AsyncIterator[Record]:
+    async def follow(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
         seq = from_seq
         while True:
             self._check_open()
@@ -135,7 +135,7 @@ class MemoryStream:
             else:
                 await self._changed.wait()
 
-    async def last(self) -> Record | None:
+    async def last(self) -> StreamRecord | None:
         self._check_open()
         return self._records.get(self._last_seq)
 
@@ -175,7 +175,7 @@ class MemoryStream:
             return seq
         if expected_last_seq is not None and expected_last_seq != self._last_seq:
             return self._check_repeat(msg_id, expected_last_seq)
-        record = Record(
+        record = StreamRecord(
             seq=self._last_seq + 1,
             payload=bytes(payload),
             msg_id=msg_id,
@@ -205,7 +205,7 @@ class MemoryStream:
                 )
             self._drop_oldest()
 
-    def _store(self, record: Record) -> None:
+    def _store(self, record: StreamRecord) -> None:
         self._records[record.seq] = record
         self._num_bytes += _size(record)
         self._last_seq = record.seq
@@ -232,6 +232,6 @@ class MemoryStream:
             raise BusUnavailable(f"{self.name} is closed", stream=self.name)
 
 
-def _size(record: Record) -> int:
+def _size(record: StreamRecord) -> int:
     headers = sum(len(key) + len(value) + 4 for key, value in record.headers.items())
     return len(record.payload) + len(record.msg_id) + headers + RECORD_OVERHEAD_BYTES

@@ -29,12 +29,12 @@ from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
 from rollmesh.services.rollout.config import FormatConfig, RolloutConfig
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
 from rollmesh.services.rollout.ports import SandboxSession
-from rollmesh.services.rollout.progress import Progress
+from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.recorder import mix64
 from rollmesh.services.rollout.stages import Stages
 from rollmesh.services.rollout.worker import RolloutWorker
 from rollmesh.shared.clients.generated import Target
-from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult, Snapshot
+from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult, RemoteSnapshot
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.codec.trajectory import episode_from_bytes
 from rollmesh.shared.errors import MeshError
@@ -233,13 +233,13 @@ class LocalSandbox:
 
     @asynccontextmanager
     async def fork(
-        self, snapshot: Snapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+        self, snapshot: RemoteSnapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
     ) -> AsyncIterator[SandboxSession]:
         """Open another session. The functions have no state to copy."""
         async with self.session("", session_id=session_id) as session:
             yield session
 
-    async def drop(self, snapshot: Snapshot) -> None:
+    async def drop(self, snapshot: RemoteSnapshot) -> None:
         """Do nothing, because snapshots have no state."""
 
     async def call(self, function: str, text: str) -> ExecResult:
@@ -260,8 +260,8 @@ class _LocalSession:
     ) -> ExecResult:
         return await self._sandbox.call("run", code)
 
-    async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot:
-        return Snapshot(snapshot_id="", address="", num_bytes=0, lost=())
+    async def snapshot(self, *, ttl_s: float = 0.0) -> RemoteSnapshot:
+        return RemoteSnapshot(snapshot_id="", address="", num_bytes=0, lost=())
 
 
 class FixedScorer:
@@ -368,7 +368,7 @@ class LocalMesh:
         self.scorer = FixedScorer(self.rewards)
         self.samples = ListLog()
         self.coordinator = ListCoordinator(self.leases, self.clock)
-        self.progress = Progress()
+        self.progress = WorkerProgress()
         self.stages = Stages(self.config.stages, self.clock)
 
     def runner(self, agent: Agent | None = None) -> EpisodeRunner:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rollmesh.v1 import coordinator_pb2
 
 
-class Fleet:
+class KnownFleet:
     """Every node that may be used, as the coordinator last said. Used on one event loop."""
 
     def __init__(self, nodes: Sequence[coordinator_pb2.FleetNode] = ()) -> None:

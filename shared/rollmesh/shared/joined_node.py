@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.fleet import KnownFleet
 from rollmesh.shared.membership import Membership, MembershipConfig
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.limits import RequestLimits
@@ -51,7 +51,7 @@ class JoinedNode:
         self.access = access
         self.coordinator = coordinator
         self.clock = clock or SystemClock()
-        self.fleet = Fleet()
+        self.fleet = KnownFleet()
         """The nodes of the mesh; empty until the node has joined."""
         self.membership: Membership | None = None
         self._capacity = capacity

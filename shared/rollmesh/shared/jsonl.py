@@ -33,7 +33,7 @@ class RecordError(InvalidInput):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class JsonlRecord:
     """One line: a JSON object. `line` counts from 1 and includes blank lines, as an editor shows it."""
 
     path: Path
@@ -87,7 +87,7 @@ class Record:
 class JsonlFile:
     """A file's records in order and the SHA-256 (hex) of its bytes."""
 
-    records: tuple[Record, ...]
+    records: tuple[JsonlRecord, ...]
     digest: str
 
 
@@ -112,11 +112,11 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 def _read(path: Path, num_lines_max: int) -> JsonlFile:
     digest = hashlib.sha256()
-    records: list[Record] = []
+    records: list[JsonlRecord] = []
     for line, raw in _lines(path, num_lines_max):
         digest.update(raw)
         if raw.strip():
-            records.append(Record(path=path, line=line, fields=_parse(path, line, raw)))
+            records.append(JsonlRecord(path=path, line=line, fields=_parse(path, line, raw)))
     return JsonlFile(records=tuple(records), digest=digest.hexdigest())
 
 

@@ -29,7 +29,7 @@ from rollmesh.shared.errors import (
     Unavailable,
     Unimplemented,
 )
-from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.fleet import KnownFleet
 from rollmesh.shared.process_info import this_process
 from rollmesh.shared.retry import Backoff
 from rollmesh.shared.rpc.access import Access
@@ -109,9 +109,9 @@ class Membership:
         handler: NodeHandler,
         clock: Clock | None = None,
         config: MembershipConfig | None = None,
-        fleet: Fleet | None = None,
+        fleet: KnownFleet | None = None,
     ) -> None:
-        self.fleet = fleet or Fleet()
+        self.fleet = fleet or KnownFleet()
         self.coordinator_id = ""
         """The coordinator's life; changes when it restarts. Empty before the first welcome."""
         self.waiting_for = f"the coordinator at {address}"

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from rollmesh.bench.sandbox_arm import CODE, lap, percentile
-from rollmesh.bench.sandbox_rivals import BARE, Program, WarmFork, adopting, present
+from rollmesh.bench.sandbox_rivals import BARE, RivalProgram, WarmFork, adopting, present
 
 BURN_S = 0.4
 BURN = f"import time\nwhile time.process_time() < {BURN_S}: pass\nprint(42)"
@@ -57,7 +57,7 @@ async def test_a_lap_keeps_the_latency_of_each_execution_of_all_workers() -> Non
 @pytest.mark.parametrize("code", [BURN, ORPHANED], ids=["a child's", "an orphan's"])
 async def test_cpu_of_programs_is_counted_when_they_have_ended(code: str) -> None:
     with adopting():
-        done = await lap(Program([sys.executable, "-I", "-S", "-c", code]), 1, 0.0)
+        done = await lap(RivalProgram([sys.executable, "-I", "-S", "-c", code]), 1, 0.0)
     assert done.num == 1
     assert BURN_S - 0.05 <= done.cpu_s < 5 * BURN_S
 
@@ -76,7 +76,7 @@ async def test_cpu_of_forks_is_counted_and_their_output_checked() -> None:
 
 async def test_a_program_that_prints_something_else_is_no_contender() -> None:
     with pytest.raises(RuntimeError, match="instead of 42"):
-        await Program([sys.executable, "-I", "-S", "-c", CODE.replace("6", "5")]).once(0)
+        await RivalProgram([sys.executable, "-I", "-S", "-c", CODE.replace("6", "5")]).once(0)
 
 
 def test_a_missing_program_is_named() -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rollmesh.cli.config import TrainConfig
 from rollmesh.cli.display import LiveView, PlainView, eval_text, open_view, sample_parts, spark
 from rollmesh.cli.series import Eval
-from rollmesh.cli.watch import Recorder
+from rollmesh.cli.watch import RunRecorder
 from rollmesh.demo.model_process import WarmStep
 from rollmesh.mesh.config import RunConfig
 from rollmesh.shared.clock import ManualClock
@@ -20,11 +20,11 @@ from tests.unit.cli.recorded import encoded, recorded_point, recorded_series
 CONFIG = TrainConfig(run=RunConfig(name="shown", updates_max=12))
 
 
-def watched(tmp_path: Path) -> Recorder:
+def watched(tmp_path: Path) -> RunRecorder:
     series = recorded_series()
     path = tmp_path / "series.jsonl"
     path.write_bytes(encoded(series.points[:7], series.evals[:2]))
-    return Recorder(path, success_reward="correct", clock=ManualClock())
+    return RunRecorder(path, success_reward="correct", clock=ManualClock())
 
 
 def console(*, terminal: bool) -> tuple[Console, StringIO]:
@@ -133,7 +133,7 @@ def test_both_views_show_a_silent_coordinator_and_that_it_answers_again(tmp_path
 
 
 def test_both_views_show_the_newest_failure_and_why_there_is_no_update(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "series.jsonl", success_reward="correct", clock=ManualClock())
+    recorder = RunRecorder(tmp_path / "series.jsonl", success_reward="correct", clock=ManualClock())
     state = run_pb2.RunState(run="r", policies=[run_pb2.PolicyState(policy="main")])
     state.samples.reasons["filtered/ZERO_VARIANCE"] = 20_896
     state.failed_attempts.num, state.failed_attempts.cause = 3, "agent: ValueError: my\nbug"
@@ -158,7 +158,7 @@ def test_both_views_show_the_newest_failure_and_why_there_is_no_update(tmp_path:
 
 def test_views_without_evaluations_or_labels_say_so(tmp_path: Path) -> None:
     config = TrainConfig(run=RunConfig(name="shown", eval_every=0))
-    recorder = Recorder(tmp_path / "series.jsonl", success_reward="correct", clock=ManualClock())
+    recorder = RunRecorder(tmp_path / "series.jsonl", success_reward="correct", clock=ManualClock())
     shown, out = console(terminal=False)
     live = LiveView(config, shown, "runs/x")
     live.follow(recorder)

@@ -36,7 +36,7 @@ def test_findings_of_this_host_as_json() -> None:
 
 
 def test_a_missing_required_finding_is_exit_code_1_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    missing = doctor.Finding(
+    missing = doctor.HostFinding(
         name="moat", holds=False, detail="dry", guarantee="wolves", remedy="add water", required=True
     )
     monkeypatch.setattr(doctor, "CHECKS", (lambda _asked: [missing],))
@@ -47,7 +47,7 @@ def test_a_missing_required_finding_is_exit_code_1_with_its_remedy(monkeypatch: 
 
 
 def test_an_absent_optional_finding_is_no_failure() -> None:
-    assert doctor.is_fit([doctor.Finding(name="x", holds=False)])
+    assert doctor.is_fit([doctor.HostFinding(name="x", holds=False)])
 
 
 def test_an_unknown_user_is_told_once() -> None:

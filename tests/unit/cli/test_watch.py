@@ -9,7 +9,7 @@ import pytest
 from rollmesh.cli.causes import AllFailed
 from rollmesh.cli.series import read_series
 from rollmesh.cli.session import RunStalled, unless_hopeless
-from rollmesh.cli.watch import RECORD_EVERY_S, SILENT_S, Recorder, Watcher
+from rollmesh.cli.watch import RECORD_EVERY_S, SILENT_S, RunRecorder, Watcher
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.errors import Unavailable
 from rollmesh.shared.rpc.access import Access
@@ -27,8 +27,8 @@ def result(step: int, correct: float, *, complete: bool = True) -> run_pb2.EvalR
     return run_pb2.EvalResult(step=step, num_samples=8, mean_rewards={"correct": correct}, complete=complete)
 
 
-def recorder(path: Path, clock: ManualClock) -> Recorder:
-    return Recorder(path / "series.jsonl", success_reward="correct", clock=clock)
+def recorder(path: Path, clock: ManualClock) -> RunRecorder:
+    return RunRecorder(path / "series.jsonl", success_reward="correct", clock=clock)
 
 
 def test_recorder_keeps_each_update_and_otherwise_a_point_now_and_then(tmp_path: Path) -> None:
@@ -166,8 +166,8 @@ def failing(num: int, *, alike: int | None = None, tokens: int = 0) -> run_pb2.R
     return found
 
 
-def limited(path: Path) -> Recorder:
-    return Recorder(path / "series.jsonl", success_reward="correct", clock=ManualClock(), first_failures_max=8)
+def limited(path: Path) -> RunRecorder:
+    return RunRecorder(path / "series.jsonl", success_reward="correct", clock=ManualClock(), first_failures_max=8)
 
 
 async def test_a_session_ends_with_the_users_traceback_when_the_first_samples_all_fail_alike(tmp_path: Path) -> None:

@@ -103,8 +103,8 @@ class CoreRun:
         self.ask(i.ReportEpisodes, node_id="w", reports=tuple(reports))
         return [report.samples[0].sample_id for report in reports]
 
-    def lease(self, update: int) -> i.Batch:
-        batch: i.Batch = self.ask(i.LeaseBatch, **NAMES, trainer_epoch=self.epoch, update=update)
+    def lease(self, update: int) -> i.BatchGrant:
+        batch: i.BatchGrant = self.ask(i.LeaseBatch, **NAMES, trainer_epoch=self.epoch, update=update)
         return batch
 
     def commit(self, update: int, lease_id: str) -> str:

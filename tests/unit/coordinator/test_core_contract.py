@@ -40,7 +40,7 @@ def trainer(run: CoreRun, **fields: Any) -> dict[str, Any]:
     return {**NAMES, "trainer_epoch": run.epoch, **fields}
 
 
-def leased(num: int = 4, **spec: Any) -> tuple[CoreRun, i.Batch]:
+def leased(num: int = 4, **spec: Any) -> tuple[CoreRun, i.BatchGrant]:
     """A run with `num` READY samples of step 0, and the batch of update 1."""
     run = CoreRun(**spec)
     run.begin()
@@ -50,7 +50,7 @@ def leased(num: int = 4, **spec: Any) -> tuple[CoreRun, i.Batch]:
     return run, batch
 
 
-def ids(batch: i.Batch) -> list[str]:
+def ids(batch: i.BatchGrant) -> list[str]:
     return [sample.meta.sample_id for sample in batch.samples]
 
 
@@ -74,7 +74,7 @@ def test_a_lease_id_never_comes_again_so_a_late_release_hits_nothing() -> None:
 def test_a_repeated_lease_says_how_long_it_still_runs_and_keeps_its_geometry() -> None:
     run, batch = leased(batch_lease_s=60.0)
     run.now += 40.0
-    again: i.Batch = run.ask(i.LeaseBatch, **trainer(run, update=1, unit=SAMPLES, amount=1))
+    again: i.BatchGrant = run.ask(i.LeaseBatch, **trainer(run, update=1, unit=SAMPLES, amount=1))
     assert (again.lease_id, ids(again), again.lease_s) == (batch.lease_id, ids(batch), 20.0)
     run.ask(i.RenewBatch, **trainer(run, lease_id=batch.lease_id))
     assert run.lease(1).lease_s == 60.0
@@ -104,7 +104,7 @@ def test_when_nothing_more_can_become_ready_what_is_ready_is_leased(unit: i.Geom
     run = CoreRun(max_staleness=0, batch_groups=1)
     run.begin()
     ask = trainer(run, update=1, unit=unit, amount=500)
-    waiting: i.Batch = run.ask(i.LeaseBatch, **ask)
+    waiting: i.BatchGrant = run.ask(i.LeaseBatch, **ask)
     assert (
         waiting.waiting_for
         == f"READY {unit.name.lower()}: 0 of 500, 0 groups on their way: the run waits for a rollout worker that requests episodes"

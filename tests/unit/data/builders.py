@@ -7,7 +7,7 @@ from typing import Any
 
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import SELECTORS, Selector
-from rollmesh.services.data.task import Task, TaskPool
+from rollmesh.services.data.task import PoolTask, TaskPool
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import Message
 from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
@@ -15,7 +15,7 @@ from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
 
 def pool(num_tasks: int) -> MemoryPool:
     return MemoryPool(
-        Task(task_id=f"t{i}", messages=(Message(role="user", content=str(i)),), labels={"level": str(i % 3)})
+        PoolTask(task_id=f"t{i}", messages=(Message(role="user", content=str(i)),), labels={"level": str(i % 3)})
         for i in range(num_tasks)
     )
 

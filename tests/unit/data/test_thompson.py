@@ -10,14 +10,14 @@ import pytest
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import GroupResult
 from rollmesh.services.data.selectors.thompson import ThompsonOptions, ThompsonSelector
-from rollmesh.services.data.task import Task
+from rollmesh.services.data.task import PoolTask
 from rollmesh.shared.errors import CorruptSnapshot
 from rollmesh.shared.trajectory import Message
 
 
 def pool(*levels: str) -> MemoryPool:
     return MemoryPool(
-        Task(task_id=f"t{i}", messages=(Message(role="user", content=str(i)),), labels={"level": level})
+        PoolTask(task_id=f"t{i}", messages=(Message(role="user", content=str(i)),), labels={"level": level})
         for i, level in enumerate(levels)
     )
 

@@ -6,12 +6,12 @@ import pytest
 
 from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selectors.uniform import UniformSelector
-from rollmesh.services.data.task import Task
+from rollmesh.services.data.task import PoolTask
 from rollmesh.shared.errors import CorruptSnapshot
 
 
 def selector(num_tasks: int, seed: int = 0) -> UniformSelector:
-    pool = MemoryPool(Task(task_id=f"t{i}", messages=()) for i in range(num_tasks))
+    pool = MemoryPool(PoolTask(task_id=f"t{i}", messages=()) for i in range(num_tasks))
     return UniformSelector(pool=pool, seed=seed)
 
 

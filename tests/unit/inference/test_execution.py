@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollmesh.services.inference.engine import WeightsRejected
+from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.services.inference.engines import self_check
 from rollmesh.services.inference.engines.execution import open_runner
 from rollmesh.services.inference.engines.self_check import SLOTS, SelfCheck, reference_model
@@ -102,5 +102,5 @@ def test_plain_model_rejects_unfit_weights_by_name(tmp_path: Path) -> None:
         ({**state, "lm_head.weight": torch.zeros_like(state["lm_head.weight"])}, "output layer differs"),
     ]
     for faulty, message in faults:
-        with pytest.raises(WeightsRejected, match=message):
+        with pytest.raises(WeightsMismatch, match=message):
             runner.lay_out(faulty)

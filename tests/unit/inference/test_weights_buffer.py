@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollmesh.services.inference.engine import WeightsRejected
+from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.services.inference.engines.torch_model import Weights
 from rollmesh.services.inference.engines.weights_buffer import WeightsBuffer
 
@@ -40,7 +40,7 @@ def load(tiny: TinyModel, tmp_path: Path, change: Callable[[State], object]) -> 
 def test_unfit_weights_are_rejected_by_name(
     tiny: TinyModel, tmp_path: Path, change: Callable[[State], object], message: str
 ) -> None:
-    with pytest.raises(WeightsRejected, match=message):
+    with pytest.raises(WeightsMismatch, match=message):
         load(tiny, tmp_path, change)
 
 
@@ -57,14 +57,14 @@ def test_state_split_over_files_loads_and_a_tensor_in_two_is_refused(tiny: TinyM
     spec = read_spec(tiny.folder)
     weights = load_weights(spec, {"a": tmp_path / "a", "b": tmp_path / "b"})
     assert torch.equal(weights.embed, first[EMBED])
-    with pytest.raises(WeightsRejected, match="in two files"):
+    with pytest.raises(WeightsMismatch, match="in two files"):
         load_weights(spec, {"a": tmp_path / "a", "b": tmp_path / "b", "c": tmp_path / "a"})
 
 
 def test_file_that_is_not_safetensors_is_rejected_by_path(tiny: TinyModel, tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     path.write_bytes(b"not tensors")
-    with pytest.raises(WeightsRejected, match="w.safetensors is not readable"):
+    with pytest.raises(WeightsMismatch, match="w.safetensors is not readable"):
         load_weights(read_spec(tiny.folder), {"w": path})
 
 

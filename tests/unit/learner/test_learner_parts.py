@@ -15,7 +15,7 @@ from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import LearnerConfig, LearnerRetryConfig, PublishConfig
 from rollmesh.services.learner.engine import find_engine
 from rollmesh.services.learner.metrics_log import MetricsLog, read_metrics
-from rollmesh.services.learner.progress import Progress
+from rollmesh.services.learner.progress import LearnerProgress
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import Cancelled, ConfigError, DeadlineExceeded, Fenced, MeshError, Overloaded, Unavailable
@@ -160,7 +160,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
 
 def test_progress_counts_seconds_per_phase_also_when_it_fails() -> None:
     clock = ManualClock()
-    progress = Progress(clock)
+    progress = LearnerProgress(clock)
     with progress.during("train"):
         assert progress.phase == "train"
         clock.advance(2.0)

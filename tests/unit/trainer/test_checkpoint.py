@@ -18,7 +18,7 @@ from rollmesh.trainer.checkpoint_files import CheckpointError, CheckpointPositio
 from rollmesh.trainer.config import OptimizerConfig, UpdateConfig
 from rollmesh.trainer.model_files import load_model, published_state
 from rollmesh.trainer.trained_log import TrainedLog, read_trained
-from rollmesh.trainer.update import Trainer
+from rollmesh.trainer.update import BatchTrainer
 
 from .builders import random_batch
 
@@ -26,17 +26,17 @@ SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16
 CONFIG = UpdateConfig(optimizer=OptimizerConfig(decay_updates=8))
 
 
-def fresh(seed: int = 5) -> tuple[Trainer, TrainedLog]:
-    return Trainer(build_tiny_model(SMALL, seed=1), CONFIG, seed=seed), TrainedLog()
+def fresh(seed: int = 5) -> tuple[BatchTrainer, TrainedLog]:
+    return BatchTrainer(build_tiny_model(SMALL, seed=1), CONFIG, seed=seed), TrainedLog()
 
 
-def advance(trainer: Trainer, log: TrainedLog, updates: int) -> None:
+def advance(trainer: BatchTrainer, log: TrainedLog, updates: int) -> None:
     for k in range(trainer.step + 1, trainer.step + updates + 1):
         result = trainer.update(k, *random_batch(seed=k, step=k - 1))
         log.append(k, result.used_ids, incarnation=0, outcome=result.outcome.name)
 
 
-def save(root: Path, trainer: Trainer, log: TrainedLog, **kwargs: object) -> Checkpoint:
+def save(root: Path, trainer: BatchTrainer, log: TrainedLog, **kwargs: object) -> Checkpoint:
     incarnation = int(str(kwargs.pop("incarnation", 0)))
     position = CheckpointPosition(
         update=trainer.step,
@@ -57,7 +57,7 @@ def test_training_goes_on_bit_for_bit_after_a_checkpoint(tmp_path: Path) -> None
     save(tmp_path, first, log)
     found = latest_checkpoint(tmp_path)
     assert found is not None
-    second = Trainer(load_model(found.path), CONFIG, seed=found.meta.seed)
+    second = BatchTrainer(load_model(found.path), CONFIG, seed=found.meta.seed)
     found.restore(second)
     log = found.trained_log()
     torch.manual_seed(123)
@@ -75,7 +75,7 @@ def test_a_resumed_trainer_keeps_the_present_settings_of_the_optimizer(tmp_path:
     advance(first, log, 2)
     found = save(tmp_path, first, log)
     present = OptimizerConfig(lr=1e-3, betas=(0.5, 0.6), epsilon=1e-4, weight_decay=0.1)
-    second = Trainer(load_model(found.path), UpdateConfig(optimizer=present), seed=5)
+    second = BatchTrainer(load_model(found.path), UpdateConfig(optimizer=present), seed=5)
     changed = found.restore(second)
     decays = []
     for group in second.optimizer.param_groups:
@@ -225,7 +225,7 @@ def test_a_newer_incarnation_outranks_a_higher_update(tmp_path: Path) -> None:
     going_back = save(tmp_path, trainer, log)
     advance(trainer, log, 2)
     save(tmp_path, trainer, log)
-    other = Trainer(load_model(going_back.path), CONFIG, seed=5)
+    other = BatchTrainer(load_model(going_back.path), CONFIG, seed=5)
     going_back.restore(other)
     log = going_back.trained_log()
     advance(other, log, 1)
@@ -240,7 +240,7 @@ def test_restore_refuses_another_seed_or_model(tmp_path: Path) -> None:
     found = save(tmp_path, trainer, log)
     with pytest.raises(CheckpointError, match="seed 5, not 6"):
         found.restore(fresh(seed=6)[0])
-    wider = Trainer(build_tiny_model(TinyModelConfig(), seed=0), CONFIG, seed=5)
+    wider = BatchTrainer(build_tiny_model(TinyModelConfig(), seed=0), CONFIG, seed=5)
     with pytest.raises(CheckpointError, match="does not fit"):
         found.restore(wider)
 

@@ -15,7 +15,7 @@ from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.forward import ForwardMode, score
 from rollmesh.trainer.self_test import choose_forward
-from rollmesh.trainer.update import Trainer
+from rollmesh.trainer.update import BatchTrainer
 
 from .builders import action, group, member, prompt, training_sample
 
@@ -68,7 +68,7 @@ def test_a_packed_forward_whose_gradients_differ_is_found() -> None:
 
 
 def test_the_mode_is_in_the_metrics_of_every_update() -> None:
-    made = Trainer(tiny(), UpdateConfig(), seed=0)
+    made = BatchTrainer(tiny(), UpdateConfig(), seed=0)
     samples = [training_sample(i, [prompt([20, 21]), action([30, 31], [-4.0, -4.0])]) for i in ("a", "b")]
     groups = [group("g0", member("a", {"r": 1.0}), member("b", {"r": 0.0}))]
     assert made.update(1, samples, groups).metrics["packed"] == 1.0
@@ -80,12 +80,12 @@ def test_what_is_no_causal_language_model_is_rejected() -> None:
         BertConfig(vocab_size=96, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     )
     with pytest.raises(ValueError, match=r"BertLMHeadModel cannot be trained: .* tokens after it"):
-        Trainer(encoder, UpdateConfig(), seed=0)
+        BatchTrainer(encoder, UpdateConfig(), seed=0)
 
 
 def test_parameters_below_float32_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"parameters of torch.bfloat16, expected torch.float32"):
-        Trainer(tiny().bfloat16(), UpdateConfig(), seed=0)
+        BatchTrainer(tiny().bfloat16(), UpdateConfig(), seed=0)
 
 
 def test_adapters_are_rejected_at_the_start() -> None:
@@ -95,7 +95,7 @@ def test_adapters_are_rejected_at_the_start() -> None:
             self.base_model = model
 
     with pytest.raises(TypeError, match=r"got PeftModel; adapters \(PEFT\) are not supported, merge"):
-        Trainer(PeftModel(tiny()), UpdateConfig(), seed=0)  # type: ignore[arg-type]
+        BatchTrainer(PeftModel(tiny()), UpdateConfig(), seed=0)  # type: ignore[arg-type]
 
 
 def test_updates_run_without_dropout() -> None:
@@ -106,7 +106,7 @@ def test_updates_run_without_dropout() -> None:
         model = make(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64))
     model.train()
     assert model.config.resid_pdrop == 0.1
-    made = Trainer(model, UpdateConfig(num_minibatches=1), seed=0)
+    made = BatchTrainer(model, UpdateConfig(num_minibatches=1), seed=0)
     samples = []
     for i in range(8):
         ids = np.random.default_rng(i).integers(3, 96, 24).astype(np.int32)

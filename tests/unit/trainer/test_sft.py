@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollmesh.demo.chat import Demonstration, render_demonstration
+from rollmesh.demo.chat import EncodedDemonstration, render_demonstration
 from rollmesh.demo.sft import (
     WarmStartConfig,
     WarmStartFailed,
@@ -22,7 +22,7 @@ SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16
 QUICK = WarmStartConfig(levels=2, levels_first=1, promote_loss=1.2, target_success=0.5, steps_max=200, evaluate_every=5)
 
 
-def demonstrate(level: int, rng: np.random.Generator) -> Demonstration:
+def demonstrate(level: int, rng: np.random.Generator) -> EncodedDemonstration:
     """Level n: the question repeats a digit n times; call the tool with it as often."""
     digit = str(rng.integers(0, 3))
     return render_demonstration(TOKENIZER, digit * level, [(digit, digit)] * level, digit)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollmesh.demo.chat import (
-    Demonstration,
+    EncodedDemonstration,
     demonstration_messages,
     encode_prompt,
     encode_tool_result,
@@ -123,7 +123,7 @@ def test_demonstration_trains_on_what_the_assistant_wrote_only() -> None:
 
 def test_demonstration_refuses_a_mask_of_another_length() -> None:
     with pytest.raises(ValueError, match="3 token ids but 2"):
-        Demonstration(np.zeros(3, np.int32), np.zeros(2, np.uint8))
+        EncodedDemonstration(np.zeros(3, np.int32), np.zeros(2, np.uint8))
 
 
 def test_loading_names_the_folder_and_the_misfit(folder: Path, tmp_path: Path) -> None:

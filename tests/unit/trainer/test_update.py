@@ -18,19 +18,19 @@ from rollmesh.trainer.config import LossTerm, Normalization, OptimizerConfig, Pa
 from rollmesh.trainer.model_files import published_state
 from rollmesh.trainer.recipe import recipe_names
 from rollmesh.trainer.samples import DropReason, build_table, drop_reason
-from rollmesh.trainer.update import Trainer, UpdateOutcome
+from rollmesh.trainer.update import BatchTrainer, UpdateOutcome
 
 from .builders import action, group, member, prompt, random_batch, training_sample
 
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
 
 
-def trainer(config: UpdateConfig | None = None, *, seed: int = 7) -> Trainer:
-    return Trainer(build_tiny_model(SMALL, seed=1), config or UpdateConfig(), seed=seed, outputs=["entropy"])
+def trainer(config: UpdateConfig | None = None, *, seed: int = 7) -> BatchTrainer:
+    return BatchTrainer(build_tiny_model(SMALL, seed=1), config or UpdateConfig(), seed=seed, outputs=["entropy"])
 
 
-def weights(of: Trainer | PreTrainedModel) -> dict[str, torch.Tensor]:
-    model = of.model if isinstance(of, Trainer) else of
+def weights(of: BatchTrainer | PreTrainedModel) -> dict[str, torch.Tensor]:
+    model = of.model if isinstance(of, BatchTrainer) else of
     return {name: tensor.clone() for name, tensor in published_state(model).items()}
 
 
@@ -136,7 +136,7 @@ def test_a_non_finite_gradient_skips_the_update_and_touches_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(moments, _moments(made), strict=True))
 
 
-def _moments(made: Trainer) -> list[torch.Tensor]:
+def _moments(made: BatchTrainer) -> list[torch.Tensor]:
     return [s[key].clone() for s in made.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
 
 
@@ -194,7 +194,7 @@ def test_a_loss_drops_samples_without_the_output_that_it_needs() -> None:
 def test_a_loss_that_needs_an_output_which_the_run_does_not_record_is_rejected() -> None:
     config = UpdateConfig(loss=(LossTerm("high_entropy"),))
     with pytest.raises(ValueError, match=r"`rollout.outputs` must contain entropy, which the loss needs, got \[\]"):
-        Trainer(build_tiny_model(SMALL, seed=1), config, seed=1)
+        BatchTrainer(build_tiny_model(SMALL, seed=1), config, seed=1)
 
 
 def test_an_update_without_usable_samples_is_skipped_but_counts() -> None:

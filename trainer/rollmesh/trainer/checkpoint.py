@@ -11,7 +11,7 @@ A checkpoint is one folder `<root>/update-00000012.0` (update, incarnation):
 A save is atomic: all files are written and synced in a hidden temporary folder, which is then renamed. A leftover temporary folder is
 ignored, and the next save removes it. Files are compared with their hashes before they are loaded (`checkpoint_files`).
 
-There is no random-generator state, because `Trainer` derives all randomness from (seed, update), and the schedule from the update.
+There is no random-generator state, because `BatchTrainer` derives all randomness from (seed, update), and the schedule from the update.
 Other files in `<root>` are never changed.
 """
 
@@ -41,7 +41,7 @@ from rollmesh.trainer.checkpoint_files import (
 )
 from rollmesh.trainer.model_files import WEIGHTS_NAME, load_weights, write_model_folder
 from rollmesh.trainer.trained_log import TrainedLog
-from rollmesh.trainer.update import Trainer
+from rollmesh.trainer.update import BatchTrainer
 
 OPTIMIZER_NAME = "optimizer.pt"
 
@@ -66,7 +66,7 @@ class Checkpoint:
         """Return a log that continues from this checkpoint."""
         return TrainedLog(self.trained, update=self.meta.update, digest=self.meta.digest)
 
-    def restore(self, trainer: Trainer) -> tuple[str, ...]:
+    def restore(self, trainer: BatchTrainer) -> tuple[str, ...]:
         """Load weights, optimizer state and step into a trainer of the same model and optimizer.
 
         Only the moments of the optimizer are loaded; its settings stay the trainer's. Returns the settings that differ, e.g.
@@ -88,7 +88,7 @@ class Checkpoint:
 
 def save_checkpoint(
     root: Path,
-    trainer: Trainer,
+    trainer: BatchTrainer,
     tokenizer: PreTrainedTokenizerBase | None,
     log: TrainedLog,
     position: CheckpointPosition,
@@ -137,7 +137,7 @@ def _load_moments(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> tu
     return tuple(changed)
 
 
-def _check_agreement(trainer: Trainer, log: TrainedLog, position: CheckpointPosition, keep_last: int) -> None:
+def _check_agreement(trainer: BatchTrainer, log: TrainedLog, position: CheckpointPosition, keep_last: int) -> None:
     if keep_last < 1:
         raise ValueError(f"keep_last must be >= 1, got {keep_last}")
     if not trainer.step == log.update == position.update:
@@ -151,7 +151,11 @@ def _check_agreement(trainer: Trainer, log: TrainedLog, position: CheckpointPosi
 
 
 def _write_files(
-    folder: Path, trainer: Trainer, tokenizer: PreTrainedTokenizerBase | None, log: TrainedLog, data_snapshot: bytes
+    folder: Path,
+    trainer: BatchTrainer,
+    tokenizer: PreTrainedTokenizerBase | None,
+    log: TrainedLog,
+    data_snapshot: bytes,
 ) -> None:
     write_model_folder(trainer.model, tokenizer, folder)
     torch.save(trainer.optimizer.state_dict(), folder / OPTIMIZER_NAME)

@@ -70,7 +70,7 @@ class UpdateResult:
         return [v.sample_id for v in self.verdicts if v.reason is None]
 
 
-class Trainer:
+class BatchTrainer:
     """Owns a model and its optimiser; not thread-safe: one thread calls it."""
 
     def __init__(

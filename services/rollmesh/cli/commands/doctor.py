@@ -12,7 +12,7 @@ import typer
 from rollmesh.cli.app import FAILED, AsJson, app, console, report_errors
 
 if TYPE_CHECKING:
-    from rollmesh.cli.host_checks import Finding
+    from rollmesh.cli.host_checks import HostFinding
 
 
 @app.command()
@@ -41,7 +41,7 @@ def doctor(
         raise typer.Exit(FAILED)
 
 
-def _show(findings: Sequence[Finding]) -> None:
+def _show(findings: Sequence[HostFinding]) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)

@@ -81,7 +81,7 @@ def run_training(
     from rollmesh.cli.effective_config import headline
     from rollmesh.cli.open_run import open_run
     from rollmesh.cli.run_folder import logging_to, shown
-    from rollmesh.cli.session import Session
+    from rollmesh.cli.session import TrainSession
 
     with open_run(path, overrides, command=sys.argv, out=out) as run:
         lines = (*run.notes, headline(run.config, run.base_dir), *notes(run.config, run.base_dir))
@@ -90,7 +90,7 @@ def run_training(
         with logging_to(run.folder.log, run.config.telemetry.logging()):
             view = open_view(run.config, console, shown(run.folder.root))
             try:
-                session = Session(
+                session = TrainSession(
                     folder=run.folder, config=run.config, base_dir=run.base_dir, view=view, in_process=in_process
                 )
                 return asyncio.run(session.run())

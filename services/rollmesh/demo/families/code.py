@@ -139,7 +139,7 @@ def _around(threshold: int, rng: random.Random) -> list[int]:
     return [threshold, threshold + 1, threshold - 1, 2, *(rng.randint(-120, 120) for _ in range(NUM_TESTS))]
 
 
-class Chain:
+class TwoSteps:
     """Two steps of arithmetic."""
 
     pattern = re.compile(rf"f\(x\): ({_STEP}), ({_STEP})")
@@ -323,7 +323,7 @@ class Examples:
         return int(found[2]) - int(found[1]), int(found[1])
 
 
-KINDS: tuple[Kind, ...] = (Chain(), Branch(), Loop(), Text(), Examples())
+KINDS: tuple[Kind, ...] = (TwoSteps(), Branch(), Loop(), Text(), Examples())
 """By level."""
 
 LEVEL_MAX = len(KINDS)

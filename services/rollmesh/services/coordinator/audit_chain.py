@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rollmesh.services.coordinator.audit_report import Complain, HeadLine
 from rollmesh.services.coordinator.ledger import StoredRecord, check_record, missing
-from rollmesh.shared.bus.bus import Record
+from rollmesh.shared.bus.bus import StreamRecord
 from rollmesh.shared.errors import DataLoss
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead, record_hash
 
@@ -51,7 +51,7 @@ class Chain:
         """Every compared head, by position."""
         return tuple(self._compared)
 
-    def enter(self, record: Record) -> StoredRecord | None:
+    def enter(self, record: StreamRecord) -> StoredRecord | None:
         """Return the decision in a record. Return None from the first break on: later records prove nothing, but are
         checked for further damage."""
         stored = None

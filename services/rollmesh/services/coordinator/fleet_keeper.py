@@ -45,7 +45,7 @@ PLAN_S = 0.05
 _log = logging.getLogger(__name__)
 
 
-class Run(Protocol):
+class FleetUser(Protocol):
     """The methods of a run's driver that the keeper uses."""
 
     async def enqueue(self, request: i.Input) -> None: ...
@@ -88,7 +88,7 @@ class FleetKeeper:
     def __init__(
         self,
         limits: FleetConfig,
-        runs: Callable[[], Mapping[str, Run]],
+        runs: Callable[[], Mapping[str, FleetUser]],
         goals: Callable[[], Mapping[str, WeightGoal]],
         *,
         clock: Clock,
@@ -246,7 +246,7 @@ class FleetKeeper:
                 await run.enqueue(i.NodeDead(node_id=event.node_id))
         elif isinstance(event, fl.Refused):
             if (refusing := self._runs().get(event.run)) is not None:
-                await refusing.enqueue(i.VersionRefused(version=event.version, cause=event.cause))
+                await refusing.enqueue(i.VersionRejected(version=event.version, cause=event.cause))
         else:
             _log.info("node state changed: node=%s state=%s %s", event.node_id, event.state.name, event.cause)
 

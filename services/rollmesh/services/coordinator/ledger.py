@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
-from rollmesh.shared.bus.bus import Record, StreamLog, WrongLastSequence
+from rollmesh.shared.bus.bus import StreamLog, StreamRecord, WrongLastSequence
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import DataLoss, Fenced, InvalidInput, MeshError, PayloadTooLarge
 from rollmesh.shared.ids import IdSource
@@ -104,7 +104,7 @@ async def read_ledger(log: StreamLog, after: LedgerHead = EMPTY) -> AsyncIterato
         raise missing(log.name, head.position + 1, last_seq)
 
 
-def check_record(name: str, record: Record, before: LedgerHead) -> StoredRecord:
+def check_record(name: str, record: StreamRecord, before: LedgerHead) -> StoredRecord:
     """Return the decision in `record`. Raises DataLoss with the cause if it is damaged or does not follow the head
     `before`."""
 

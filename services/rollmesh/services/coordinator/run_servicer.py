@@ -91,7 +91,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         validation.check_update(request.update)
         wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         driver = await self._runs.get(request.run)
-        batch: i.Batch = await driver.submit(lambda ticket: translate.lease_batch(ticket, request, wait_s))
+        batch: i.BatchGrant = await driver.submit(lambda ticket: translate.lease_batch(ticket, request, wait_s))
         return translate.batch_response(batch)
 
     async def RenewBatch(self, request: pb.RenewBatchRequest, context: Context) -> pb.RenewBatchResponse:

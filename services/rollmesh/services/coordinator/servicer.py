@@ -204,7 +204,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         validation.check_epoch(request)
         validation.check_id("lease_id", request.lease_id)
         driver = await self._runs.get(request.run)
-        batch: i.Batch = await driver.submit(
+        batch: i.BatchGrant = await driver.submit(
             lambda ticket: i.GetBatch(
                 ticket=ticket, policy="", learner="", trainer_epoch=request.trainer_epoch, lease_id=request.lease_id
             )

@@ -147,7 +147,7 @@ def leased_samples(samples: Sequence[i.LeasedSample]) -> list[run_pb2.LeasedSamp
     return messages
 
 
-def batch_response(batch: i.Batch) -> run_pb2.LeaseBatchResponse:
+def batch_response(batch: i.BatchGrant) -> run_pb2.LeaseBatchResponse:
     message = run_pb2.LeaseBatchResponse(lease_id=batch.lease_id, waiting_for=batch.waiting_for, lease_s=batch.lease_s)
     message.samples.extend(leased_samples(batch.samples))
     for group in batch.groups:

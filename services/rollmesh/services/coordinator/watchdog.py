@@ -26,7 +26,7 @@ LOOK_S = 1.0
 _log = logging.getLogger(__name__)
 
 
-class Run(Protocol):
+class WatchedRun(Protocol):
     """The methods of a run's driver that the watchdog uses."""
 
     run: str
@@ -42,7 +42,7 @@ class Run(Protocol):
 class Watchdog:
     """Watches one run."""
 
-    def __init__(self, run: Run, fleet: Fleet, clock: Clock) -> None:
+    def __init__(self, run: WatchedRun, fleet: Fleet, clock: Clock) -> None:
         self._run = run
         self._fleet = fleet
         self._clock = clock

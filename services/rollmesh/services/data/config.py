@@ -12,7 +12,7 @@ from rollmesh.services.data.pool import MemoryPool
 from rollmesh.services.data.selector import SELECTORS, Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.data.source import SOURCES, TaskSource
-from rollmesh.services.data.task import Split, Task, TaskPool
+from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, MeshError
@@ -50,7 +50,7 @@ def build_pools(config: DataConfig, base_dir: str | Path | None = None) -> dict[
     """
     name = config.source.name
     source: TaskSource = SOURCES.make(config.source, base_dir, base_dir=base_dir)
-    tasks: dict[Split, list[Task]] = {split: [] for split in Split}
+    tasks: dict[Split, list[PoolTask]] = {split: [] for split in Split}
     try:
         for task in source.tasks():
             tasks[Split(task.split)].append(task)

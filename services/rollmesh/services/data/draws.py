@@ -18,9 +18,9 @@ import msgpack
 from rollmesh.services.data.facts import (
     DataFact,
     EpisodeLost,
-    GroupDecided,
     GroupDrawn,
     GroupGrew,
+    GroupOutcome,
     RunBegan,
     RunClosed,
 )
@@ -112,7 +112,7 @@ class RunDraws:
                 self._grow(fact.group, fact.num_episodes)
             case EpisodeLost():
                 self._grow(fact.group, -1)
-            case GroupDecided():
+            case GroupOutcome():
                 self._decided(fact)
             case RunClosed():
                 self._open.clear()
@@ -183,7 +183,7 @@ class RunDraws:
         if name in self._open:
             self._open[name].num_open += num_episodes
 
-    def _decided(self, fact: GroupDecided) -> None:
+    def _decided(self, fact: GroupOutcome) -> None:
         group = self._open.pop(fact.group, None)
         if group is None:
             return

@@ -13,13 +13,13 @@ from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.follower import RunFollower
 from rollmesh.services.data.selector import Selector
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.services.data.task import Split, Task, TaskPool
+from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.shared.bus.bus import Bus, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import OutOfRange, ResourceExhausted, UnknownRun, UnknownSplit
 
-DrawnTasks = list[tuple[int, Task]]
+DrawnTasks = list[tuple[int, PoolTask]]
 """Draw index and task, in the order of draws."""
 
 

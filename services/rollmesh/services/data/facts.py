@@ -47,7 +47,7 @@ class EpisodeLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupDecided:
+class GroupOutcome:
     """A group was kept or filtered. One mapping of OK rewards per scored member."""
 
     group: str
@@ -64,7 +64,7 @@ class RunReopened:
     """A run that had ended goes on."""
 
 
-DataFact = RunBegan | GroupDrawn | GroupGrew | EpisodeLost | GroupDecided | RunClosed | RunReopened
+DataFact = RunBegan | GroupDrawn | GroupGrew | EpisodeLost | GroupOutcome | RunClosed | RunReopened
 
 
 def facts_of(record: events_pb2.LedgerRecord) -> Iterator[DataFact]:
@@ -107,11 +107,11 @@ def _drawn(reserved: events_pb2.GroupReserved) -> GroupDrawn | None:
     )
 
 
-def _decided(finalized: events_pb2.GroupFinalized) -> GroupDecided | None:
+def _decided(finalized: events_pb2.GroupFinalized) -> GroupOutcome | None:
     if finalized.decision == reward_pb2.GROUP_DECISION_EXTEND:
         return None
     members = tuple(
         {r.name: r.value for r in member.rewards if r.outcome == types_pb2.REWARD_OUTCOME_OK}
         for member in finalized.members
     )
-    return GroupDecided(group=finalized.group, members=members)
+    return GroupOutcome(group=finalized.group, members=members)

@@ -21,7 +21,7 @@ from google.protobuf.message import DecodeError
 from rollmesh.services.data.draws import RunDraws
 from rollmesh.services.data.facts import RunClosed, RunReopened, facts_of
 from rollmesh.services.data.snapshots import SnapshotFolder
-from rollmesh.shared.bus.bus import BusUnavailable, Record, StreamLog, UnknownRecord
+from rollmesh.shared.bus.bus import BusUnavailable, StreamLog, StreamRecord, UnknownRecord
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import CatchingUp, CorruptSnapshot, DataLoss
 from rollmesh.v1 import events_pb2
@@ -214,7 +214,7 @@ class RunFollower:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def _fold(self, record: Record) -> None:
+    def _fold(self, record: StreamRecord) -> None:
         facts = list(facts_of(_decode(record, self.run)))
         if facts:
             self._draws.apply(facts)
@@ -237,7 +237,7 @@ class RunFollower:
             )
 
 
-def _decode(record: Record, run: str) -> events_pb2.LedgerRecord:
+def _decode(record: StreamRecord, run: str) -> events_pb2.LedgerRecord:
     message = events_pb2.LedgerRecord()
     try:
         message.ParseFromString(record.payload)

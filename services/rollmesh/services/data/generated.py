@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from rollmesh.services.data.task import Split, Task, check_shares, split_of
+from rollmesh.services.data.task import PoolTask, Split, check_shares, split_of
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.settings import NonNegativeFloat, PositiveInt, Settings
 from rollmesh.shared.trajectory import Message
@@ -106,11 +106,11 @@ class GeneratedSource(ABC):
             )
         self.options = options
 
-    def tasks(self) -> Iterator[Task]:
+    def tasks(self) -> Iterator[PoolTask]:
         """Yield the tasks of all splits. Raise ConfigError if a level has fewer tasks in a split than are asked for."""
         for split in Split:
             for index, (level, key) in enumerate(self.keys(split)):
-                yield Task(
+                yield PoolTask(
                     task_id=f"{self.name}-{self.options.seed}-{split}-{index}",
                     messages=(Message(role="user", content=self.prompt(key)),),
                     tools=self.options.tools,

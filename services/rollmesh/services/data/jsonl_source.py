@@ -13,8 +13,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rollmesh.services.data.task import Split, Task, check_shares, split_of
-from rollmesh.shared.jsonl import Record, read_jsonl
+from rollmesh.services.data.task import PoolTask, Split, check_shares, split_of
+from rollmesh.shared.jsonl import JsonlRecord, read_jsonl
 from rollmesh.shared.settings import NonEmptyStr, Settings
 from rollmesh.shared.trajectory import Message
 
@@ -72,7 +72,7 @@ class JsonlSource:
         self._options = options
         self._path = Path(base_dir or ".") / options.path
 
-    def tasks(self) -> Iterator[Task]:
+    def tasks(self) -> Iterator[PoolTask]:
         """Raise ConfigError if the file cannot be read, and RecordError with file, line and field of a malformed record."""
         options = self._options
         file = read_jsonl(self._path, num_lines_max=options.num_lines_max)
@@ -85,7 +85,7 @@ class JsonlSource:
             prompt = _prompt(record, options.prompt)
             system = (Message(role="system", content=options.system),) if options.system else ()
             has_key = options.answer or options.tests
-            yield Task(
+            yield PoolTask(
                 task_id=f"{options.name}-{record.line}",
                 messages=(*system, *prompt),
                 tools=options.tools,
@@ -95,7 +95,7 @@ class JsonlSource:
             )
 
 
-def _prompt(record: Record, field: str) -> tuple[Message, ...]:
+def _prompt(record: JsonlRecord, field: str) -> tuple[Message, ...]:
     value = record.value(field)
     if not isinstance(value, list):
         return (Message(role="user", content=record.text(field)),)
@@ -104,7 +104,7 @@ def _prompt(record: Record, field: str) -> tuple[Message, ...]:
     return tuple(_message(record, field, index, entry) for index, entry in enumerate(value))
 
 
-def _message(record: Record, field: str, index: int, entry: object) -> Message:
+def _message(record: JsonlRecord, field: str, index: int, entry: object) -> Message:
     if not isinstance(entry, dict):
         raise record.error(f"message {index} must be an object with role and content", field)
     role, content = entry.get("role"), entry.get("content")
@@ -113,7 +113,7 @@ def _message(record: Record, field: str, index: int, entry: object) -> Message:
     return Message(role=role, content=content)
 
 
-def _split(record: Record, options: JsonlOptions, prompt: tuple[Message, ...]) -> Split:
+def _split(record: JsonlRecord, options: JsonlOptions, prompt: tuple[Message, ...]) -> Split:
     if not options.split:
         text = "\n".join(message.content for message in prompt)
         return split_of(text, validation_share=options.validation_share, test_share=options.test_share)

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 import msgpack
 
-from rollmesh.services.data.task import Task
+from rollmesh.services.data.task import PoolTask
 
 
 class MemoryPool:
     """An immutable sequence of tasks with unique ids."""
 
-    def __init__(self, tasks: Iterable[Task]) -> None:
+    def __init__(self, tasks: Iterable[PoolTask]) -> None:
         self._tasks = tuple(tasks)
         self._positions = {task.task_id: position for position, task in enumerate(self._tasks)}
         if len(self._positions) != len(self._tasks):
@@ -27,7 +27,7 @@ class MemoryPool:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def task(self, position: int) -> Task:
+    def task(self, position: int) -> PoolTask:
         if position < 0:
             raise IndexError(f"position must be >= 0, got {position}")
         return self._tasks[position]
@@ -39,7 +39,7 @@ class MemoryPool:
         return self.task(position).labels.get(name, "")
 
 
-def _digest(tasks: Iterable[Task]) -> str:
+def _digest(tasks: Iterable[PoolTask]) -> str:
     """SHA-256 over ids, messages, labels and oracle references, each part packed with its length."""
     digest = hashlib.sha256()
     for task in tasks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.services.data.engine import DataEngine, DrawnTasks
 from rollmesh.services.data.facts import DEFAULT_POLICY
 from rollmesh.services.data.metrics import TASKS
-from rollmesh.services.data.task import Split, Task
+from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.errors import FieldViolation, InvalidInput
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import data_pb2, data_pb2_grpc, types_pb2
@@ -51,7 +51,7 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
         return data_pb2.ForgetRunResponse()
 
 
-def encode_task(task: Task) -> types_pb2.Task:
+def encode_task(task: PoolTask) -> types_pb2.Task:
     """The public part of a task; the domain type holds nothing else."""
     return types_pb2.Task(
         task_id=task.task_id,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-from rollmesh.services.data.task import Task
+from rollmesh.services.data.task import PoolTask
 from rollmesh.shared.registry import Registry
 
 
@@ -19,7 +19,7 @@ class TaskSource(Protocol):
     `Options`. `base_dir` is the folder of the configuration, or None. Relative files are relative to it.
     """
 
-    def tasks(self) -> Iterable[Task]:
+    def tasks(self) -> Iterable[PoolTask]:
         """Yield the tasks of all splits, each with its split, in the same order in every process. Task ids are unique per split."""
         ...
 

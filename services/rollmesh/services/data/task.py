@@ -25,7 +25,7 @@ class Split(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class PoolTask:
     """A prompt with a public part and an oracle reference."""
 
     task_id: str
@@ -49,7 +49,7 @@ class TaskPool(Protocol):
 
     def __len__(self) -> int: ...
 
-    def task(self, position: int) -> Task:
+    def task(self, position: int) -> PoolTask:
         """The task at `position` in [0, len). IndexError beyond."""
 
     def position(self, task_id: str) -> int | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import DecodeError
 
 from rollmesh.services.gateway.payloads import EpisodeRef, episode_ref, read_episode
-from rollmesh.shared.bus.bus import Bus, Record, StreamLog, UnknownStream
+from rollmesh.shared.bus.bus import Bus, StreamLog, StreamRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.errors import DataLoss, FieldViolation, HasLearner, InvalidInput, PayloadLost, UnknownRun
@@ -53,7 +53,7 @@ class Exports:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored:
+class _ExportedEpisode:
     place: Place
     task: types_pb2.Task
     ref: EpisodeRef
@@ -68,14 +68,14 @@ class _Story:
     tasks: dict[str, types_pb2.Task] = field(default_factory=dict)
     num_open: dict[str, int] = field(default_factory=dict)
 
-    def enter(self, record: Record) -> Iterator[_Scored]:
+    def enter(self, record: StreamRecord) -> Iterator[_ExportedEpisode]:
         """The episodes that this record says were scored."""
         for index, fact in enumerate(_decode(record, self.run).facts):
             scored = self._enter(fact, (record.seq, index))
             if scored is not None:
                 yield scored
 
-    def _enter(self, fact: events_pb2.Fact, place: Place) -> _Scored | None:
+    def _enter(self, fact: events_pb2.Fact, place: Place) -> _ExportedEpisode | None:
         match fact.WhichOneof("fact"):
             case "run_created":
                 self._check(fact.run_created.spec)
@@ -94,10 +94,10 @@ class _Story:
         if not spec.export_groups:
             raise HasLearner(f"run {self.run} trains on its samples (export_groups = 0): lease batches", run=self.run)
 
-    def _scored(self, fact: events_pb2.EpisodeScored, place: Place) -> _Scored:
+    def _scored(self, fact: events_pb2.EpisodeScored, place: Place) -> _ExportedEpisode:
         task = self.tasks[fact.group]
         self._close(fact.group)
-        return _Scored(place, task, episode_ref(fact.payload.sequence, fact.samples))
+        return _ExportedEpisode(place, task, episode_ref(fact.payload.sequence, fact.samples))
 
     def _close(self, group: str) -> None:
         self.num_open[group] -= 1
@@ -105,7 +105,7 @@ class _Story:
             del self.tasks[group], self.num_open[group]
 
 
-async def _response(samples: StreamLog, scored: _Scored, ledger_hash: str) -> run_pb2.StreamSamplesResponse:
+async def _response(samples: StreamLog, scored: _ExportedEpisode, ledger_hash: str) -> run_pb2.StreamSamplesResponse:
     cursor = format_cursor(scored.place)
     try:
         read = await read_episode(samples, scored.ref)
@@ -137,7 +137,7 @@ def parse_cursor(text: str) -> Place:
     return int(record), int(fact)
 
 
-def _decode(record: Record, run: str) -> events_pb2.LedgerRecord:
+def _decode(record: StreamRecord, run: str) -> events_pb2.LedgerRecord:
     try:
         return events_pb2.LedgerRecord.FromString(record.payload)
     except DecodeError as error:

@@ -20,7 +20,7 @@ NAME = "heads.jsonl"
 _log = logging.getLogger(__name__)
 
 
-class HeadLine(msgspec.Struct, frozen=True, kw_only=True):
+class HeadEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One line of the file."""
 
     run: str
@@ -62,7 +62,7 @@ def read_heads(path: Path) -> dict[str, LedgerHead]:
     found: dict[str, LedgerHead] = {}
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
-            entry = msgspec.json.decode(line, type=HeadLine)
+            entry = msgspec.json.decode(line, type=HeadEntry)
         except msgspec.DecodeError:
             continue
         found[entry.run] = entry.head
@@ -70,7 +70,7 @@ def read_heads(path: Path) -> dict[str, LedgerHead]:
 
 
 def _encode(run: str, head: LedgerHead) -> bytes:
-    return msgspec.json.encode(HeadLine(run=run, head=head)) + b"\n"
+    return msgspec.json.encode(HeadEntry(run=run, head=head)) + b"\n"
 
 
 def _sync(path: Path) -> None:

@@ -14,7 +14,7 @@ from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.gateway.coordinator_front import CoordinatorFront
 from rollmesh.services.gateway.exports import Exports
 from rollmesh.services.gateway.heads import Heads
-from rollmesh.services.gateway.payloads import Payloads
+from rollmesh.services.gateway.payloads import PayloadReader
 from rollmesh.services.gateway.servicer import GatewayServicer
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
@@ -73,7 +73,7 @@ class GatewayNode(JoinedNode):
         servicer = GatewayServicer(
             run_pb2_grpc.RunServiceStub(channel),
             coordinator,
-            Payloads(bus, reads_max=self._config.reads_max),
+            PayloadReader(bus, reads_max=self._config.reads_max),
             Exports(bus),
             self._heads,
             call_s=self._config.call_s,

@@ -74,7 +74,7 @@ def shard(episodes: Sequence[EpisodeRef], index: int, num: int) -> Sequence[Epis
     return episodes[index::num]
 
 
-class Payloads:
+class PayloadReader:
     """Reads episodes from the bus, at most `reads_max` at once per call."""
 
     def __init__(self, bus: Bus, *, reads_max: int, who: str = "gateway", clock: Clock | None = None) -> None:

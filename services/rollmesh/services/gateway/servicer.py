@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from rollmesh.services.gateway.exports import Exports
 from rollmesh.services.gateway.heads import Heads
-from rollmesh.services.gateway.payloads import Payloads, episodes_of, shard
+from rollmesh.services.gateway.payloads import PayloadReader, episodes_of, shard
 from rollmesh.shared.errors import FieldViolation, InvalidInput, Unimplemented
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.rpc.handlers import Context
@@ -29,7 +29,7 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         self,
         run: run_pb2_grpc.RunServiceAsyncStub,
         coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub,
-        payloads: Payloads,
+        payloads: PayloadReader,
         exports: Exports,
         heads: Heads,
         *,

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from rollmesh.services.inference.engine import KvPolicy
-from rollmesh.services.inference.state import NodeState
+from rollmesh.services.inference.state import ServingState
 from rollmesh.services.inference.weights import WeightKeeper
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.codec.trajectory import decode_version
@@ -30,7 +30,7 @@ class WeightCommands:
 
     def __init__(
         self,
-        state: NodeState,
+        state: ServingState,
         keeper: WeightKeeper,
         *,
         kv: KvPolicy,

@@ -133,7 +133,7 @@ class EngineBroken(Exception):
     """The engine does not run: it is not started, it is closed, or its compute failed with the cause in the message."""
 
 
-class WeightsRejected(Exception):
+class WeightsMismatch(Exception):
     """The prepared weights do not fit the model (names, shapes, dtype, non-finite values)."""
 
 

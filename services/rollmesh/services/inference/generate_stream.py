@@ -19,7 +19,7 @@ from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import EngineBroken, EngineBusy, GenerateDelta, GenerateRequest
 from rollmesh.services.inference.metrics import QUEUE_SECONDS
 from rollmesh.services.inference.request_trace import RequestTrace
-from rollmesh.services.inference.state import NodeState
+from rollmesh.services.inference.state import ServingState
 from rollmesh.shared.codec.arrays import decode_ints
 from rollmesh.shared.codec.failure import encode_failure
 from rollmesh.shared.codec.trajectory import decode_sampling_params, encode_segment
@@ -56,7 +56,7 @@ class _Waiting:
 class GenerateStream:
     """Requests of one Generate stream, or of one GenerateOne."""
 
-    def __init__(self, state: NodeState, config: InferenceConfig) -> None:
+    def __init__(self, state: ServingState, config: InferenceConfig) -> None:
         self._state = state
         self._config = config
         self._prefix = f"s{next(_stream_numbers)}/"

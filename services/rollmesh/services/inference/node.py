@@ -14,7 +14,7 @@ from rollmesh.services.inference.commands import WeightCommands
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import Engine, KvPolicy
 from rollmesh.services.inference.servicer import InferenceServicer
-from rollmesh.services.inference.state import NodeState
+from rollmesh.services.inference.state import ServingState
 from rollmesh.services.inference.weight_servicer import WeightServicer
 from rollmesh.services.inference.weights import WeightKeeper
 from rollmesh.shared.clock import Clock
@@ -59,7 +59,7 @@ class InferenceNode(JoinedNode):
         )
         self.store = BlobStore(Path(config.directory), quota_bytes=config.quota_bytes)
         self.engine = make_engine(config, base_dir)
-        self.state = NodeState(self.engine, node_id=node_id, policy=config.policy)
+        self.state = ServingState(self.engine, node_id=node_id, policy=config.policy)
         self.keeper = WeightKeeper(self.state, self.store, lambda a: open_channel(a, access=access), config)
         self._drain_s = config.drain_s
         self._servicer = InferenceServicer(self.state, config)

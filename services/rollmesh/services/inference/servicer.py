@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import EngineBroken, ScoreResult
 from rollmesh.services.inference.generate_stream import GenerateStream
-from rollmesh.services.inference.state import NodeState, mismatch
+from rollmesh.services.inference.state import ServingState, mismatch
 from rollmesh.shared.clients.generated import merged
 from rollmesh.shared.codec.arrays import decode_ints, encode_floats
 from rollmesh.shared.codec.failure import decode_failure
@@ -22,7 +22,7 @@ from rollmesh.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The service of one node."""
 
-    def __init__(self, state: NodeState, config: InferenceConfig) -> None:
+    def __init__(self, state: ServingState, config: InferenceConfig) -> None:
         self._state = state
         self._config = config
         self._streams: set[GenerateStream] = set()

@@ -21,7 +21,7 @@ from rollmesh.v1 import inference_pb2
 Target = inference_pb2.Target
 
 
-class NodeState:
+class ServingState:
     """State of one node. It serves the weights of `policy`."""
 
     def __init__(self, engine: Engine, *, node_id: str, policy: str) -> None:

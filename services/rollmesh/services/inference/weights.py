@@ -19,8 +19,8 @@ import numpy as np
 
 from rollmesh.services.inference.config import InferenceConfig
 from rollmesh.services.inference.engine import EngineBroken, KvPolicy
-from rollmesh.services.inference.engine import WeightsRejected as EngineRejects
-from rollmesh.services.inference.state import NodeState
+from rollmesh.services.inference.engine import WeightsMismatch as EngineRejects
+from rollmesh.services.inference.state import ServingState
 from rollmesh.shared.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -45,7 +45,9 @@ T = TypeVar("T")
 class WeightKeeper:
     """The versions of one node. A call continues if its caller is cancelled, and a second call for the same version joins it."""
 
-    def __init__(self, state: NodeState, store: BlobStore, open_channel: OpenChannel, config: InferenceConfig) -> None:
+    def __init__(
+        self, state: ServingState, store: BlobStore, open_channel: OpenChannel, config: InferenceConfig
+    ) -> None:
         self._state = state
         self._store = store
         self._open_channel = open_channel

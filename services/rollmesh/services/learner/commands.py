@@ -9,7 +9,7 @@ from typing import Self
 
 from rollmesh.client import Run
 from rollmesh.services.learner.config import LearnerRetryConfig
-from rollmesh.services.learner.progress import Progress
+from rollmesh.services.learner.progress import LearnerProgress
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError, PermissionDenied, Unauthenticated, Unimplemented
 from rollmesh.shared.retry import Backoff
@@ -24,13 +24,15 @@ _HOPELESS = (Unauthenticated, PermissionDenied, Unimplemented)
 class Commands:
     """Watches inside `async with`, and again whenever the stream breaks."""
 
-    def __init__(self, run: Run, config: LearnerRetryConfig, clock: Clock, progress: Progress | None = None) -> None:
+    def __init__(
+        self, run: Run, config: LearnerRetryConfig, clock: Clock, progress: LearnerProgress | None = None
+    ) -> None:
         """`progress` is told of refused versions."""
         self.stop = asyncio.Event()
         """Set once, never cleared: finish the present update, write a checkpoint, end."""
         self._checkpoint = False
         self._run = run
-        self._progress = progress or Progress(clock)
+        self._progress = progress or LearnerProgress(clock)
         self._backoff = Backoff(config, clock)
         self._task: asyncio.Task[None] | None = None
 

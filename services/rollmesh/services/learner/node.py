@@ -20,7 +20,7 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import OpenEngine, find_engine
 from rollmesh.services.learner.loop import run_learner
 from rollmesh.services.learner.metrics_log import MetricsLog
-from rollmesh.services.learner.progress import Progress
+from rollmesh.services.learner.progress import LearnerProgress
 from rollmesh.services.learner.publisher import Publisher
 from rollmesh.services.learner.trainer_session import DataSnapshot, Parts
 from rollmesh.shared.clock import Clock
@@ -58,7 +58,7 @@ class LearnerNode(JoinedNode):
         self._open_engine = open_engine
         self._base_dir = base_dir
         self._parts: Parts | None = None
-        self.progress = Progress(self.clock)
+        self.progress = LearnerProgress(self.clock)
 
     async def build(self, stack: AsyncExitStack) -> None:
         config, folder = self._config, Path(self._config.directory)

@@ -13,7 +13,7 @@ PHASES = ("attach", "wait", "fetch", "train", "commit", "checkpoint", "publish")
 
 
 @dataclass(slots=True)
-class Progress:
+class LearnerProgress:
     """Read at any time; written by the learner alone."""
 
     clock: Clock

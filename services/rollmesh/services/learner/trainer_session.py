@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from rollmesh.client import Batch, BatchLease, Run, Trainer
-from rollmesh.client.trainer import Attached, Committed
+from rollmesh.client.trainer import Attachment, CommitResult
 from rollmesh.services.learner.commands import Commands
 from rollmesh.services.learner.compute import ComputeThread
 from rollmesh.services.learner.config import LearnerConfig
@@ -28,10 +28,10 @@ from rollmesh.services.learner.engine import OpenEngine, Position, Restored, Ste
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics import TOKENS, UPDATES, trained_tokens
 from rollmesh.services.learner.metrics_log import MetricsLog
-from rollmesh.services.learner.progress import Progress
+from rollmesh.services.learner.progress import LearnerProgress
 from rollmesh.services.learner.publisher import Publisher
 from rollmesh.services.learner.source import DecodedBatch, decode_batch
-from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateTrace
+from rollmesh.services.learner.update_trace import COMMIT, TRAIN, UpdateSpans
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import ConfigError, DigestMismatch, PayloadLost, RunEnded, VersionRefused, WrongUpdate
 from rollmesh.shared.fault_points import Hook
@@ -58,7 +58,7 @@ class Parts:
     commands: Commands
     publisher: Publisher
     metrics: MetricsLog
-    progress: Progress
+    progress: LearnerProgress
     clock: Clock
     at: Hook
     open_engine: OpenEngine
@@ -182,7 +182,7 @@ class TrainerSession:
     async def _update(self, lease: BatchLease) -> None:
         parts = self._parts
         await parts.at(LearnerFaultPoint.LEASED)
-        with UpdateTrace(lease, self._asked_ns, now_ns()) as trace:
+        with UpdateSpans(lease, self._asked_ns, now_ns()) as trace:
             done = await self._train_and_commit(lease, trace)
         if done is None:
             return
@@ -193,8 +193,8 @@ class TrainerSession:
         self._report(result, unreadable)
 
     async def _train_and_commit(
-        self, lease: BatchLease, trace: UpdateTrace
-    ) -> tuple[StepResult, Committed, Mapping[str, str]] | None:
+        self, lease: BatchLease, trace: UpdateSpans
+    ) -> tuple[StepResult, CommitResult, Mapping[str, str]] | None:
         """What came of it, and the reasons of unreadable samples; None if the batch was given back."""
         parts = self._parts
         batch = await self._fetch(lease)
@@ -239,7 +239,7 @@ class TrainerSession:
         with self._parts.progress.during("train"):
             return await self._parts.compute.run(compute)
 
-    def _record(self, result: StepResult, committed: Committed) -> None:
+    def _record(self, result: StepResult, committed: CommitResult) -> None:
         """Notes the commit in the trainer's own list. Raises `DigestMismatch` if the coordinator has noted another."""
         outcome = "APPLIED" if result.applied else "SKIPPED"
         digest = self._log.append(result.update, result.used_ids, incarnation=self._incarnation, outcome=outcome)
@@ -299,12 +299,12 @@ class TrainerSession:
         )
 
 
-def _refused_max(config: LearnerConfig, attached: Attached, publish_every: int) -> int:
+def _refused_max(config: LearnerConfig, attached: Attachment, publish_every: int) -> int:
     """With more refused in a row, no weights that nodes serve are young enough for the next update: it would wait for ever."""
     return min(config.quarantined_max, attached.spec.max_staleness // publish_every)
 
 
-def _publish_every(config: LearnerConfig, attached: Attached) -> int:
+def _publish_every(config: LearnerConfig, attached: Attachment) -> int:
     """Raises `ConfigError` where a batch could wait for weights that are never published."""
     every = config.publish.publish_every or max(1, attached.spec.publish_every)
     limit = attached.spec.max_staleness + 1

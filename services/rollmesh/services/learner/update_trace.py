@@ -21,7 +21,7 @@ SERVICE = "learner"
 LEASE, FETCH, TRAIN, COMMIT = "batch lease", "fetch", "train", "commit"
 
 
-class UpdateTrace:
+class UpdateSpans:
     """Around one update. Does nothing until it is told of a traced episode."""
 
     def __init__(self, lease: BatchLease, asked_ns: int, leased_ns: int) -> None:

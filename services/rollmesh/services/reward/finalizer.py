@@ -15,7 +15,7 @@ from rollmesh.shared.registry import Registry
 from rollmesh.shared.trajectory import MemberOutcome, Reward
 
 
-class Decision(IntEnum):
+class FinalizerDecision(IntEnum):
     """What becomes of a group. Numbers equal `rollmesh.v1.GroupDecision`."""
 
     KEEP = 1
@@ -43,7 +43,7 @@ class Group:
 class Verdict:
     """The decision, with `reason` for FILTER and `num_extend` (at least 1) for EXTEND."""
 
-    decision: Decision
+    decision: FinalizerDecision
     reason: str = ""
     num_extend: int = 0
     adjusted: Mapping[str, tuple[Reward, ...]] = field(default_factory=dict)

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from rollmesh.services.reward.item import AnswerKey
 from rollmesh.shared.errors import UnknownOracle
-from rollmesh.shared.jsonl import Record, read_jsonl
+from rollmesh.shared.jsonl import JsonlRecord, read_jsonl
 from rollmesh.shared.registry import Registry
 from rollmesh.shared.settings import Settings
 
@@ -141,12 +141,12 @@ def _read(config: AnswerFileConfig, path: Path) -> tuple[dict[int, AnswerKey], s
     return {record.line: _key(record, config, pattern) for record in file.records}, file.digest
 
 
-def _key(record: Record, config: AnswerFileConfig, pattern: re.Pattern[str] | None) -> AnswerKey:
+def _key(record: JsonlRecord, config: AnswerFileConfig, pattern: re.Pattern[str] | None) -> AnswerKey:
     answers = record.extract_all(config.answer, pattern) if config.answer else ()
     return AnswerKey(answers=answers, record=record.fields, tests=_tests(record, config.tests))
 
 
-def _tests(record: Record, field: str) -> str | Mapping[str, object]:
+def _tests(record: JsonlRecord, field: str) -> str | Mapping[str, object]:
     if not field:
         return ""
     value = record.value(field)

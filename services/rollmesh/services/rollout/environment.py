@@ -51,7 +51,7 @@ _ENDED = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 @dataclass(slots=True, kw_only=True)
-class EpisodeState:
+class EnvironmentState:
     """What the lines of one episode share."""
 
     key: EpisodeKey
@@ -112,7 +112,7 @@ class EpisodeState:
 class Environment:
     """One line of an episode's conversation."""
 
-    def __init__(self, state: EpisodeState, tools: ToolBox | None = None) -> None:
+    def __init__(self, state: EnvironmentState, tools: ToolBox | None = None) -> None:
         self._state = state
         self._tools = tools or state.tools
         self._head = ROOT

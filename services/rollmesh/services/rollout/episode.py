@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 
 from rollmesh.services.rollout.agent import Agent, LimitReached
 from rollmesh.services.rollout.config import RolloutConfig
-from rollmesh.services.rollout.environment import Environment, EpisodeState
+from rollmesh.services.rollout.environment import Environment, EnvironmentState
 from rollmesh.services.rollout.episode_trace import SERVICE
 from rollmesh.services.rollout.failures import EpisodeFailed, boundary, to_failure
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
 from rollmesh.services.rollout.lease import Lease, decode_lease
-from rollmesh.services.rollout.ports import Generator, SampleLog, Sandbox, Scorer
-from rollmesh.services.rollout.progress import Progress
+from rollmesh.services.rollout.ports import Generator, SampleLog, SandboxPort, ScoringPort
+from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.recorder import Recorder, numbered_samples
 from rollmesh.services.rollout.scoring import finish_of, score_item, scored
 from rollmesh.services.rollout.stages import Stage, Stages
@@ -50,12 +50,12 @@ class EpisodeParts:
     agent: Agent
     tokenizer: Tokenizer
     generator: Generator
-    sandbox: Sandbox
-    scorer: Scorer
+    sandbox: SandboxPort
+    scorer: ScoringPort
     samples: SampleLog
     clock: Clock
     stages: Stages
-    progress: Progress
+    progress: WorkerProgress
     at: Hook = noop
 
 
@@ -94,12 +94,12 @@ class EpisodeRunner:
 
     # INIT -------------------------------------------------------------------------------------------------------------
 
-    def _state(self, lease: Lease) -> EpisodeState:
+    def _state(self, lease: Lease) -> EnvironmentState:
         parts, config = self._parts, self._parts.config
         sampling = config.sampling
         if lease.purpose is Purpose.EVAL and config.eval_sampling is not None:
             sampling = config.eval_sampling
-        return EpisodeState(
+        return EnvironmentState(
             key=lease.key,
             task=lease.task,
             target=lease.target,
@@ -113,7 +113,7 @@ class EpisodeRunner:
             at=parts.at,
         )
 
-    async def _init(self, state: EpisodeState) -> Environment:
+    async def _init(self, state: EnvironmentState) -> Environment:
         env = Environment(state)
         with boundary("task"):
             env.context(state.task.messages)
@@ -139,7 +139,7 @@ class EpisodeRunner:
 
     # RUN --------------------------------------------------------------------------------------------------------------
 
-    async def _act(self, state: EpisodeState, env: Environment) -> None:
+    async def _act(self, state: EnvironmentState, env: Environment) -> None:
         limit_s = state.limits.run_s_max
         try:
             async with time_limit(self._parts.clock, limit_s) as limit:
@@ -157,7 +157,7 @@ class EpisodeRunner:
             )
             raise EpisodeFailed("inference", cause)
 
-    async def _agent(self, state: EpisodeState, env: Environment) -> None:
+    async def _agent(self, state: EnvironmentState, env: Environment) -> None:
         try:
             await self._parts.agent.run(state.task, env)
         except LimitReached as err:
@@ -169,7 +169,7 @@ class EpisodeRunner:
 
     # SCORE ------------------------------------------------------------------------------------------------------------
 
-    async def _score(self, lease: Lease, state: EpisodeState) -> tuple[Sample, ...]:
+    async def _score(self, lease: Lease, state: EnvironmentState) -> tuple[Sample, ...]:
         recorder = state.recorder
         marked = state.marked or [
             Sample(sample_id="", leaf=leaf, policy=lease.target.policy) for leaf in recorder.leaves()
@@ -222,7 +222,7 @@ def _unfinished(
     return Report(lease_id=lease.lease_id, key=lease.key, outcome=outcome, failure=failure)
 
 
-def _episode(lease: Lease, state: EpisodeState, samples: tuple[Sample, ...]) -> Episode:
+def _episode(lease: Lease, state: EnvironmentState, samples: tuple[Sample, ...]) -> Episode:
     return Episode(
         key=lease.key,
         purpose=lease.purpose,

@@ -19,8 +19,8 @@ from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.coordinator_link import CoordinatorLink
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
-from rollmesh.services.rollout.ports import Sandbox
-from rollmesh.services.rollout.progress import Progress
+from rollmesh.services.rollout.ports import SandboxPort
+from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.sample_log import BusSampleLog
 from rollmesh.services.rollout.stages import Stages
 from rollmesh.services.rollout.tokenizer import Tokenizer, load_tokenizer
@@ -77,7 +77,7 @@ class RolloutNode(JoinedNode):
         self._agent = load_agent(config.agent, base_dir)
         self._tokenizer = tokenizer or load_tokenizer(Path(base_dir or ".") / config.model_dir, config.format)
         _ = self._tokenizer.format  # a template without an end of turn is an error now, not in every episode
-        self.progress = Progress()
+        self.progress = WorkerProgress()
         self.stages = Stages(config.stages, self.clock)
 
     async def build(self, stack: AsyncExitStack) -> None:
@@ -145,7 +145,7 @@ class RolloutNode(JoinedNode):
 
     def _runner(self) -> EpisodeRunner:
         config = self._config
-        sandbox: Sandbox = self._sandbox
+        sandbox: SandboxPort = self._sandbox
         if config.tool_latency.distribution != "none":
             sandbox = SlowSandbox(sandbox, config.tool_latency, self.clock)
         return EpisodeRunner(

@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from rollmesh.shared.clients.generated import Target
-from rollmesh.shared.clients.sandbox import ExecResult, Snapshot
+from rollmesh.shared.clients.sandbox import ExecResult, RemoteSnapshot
 from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, Reward, SamplingParams, Segment
 from rollmesh.v1 import coordinator_pb2, reward_pb2
 
 
-class Generation(Protocol):
+class GenerationPort(Protocol):
     """One continuation under way: iterate inside `async with`; leaving it early ends the request at the engine."""
 
     @property
@@ -44,7 +44,7 @@ class Generator(Protocol):
 
     def open(
         self, token_ids: IntArray, params: SamplingParams, *, target: Target, session: str, key: EpisodeKey
-    ) -> Generation:
+    ) -> GenerationPort:
         """Continues the prefix `token_ids` [n]."""
         ...
 
@@ -58,10 +58,10 @@ class SandboxSession(Protocol):
         self, code: str, *, language: str = "python", arguments: Sequence[str] = (), wall_s: float = 0.0
     ) -> ExecResult: ...
 
-    async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot: ...
+    async def snapshot(self, *, ttl_s: float = 0.0) -> RemoteSnapshot: ...
 
 
-class Sandbox(Protocol):
+class SandboxPort(Protocol):
     """The pool of sandbox nodes."""
 
     def session(
@@ -71,17 +71,17 @@ class Sandbox(Protocol):
         ...
 
     def fork(
-        self, snapshot: Snapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+        self, snapshot: RemoteSnapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
     ) -> AbstractAsyncContextManager[SandboxSession]:
         """As `session`, in the state of a snapshot."""
         ...
 
-    async def drop(self, snapshot: Snapshot) -> None:
+    async def drop(self, snapshot: RemoteSnapshot) -> None:
         """Forgets a snapshot."""
         ...
 
 
-class Scorer(Protocol):
+class ScoringPort(Protocol):
     """The reward service."""
 
     async def score(self, run: str, item: reward_pb2.ScoreItem) -> list[tuple[Reward, ...]]:

@@ -10,7 +10,7 @@ from rollmesh.shared.trajectory import Episode, FinishReason, Role
 
 
 @dataclass(slots=True)
-class Progress:
+class WorkerProgress:
     """leased = completed + failed + cancelled + lost + running, at every moment."""
 
     num_leased: int = 0

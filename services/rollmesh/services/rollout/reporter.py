@@ -25,7 +25,7 @@ REQUEST_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingReport:
     report: coordinator_pb2.EpisodeReport
     result: asyncio.Future[str]
 
@@ -37,7 +37,7 @@ class Reporter:
         self._coordinator = coordinator
         self._config = config
         self._clock = clock
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_PendingReport] = []
         self._pump: asyncio.Task[None] | None = None
 
     @property
@@ -48,7 +48,7 @@ class Reporter:
     async def report(self, report: coordinator_pb2.EpisodeReport) -> str:
         """Empty once recorded, else the coordinator's reason against it. Raises `MeshError` when given up."""
         report.traceparent = traceparent()
-        waiting = _Waiting(report, asyncio.get_running_loop().create_future())
+        waiting = _PendingReport(report, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if self._pump is None:
             self._pump = asyncio.create_task(self._send_all(), context=apart())
@@ -72,7 +72,7 @@ class Reporter:
         finally:
             self._pump = None
 
-    def _take(self) -> list[_Waiting]:
+    def _take(self) -> list[_PendingReport]:
         """Remove and return the reports of one request: the oldest that fit, and at least one."""
         num = num_bytes = 0
         for waiting in self._waiting[:REPORTS_MAX]:
@@ -84,7 +84,7 @@ class Reporter:
         del self._waiting[:num]
         return batch
 
-    async def _send(self, batch: list[_Waiting]) -> None:
+    async def _send(self, batch: list[_PendingReport]) -> None:
         reports = [waiting.report for waiting in batch]
         if not reports:
             return

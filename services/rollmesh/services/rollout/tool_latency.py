@@ -12,16 +12,16 @@ from statistics import NormalDist
 from zlib import crc32
 
 from rollmesh.services.rollout.config import ToolLatencyConfig
-from rollmesh.services.rollout.ports import Sandbox, SandboxSession
+from rollmesh.services.rollout.ports import SandboxPort, SandboxSession
 from rollmesh.services.rollout.recorder import mix64
-from rollmesh.shared.clients.sandbox import ExecResult, Snapshot
+from rollmesh.shared.clients.sandbox import ExecResult, RemoteSnapshot
 from rollmesh.shared.clock import Clock
 
 
 class SlowSandbox:
     """Waits before each call as the distribution says."""
 
-    def __init__(self, inner: Sandbox, config: ToolLatencyConfig, clock: Clock) -> None:
+    def __init__(self, inner: SandboxPort, config: ToolLatencyConfig, clock: Clock) -> None:
         self._inner = inner
         self._config = config
         self._clock = clock
@@ -36,12 +36,12 @@ class SlowSandbox:
 
     @asynccontextmanager
     async def fork(
-        self, snapshot: Snapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+        self, snapshot: RemoteSnapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
     ) -> AsyncIterator[SandboxSession]:
         async with self._inner.fork(snapshot, session_id=session_id, owner=owner, ttl_s=ttl_s) as session:
             yield _SlowSession(session, session_id, self._config, self._clock)
 
-    async def drop(self, snapshot: Snapshot) -> None:
+    async def drop(self, snapshot: RemoteSnapshot) -> None:
         await self._inner.drop(snapshot)
 
 
@@ -63,7 +63,7 @@ class _SlowSession:
         await self._wait()
         return await self._inner.run(code, language=language, arguments=arguments, wall_s=wall_s)
 
-    async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot:
+    async def snapshot(self, *, ttl_s: float = 0.0) -> RemoteSnapshot:
         return await self._inner.snapshot(ttl_s=ttl_s)
 
     async def _wait(self) -> None:

@@ -17,7 +17,7 @@ from typing import Self
 from rollmesh.services.rollout.agent_types import ToolResult
 from rollmesh.services.rollout.chat_format import ToolSchema
 from rollmesh.services.rollout.config import ToolConfig
-from rollmesh.services.rollout.ports import Sandbox, SandboxSession
+from rollmesh.services.rollout.ports import SandboxPort, SandboxSession
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult
 from rollmesh.shared.errors import NotFound, SandboxFailed
 from rollmesh.shared.trajectory import EpisodeKey
@@ -27,7 +27,7 @@ class ToolBox:
     """Calls tools by the names that the task uses."""
 
     def __init__(
-        self, sandbox: Sandbox, tools: Mapping[str, ToolConfig], names: Sequence[str], key: EpisodeKey, ttl_s: float
+        self, sandbox: SandboxPort, tools: Mapping[str, ToolConfig], names: Sequence[str], key: EpisodeKey, ttl_s: float
     ) -> None:
         """Raises `NotFound` for a tool of the task that isn't configured."""
         missing = [name for name in names if name not in tools]

@@ -21,7 +21,7 @@ from rollmesh.services.rollout.episode import EpisodeRunner, Report, cancelled_r
 from rollmesh.services.rollout.episode_trace import SERVICE, episode_trace
 from rollmesh.services.rollout.failures import worth_retrying
 from rollmesh.services.rollout.ports import Coordinator
-from rollmesh.services.rollout.progress import Progress
+from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.renewer import Renewer
 from rollmesh.services.rollout.reporter import Reporter
 from rollmesh.shared.clock import Clock, time_limit
@@ -46,7 +46,12 @@ class RolloutWorker:
     """Runs episodes until drained or cancelled."""
 
     def __init__(
-        self, coordinator: Coordinator, runner: EpisodeRunner, progress: Progress, config: WorkerConfig, clock: Clock
+        self,
+        coordinator: Coordinator,
+        runner: EpisodeRunner,
+        progress: WorkerProgress,
+        config: WorkerConfig,
+        clock: Clock,
     ) -> None:
         self._coordinator = coordinator
         self._runner = runner

@@ -25,7 +25,7 @@ import nats.errors
 import nats.js.errors
 from nats.js import api
 
-from rollmesh.shared.bus.bus import BusUnavailable, Record, StreamFull, UnknownRecord, WrongLastSequence
+from rollmesh.shared.bus.bus import BusUnavailable, StreamFull, StreamRecord, UnknownRecord, WrongLastSequence
 from rollmesh.shared.bus.link import STORE_FAILED, WRONG_LAST_SEQUENCE, Link, is_transient
 from rollmesh.shared.errors import InvalidInput, MeshError, PayloadTooLarge
 from rollmesh.shared.telemetry.logs import apart
@@ -51,7 +51,7 @@ class AppendPipeline:
         self,
         stream: str,
         link: Link,
-        read: Callable[[int], Awaitable[Record]],
+        read: Callable[[int], Awaitable[StreamRecord]],
         *,
         inflight_max: int,
         inflight_bytes_max: int,

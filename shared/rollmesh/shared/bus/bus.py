@@ -85,7 +85,7 @@ class StreamSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class StreamRecord:
     """One stored record."""
 
     seq: int
@@ -145,26 +145,26 @@ class StreamLog(Protocol):
         """
         ...
 
-    async def read(self, seq: int) -> Record:
+    async def read(self, seq: int) -> StreamRecord:
         """The record with this sequence, as the stream's leader knows it. Raises `UnknownRecord`."""
         ...
 
-    async def read_direct(self, seq: int) -> Record:
+    async def read_direct(self, seq: int) -> StreamRecord:
         """The same, for large records whose sequence is known: any replica may answer, the leader if that one lacks it."""
         ...
 
-    def read_range(self, from_seq: int = 1) -> AsyncIterator[Record]:
+    def read_range(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
         """Records from `from_seq` up to the newest one that was stored when the call began; removed ones are skipped.
 
         Raises `BusUnavailable` if the bus gives no record within its deadline although there are some: the wait is bounded.
         """
         ...
 
-    def follow(self, from_seq: int = 1) -> AsyncIterator[Record]:
+    def follow(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
         """Records from `from_seq` on, each once, in order, without end; purged ones are skipped. Survives reconnects."""
         ...
 
-    async def last(self) -> Record | None:
+    async def last(self) -> StreamRecord | None:
         """The newest record; None if the stream holds none."""
         ...
 

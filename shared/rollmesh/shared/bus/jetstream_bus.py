@@ -21,8 +21,8 @@ from rollmesh.shared.bus.append_pipeline import AppendPipeline
 from rollmesh.shared.bus.bus import (
     BusUnavailable,
     Discard,
-    Record,
     StreamInfo,
+    StreamRecord,
     StreamSpec,
     UnknownRecord,
     UnknownStream,
@@ -209,7 +209,7 @@ class JetStreamLog:
             payload, msg_id, expected_last_seq, {**(headers or {}), **trace_headers()}, deadline_s
         )
 
-    async def read(self, seq: int) -> Record:
+    async def read(self, seq: int) -> StreamRecord:
         try:
             # Not the direct form: that may answer from a replica that lags, and this read decides who is fenced.
             raw = await self._call(lambda: self._link.js.get_msg(self._name, seq=seq), f"read {seq}")
@@ -221,7 +221,7 @@ class JetStreamLog:
             ) from err
         return _record_of_raw(raw)
 
-    async def read_direct(self, seq: int) -> Record:
+    async def read_direct(self, seq: int) -> StreamRecord:
         async def ask() -> api.RawStreamMsg | None:
             try:
                 return await self._link.js.get_msg(self._name, seq=seq, direct=True)
@@ -232,7 +232,7 @@ class JetStreamLog:
         raw = await self._call(ask, f"read {seq}")
         return await self.read(seq) if raw is None else _record_of_raw(raw)
 
-    async def read_range(self, from_seq: int = 1) -> AsyncGenerator[Record, None]:
+    async def read_range(self, from_seq: int = 1) -> AsyncGenerator[StreamRecord, None]:
         newest = await self.last()  # not the stream's last sequence: that record may have been removed
         if newest is None or from_seq > newest.seq:
             return
@@ -253,10 +253,10 @@ class JetStreamLog:
                 if seq <= newest.seq:
                     yield record
 
-    def follow(self, from_seq: int = 1) -> AsyncGenerator[Record, None]:
+    def follow(self, from_seq: int = 1) -> AsyncGenerator[StreamRecord, None]:
         return self._reader().follow(from_seq)
 
-    async def last(self) -> Record | None:
+    async def last(self) -> StreamRecord | None:
         try:
             raw = await self._call(lambda: self._link.js.get_last_msg(self._name, self._name), "read the last record")
         except nats.js.errors.NotFoundError as err:
@@ -334,6 +334,6 @@ def _stream_config(spec: StreamSpec) -> api.StreamConfig:
     )
 
 
-def _record_of_raw(raw: api.RawStreamMsg) -> Record:
+def _record_of_raw(raw: api.RawStreamMsg) -> StreamRecord:
     assert raw.seq is not None
     return make_record(raw.seq, raw.data, raw.headers)

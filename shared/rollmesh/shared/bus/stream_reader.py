@@ -18,7 +18,7 @@ import nats.js.errors
 from nats.aio.msg import Msg
 from nats.js import api
 
-from rollmesh.shared.bus.bus import BusUnavailable, Record, UnknownStream
+from rollmesh.shared.bus.bus import BusUnavailable, StreamRecord, UnknownStream
 from rollmesh.shared.bus.link import STREAM_NOT_FOUND, Link
 
 _EXPIRES_S = 30.0
@@ -37,7 +37,7 @@ class StreamReader:
         self._batch = batch
         self._deadline_s = deadline_s
 
-    async def follow(self, from_seq: int) -> AsyncGenerator[Record, None]:
+    async def follow(self, from_seq: int) -> AsyncGenerator[StreamRecord, None]:
         """Records from `from_seq` on, without end. Raises `UnknownStream`; `BusUnavailable` if an outage outlasts the deadline."""
         next_seq = max(1, from_seq)
         while True:
@@ -49,7 +49,7 @@ class StreamReader:
             if self._link.closed:
                 raise BusUnavailable(f"{self._stream}: the connection to NATS was closed")
 
-    async def _through_one_consumer(self, from_seq: int) -> AsyncGenerator[Record, None]:
+    async def _through_one_consumer(self, from_seq: int) -> AsyncGenerator[StreamRecord, None]:
         consumer = await self._new_consumer(from_seq)
         arrived: asyncio.Queue[Msg | None] = asyncio.Queue()  # bounded by the one request outstanding
 
@@ -75,7 +75,7 @@ class StreamReader:
             self._link.on_lost.discard(lost)
             await self._discard(consumer, subscription)
 
-    async def _answers(self, arrived: asyncio.Queue[Msg | None]) -> AsyncGenerator[Record | None, None]:
+    async def _answers(self, arrived: asyncio.Queue[Msg | None]) -> AsyncGenerator[StreamRecord | None, None]:
         """The records of one request; None if the consumer is lost."""
         remaining = self._batch
         while remaining:
@@ -137,15 +137,15 @@ class StreamReader:
                 await self._link.client.publish(f"{api.DEFAULT_PREFIX}.CONSUMER.DELETE.{self._stream}.{consumer}", b"")
 
 
-def record_of(message: Msg) -> Record:
+def record_of(message: Msg) -> StreamRecord:
     """The record that a consumer's message carries."""
     return make_record(message.metadata.sequence.stream, message.data, message.headers)
 
 
-def make_record(seq: int, payload: bytes | None, headers: dict[str, str] | None) -> Record:
+def make_record(seq: int, payload: bytes | None, headers: dict[str, str] | None) -> StreamRecord:
     """A record from what NATS stores; the bus's own headers stay with the bus."""
     headers = headers or {}
-    return Record(
+    return StreamRecord(
         seq=seq,
         payload=payload or b"",
         msg_id=headers.get(api.Header.MSG_ID.value, ""),

@@ -43,7 +43,7 @@ from rollmesh.shared.errors import (
     Unavailable,
     Unimplemented,
 )
-from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.fleet import KnownFleet
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.trajectory import EpisodeKey, FinishReason, IntArray, SamplingParams, Segment
@@ -58,7 +58,7 @@ class InferenceRouter:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: KnownFleet,
         *,
         access: Access,
         clock: Clock | None = None,

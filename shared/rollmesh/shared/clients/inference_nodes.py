@@ -11,12 +11,12 @@ import grpc
 import numpy as np
 
 from rollmesh.shared.clients.generated import Target
-from rollmesh.shared.clients.inference_stream import NodeStream
+from rollmesh.shared.clients.inference_stream import GenerateLink
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.arrays import encode_ints
 from rollmesh.shared.codec.trajectory import decode_version, encode_sampling_params
 from rollmesh.shared.errors import MeshError, ResourceExhausted, StaleWeights
-from rollmesh.shared.fleet import Fleet
+from rollmesh.shared.fleet import KnownFleet
 from rollmesh.shared.retry import pause_after
 from rollmesh.shared.settings import PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.trajectory import FinishReason, IntArray, SamplingParams
@@ -45,7 +45,7 @@ class RouterConfig(Settings):
 class KnownNode:
     """What the router knows of a node beyond the fleet's view."""
 
-    stream: NodeStream
+    stream: GenerateLink
     num_failures: int = 0
     usable_from_s: float = 0.0
 
@@ -99,7 +99,7 @@ class NodePool:
     """Chooses nodes for requests. Sessions stay where they were while that is not overloaded; else own requests per capacity decide."""
 
     def __init__(
-        self, fleet: Fleet, clock: Clock, config: RouterConfig, open_node: Callable[[str], grpc.aio.Channel]
+        self, fleet: KnownFleet, clock: Clock, config: RouterConfig, open_node: Callable[[str], grpc.aio.Channel]
     ) -> None:
         self._fleet = fleet
         self._clock = clock
@@ -188,7 +188,7 @@ class NodePool:
         place = (found.node_id, found.address)
         if place not in self._nodes:
             self._forget_lost()
-            self._nodes[place] = KnownNode(NodeStream(lambda: self._open_node(found.address)))
+            self._nodes[place] = KnownNode(GenerateLink(lambda: self._open_node(found.address)))
         return self._nodes[place]
 
     def _forget_lost(self) -> None:

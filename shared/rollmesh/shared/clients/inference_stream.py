@@ -31,7 +31,7 @@ class StreamRequest:
         self.replies: asyncio.Queue[Reply] = asyncio.Queue()
 
 
-class NodeStream:
+class GenerateLink:
     """Multiplexes requests. Used on one event loop; `close` before leaving it."""
 
     def __init__(self, open_channel: Callable[[], grpc.aio.Channel]) -> None:

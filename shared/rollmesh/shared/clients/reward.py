@@ -51,11 +51,11 @@ class RewardClientConfig(Settings):
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _PendingItem:
     run: str
     item: reward_pb2.ScoreItem
     answer: asyncio.Future[Rewards]
-    company: Sequence[_Waiting] = ()
+    company: Sequence[_PendingItem] = ()
     sending: asyncio.Task[None] | None = None
 
     def leave(self) -> None:
@@ -80,7 +80,7 @@ class RewardClient:
         self._config = config or RewardClientConfig()
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._turns = itertools.count()
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_PendingItem] = []
         self._places = asyncio.Semaphore(self._config.inflight_max)
         self._window: asyncio.Task[None] | None = None
         self._sending: set[asyncio.Task[None]] = set()
@@ -101,7 +101,7 @@ class RewardClient:
     async def score(self, run: str, item: reward_pb2.ScoreItem) -> Rewards:
         """Rewards of the item's samples, in their order. Raises `MeshError`; a scorer's failure is inside the rewards."""
         item.traceparent = traceparent()
-        waiting = _Waiting(run, item, asyncio.get_running_loop().create_future())
+        waiting = _PendingItem(run, item, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         if len(self._waiting) >= self._config.batch_max:
             self._flush()
@@ -148,7 +148,7 @@ class RewardClient:
 
     # Sending ----------------------------------------------------------------------------------------------------------
 
-    async def _send(self, run: str, batch: list[_Waiting]) -> None:
+    async def _send(self, run: str, batch: list[_PendingItem]) -> None:
         try:
             async with self._places:
                 batch = [entry for entry in batch if not entry.answer.done()]  # the others were cancelled meanwhile
@@ -158,7 +158,7 @@ class RewardClient:
                 entry.answer.cancel()
             raise
 
-    async def _score_batch(self, run: str, batch: list[_Waiting]) -> None:
+    async def _score_batch(self, run: str, batch: list[_PendingItem]) -> None:
         if not batch:
             return
         try:
@@ -177,7 +177,7 @@ class RewardClient:
                 if not entry.answer.done():
                     entry.answer.set_result(answer)
 
-    async def _ask(self, run: str, batch: list[_Waiting]) -> reward_pb2.RewardServiceScoreResponse:
+    async def _ask(self, run: str, batch: list[_PendingItem]) -> reward_pb2.RewardServiceScoreResponse:
         request = reward_pb2.RewardServiceScoreRequest(run=run, items=[entry.item for entry in batch])
         for attempt in range(1, self._config.tries_max + 1):
             try:
@@ -208,13 +208,13 @@ class RewardClient:
         return stub
 
 
-def _refuse(batch: Sequence[_Waiting], err: MeshError) -> None:
+def _refuse(batch: Sequence[_PendingItem], err: MeshError) -> None:
     for entry in batch:
         if not entry.answer.done():
             entry.answer.set_exception(err)
 
 
-def _by_item(response: reward_pb2.RewardServiceScoreResponse, batch: Sequence[_Waiting]) -> list[Rewards]:
+def _by_item(response: reward_pb2.RewardServiceScoreResponse, batch: Sequence[_PendingItem]) -> list[Rewards]:
     """The flat answer cut up by episode. Raises `ScorerFailed` if it isn't about the samples asked for."""
     asked = [sample.sample_id for entry in batch for sample in entry.item.samples]
     if [sample.sample_id for sample in response.samples] != asked:

@@ -82,7 +82,7 @@ class ExecResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class RemoteSnapshot:
     """A saved session, on the node at `address` and only there."""
 
     snapshot_id: str
@@ -101,7 +101,7 @@ class OutputPiece:
     text: str
 
 
-class Session:
+class RemoteSession:
     """An open session. Commands run in the order of the calls. Not to be used after its block."""
 
     def __init__(self, link: WorkLink, session_id: str, config: SandboxClientConfig, clock: Clock) -> None:
@@ -138,19 +138,19 @@ class Session:
         command.stream = on_output is not None
         return await self._execute(sandbox_pb2.WorkRequest(session_id=self._session_id, run=command), wall_s, on_output)
 
-    async def snapshot(self, *, ttl_s: float = 0.0) -> Snapshot:
+    async def snapshot(self, *, ttl_s: float = 0.0) -> RemoteSnapshot:
         """Saves files and python state; `ttl_s` without use and it is dropped, 0 means the node's default. Raises `MeshError`."""
         command = sandbox_pb2.SnapshotSession(ttl_s=ttl_s)
         answer = await self._ask(sandbox_pb2.WorkRequest(session_id=self._session_id, snapshot=command))
         taken = answer.snapshot
-        return Snapshot(
+        return RemoteSnapshot(
             snapshot_id=taken.snapshot_id,
             address=self._link.address,
             num_bytes=taken.num_bytes,
             lost=tuple(taken.lost),
         )
 
-    async def restore(self, snapshot: Snapshot) -> None:
+    async def restore(self, snapshot: RemoteSnapshot) -> None:
         """Undoes what the session did since. If it fails for another reason than the snapshot's, the session is gone."""
         command = sandbox_pb2.RestoreSession(snapshot_id=snapshot.snapshot_id)
         await self._ask(sandbox_pb2.WorkRequest(session_id=self._session_id, restore=command))
@@ -232,7 +232,7 @@ class SandboxClient:
     @asynccontextmanager
     async def session(
         self, profile: str, *, session_id: str, owner: str = "", ttl_s: float = 0.0, tenant: str = ""
-    ) -> AsyncIterator[Session]:
+    ) -> AsyncIterator[RemoteSession]:
         """An open session of `profile`; `session_id` is unique among the mesh's live sessions.
 
         `ttl_s`: idle seconds after which the node ends it by itself; 0 means the node's default. `tenant`: whose quota on the node it
@@ -245,8 +245,8 @@ class SandboxClient:
 
     @asynccontextmanager
     async def fork(
-        self, snapshot: Snapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
-    ) -> AsyncIterator[Session]:
+        self, snapshot: RemoteSnapshot, *, session_id: str, owner: str = "", ttl_s: float = 0.0
+    ) -> AsyncIterator[RemoteSession]:
         """An open session in the state of `snapshot`, on its node: waits for that one as long as `session` waits for any.
 
         Raises `UnknownSnapshot` when it was dropped, expired, or its node began anew; then as `session`.
@@ -255,7 +255,7 @@ class SandboxClient:
         async with self._opened(session_id, sandbox_pb2.WorkRequest(fork=forking), only=snapshot.address) as session:
             yield session
 
-    async def drop(self, snapshot: Snapshot) -> None:
+    async def drop(self, snapshot: RemoteSnapshot) -> None:
         """Forgets a snapshot before it expires; of an unknown one it succeeds. Raises `MeshError`."""
         command = sandbox_pb2.WorkRequest(drop=sandbox_pb2.DropSnapshot(snapshot_id=snapshot.snapshot_id))
         await self._link(snapshot.address).request(command, limit_s=self._config.command_s_max)
@@ -263,10 +263,10 @@ class SandboxClient:
     @asynccontextmanager
     async def _opened(
         self, session_id: str, opening: sandbox_pb2.WorkRequest, only: str = ""
-    ) -> AsyncIterator[Session]:
+    ) -> AsyncIterator[RemoteSession]:
         link, opened_id = await self._open(session_id, opening, only)
         try:
-            yield Session(link, opened_id, self._config, self._clock)
+            yield RemoteSession(link, opened_id, self._config, self._clock)
         finally:
             link.num_sessions -= 1
             link.post_close(opened_id)

@@ -58,7 +58,7 @@ def grant_batches(ctx: DecisionContext) -> bool:
         unserved = True
         if ctx.now >= waiter.deadline or ctx.state.ended or ctx.state.stopping:
             ctx.ephemeral.trainers.remove(waiter)
-            ctx.reply(waiter.ticket, i.Batch(waiting_for=why_no_batch(ctx, request)))
+            ctx.reply(waiter.ticket, i.BatchGrant(waiting_for=why_no_batch(ctx, request)))
     return unserved
 
 
@@ -160,7 +160,7 @@ def _why_none(ctx: DecisionContext) -> str:
     return rollouts.why_no_work(ctx)
 
 
-def _lease(ctx: DecisionContext, request: i.LeaseBatch, chosen: list[GroupState]) -> i.Batch:
+def _lease(ctx: DecisionContext, request: i.LeaseBatch, chosen: list[GroupState]) -> i.BatchGrant:
     sample_ids = tuple(s.sample_id for g in chosen for s in g.live_samples())
     lease_id = f"b{request.trainer_epoch}.{request.update}.{ctx.clock.incarnation}.{ctx.state.num_batches}"
     ctx.emit(
@@ -178,9 +178,9 @@ def _lease(ctx: DecisionContext, request: i.LeaseBatch, chosen: list[GroupState]
     return _describe_batch(ctx, ctx.state.batches[lease_id])
 
 
-def _describe_batch(ctx: DecisionContext, batch: BatchState) -> i.Batch:
+def _describe_batch(ctx: DecisionContext, batch: BatchState) -> i.BatchGrant:
     groups = [ctx.state.groups[name] for name in batch.groups]
-    return i.Batch(
+    return i.BatchGrant(
         lease_id=batch.lease_id,
         samples=tuple(_leased_sample(g, s, batch) for g in groups for s in g.live_samples()),
         groups=tuple(_members(g) for g in groups),

@@ -156,6 +156,6 @@ def publish(ctx: DecisionContext, request: i.PublishVersion) -> None:
     ctx.reply(request.ticket, i.Done())
 
 
-def version_refused(ctx: DecisionContext, refused: i.VersionRefused) -> None:
+def version_refused(ctx: DecisionContext, refused: i.VersionRejected) -> None:
     if refused.version not in ctx.clock.quarantined:
         ctx.emit(f.VersionQuarantined(version=refused.version, cause=refused.cause))

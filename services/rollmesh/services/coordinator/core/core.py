@@ -74,7 +74,7 @@ _HANDLERS: dict[type, Callable[[DecisionContext, Any], None]] = {
     i.ReleaseBatch: batches.release_batch,
     i.ReportCheckpoint: commits.report_checkpoint,
     i.PublishVersion: commits.publish,
-    i.VersionRefused: commits.version_refused,
+    i.VersionRejected: commits.version_refused,
     i.StopRun: ending.stop,
     i.Stalled: stall.stalled,
     i.ReplayDead: stall.replay,

@@ -22,7 +22,7 @@ def attach(ctx: DecisionContext, request: i.AttachTrainer) -> None:
     check_names(ctx, request.policy, request.learner)
     resolution = _resolution(ctx, request)
     for waiter in ctx.ephemeral.trainers:
-        ctx.reply(waiter.ticket, i.Batch(waiting_for="fenced: a newer trainer has attached"))
+        ctx.reply(waiter.ticket, i.BatchGrant(waiting_for="fenced: a newer trainer has attached"))
     ctx.ephemeral.trainers.clear()
     for batch in _open_batches(ctx):
         _doubt(ctx, batch, "FENCED")

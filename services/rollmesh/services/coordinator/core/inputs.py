@@ -252,7 +252,7 @@ class GroupMembers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class BatchGrant:
     """A lease, or the cause of the wait for it."""
 
     lease_id: str = ""
@@ -304,7 +304,7 @@ class PublishVersion(TrainerRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VersionRefused:
+class VersionRejected:
     """The first nodes could not serve this version."""
 
     version: PolicyVersion
@@ -378,7 +378,7 @@ Input = (
     | ReleaseBatch
     | ReportCheckpoint
     | PublishVersion
-    | VersionRefused
+    | VersionRejected
     | StopRun
     | Stalled
     | ReplayDead

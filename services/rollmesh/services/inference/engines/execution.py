@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollmesh.services.inference.engine import WeightsRejected
+from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.services.inference.engines.model_spec import UnknownToDecoder, model_spec, read_config
 from rollmesh.services.inference.engines.plain_runner import PlainRunner
 from rollmesh.services.inference.engines.runner import Runner
@@ -100,7 +100,7 @@ def _problem(forward: str, check: SelfCheck, device: str) -> str:
     try:
         runner = _runner(forward, type(model), model.config, config)
         difference = check.difference(runner, runner.lay_out(model.state_dict()))
-    except (UnknownToDecoder, WeightsRejected) as error:
+    except (UnknownToDecoder, WeightsMismatch) as error:
         return str(error)
     except MODEL_ERRORS as error:
         return _one_line(error)

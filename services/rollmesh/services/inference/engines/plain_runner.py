@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.utils import logging
 
-from rollmesh.services.inference.engine import WeightsRejected
+from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.services.inference.engines.runner import Drawn, Ints, RowRules, Span, drawn, sampling_rules
 from rollmesh.services.inference.engines.sampling import sample
 from rollmesh.services.inference.engines.slots import PrefixReuse
@@ -112,19 +112,19 @@ def model_of_state(model_class: Any, config: Any, state: Mapping[str, Tensor], d
             output_loading_info=True,
         )
     except (ValueError, KeyError, RuntimeError) as error:
-        raise WeightsRejected(f"transformers cannot load these weights: {error}") from error
+        raise WeightsMismatch(f"transformers cannot load these weights: {error}") from error
     finally:
         if shown:
             progress.enable_progress_bar()
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[problem])):
-            raise WeightsRejected(
+            raise WeightsMismatch(
                 f"{problem.split('_')[0]} tensors {', '.join(names[:8])}: send the whole state dict of the configured model"
             )
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
     tied = model.config.get_text_config().tie_word_embeddings and model._tied_weights_keys
     if tied and outputs is not None and outputs.weight is not inputs.weight:
-        raise WeightsRejected(
+        raise WeightsMismatch(
             "the output layer differs from the embedding, but config.json ties them: send them equal or untie the config"
         )
     use_whole_attention(model)

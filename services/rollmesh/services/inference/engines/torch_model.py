@@ -66,7 +66,7 @@ class Rotary(NamedTuple):
     sin: list[Tensor]
 
 
-class Batch(NamedTuple):
+class PackedStep(NamedTuple):
     """Where each of N packed tokens lies: in the cache and in the padded [num_rows, width] query layout."""
 
     tokens: Tensor  # [N] int64
@@ -113,7 +113,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, torch.cat((x[:, :, half:], x[:, :, :half]), dim=-1), sin)
 
 
-def attention_mask(batch: Batch, window: int, groups: int, dtype: torch.dtype) -> Tensor:
+def attention_mask(batch: PackedStep, window: int, groups: int, dtype: torch.dtype) -> Tensor:
     """Additive mask [num_rows, 1, groups * width, kv_len]: a query sees positions up to its own, at most `window` of them.
 
     Padding queries get position 0 and thus see one entry: finite, and never read.
@@ -134,7 +134,7 @@ def attention_mask(batch: Batch, window: int, groups: int, dtype: torch.dtype) -
     return mask.expand(batch.num_rows, 1, groups * batch.width, batch.kv_len)
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, batch: Batch, shape: Shape) -> Tensor:
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, batch: PackedStep, shape: Shape) -> Tensor:
     """Attention of packed queries [N, heads, head_dim] over cache layers [slots, kv_heads, context, head_dim]."""
     num_heads, head_dim, num_kv = q.shape[1], q.shape[2], keys.shape[1]
     groups = num_heads // num_kv
@@ -205,7 +205,7 @@ def feed_forward(w: Weights, shape: Shape, x: Tensor, layer: int) -> Tensor:
     return result
 
 
-def forward(w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
+def forward(w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: PackedStep) -> Tensor:
     """Hidden states [N, hidden] before the final norm; writes the tokens' keys and values into the cache.
 
     `keys`, `values`: [layers, slots, kv_heads, context_max, head_dim].

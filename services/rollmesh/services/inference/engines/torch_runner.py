@@ -19,7 +19,7 @@ from torch import Tensor
 from rollmesh.services.inference.engines.model_spec import ModelSpec
 from rollmesh.services.inference.engines.runner import Drawn, Ints, RowRules, Span, drawn, sampling_rules
 from rollmesh.services.inference.engines.slots import PrefixReuse
-from rollmesh.services.inference.engines.torch_model import Batch, Rotary, Shape, Weights, rotary_table
+from rollmesh.services.inference.engines.torch_model import PackedStep, Rotary, Shape, Weights, rotary_table
 from rollmesh.services.inference.engines.torch_steps import sample_step, score_step
 from rollmesh.services.inference.engines.weight_layout import lay_out
 
@@ -76,7 +76,7 @@ class TorchRunner:
         in_place = count <= 2 * len(slots)  # copying rows out costs about as much as attending to them
         queries = slots - first if in_place else np.arange(len(slots))
         rows = count if in_place else len(slots)
-        batch = Batch(
+        batch = PackedStep(
             tokens=self._ints(tokens),
             positions=self._ints(positions),
             slots=self._ints(slots),
@@ -109,12 +109,12 @@ class TorchRunner:
             scores.append(np.concatenate((np.zeros(1, np.float32), part[:-1])))
         return scores
 
-    def _span_batch(self, spans: list[Span], rows: list[int] | range, context: int) -> Batch:
+    def _span_batch(self, spans: list[Span], rows: list[int] | range, context: int) -> PackedStep:
         lengths = [len(span.tokens) for span in spans]
         width = max(lengths)
         queries = [row * width + np.arange(length) for row, length in enumerate(lengths)]
         positions = [np.arange(span.start, span.start + length) for span, length in zip(spans, lengths, strict=True)]
-        return Batch(
+        return PackedStep(
             tokens=self._ints(np.concatenate([span.tokens for span in spans]).astype(np.int64)),
             positions=self._ints(np.concatenate(positions)),
             slots=self._ints(np.repeat(np.asarray(rows, dtype=np.int64), lengths)),
@@ -127,7 +127,7 @@ class TorchRunner:
             packed=min(lengths) == width,
         )
 
-    def _draw(self, weights: Weights, batch: Batch, picks: Ints, rules: RowRules) -> Drawn:
+    def _draw(self, weights: Weights, batch: PackedStep, picks: Ints, rules: RowRules) -> Drawn:
         tensors = sampling_rules(rules, self.device)
         with torch.inference_mode():
             tokens, columns = self._sample_step(

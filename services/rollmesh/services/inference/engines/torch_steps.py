@@ -7,18 +7,25 @@ import torch
 from torch import Tensor
 
 from rollmesh.services.inference.engines.sampling import Rules, sample
-from rollmesh.services.inference.engines.torch_model import Batch, Rotary, Shape, Weights, forward, logits_of
+from rollmesh.services.inference.engines.torch_model import PackedStep, Rotary, Shape, Weights, forward, logits_of
 
 
 def sample_step(
-    w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: Batch, picks: Tensor, rules: Rules
+    w: Weights,
+    shape: Shape,
+    rotary: Rotary,
+    keys: Tensor,
+    values: Tensor,
+    batch: PackedStep,
+    picks: Tensor,
+    rules: Rules,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run the forward pass, and draw the token after each of the packed tokens numbered `picks` [B]."""
     hidden = forward(w, shape, rotary, keys, values, batch)
     return sample(logits_of(w, shape, hidden.index_select(0, picks)), rules)
 
 
-def score_step(w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: Batch) -> Tensor:
+def score_step(w: Weights, shape: Shape, rotary: Rotary, keys: Tensor, values: Tensor, batch: PackedStep) -> Tensor:
     """[N] float32: log-prob, after packed token i, of packed token i + 1. Meaningless at the end of a sequence."""
     logits = logits_of(w, shape, forward(w, shape, rotary, keys, values, batch))
     following = batch.tokens.roll(-1)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rollmesh.services.inference.engine import WeightsRejected
+from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.services.inference.engines.model_spec import ModelSpec
 from rollmesh.services.inference.engines.torch_model import Weights
 
@@ -33,11 +33,11 @@ def _check(spec: ModelSpec, state: dict[str, Tensor]) -> None:
         _check_tied(state)
     for name, shape in expected.items():
         if name not in state:
-            raise WeightsRejected(f"tensor {name} is missing: send the whole state dict under its transformers names")
+            raise WeightsMismatch(f"tensor {name} is missing: send the whole state dict under its transformers names")
         _check_tensor(name, state[name], shape)
     for name in state:
         if name not in expected:
-            raise WeightsRejected(
+            raise WeightsMismatch(
                 f"tensor {name} does not belong to this model: send weights of the configured model only"
             )
 
@@ -46,19 +46,19 @@ def _check_tied(state: dict[str, Tensor]) -> None:
     """Remove a tied head, which is redundant. Reject one that differs from the embedding, because it would be ignored."""
     head = state.pop(HEAD)
     if EMBED in state and not torch.equal(head, state[EMBED]):
-        raise WeightsRejected(
+        raise WeightsMismatch(
             f"tensor {HEAD} differs from {EMBED}, but config.json ties them: send them equal or untie the config"
         )
 
 
 def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
-        raise WeightsRejected(
+        raise WeightsMismatch(
             f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}: is this the configured model?"
         )
 
     if not tensor.is_floating_point():
-        raise WeightsRejected(f"tensor {name} has dtype {tensor.dtype}: send float32, bfloat16 or float16")
+        raise WeightsMismatch(f"tensor {name} has dtype {tensor.dtype}: send float32, bfloat16 or float16")
 
 
 def fuse(spec: ModelSpec, state: Mapping[str, Tensor]) -> Weights:
@@ -177,5 +177,5 @@ def with_stacked_experts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             stacked[f"{prefix}mlp.experts.gate_up_proj"] = torch.stack(pairs)
             stacked[f"{prefix}mlp.experts.down_proj"] = torch.stack(down)
         except (RuntimeError, ValueError) as error:
-            raise WeightsRejected(f"tensors {prefix}mlp.experts.* do not fit together: {error}") from error
+            raise WeightsMismatch(f"tensors {prefix}mlp.experts.* do not fit together: {error}") from error
     return stacked

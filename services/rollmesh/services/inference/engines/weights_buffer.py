@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rollmesh.services.inference.engine import WeightsRejected
+from rollmesh.services.inference.engine import WeightsMismatch
 from rollmesh.shared.versions import PolicyVersion
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,7 +59,7 @@ def read_state(files: Mapping[str, Path]) -> dict[str, Tensor]:
     for name in sorted(files):
         for key, tensor in _read_file(name, files[name]):
             if key in state:
-                raise WeightsRejected(f"tensor {key} is in two files, the second is {name}: send each tensor once")
+                raise WeightsMismatch(f"tensor {key} is in two files, the second is {name}: send each tensor once")
             _check_values(key, tensor)
             state[key] = tensor
     return state
@@ -70,12 +70,12 @@ def _read_file(name: str, path: Path) -> list[tuple[str, Tensor]]:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             return [(key, file.get_tensor(key)) for key in file.keys()]  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
-        raise WeightsRejected(f"file {name} at {path} is not readable safetensors: {error}") from error
+        raise WeightsMismatch(f"file {name} at {path} is not readable safetensors: {error}") from error
 
 
 def _check_values(name: str, tensor: Tensor) -> None:
     """Check dtype and values. Integer tensors pass, because they are buffers of a model that transformers runs."""
     if tensor.is_floating_point() and tensor.dtype not in _FLOATS:
-        raise WeightsRejected(f"tensor {name} has dtype {tensor.dtype}: send float32, bfloat16 or float16")
+        raise WeightsMismatch(f"tensor {name} has dtype {tensor.dtype}: send float32, bfloat16 or float16")
     if not bool(torch.isfinite(tensor).all()):
-        raise WeightsRejected(f"tensor {name} has a value that is NaN or infinite: the update that made it diverged")
+        raise WeightsMismatch(f"tensor {name} has a value that is NaN or infinite: the update that made it diverged")

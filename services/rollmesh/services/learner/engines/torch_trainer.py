@@ -25,7 +25,7 @@ from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.model_config import vocab_size
 from rollmesh.trainer.model_files import WEIGHTS_NAME, load_model, load_tokenizer
 from rollmesh.trainer.trained_log import TrainedLog
-from rollmesh.trainer.update import Trainer, UpdateOutcome
+from rollmesh.trainer.update import BatchTrainer, UpdateOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def open_trainer(config: LearnerConfig) -> Restored:
 class TorchTrainer:
     """Implements `engine.TrainerEngine`."""
 
-    def __init__(self, trainer: Trainer, tokenizer: PreTrainedTokenizerBase | None, config: LearnerConfig) -> None:
+    def __init__(self, trainer: BatchTrainer, tokenizer: PreTrainedTokenizerBase | None, config: LearnerConfig) -> None:
         self._trainer = trainer
         self._tokenizer = tokenizer
         self._config = config
@@ -124,10 +124,12 @@ def _resumed(config: LearnerConfig, found: Checkpoint) -> Restored:
     return Restored(engine=engine, log=found.trained_log(), position=position, passed_by=found.passed_by)
 
 
-def _trainer(config: LearnerConfig, folder: Path) -> Trainer:
+def _trainer(config: LearnerConfig, folder: Path) -> BatchTrainer:
     try:
         model = load_model(folder, device=config.device)
-        return Trainer(model, config, seed=config.seed, outputs=config.outputs, reward_weights=config.reward_weights)
+        return BatchTrainer(
+            model, config, seed=config.seed, outputs=config.outputs, reward_weights=config.reward_weights
+        )
     except ValueError as err:
         raise ConfigError(f"model: {err}", key="model") from err
 

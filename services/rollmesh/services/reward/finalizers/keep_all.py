@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rollmesh.services.reward.finalizer import Decision, Group, Verdict
+from rollmesh.services.reward.finalizer import FinalizerDecision, Group, Verdict
 
 
 class KeepAllFinalizer:
     """See the module."""
 
     def decide(self, group: Group) -> Verdict:
-        return Verdict(decision=Decision.KEEP)
+        return Verdict(decision=FinalizerDecision.KEEP)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from rollmesh.services.reward.finalizer import Decision, Group, Verdict
+from rollmesh.services.reward.finalizer import FinalizerDecision, Group, Verdict
 from rollmesh.shared.settings import NonNegativeFloat, NonNegativeInt, PositiveInt, Settings
 
 ZERO_VARIANCE = "ZERO_VARIANCE"
@@ -45,11 +45,11 @@ class ZeroVarianceFinalizer:
             return self._extend_or_filter(group, TOO_FEW_SURVIVORS)
         if all(abs(advantage) <= self._options.epsilon for advantage in group.advantages.values()):
             return self._extend_or_filter(group, ZERO_VARIANCE)
-        return Verdict(decision=Decision.KEEP)
+        return Verdict(decision=FinalizerDecision.KEEP)
 
     def _extend_or_filter(self, group: Group, reason: str) -> Verdict:
         num_members = len(group.members) + group.num_unscored
         num_extend = min(self._options.extend_by, self._options.members_max - num_members)
         if num_extend > 0 and not group.deadline_passed:
-            return Verdict(decision=Decision.EXTEND, num_extend=num_extend)
-        return Verdict(decision=Decision.FILTER, reason=reason)
+            return Verdict(decision=FinalizerDecision.EXTEND, num_extend=num_extend)
+        return Verdict(decision=FinalizerDecision.FILTER, reason=reason)
