@@ -150,7 +150,7 @@ UNITS = (
     Forgery("raises an assertion", "def mix(text, number): raise AssertionError", "RE"),
     Forgery("raises what ends generators", "def mix(text, number): raise StopIteration", "RE"),
     Forgery("raises what ends interpreters", "def mix(text, number): raise SystemExit(0)", "RE"),
-    Forgery("raises a custom class", "class AC(Exception): __said__ = None\ndef mix(text, number): raise AC", "RE"),
+    Forgery("raises a custom class", "class AC(Exception): __candidate_text__ = None\ndef mix(text, number): raise AC", "RE"),
     Forgery("an end of the test", _REMOTE + """reply('{"end": ["AC", ""]}')""", "RE"),
     Forgery("a callable for a result", _REMOTE + """reply('{"callable": true}')""", "RE"),
     Forgery("an object that is not there", _REMOTE + """reply('{"value": {"object": 99}}')"""),

@@ -46,22 +46,22 @@ async def play(attacks: Sequence[Attack], *, controls: bool, told: Callable[[str
     with tempfile.TemporaryDirectory(prefix="rollmesh-arena-") as folder, world() as around:
         judging = any(attack.verdict is Verdict.REJECTED for attack in attacks)
         egress = any(attack.profile != "python" for attack in attacks)
-        async with arena(Path(folder), around, judging=judging, egress=egress) as ground:
-            rows = [await _play_one(ground, attack, told) for attack in attacks]
+        async with arena(Path(folder), around, judging=judging, egress=egress) as running:
+            rows = [await _play_one(running, attack, told) for attack in attacks]
         shown = _play_controls(around, attacks, told) if controls and possible() else {}
     return Report(
         user="root" if os.geteuid() == 0 else "an ordinary user",
         rows=rows,
-        pace=_pace(ground.neighbor.latencies),
+        pace=_pace(running.neighbor.latencies),
         controls=shown,
     )
 
 
-async def _play_one(ground: Arena, attack: Attack, told: Callable[[str], None]) -> Row:
+async def _play_one(running: Arena, attack: Attack, told: Callable[[str], None]) -> Row:
     if attack.needs and not _has_memory_cgroup():
         return Row(name=attack.name, verdict="", faults=[], missing=attack.needs)
-    await ground.neighbor.quiet(_QUIET_CALLS)
-    score = await ground.play(attack)
+    await running.neighbor.quiet(_QUIET_CALLS)
+    score = await running.play(attack)
     for fault in score.faults:
         told(f"NOT CONTAINED {score.name}: {fault}")
     return Row(name=score.name, verdict=score.verdict, faults=list(score.faults))

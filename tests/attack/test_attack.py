@@ -26,8 +26,8 @@ QUICK = [attack for attack in all_attacks() if attack.quick and playable(attack)
 
 async def test_quick_attacks_are_contained(tmp_path: Path) -> None:
     with world() as around:
-        async with arena(tmp_path, around, egress=True) as ground:
-            scores = [await ground.play(attack) for attack in QUICK]
+        async with arena(tmp_path, around, egress=True) as running:
+            scores = [await running.play(attack) for attack in QUICK]
     assert {score.name: score.faults for score in scores if not score.contained} == {}
 
 
@@ -67,16 +67,16 @@ def test_document_lists_exactly_the_attacks_that_exist() -> None:
 async def test_an_attack_that_succeeds_is_seen(tmp_path: Path) -> None:
     attack = Attack(name="x", verdict=Verdict.REFUSED, source="probe('x', lambda: 1)", held=["x {no}"])
     with world() as around:
-        async with arena(tmp_path, around) as ground:
-            score = await ground.play(attack)
+        async with arena(tmp_path, around) as running:
+            score = await running.play(attack)
     assert score.faults == ["said 'x got 1', not 'x {no}'"]
 
 
 async def test_an_attack_that_says_nothing_is_seen(tmp_path: Path) -> None:
     attack = Attack(name="x", verdict=Verdict.REFUSED, source="pass", held=["x {no}"])
     with world() as around:
-        async with arena(tmp_path, around) as ground:
-            score = await ground.play(attack)
+        async with arena(tmp_path, around) as running:
+            score = await running.play(attack)
     assert not score.contained
 
 
@@ -84,16 +84,16 @@ async def test_harm_to_host_neighbor_and_service_is_seen(tmp_path: Path) -> None
     attack = Attack(name="x", verdict=Verdict.HARMLESS, source="print('x')", held=["x"])
     with world() as around:
         facts = around.facts()
-        async with arena(tmp_path, around) as ground:
+        async with arena(tmp_path, around) as running:
 
             async def harm(_: object) -> None:
                 os.truncate(str(facts["CANARY"]), 0)
                 os.unlink(str(facts["SHARED"]))
                 os.kill(int(str(facts["VICTIM_PID"])), signal.SIGSTOP)
-                await ground.engine.run("neighbor", Program(code="signals.append(15)"), 1.0)
+                await running.engine.run("neighbor", Program(code="signals.append(15)"), 1.0)
 
             object.__setattr__(attack, "drive", harm)
-            score = await ground.play(attack)
+            score = await running.play(attack)
             os.kill(int(str(facts["VICTIM_PID"])), signal.SIGCONT)
     told = " ".join(score.faults)
     assert all(word in told for word in ("files changed", "shared_memory changed", "victim_alive changed", "neighbor:"))
@@ -104,8 +104,8 @@ async def test_what_a_policy_lets_through_to_a_forbidden_server_is_seen(tmp_path
     held = ["loopback refused by address"]
     inside = Attack(name="x", verdict=Verdict.REFUSED, source=source, held=held, profile=ONLINE)
     with world() as around:
-        async with arena(tmp_path, around, egress=True, leaky=True) as ground:
-            score = await ground.play(inside)
+        async with arena(tmp_path, around, egress=True, leaky=True) as running:
+            score = await running.play(inside)
     assert any(fault.startswith("outside: ") and "the forbidden port: GET /" in fault for fault in score.faults)
     assert "said 'loopback got 404 nothing here', not 'loopback refused by address'" in score.faults
 
@@ -113,16 +113,16 @@ async def test_what_a_policy_lets_through_to_a_forbidden_server_is_seen(tmp_path
 async def test_a_process_left_and_a_lost_neighbor_are_seen(tmp_path: Path) -> None:
     left: list[subprocess.Popen[bytes]] = []
     with world() as around:
-        async with arena(tmp_path, around) as ground:
+        async with arena(tmp_path, around) as running:
 
             async def leave(_: object) -> None:
                 left.append(_waiting_process())
 
             async def kill(_: object) -> None:
-                await ground.engine.end("neighbor")
+                await running.engine.end("neighbor")
 
             scores = [
-                await ground.play(Attack(name="x", verdict=Verdict.TIME, source="", drive=drive))
+                await running.play(Attack(name="x", verdict=Verdict.TIME, source="", drive=drive))
                 for drive in (leave, kill)
             ]
     left[0].communicate(b"\n")

@@ -231,7 +231,7 @@ LOWERS_ITS_CPU_LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_CPU,
         ("landlock", LOWERS_ITS_CPU_LIMIT),
         ("none", KILLS_ITS_WARDEN),
     ],
-    ids=["kills itself", "lowers its CPU limit", "tries to kill its warden"],
+    ids=["kills itself", "lowers its CPU limit", "tries to kill its reaper"],
 )
 async def test_a_program_cannot_pass_its_own_end_off_as_ours(tmp_path: Path, driver: str, code: str) -> None:
     engine = await started(driver, tmp_path)

@@ -254,4 +254,4 @@ def test_digest_changes_with_everything_that_makes_the_environment(tmp_path: Pat
     (library / "a.py").write_text("x = 2")
     assert environment_digest(ProfileConfig(**base)) not in made
     locked = environment_digest(ProfileConfig(**base, library_lock=str(lock)))
-    assert locked in made, "the lock stands for the libraries' content"
+    assert locked in made, "the lock represents the libraries' content"

@@ -283,10 +283,10 @@ async def test_stopping_the_node_ends_running_code(tmp_path: Path) -> None:
 async def test_the_node_describes_its_profiles_languages_and_walls(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, stub, _):
         said = await stub.DescribeSandbox(pb.DescribeSandboxRequest())
-    stands = {mechanism.name: mechanism.enforced for mechanism in said.mechanisms}
+    enforced = {mechanism.name: mechanism.enforced for mechanism in said.mechanisms}
     assert said.driver == "jail"
-    assert stands["seccomp"]
-    assert stands["pid namespace"]
+    assert enforced["seccomp"]
+    assert enforced["pid namespace"]
     assert "python" in said.languages
     profiles = {profile.name: profile for profile in said.profiles}
     assert profiles["python"].limits.memory_bytes == 512 << 20

@@ -83,7 +83,7 @@ class ZygoteContext:
     """Paths of the host that a session may read and execute, if it has no separate root."""
 
     def has(self, mechanism: str) -> bool:
-        """Whether a mechanism is enforced."""
+        """Return whether a mechanism is enforced."""
         return mechanism in self.plan.mechanisms
 
 
@@ -132,8 +132,12 @@ def contain_session(context: ZygoteContext, spec: SessionSpec) -> None:
     _step("process group", os.setsid)
     _step("cgroups", _join_cgroups, spec.cgroup_fds)
     if context.has(mechanisms.MOUNT_NAMESPACE):
-        _enter_namespaces(context, spec.limits, inner)
-    _step("private directory", process_env.enter, spec.private_dir, kill_confined=_kill_is_confined(context))
+        _step("namespaces", namespaces.isolate_session, context.namespaces, proc=context.proc_fd, inner=inner)
+        room = {"bytes_max": spec.limits.disk_bytes, "inodes_max": spec.limits.inodes_max}
+        _step("private directory", mounts.mount_private_dir, **room, uid=inner, gid=inner)
+        mounts.mount_terminals()
+    confined = context.has(mechanisms.PID_NAMESPACE) or kill_method_for(context.plan, 1).confined
+    _step("private directory", process_env.enter, spec.private_dir, kill_confined=confined)
     _step("descriptors", _arrange_descriptors, spec.private_dir, spec.socket_fd, spec.egress_fd)
     rules = _step("landlock", landlock.prepare, _paths(context, spec)) if context.has(mechanisms.LANDLOCK) else -1
     own_count = context.has(mechanisms.USER_NAMESPACE) or context.has(mechanisms.OWN_UID)
@@ -143,7 +147,7 @@ def contain_session(context: ZygoteContext, spec: SessionSpec) -> None:
     elif context.has(mechanisms.OWN_UID):
         _step("uid", privileges.become, inner, inner)
     if spec.reaper_pid:
-        _step("warden", _exit_with_parent, spec.reaper_pid)
+        _step("reaper", _exit_with_parent, spec.reaper_pid)
     _step("capabilities", privileges.drop_capabilities)
     _step("no new privileges", privileges.no_new_privileges)
     if context.has(mechanisms.LANDLOCK):
@@ -152,22 +156,11 @@ def contain_session(context: ZygoteContext, spec: SessionSpec) -> None:
         _step("seccomp", seccomp.install, context.plan.seccomp_filter)
 
 
-def _enter_namespaces(context: ZygoteContext, limits: Limits, inner: int) -> None:
-    _step("namespaces", namespaces.isolate_session, context.namespaces, proc=context.proc_fd, inner=inner)
-    room = {"bytes_max": limits.disk_bytes, "inodes_max": limits.inodes_max}
-    _step("private directory", mounts.mount_private_dir, **room, uid=inner, gid=inner)
-    mounts.mount_terminals()
-
-
 def kill_method_for(plan: IsolationPlan, uid: int) -> reaper.KillMethod:
     """Return how the session that runs as `uid` is killed if it has no pid namespace. The killer uses the next uid."""
     uids = reaper.Uids(session=uid, killer=uid + 1) if mechanisms.OWN_UID in plan.mechanisms else None
     scoped = mechanisms.LANDLOCK in plan.mechanisms and landlock.abi() >= landlock.SCOPES_SINCE
     return reaper.KillMethod(uids=uids, scoped=scoped)
-
-
-def _kill_is_confined(context: ZygoteContext) -> bool:
-    return context.has(mechanisms.PID_NAMESPACE) or kill_method_for(context.plan, 1).confined
 
 
 def _paths(context: ZygoteContext, spec: SessionSpec) -> landlock.Paths:

@@ -59,11 +59,11 @@ def connect() -> socket.socket:
     with _port() as port:
         try:
             port.send(b"c")
-            said, fds, _, _ = socket.recv_fds(port, _DENIAL_BYTES_MAX, 1)
+            reply, fds, _, _ = socket.recv_fds(port, _DENIAL_BYTES_MAX, 1)
         except (BrokenPipeError, ConnectionResetError):
-            said, fds = b"", []
+            reply, fds = b"", []
     if not fds:
-        raise EgressError(said[1:].decode(errors="replace").strip() or "the session's egress has ended")
+        raise EgressError(reply[1:].decode(errors="replace").strip() or "the session's egress has ended")
     return socket.socket(fileno=fds[0])
 
 

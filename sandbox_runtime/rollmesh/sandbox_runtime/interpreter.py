@@ -80,7 +80,7 @@ class Interpreter:
         return self._namespace
 
     def has_function(self, name: str) -> bool:
-        """Whether the namespace has a function of that name."""
+        """Return whether the namespace has a function of that name."""
         return callable(self._namespace.get(name))
 
     def _execute(self, code: str, name: str) -> str | None:

@@ -117,7 +117,10 @@ class Zygote:
             return
         _close_all(fds)
         self._kill_methods[packet["id"]] = method
-        self._watch(packet["id"], pid)
+        pidfd = os.pidfd_open(pid)
+        self._pids[packet["id"]] = pid
+        self._by_pidfd[pidfd] = packet["id"]
+        self._poll.register(pidfd, select.POLLIN)
 
     def _limits_of(self, message: framing.Message) -> Limits:
         """Return the limits. Most sessions have the limits of the previous one, which are then reused without a new
@@ -140,12 +143,6 @@ class Zygote:
             )
         serve_session(self._context, spec, self._namespace)
 
-    def _watch(self, session_id: str, pid: int) -> None:
-        pidfd = os.pidfd_open(pid)
-        self._pids[session_id] = pid
-        self._by_pidfd[pidfd] = session_id
-        self._poll.register(pidfd, select.POLLIN)
-
     def _reap(self, pidfd: int) -> None:
         session_id = self._by_pidfd.pop(pidfd)
         pid = self._pids.pop(session_id)
@@ -167,7 +164,7 @@ class Zygote:
         )
 
     def _kill_is_ambiguous(self, session_id: str) -> bool:
-        """Whether the kill of the watched process says nothing about its cause: the service requested it, or the
+        """Return whether the kill of the watched process does not identify its cause: the service requested it, or the
         program can do it."""
         method = self._kill_methods[session_id]
         return session_id in self._killed or (method is not None and not method.confined)
@@ -246,7 +243,9 @@ def run_zygote(control: socket.socket, profile: ZygoteProfile, plan: IsolationPl
         reason = f"{type(error).__name__}: {error}"
         framing.send_packet(control, {"event": "fatal", "reason": reason[:1000]})
         raise SystemExit(reason) from error
-    _raise_descriptor_limit()
+    # Each session costs the zygote one pidfd; sessions get a separate, lower limit.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     gc.collect()
     gc.freeze()
     framing.send_packet(control, {"event": "ready"})
@@ -292,9 +291,3 @@ def _public_functions(module: ModuleType) -> dict[str, Any]:
         for name, value in vars(module).items()
         if isinstance(value, FunctionType) and value.__module__ == module.__name__ and not name.startswith("_")
     }
-
-
-def _raise_descriptor_limit() -> None:
-    """Raise the descriptor limit. Each session costs the zygote one pidfd; sessions get a separate, lower limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

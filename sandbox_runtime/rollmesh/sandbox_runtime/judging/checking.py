@@ -13,8 +13,8 @@ def wrap(check: Callable[[Any, Any, Any], object]) -> Callable[[str], str]:
 
     def checked(text: str) -> str:
         given, expected, answer = json.loads(text)
-        said = check(given, expected, answer)
-        accept, message = said if isinstance(said, tuple) else (said, "")
+        decision = check(given, expected, answer)
+        accept, message = decision if isinstance(decision, tuple) else (decision, "")
         if not isinstance(accept, bool):
             raise TypeError(f"check must return a bool, or (bool, message), got {type(accept).__name__}")
         return json.dumps({"accept": accept, "message": str(message)})

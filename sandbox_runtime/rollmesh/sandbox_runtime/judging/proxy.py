@@ -67,8 +67,8 @@ class Channel:
         except UnsupportedError:
             raise
         except Exception:  # noqa: BLE001 - hostile data may break decoding in any way
-            raise said(CandidateError("the candidate's reply is not valid")) from None
-        raise said(error, shown)
+            raise raised_by_candidate(CandidateError("the candidate's reply is not valid")) from None
+        raise raised_by_candidate(error, shown)
 
     def invoke(self, number: int | None, name: str, arguments: Sequence[Any] = (), keywords: Any = None) -> Any:
         """Return the result of a function, or of a method of an object."""
@@ -90,7 +90,7 @@ class Channel:
         if number not in self._copies:
             _, found = self.ask("contents", str(number))
             if type(found) not in (dict, list, int):
-                raise said(CandidateError("the candidate's reply is not valid"))
+                raise raised_by_candidate(CandidateError("the candidate's reply is not valid"))
             self._copies[number] = found
         return self._copies[number]
 
@@ -264,7 +264,7 @@ def _contents(handle: Handle) -> Any:
     return channel.contents(number)
 
 
-def said(error: Exception, text: str = "") -> Exception:
+def raised_by_candidate(error: Exception, text: str = "") -> Exception:
     """Mark an exception as raised by the candidate. Its assertion error is not an assertion of the test."""
-    error.__said__ = text or str(error)  # type: ignore[attr-defined]
+    error.__candidate_text__ = text or str(error)  # type: ignore[attr-defined]
     return error

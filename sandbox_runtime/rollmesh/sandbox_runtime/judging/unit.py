@@ -142,9 +142,9 @@ class _Errors:
 def _meaning(error: BaseException) -> tuple[str, str]:
     """Return the verdict for an exception of a test. The text of the tests' own errors is omitted, because it may quote
     expected values."""
-    said = getattr(error, "__said__", None)
-    if said is not None:
-        return "RE", said
+    text = getattr(error, "__candidate_text__", None)
+    if text is not None:
+        return "RE", text
     if isinstance(error, UnsupportedError):
         return "WA", str(error)
     if isinstance(error, ImportError) and isinstance(sys.modules.get(error.name or ""), Module):

@@ -40,7 +40,7 @@ _OVERHEAD_BYTES = 1 << 16
 
 
 def is_here(language: str) -> bool:
-    """Whether the library of a language can be imported."""
+    """Return whether the library of a language can be imported."""
     return importlib.util.find_spec(MODULES[language]) is not None
 
 

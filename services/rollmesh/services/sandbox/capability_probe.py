@@ -145,16 +145,13 @@ def _warn(config: SandboxConfig, statuses: Iterable[MechanismStatus]) -> None:
 def _unreadable(config: SandboxConfig) -> str:
     """Return a warning about directories that a session's uid cannot read, because it reads the interpreter in its
     original directory."""
-    closed = [path for path in (os.path.realpath(sys.base_prefix), *_libraries(config)) if not _is_open(path)]
+    libraries = sorted({path for profile in config.profiles.values() for path in profile.library_paths})
+    closed = [path for path in (os.path.realpath(sys.base_prefix), *libraries) if not _is_open(path)]
     if os.geteuid() != 0 or not closed:
         return ""
     return (
         f"; modules that no profile preloads cannot be imported, because other users may not read {', '.join(closed)}"
     )
-
-
-def _libraries(config: SandboxConfig) -> list[str]:
-    return sorted({path for profile in config.profiles.values() for path in profile.library_paths})
 
 
 def _is_open(path: str) -> bool:

@@ -299,7 +299,7 @@ class SandboxConfig(Settings):
 
 def _check_engine(config: SandboxConfig) -> None:
     if config.engine.name == "landlock" and LANDLOCK in config.without:
-        raise ValueError("without: the engine `landlock` can't be without landlock")
+        raise ValueError("without: the engine `landlock` needs the mechanism landlock")
     if config.sessions_dir and not config.sessions_dir.startswith("/"):
         raise ValueError(f"sessions_dir must be absolute, got {config.sessions_dir!r}")
     for name, profile in config.profiles.items():

@@ -151,7 +151,7 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
             if started:
                 await asyncio.wait(
                     started
-                )  # not gather: a broken stream cancels this wait, and must not cancel commands
+                )  # not gather: the cancelled wait of a broken stream must not cancel commands
         finally:
             answers.put_nowait(None)
 
@@ -173,21 +173,17 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         answer = sandbox_pb2.WorkResponse(request_id=request.request_id, session_id=request.session_id)
         try:
             await self._execute(request, answer, holder, on_output)
-            self._require_sendable(answer)
+            if (size := answer.ByteSize()) > self._message_bytes_max:  # gRPC would not send it
+                raise PayloadTooLarge(
+                    f"the command was executed, but its response has {size} bytes, and a message must have at most "
+                    f"{self._message_bytes_max}; request less at once, or raise `message_bytes_max` on both sides"
+                )
         except MeshError as error:
             answer.failure.CopyFrom(_failure(error))
         except Exception:  # noqa: BLE001 - a bug in one command must not end the stream of the others
             _log.exception("command %s failed", request.WhichOneof("command"))
             answer.failure.CopyFrom(_failure(Internal("the command failed inside the sandbox service; see its log")))
         return answer
-
-    def _require_sendable(self, answer: sandbox_pb2.WorkResponse) -> None:
-        """Raise PayloadTooLarge for a response that gRPC would not send."""
-        if (size := answer.ByteSize()) > self._message_bytes_max:
-            raise PayloadTooLarge(
-                f"the command was executed, but its response has {size} bytes, and a message must have at most {self._message_bytes_max}; "
-                "request less at once, or raise `message_bytes_max` on both sides"
-            )
 
     async def _execute(
         self,
@@ -226,7 +222,10 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
                 await self._sessions.close(session_id)
                 answer.closed.SetInParent()
             case "snapshot":
-                await self._snapshot(session_id, request.snapshot, answer)
+                taken = await self._branches.snapshot(session_id, ttl_s=request.snapshot.ttl_s)
+                answer.snapshot.snapshot_id = taken.snapshot_id
+                answer.snapshot.num_bytes = taken.num_bytes
+                answer.snapshot.lost.extend(taken.lost)
             case "fork":
                 await self._fork(session_id, request.fork, answer, holder)
             case "restore":
@@ -256,14 +255,6 @@ class SandboxServicer(sandbox_pb2_grpc.SandboxServiceServicer):
         )
         answer.opened.start_s = self._clock.monotonic_s() - began_s
         observe(START_SECONDS, answer.opened.start_s)
-
-    async def _snapshot(
-        self, session_id: str, request: sandbox_pb2.SnapshotSession, answer: sandbox_pb2.WorkResponse
-    ) -> None:
-        taken = await self._branches.snapshot(session_id, ttl_s=request.ttl_s)
-        answer.snapshot.snapshot_id = taken.snapshot_id
-        answer.snapshot.num_bytes = taken.num_bytes
-        answer.snapshot.lost.extend(taken.lost)
 
     async def _fork(
         self, session_id: str, request: sandbox_pb2.ForkSession, answer: sandbox_pb2.WorkResponse, holder: Holder

@@ -217,12 +217,13 @@ class JailEngine:
         """Register a session under its id until it ends. A session that ends by itself stays registered, so that its
         user gets the reason."""
         self._live[session_id] = live
-        live.ended.add_done_callback(lambda _: self._forget(session_id, live))
 
-    def _forget(self, session_id: str, live: LiveSession) -> None:
-        self._ports.close(session_id)
-        if live.closing and self._live.get(session_id) is live:  # its user may already know the end
-            del self._live[session_id]
+        def forget(_: asyncio.Future[SessionExit]) -> None:
+            self._ports.close(session_id)
+            if live.closing and self._live.get(session_id) is live:  # its user may already know the end
+                del self._live[session_id]
+
+        live.ended.add_done_callback(forget)
 
     # Use sessions -------------------------------------------------------------------------------------------------
 
@@ -241,10 +242,16 @@ class JailEngine:
         on_output: OnOutput | None = None,
     ) -> RunResult:
         message["wall_s"] = wall_s
+        # A rejection is the caller's mistake and never counts against the program. In Python the program could forge one.
+        plain = message["verb"] == "run" and message["language"] == PYTHON
+        always_runs = plain and not (message["stdin"] or message["arguments"])
         try:
-            reply = await self._exchange(session_id, live, message, wall_s + self._config.grace_s, on_output)
-            if reply.refused and not _may_be_refused(message):
+            reply = await live.session.request(message, wall_s + self._config.grace_s, on_output)
+            if reply.refused and always_runs:
                 raise ProtocolBroken("the session rejected a program that every session can run")
+        except asyncio.CancelledError:
+            self._begin_end(session_id, live)
+            raise
         except TimeoutError:
             await self._ended_by_itself(session_id, live)
             return killed(RunOutcome.TIME, wall_s + self._config.grace_s)
@@ -298,15 +305,6 @@ class JailEngine:
             self._begin_end(session_id, live)
             raise
 
-    async def _exchange(
-        self, session_id: str, live: LiveSession, message: dict[str, Any], timeout_s: float, on_output: OnOutput | None
-    ) -> SessionReply:
-        try:
-            return await live.session.request(message, timeout_s, on_output)
-        except asyncio.CancelledError:
-            self._begin_end(session_id, live)
-            raise
-
     async def _ended_by_itself(self, session_id: str, live: LiveSession, *, gone: bool = False) -> SessionExit:
         """Ensure that a session which failed a request is gone. Raises UnknownSession if another call was ending it,
         and SandboxFailed if its program did not cause the end. `gone` means that its socket has ended, so the session
@@ -326,9 +324,3 @@ class JailEngine:
         if unasked and killed_externally(ended, live.limits):
             raise SandboxFailed("another process killed the session; the host may be out of memory", session=session_id)
         return ended
-
-
-def _may_be_refused(message: Mapping[str, Any]) -> bool:
-    """Return whether a session may reject this request. A rejection is the caller's mistake and never counts against
-    the program. In Python the program could forge one."""
-    return message["verb"] != "run" or message["language"] != PYTHON or bool(message["stdin"] or message["arguments"])

@@ -161,7 +161,7 @@ class Pools:
         pool.num_making += 1
 
     async def _await_ready(self, pool: ReadyPool, live: LiveSession) -> None:
-        """Raises SandboxFailed."""
+        """Wait until a session is ready and add it to its pool. Raises SandboxFailed."""
         began_s = self._clock.monotonic_s()
         await self._forks.ready(live)
         self._made += 1

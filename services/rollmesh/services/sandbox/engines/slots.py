@@ -37,8 +37,8 @@ class SessionSlots:
         retry_after_s: float,
         folders: PrivateFolders | None = None,
     ) -> None:
-        """With `folders` each session gets a directory, and each slot two uids: the second is used to kill processes of
-        the first."""
+        """If `folders` is set, each session gets a directory and each slot two uids: the second is used to kill
+        processes of the first."""
         self._folders = folders
         self._num_max = num_max
         self._uid_base = uid_base

@@ -68,7 +68,7 @@ def _read(result: RunResult) -> tuple[bool, str]:
         # The message is omitted, because it may quote the expected answer.
         return False, f"the checker could not judge the answer ({result.error_type})"
     try:
-        said = strict_json(result.result)
-        return said["accept"] is True, str(said["message"])
+        reply = strict_json(result.result)
+        return reply["accept"] is True, str(reply["message"])
     except (ValueError, TypeError, KeyError):
         return False, "the checker's verdict was too long"

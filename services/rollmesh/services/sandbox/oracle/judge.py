@@ -106,7 +106,11 @@ class Judge:
             if num_late >= manifest.time_limits_max:
                 verdicts.append(_verdict(manifest, index, CandidateFailed(JudgeVerdict.TLE, _OUT_OF_TIME)))
                 continue
-            failed = await _outcome(trial, index)
+            failed = None
+            try:
+                await trial(index)
+            except CandidateFailed as raised:
+                failed = raised
             verdicts.append(_verdict(manifest, index, failed, await candidate.end_test()))
             num_late += verdicts[-1].verdict is JudgeVerdict.TLE
             if failed is not None and manifest.stop_at_first_failure:
@@ -186,14 +190,6 @@ class Judge:
         return lambda: open_session(
             self._sessions, self._clock, self._ids.new("judge"), profile=profile, limits=limits, owner=owner
         )
-
-
-async def _outcome(trial: Trial, index: int) -> CandidateFailed | None:
-    try:
-        await trial(index)
-    except CandidateFailed as failed:
-        return failed
-    return None
 
 
 def _verdict(manifest: Manifest, index: int, failed: CandidateFailed | None, wall_s: float = 0.0) -> HiddenTestResult:

@@ -191,7 +191,7 @@ class UnitManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=T
     objects: bool = True
     """Whether results may be objects of the candidate's classes. With False such a result gives WA, so that none of its
     methods can decide an assertion (`got.startswith("Paris")`). False suits tests of functions."""
-    questions_max: int = 10_000
+    requests_max: int = 10_000
     """Maximum number of requests to the candidate by one test. Each item of a generator is one request."""
 
     def __post_init__(self) -> None:
@@ -206,8 +206,8 @@ class UnitManifest(_Manifest, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError(f"tests names {unknown[0]!r}, which the source lacks; it has {', '.join(known)}")
         if not self.module.isidentifier():
             raise ValueError(f"module must be a name, got {self.module!r}")
-        if self.questions_max < 1:
-            raise ValueError(f"questions_max must be >= 1, got {self.questions_max}")
+        if self.requests_max < 1:
+            raise ValueError(f"requests_max must be >= 1, got {self.requests_max}")
 
 
 class SqlTest(_Test, frozen=True, kw_only=True, forbid_unknown_fields=True):

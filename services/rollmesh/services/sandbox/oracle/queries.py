@@ -40,10 +40,10 @@ async def _gold_rows(manifest: SqlManifest, test: SqlTest, open_oracle: OpenSess
     raise BrokenOracle(f"the reference query does not run: {cause}; fix the manifest")
 
 
-def _rows(said: Any) -> Rows:
+def _rows(reply: Any) -> Rows:
     """Check that a reply has rows of flat cells. Raises `CandidateFailed` for any other shape: only our own code
     replies from that session, unless a query broke out of it."""
-    rows = said.get("rows") if isinstance(said, dict) else None
+    rows = reply.get("rows") if isinstance(reply, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, list) and all(map(_is_cell, row)) for row in rows):
         raise CandidateFailed(JudgeVerdict.RE, "the session's protocol was broken")
     return rows

@@ -60,7 +60,7 @@ def patching(manifest: RepositoryManifest, directory: str) -> Prepare:
     hidden = {f"{directory}/{path}": text.encode() for path, text in manifest.files.items()}
 
     async def patch(session: JudgingSession) -> None:
-        status, text = _said(require_ok(await session.run(_program(_APPLY, directory, manifest.entry))))
+        status, text = _decode(require_ok(await session.run(_program(_APPLY, directory, manifest.entry))))
         if status != 0:
             raise CandidateFailed(JudgeVerdict.RE, f"the patch does not apply: {text}")
         try:
@@ -78,7 +78,7 @@ async def try_repository(
 ) -> None:
     """Run one test on the patched tree."""
     command = [part.replace(TEST, test.name) for part in manifest.command]
-    status, text = _said(await candidate.run(_program(_TEST, directory, command)))
+    status, text = _decode(await candidate.run(_program(_TEST, directory, command)))
     if status != 0:
         how = f"signal {-status}" if status < 0 else f"status {status}"
         raise CandidateFailed(JudgeVerdict.WA, text or f"the test ended with {how}")
@@ -88,7 +88,7 @@ def _program(helper: str, *arguments: str | Sequence[str]) -> Program:
     return Program(code=f"{helper}\nimport json\nprint(json.dumps(_rollmesh(*json.loads({json.dumps(arguments)!r}))))")
 
 
-def _said(result: RunResult) -> tuple[int, str]:
+def _decode(result: RunResult) -> tuple[int, str]:
     """Decode the exit status and text of a helper. Raises `CandidateFailed` for anything else."""
     try:
         answer: Any = json.loads(result.stdout.splitlines()[-1])

@@ -77,9 +77,9 @@ def _require_success(result: RunResult) -> None:
     if result.truncated:
         raise CandidateFailed(JudgeVerdict.OLE, "the output exceeds the limit")
     how = f"signal {-status}" if status < 0 else f"status {status}"
-    said = _last_line(result.stderr)
-    verdict = JudgeVerdict.MLE if said.startswith("MemoryError") else _SIGNALS.get(status, JudgeVerdict.RE)
-    raise CandidateFailed(verdict, f"the program ended with {how}: {said or 'nothing on stderr'}")
+    last_line = _last_line(result.stderr)
+    verdict = JudgeVerdict.MLE if last_line.startswith("MemoryError") else _SIGNALS.get(status, JudgeVerdict.RE)
+    raise CandidateFailed(verdict, f"the program ended with {how}: {last_line or 'nothing on stderr'}")
 
 
 def _last_line(text: str) -> str:

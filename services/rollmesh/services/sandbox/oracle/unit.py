@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollmesh.sandbox_runtime.program import Program
-from rollmesh.services.sandbox.engine import RunOutcome, RunResult
+from rollmesh.services.sandbox.engine import RunOutcome
 from rollmesh.services.sandbox.oracle.candidate import Candidate, OpenSession
 from rollmesh.services.sandbox.oracle.compare import strict_json
 from rollmesh.services.sandbox.oracle.judging_session import JudgingSession
@@ -27,18 +27,20 @@ async def try_unit(
 ) -> None:
     """Run one test to its end. `wall_s` bounds the total time of the candidate."""
     async with open_oracle() as session:
-        _loaded(await session.run(Program(code=_PRELUDE)))
+        result = await session.run(Program(code=_PRELUDE))
+        if result.outcome is not RunOutcome.OK:
+            raise BrokenOracle(f"the tests' session is not usable: {result.error_type}: {result.error_message}")
         objects = "yes" if manifest.objects else "no"
-        said = await _said(session, "start", manifest.source, test.name, manifest.module, objects)
-        for _ in range(manifest.questions_max):
-            if "ask" not in said:
-                _conclude(said)
+        message = await _exchange(session, "start", manifest.source, test.name, manifest.module, objects)
+        for _ in range(manifest.requests_max):
+            if "ask" not in message:
+                _conclude(message)
                 return
-            reply = await _answer(candidate, *said["ask"])
+            reply = await _answer(candidate, *message["ask"])
             if candidate.spent_s > wall_s:
                 raise CandidateFailed(JudgeVerdict.TLE, f"the candidate took more than {wall_s} s in total")
-            said = await _said(session, "resume", reply)
-        raise CandidateFailed(JudgeVerdict.RE, f"the test used the candidate more than {manifest.questions_max} times")
+            message = await _exchange(session, "resume", reply)
+        raise CandidateFailed(JudgeVerdict.RE, f"the test used the candidate more than {manifest.requests_max} times")
 
 
 async def _answer(candidate: Candidate, verb: str, question: str) -> str:
@@ -48,27 +50,22 @@ async def _answer(candidate: Candidate, verb: str, question: str) -> str:
     return result.result
 
 
-async def _said(session: JudgingSession, function: str, *arguments: str) -> dict[str, Any]:
+async def _exchange(session: JudgingSession, function: str, *arguments: str) -> dict[str, Any]:
     """Return the next message of the tests' session. It contains no code of the candidate, but the candidate's answer
     may be too large for it."""
     result = await session.call(function, *arguments)
     if result.outcome is not RunOutcome.OK:
         raise CandidateFailed(JudgeVerdict.WA, f"the hidden test failed on the answer ({result.error_type})")
     try:
-        said: dict[str, Any] = strict_json(result.result)
+        message: dict[str, Any] = strict_json(result.result)
     except ValueError:
         raise CandidateFailed(JudgeVerdict.WA, "a request of the hidden test exceeds the size limit") from None
-    return said
+    return message
 
 
-def _conclude(said: dict[str, Any]) -> None:
-    if "broken" in said:
-        raise BrokenOracle(f"the hidden tests do not load: {said['broken']}; fix the manifest")
-    verdict, message = said["end"]
+def _conclude(message: dict[str, Any]) -> None:
+    if "broken" in message:
+        raise BrokenOracle(f"the hidden tests do not load: {message['broken']}; fix the manifest")
+    verdict, text = message["end"]
     if JudgeVerdict[verdict] is not JudgeVerdict.AC:
-        raise CandidateFailed(JudgeVerdict[verdict], message)
-
-
-def _loaded(result: RunResult) -> None:
-    if result.outcome is not RunOutcome.OK:
-        raise BrokenOracle(f"the tests' session is not usable: {result.error_type}: {result.error_message}")
+        raise CandidateFailed(JudgeVerdict[verdict], text)

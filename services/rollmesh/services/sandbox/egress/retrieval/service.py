@@ -35,7 +35,7 @@ class Retrieval:
         self._backend.close()
 
     async def answer(self, request: EgressRequest) -> EgressReply:
-        """Raises Refused."""
+        """Serve a request. Raises EgressRefused."""
         path, value = self._question(request)
         match path:
             case "/search":
