@@ -1,9 +1,9 @@
-"""Rounds of chaos: real processes under the real supervisor, killed and paused at random; every round must end trained and audited.
+"""Rounds of chaos: real processes under the real supervisor, killed and paused at random. Every round must end with a finished run and a clean audit.
 
     python -m tests.chaos --rounds 40 --seed 0          # or: make chaos ROUNDS=40, PARALLEL=2 for two at a time
     python -m tests.chaos --rounds 1 --seed 17          # round 17 again
 
-A round is named by its seed, from which all of its blows are drawn. One that fails keeps its folder; the others go on.
+A round is named by its seed, from which all of its faults are drawn. One that fails keeps its folder; the others go on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=1, help="how many (default 1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first; the next ones count on (default 0)")
-    parser.add_argument("--blows", type=int, default=4, help="kills and pauses per round (default 4)")
+    parser.add_argument("--faults", type=int, default=4, help="kills and pauses per round (default 4)")
     parser.add_argument("--parallel", type=int, default=1, help="rounds at a time (default 1)")
     parser.add_argument("--limit-s", type=float, default=240.0, help="longest round, seconds (default 240)")
     parser.add_argument("--out", type=Path, help="folder of model and rounds (default: a new temporary one)")
@@ -63,8 +63,8 @@ async def _round(seed: int, config: TrainConfig, folder: Path, options: argparse
         _tell(f"round {seed}: {line}")
 
     tell(f"begins at {time.strftime('%H:%M:%S')}")
-    blows = draw(seed, num=options.blows, updates_max=config.run.updates_max)
-    outcome = await play(seed, blows, config, folder, limit_s=options.limit_s, tell=tell)
+    faults = draw(seed, num=options.faults, updates_max=config.run.updates_max)
+    outcome = await play(seed, faults, config, folder, limit_s=options.limit_s, tell=tell)
     tell(f"{outcome.seconds:6.1f} s  {f'FAILED, see {folder}: {outcome.cause}' if outcome.cause else 'held'}")
     if not outcome.cause and not options.keep:
         shutil.rmtree(folder)
@@ -72,7 +72,7 @@ async def _round(seed: int, config: TrainConfig, folder: Path, options: argparse
 
 
 async def _config(out: Path, model: Path | None) -> TrainConfig:
-    """What all rounds run, with one model for them all."""
+    """Return the configuration of all rounds, with one model for all of them."""
     config = load_train_config(CONFIG)
     plan = config.made_model
     assert plan is not None
@@ -95,7 +95,7 @@ def main() -> int:
     outcomes = asyncio.run(_run(options))
     print(to_text(outcomes))
     if options.json:
-        report = {"totals": totals(outcomes), "blows": by_victim(outcomes), "rounds": outcomes}
+        report = {"totals": totals(outcomes), "faults": by_victim(outcomes), "rounds": outcomes}
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return 1 if any(outcome.cause for outcome in outcomes) else 0
 

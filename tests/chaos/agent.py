@@ -1,4 +1,4 @@
-"""An agent with turns and tool calls whatever the model says: the fake engine writes noise that never closes a call."""
+"""An agent with fixed turns and tool calls, because the fake engine generates noise without calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollmesh`, whose services pass traps: the command as a person calls it but for the program of its processes."""
+"""The `rollmesh` command, except that its processes run `tests.chaos.launch` with traps."""
 
 from __future__ import annotations
 

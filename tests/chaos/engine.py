@@ -9,14 +9,14 @@ from .traps import passes
 
 
 class TrappedEngine(FakeEngine):
-    """Passes `inference-generating` whenever a request has some of its tokens and is to have more."""
+    """Passes `inference-generating` each time a request has some of its tokens and needs more."""
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
         super().submit(request, trapped(emit))
 
 
 def trapped(emit: Emit) -> Emit:
-    """`emit`, and `inference-generating` after tokens that are not the last."""
+    """Call `emit`, and pass `inference-generating` after tokens that are not the last."""
 
     def watched(delta: GenerateDelta) -> None:
         emit(delta)

@@ -1,4 +1,4 @@
-"""Nodes added to a world by the command, as an operator on another host adds them."""
+"""Add nodes to a world with the command, as an operator on another host does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Joined:
     process: asyncio.subprocess.Process = field(init=False)
 
     async def start(self) -> None:
-        """Starts it, for the first time or again; its folder stays."""
+        """Start it, or restart it with its folder."""
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 *(*COMMAND, "serve", self.kind, *at(self.world), "--name", self.name),
@@ -42,16 +42,16 @@ class Joined:
         self.process.send_signal(signal.SIGKILL)
 
     async def ended(self) -> int:
-        """Its exit code."""
+        """Wait for its exit code."""
         async with asyncio.timeout(END_S):
             return await self.process.wait()
 
     async def look(self) -> coordinator_pb2.FleetNode | None:
-        """As the coordinator knows it."""
+        """Return its state in the coordinator."""
         return next((node for node in await self.world.fleet() if node.node_id == self.name), None)
 
     async def until(self, *states: coordinator_pb2.NodeState.ValueType) -> coordinator_pb2.FleetNode:
-        """Until it is in one of `states`."""
+        """Wait until it is in one of `states`."""
         async with asyncio.timeout(END_S):
             while (node := await self.look()) is None or node.state not in states:
                 assert self.process.returncode in (None, 0, -signal.SIGKILL), self.log.read_text()
@@ -59,14 +59,14 @@ class Joined:
         return node
 
     async def drain(self) -> int:
-        """By the command, which waits until it has left; the node's exit code."""
+        """Drain it with the command, which waits until it has left. Return the exit code of the node."""
         code, said = await command(self.world, "drain", self.name, *at(self.world), "--wait")
         assert code == 0, said
         return await self.ended()
 
 
 def at(world: World) -> Sequence[str]:
-    """The one address, and the token."""
+    """Return the address and the token."""
     return (
         "--join",
         world.layout.gateway,
@@ -76,7 +76,7 @@ def at(world: World) -> Sequence[str]:
 
 
 async def command(world: World, *arguments: str) -> tuple[int | None, str]:
-    """Runs `rollmesh ...`: exit code and what it said."""
+    """Run `rollmesh ...` and return exit code and output."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND, *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
@@ -87,7 +87,7 @@ async def command(world: World, *arguments: str) -> tuple[int | None, str]:
 
 @asynccontextmanager
 async def joined(world: World, folder: Path, kind: str, name: str, *overrides: str) -> AsyncIterator[Joined]:
-    """A node called `kind-name`; killed at the end if it is still there."""
+    """Add a node named `kind-name`; it is killed at the end if it still runs."""
     node = Joined(world=world, kind=kind, name=f"{kind}-{name}", log=folder / f"{kind}-{name}.log", overrides=overrides)
     await node.start()
     try:

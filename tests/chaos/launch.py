@@ -1,4 +1,4 @@
-"""A host of the mesh (`rollmesh.mesh.host`) whose parts pass traps."""
+"""A host process of the mesh (`rollmesh.mesh.host`) whose services pass traps."""
 
 from __future__ import annotations
 

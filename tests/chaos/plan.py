@@ -1,4 +1,4 @@
-"""What is done to whom and when in a round: drawn from its seed alone, so that a round can be repeated."""
+"""The faults of a round: process, signal and time. The seed determines them, so that a round can be repeated."""
 
 from __future__ import annotations
 
@@ -13,71 +13,71 @@ SERVICES = (
     "nats", "coordinator", "depot", "reward", "data", "sandbox-0", "inference-0", "inference-1", "gateway", "rollout-0",
     "learner",
 )  # fmt: skip
-"""Processes that a supervisor starts; all of these, and those that it does not start itself, are victims."""
+"""Processes that a supervisor starts. All of these, and those that it does not start itself, are victims."""
 MOMENTS = (
     "rollout-leased", "rollout-generating", "rollout-stored", "inference-generating", "learner-leased", "learner-mid_fetch",
     "learner-stepped", "learner-committed", "learner-saving", "learner-mid_checkpoint", "learner-checkpointed", "learner-published",
 )  # fmt: skip
-"""Passed by whoever is there first (`traps`)."""
+"""The first process that reaches the fault point is hit (`traps`)."""
 _TURN = (SUPERVISOR, *SERVICES, SERVER, SUPERVISOR, *MOMENTS)
-"""The first blow of consecutive seeds goes round here, so that no victim is left to chance."""
+"""The first faults of consecutive seeds cycle through these, so that every victim is hit."""
 _PAUSE_SHARE = 0.3
 _PAUSE_S = (0.5, 9.0)
-"""From hardly noticed to beyond every lease of the round."""
+"""From unnoticed to longer than every lease of the round."""
 _DELAY_S_MAX = 2.0
 _AFTER_MAX = 20
-"""Passes of an episode's moment; the learner passes its own once per update."""
+"""Number of passes of a fault point of an episode; the learner passes its fault points once per update."""
 
 
-class Blow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """SIGKILL, or SIGSTOP and later SIGCONT, to one process."""
 
     victim: str
-    """A service, `supervisor`, `nats-server`, or a moment: whoever passes that."""
+    """A service, `supervisor`, `nats-server`, or a fault point: the process that passes it."""
     kind: Kind
     update: int
-    """Not before this update is committed."""
+    """The fault waits until this update is committed."""
     delay_s: float = 0.0
-    """After that."""
+    """Seconds after that."""
     after: int = 0
-    """Times that the moment is passed before."""
+    """Number of passes of the fault point before the fault."""
     pause_s: float = 0.0
-    """From SIGSTOP to SIGCONT."""
+    """Seconds from SIGSTOP to SIGCONT."""
 
     @property
-    def at_moment(self) -> bool:
+    def at_fault_point(self) -> bool:
         return self.victim in MOMENTS
 
     @property
     def service(self) -> str:
-        """Kind of process, without its number."""
+        """The kind of process, without its number."""
         return self.victim if self.victim in (SUPERVISOR, SERVER) else self.victim.partition("-")[0]
 
     def __str__(self) -> str:
-        when = f"pass {self.after + 1} from" if self.at_moment else f"{self.delay_s:.2f} s after"
+        when = f"pass {self.after + 1} from" if self.at_fault_point else f"{self.delay_s:.2f} s after"
         what = f"pause {self.pause_s:.1f} s" if self.kind == "pause" else "kill"
         return f"{what} {self.victim}, {when} update {self.update}"
 
 
-def draw(seed: int, *, num: int, updates_max: int) -> list[Blow]:
-    """The blows of a round in their order, before its last update."""
+def draw(seed: int, *, num: int, updates_max: int) -> list[Fault]:
+    """Return the faults of a round in order, before its last update."""
     draws = random.Random(seed)
     victims = [_TURN[seed % len(_TURN)], *(draws.choice(_TURN) for _ in range(num - 1))]
     draws.shuffle(victims)
     updates = sorted(draws.randrange(updates_max - 1) for _ in victims)
-    return [_blow(draws, victim, update) for victim, update in zip(victims, updates, strict=True)]
+    return [_fault(draws, victim, update) for victim, update in zip(victims, updates, strict=True)]
 
 
-def _blow(draws: random.Random, victim: str, update: int) -> Blow:
+def _fault(draws: random.Random, victim: str, update: int) -> Fault:
     pause = draws.random() < _PAUSE_SHARE
     pause_s, delay_s = draws.uniform(*_PAUSE_S), draws.uniform(0.0, _DELAY_S_MAX)
     after = 0 if victim.startswith("learner-") else draws.randrange(_AFTER_MAX)
-    at_moment = victim in MOMENTS
-    return Blow(
+    at_fault_point = victim in MOMENTS
+    return Fault(
         victim=victim,
         kind="pause" if pause else "kill",
         update=update,
-        delay_s=0.0 if at_moment else round(delay_s, 2),
-        after=after if at_moment else 0,
+        delay_s=0.0 if at_fault_point else round(delay_s, 2),
+        after=after if at_fault_point else 0,
         pause_s=round(pause_s, 1) if pause else 0.0,
     )

@@ -1,4 +1,4 @@
-"""Whether processes have ended, and whom an environment marks: what a killed run must not leave."""
+"""Find processes by a mark in their environment, and wait until processes have exited."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _POLL_S = 0.02
 
 
 def same_as(pid: int) -> Process | None:
-    """The process that has this id now, to be known again later."""
+    """Return the process with this id now, so that a later process with the same id is not confused with it."""
     return next((one for one in everybody() if one.pid == pid), None)
 
 
 def marked(mark: str) -> list[Process]:
-    """Processes whose environment holds `mark`, this one left out."""
+    """Return the processes whose environment contains `mark`, except this one."""
     found = [one for one in everybody() if mark.encode() in _environment(one.pid)]
     return [one for one in found if one.pid != os.getpid() and one.alive]
 
 
 async def gone_after(processes: Sequence[Process], limit_s: float) -> tuple[float, list[Process]]:
-    """Seconds until all have ended, and who has not within the limit."""
+    """Return the seconds until all have exited, and those that have not within the limit."""
     begin_s = time.monotonic()
     while left := [one for one in processes if one.alive]:
         if time.monotonic() - begin_s > limit_s:
@@ -38,5 +38,5 @@ async def gone_after(processes: Sequence[Process], limit_s: float) -> tuple[floa
 def _environment(pid: int) -> bytes:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # it has ended, or is a zombie
+    except OSError:  # it has exited, or is a zombie
         return b""

@@ -29,13 +29,13 @@ FENCING_AND_EXPIRY = ("FENCED", "LEASE_EXPIRED", "UNKNOWN_LEASE")
 
 @dataclass(frozen=True)
 class Kill:
-    """Ends a process once `update` is committed: at a trap's moment, or wherever the host happens to be."""
+    """Kills a process once `update` is committed: at a fault point, or at any point of the host."""
 
     update: int
     moment: str = ""
     host: str = ""
     after: int = 0
-    """Times that the moment is passed before."""
+    """Number of passes of the fault point before the kill."""
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ async def begun(mesh: World) -> run_pb2.RunState:
 
 
 async def carry_out(mesh: World, kill: Kill) -> None:
-    """Kills, and waits until the host is there again and the run has got beyond where it was."""
+    """Kill, and wait until the host runs again and the run has progressed."""
     await mesh.until_state(
         f"update {kill.update} for {kill.name}", lambda s: policy(s).applied_step >= kill.update, limit_s=STEP_S
     )
@@ -108,7 +108,7 @@ async def _hit(mesh: World, kill: Kill) -> int:
     mesh.traps.clear(kill.moment)
     mesh.traps.arm(kill.moment, after=kill.after)
     await mesh.until(
-        f"somebody passes {kill.moment}", lambda: mesh.traps.victim(kill.moment) is not None, limit_s=STEP_S
+        f"a process passes {kill.moment}", lambda: mesh.traps.victim(kill.moment) is not None, limit_s=STEP_S
     )
     victim = mesh.traps.victim(kill.moment)
     assert victim is not None
@@ -126,7 +126,7 @@ async def survive(folder: Path, model: Path, kills: Sequence[Kill], **run: Any) 
     for host in HOSTS:
         expected = sum(k.host == host or k.moment.startswith(f"{host.partition('-')[0]}-") for k in kills)
         together = sum(num for name, num in killed.items() if name.partition("-")[0] == host.partition("-")[0])
-        assert together == (0 if host == "nats" else expected), mesh.exits  # its host ends by itself
+        assert together == (0 if host == "nats" else expected), mesh.exits  # its host exits by itself
     return verdict, mesh
 
 
@@ -156,7 +156,7 @@ async def test_ten_thousand_samples_with_kills_at_every_moment(tmp_path: Path, m
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_learner_paused_beyond_its_lease_trains_nothing_twice(tmp_path: Path, model: Path) -> None:
-    """Once without anybody taking its place, once with another trainer attached meanwhile."""
+    """Once without a replacement, once with another trainer attached meanwhile."""
     config = mesh_config(model, updates_max=14, batch_lease_s=2.0)
     async with world(tmp_path, config, LEARNER_APART) as mesh:
         await begun(mesh)
@@ -218,17 +218,17 @@ async def attached_since(mesh: World, trainer_epoch: int) -> None:
 
 
 async def pause(mesh: World, moment: str) -> int:
-    """Stops the process that passes `moment` next, as a laptop's lid does."""
+    """Stop the process that passes `moment` next, as closing a laptop does."""
     mesh.traps.clear(moment)
     mesh.traps.arm(moment, signal_number=signal.SIGSTOP)
-    await mesh.until(f"somebody passes {moment}", lambda: mesh.traps.victim(moment) is not None, limit_s=STEP_S)
+    await mesh.until(f"a process passes {moment}", lambda: mesh.traps.victim(moment) is not None, limit_s=STEP_S)
     victim = mesh.traps.victim(moment)
     assert victim is not None
     return victim
 
 
 async def attach(mesh: World, state: run_pb2.RunState) -> None:
-    """Another trainer takes the place, with weights that hold all that is committed, and trains nothing."""
+    """Attach another trainer, with weights that contain all committed updates, which does not train."""
     held = policy(state)
     request = run_pb2.AttachTrainerRequest(
         run=state.run, last_update=held.applied_step, digest=held.digest, holder="another"

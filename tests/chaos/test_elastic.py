@@ -1,4 +1,4 @@
-"""Nodes of a running mesh come and go, by `rollmesh serve --join` and `rollmesh drain`: the run follows, and nothing is lost."""
+"""Nodes join and leave a running mesh with `rollmesh serve --join` and `rollmesh drain`. The run adapts, and no sample is lost."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ONE_NODE = {
 }
 STEP_S = 90.0
 WINDOW_TOKENS = 1500
-"""Per measurement of throughput."""
+"""Seconds per measurement of throughput."""
 JOINING, READY, DEAD = pb.NODE_STATE_JOINING, pb.NODE_STATE_READY, pb.NODE_STATE_DEAD
 
 
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def slow_engines(model: Path, **run: Any) -> MeshConfig:
-    """The engines' steps are what the run waits for, so that it goes faster with more of them."""
+    """A run that is limited by the engines, so that it becomes faster with more of them."""
     config = mesh_config(model, **{"batch_groups": 6, "group_size": 4, **run})
     options: dict[str, Any] = {
         "vocab_size": 112,
@@ -63,7 +63,7 @@ def slow_engines(model: Path, **run: Any) -> MeshConfig:
 
 
 async def tokens_of(mesh: World, nodes: Sequence[pb.FleetNode]) -> dict[str, int]:
-    """Tokens that each node has generated in its life."""
+    """Return the number of tokens that each node has generated since its start."""
     found = {}
     for node in nodes:
         async with open_channel(node.address, access=mesh.layout.access) as channel:
@@ -78,7 +78,7 @@ async def engines(mesh: World) -> list[pb.FleetNode]:
 
 
 async def throughput(mesh: World) -> tuple[float, dict[str, int]]:
-    """Tokens per second over a window, and how many of them each engine made."""
+    """Return tokens per second over a window, and the number of each engine."""
     nodes = await engines(mesh)
     before, begin_s = await tokens_of(mesh, nodes), time.monotonic()
     while True:
@@ -91,7 +91,7 @@ async def throughput(mesh: World) -> tuple[float, dict[str, int]]:
 
 
 async def ledger(mesh: World) -> list[f.Fact]:
-    """Every fact of the run, from its first."""
+    """Return every fact of the run, in order."""
     port = (mesh.layout.folder("nats") / "port").read_text().strip()
     bus = await JetStreamBus.connect(f"nats://127.0.0.1:{port}", login=BusLogin.of(mesh.layout.access))
     try:
@@ -175,7 +175,7 @@ async def test_a_vanished_worker_s_episodes_are_run_by_others_and_a_drained_one_
 
 
 def returned_by(facts: Sequence[f.Fact]) -> set[str]:
-    """Workers that had episodes taken from them, or gave them back."""
+    """Return the workers whose leases were revoked or released."""
     holder: dict[tuple[str, str], str] = {}
     found = set()
     for fact in facts:
@@ -195,7 +195,7 @@ async def _until_working(node_id: str, mesh: World) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.slow
 async def test_the_data_plane_goes_on_while_the_coordinator_is_away(tmp_path: Path, model: Path) -> None:
-    """Once stopped for a part of a lease's term, once killed: no episode that was running then is lost."""
+    """Once paused for part of a lease, once killed: no running episode is lost."""
     async with world(tmp_path, slow_engines(model, updates_max=20, episode_lease_s=20.0), ONE_NODE) as mesh:
         await mesh.until_state("the first update", lambda s: s.policies[0].applied_step >= 1, limit_s=STEP_S)
         nodes = await engines(mesh)
@@ -203,7 +203,7 @@ async def test_the_data_plane_goes_on_while_the_coordinator_is_away(tmp_path: Pa
         before = await tokens_of(mesh, nodes)
         os.kill(pid, signal.SIGSTOP)
         try:
-            async with asyncio.timeout(10.0):  # half of a term
+            async with asyncio.timeout(10.0):  # half of a lease
                 while sum((await tokens_of(mesh, nodes)).values()) - sum(before.values()) < 500:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         finally:
@@ -235,6 +235,6 @@ async def test_status_tells_fleet_versions_and_accounts_through_one_address(tmp_
         assert code == 0, said
         assert "inference-0" in said
         assert "reserved = " in said
-        code, said = await command(mesh, "drain", "nobody", *at(mesh))
+        code, said = await command(mesh, "drain", "unknown-9", *at(mesh))
         assert (code, said.count("\n")) == (1, 1), said
-        assert "nobody" in said
+        assert "unknown-9" in said

@@ -1,4 +1,4 @@
-"""A short round with the fake engine, and that a round which breaks its promise says so."""
+"""A short round with the fake engine; and a round with a violated guarantee fails with the cause."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rollmesh.cli.config import TrainConfig
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.shared.process_launch import bound_to_parent
 
-from .lives import ALL_GONE_S_MAX
-from .plan import MOMENTS, SERVER, SERVICES, SUPERVISOR, Blow, draw
+from .plan import MOMENTS, SERVER, SERVICES, SUPERVISOR, Fault, draw
 from .processes import gone_after, marked
 from .round import Outcome, play
 from .table import by_victim, to_text, totals
+from .train_command import ALL_GONE_S_MAX
 from .world import mesh_config, save_model_folder
 
 ENGINE = "tests.chaos.engine:TrappedEngine"
 SHORT = (
-    Blow(victim="learner-committed", kind="kill", update=1),
-    Blow(victim=SERVER, kind="kill", update=3),
-    Blow(victim="coordinator", kind="pause", update=3, pause_s=1.0),
-    Blow(victim=SUPERVISOR, kind="kill", update=5),
+    Fault(victim="learner-committed", kind="kill", update=1),
+    Fault(victim=SERVER, kind="kill", update=3),
+    Fault(victim="coordinator", kind="pause", update=3, pause_s=1.0),
+    Fault(victim=SUPERVISOR, kind="kill", update=5),
 )
 UPDATES = 8
 
@@ -46,8 +46,8 @@ async def test_a_run_is_trained_and_audited_whoever_is_killed_its_supervisor_too
     told: list[str] = []
     outcome = await play(7, list(SHORT), config, tmp_path / "round", limit_s=240.0, tell=told.append)
     assert not outcome.cause, (outcome.cause, told)
-    assert [struck.hit for struck in outcome.struck] == [True] * len(SHORT), told
-    assert outcome.lives == 2
+    assert [injection.hit for injection in outcome.injections] == [True] * len(SHORT), told
+    assert outcome.num_starts == 2
     assert outcome.gone_s[0] < ALL_GONE_S_MAX
     assert outcome.updates == UPDATES
     assert outcome.updates_undone >= 1, "the learner was killed with an update in no checkpoint"
@@ -62,7 +62,7 @@ async def test_a_round_that_fails_keeps_its_folder_and_says_why(tmp_path: Path, 
     folder = tmp_path / "round"
     outcome = await play(0, list(SHORT), config, folder, limit_s=100.0, tell=lambda _: None)
     assert "ended with exit code 2" in outcome.cause
-    assert not any(struck.hit for struck in outcome.struck)
+    assert not any(injection.hit for injection in outcome.injections)
     assert "nowhere" in (folder / "failure.txt").read_text(), "the command's own words"
     assert f"NO: {outcome.cause} ({folder})" in to_text([outcome])
 
@@ -86,23 +86,23 @@ async def test_what_is_left_is_found_by_its_environment_and_known_again() -> Non
 
 def test_a_round_is_drawn_from_its_seed_alone_and_its_blows_come_before_the_end() -> None:
     for seed in range(200):
-        blows = draw(seed, num=4, updates_max=9)
-        assert blows == draw(seed, num=4, updates_max=9)
-        assert len(blows) == 4
-        assert [blow.update for blow in blows] == sorted(blow.update for blow in blows)
-        assert 0 <= blows[0].update <= blows[-1].update < 8
-        assert all(0.5 <= blow.pause_s <= 9.0 for blow in blows if blow.kind == "pause")
+        faults = draw(seed, num=4, updates_max=9)
+        assert faults == draw(seed, num=4, updates_max=9)
+        assert len(faults) == 4
+        assert [fault.update for fault in faults] == sorted(fault.update for fault in faults)
+        assert 0 <= faults[0].update <= faults[-1].update < 8
+        assert all(0.5 <= fault.pause_s <= 9.0 for fault in faults if fault.kind == "pause")
     assert draw(1, num=4, updates_max=9) != draw(2, num=4, updates_max=9)
 
 
 def test_forty_rounds_spare_nobody() -> None:
-    victims = {blow.victim for seed in range(40) for blow in draw(seed, num=4, updates_max=9)}
+    victims = {fault.victim for seed in range(40) for fault in draw(seed, num=4, updates_max=9)}
     assert victims == {SUPERVISOR, SERVER, *SERVICES, *MOMENTS}
-    assert {blow.kind for seed in range(40) for blow in draw(seed, num=4, updates_max=9)} == {"kill", "pause"}
+    assert {fault.kind for seed in range(40) for fault in draw(seed, num=4, updates_max=9)} == {"kill", "pause"}
 
 
 def test_a_table_has_a_line_for_each_round() -> None:
-    held = Outcome(seed=3, folder="/tmp/3", seconds=20.0, lives=1, updates=9, samples={"trained": 288})
+    held = Outcome(seed=3, folder="/tmp/3", seconds=20.0, num_starts=1, updates=9, samples={"trained": 288})
     text = to_text([held, Outcome(seed=4, folder="/tmp/4", cause="RoundFailed: left over: 17 (sleep)")])
     assert "| 3 | 0 | 1 | 0 | 288 |" in text
     assert "NO: RoundFailed: left over: 17 (sleep) (/tmp/4)" in text

@@ -1,4 +1,4 @@
-"""The witness is believed because it would notice."""
+"""The witness detects wrong stamps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARAMS = SamplingParams(seed=7)
 
 
 def sampled(parent: int, version: PolicyVersion, start: int, num: int = 6) -> Segment:
-    """What the fake engine would have written there."""
+    """Return the tokens that the fake engine would generate there."""
     token_ids, columns = FakePolicy(version, VOCAB_SIZE).draw(PARAMS, np.arange(start, start + num))
     return Segment(
         parent=parent, role=Role.ACTION, source=Source.POLICY, token_ids=token_ids, logprobs=columns["logprobs"], sampling=0,

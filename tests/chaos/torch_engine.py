@@ -9,7 +9,7 @@ from .engine import trapped
 
 
 class TorchEngine(torch_engine.TorchEngine):
-    """Passes `inference-generating`; named as the real one, by which the mesh knows that it needs the model."""
+    """Passes `inference-generating`. It has the name of the real engine, so that the mesh passes it the model."""
 
     def submit(self, request: GenerateRequest, emit: Emit) -> None:
         super().submit(request, trapped(emit))

@@ -1,7 +1,7 @@
-"""A trainer with traps, and a witness of what it really got: independent of what anybody reported about it.
+"""A trainer with traps, and a witness that records the samples it received, independently of all reports.
 
-For every update it notes, beside the ids, how old the trained tokens are by the stamps in the *payloads*, and of the fake engine's
-whether they are those that the stamped weights draw (they are a function of weights, seed and position): a wrong stamp shows.
+For every update it records, beside the ids, the age of the trained tokens from the stamps in the *payloads*. For the fake engine it also
+records whether the stamped weights generate these tokens (a function of weights, seed and position), which detects a wrong stamp.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ VOCAB_SIZE = 112
 
 
 class Witnessed(msgspec.Struct, frozen=True, kw_only=True):
-    """One update as the trainer made it, whether it came to be committed or not."""
+    """One update of the trainer, whether it was committed or not."""
 
     update: int
     sample_ids: list[str]
     steps: list[int]
     """Oldest step of each sample's trained tokens."""
     incarnations: list[int]
-    """Of those steps."""
+    """Incarnation of each of those steps."""
     num_forged: int
-    """Segments whose tokens are not those of their stamped version."""
+    """Number of segments whose tokens the stamped version does not generate."""
 
 
 def open_trainer(config: LearnerConfig) -> Restored:
-    """The fake trainer, as `engine.OpenEngine`."""
+    """Open the fake trainer; an `engine.OpenEngine`."""
     return witnessed(fake_trainer.open_trainer(config), config, can_forge=True)
 
 
 def open_torch_trainer(config: LearnerConfig) -> Restored:
-    """The real one, as `engine.OpenEngine`."""
-    from rollmesh.services.learner.engines import torch_trainer  # only the learner's process needs torch
+    """Open the torch trainer; an `engine.OpenEngine`."""
+    from rollmesh.services.learner.engines import torch_trainer  # only the process of the learner needs torch
 
     return witnessed(torch_trainer.open_trainer(config), config, can_forge=False)
 
 
 def witnessed(restored: Restored, config: LearnerConfig, *, can_forge: bool) -> Restored:
-    """With a witness beside the engine; `can_forge`: its tokens are the fake engine's."""
+    """Add a witness to the engine. `can_forge`: its tokens are those of the fake engine."""
     return replace(restored, engine=WitnessTrainer(restored.engine, Path(config.directory) / WITNESS, can_forge))
 
 
 class WitnessTrainer:
-    """Implements `engine.TrainerEngine` around another."""
+    """An `engine.TrainerEngine` that wraps another one."""
 
     def __init__(self, engine: TrainerEngine, path: Path, can_forge: bool) -> None:
         self._engine = engine
@@ -107,7 +107,7 @@ class WitnessTrainer:
 
 
 class _TrappedLog(TrainedLog):
-    """Passes `learner-saving` when a checkpoint is written to its temporary folder, but isn't in place."""
+    """Passes `learner-saving` after a checkpoint is written to its temporary folder, and before it is renamed."""
 
     def __init__(self, log: TrainedLog) -> None:
         self.__dict__ = log.__dict__  # one state, so that `rebase` reaches the tenure's log

@@ -1,7 +1,7 @@
-"""Traps: a process that passes an armed moment ends, or stops, exactly there. By real signals, so nothing gets to clean up.
+"""Traps: a process that passes an armed fault point is killed or stopped there, by a real signal, so that no clean-up runs.
 
-The test arms a trap by a file in the folder that the process is told of (environment variable); whoever passes the moment first takes
-the file away and is hit. No trap, no effect but the look for a file.
+The test arms a trap with a file in a folder that an environment variable names. The first process that passes the fault point removes the
+file and receives the signal. Without a trap, the only effect is the check for a file.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ _passed: Counter[str] = Counter()
 
 
 class Traps:
-    """The test's side."""
+    """The traps that a test sets."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
     def arm(self, moment: str, *, signal_number: int = signal.SIGKILL, after: int = 0) -> None:
-        """Hits whoever passes `moment`, having passed it `after` times since it first saw the trap."""
+        """Send the signal to the process that passes `moment`, after it passed it `after` times since it first saw the trap."""
         temporary = self.folder / f".{moment}"
         temporary.write_text(f"{int(signal_number)} {after}")
         temporary.rename(self.folder / f"{moment}.armed")
 
     def victim(self, moment: str) -> int | None:
-        """Process id of whom the trap has hit; None as long as it is armed."""
+        """Return the process id that the trap has hit; None while it is armed."""
         for path in self.folder.glob(f"{moment}.sprung.*"):
             return int(path.suffix[1:])
         return None
 
     def disarm(self, moment: str) -> None:
-        """Nobody is hit any more who passes `moment`."""
+        """Remove the trap at `moment`."""
         (self.folder / f"{moment}.armed").unlink(missing_ok=True)
 
     def clear(self, moment: str) -> None:
-        """Forgets that the trap has hit somebody, so that it can be armed again."""
+        """Delete the record of a hit, so that the trap can be armed again."""
         for path in self.folder.glob(f"{moment}.sprung.*"):
             path.unlink()
 
 
 def passes(moment: str) -> None:
-    """Called by a process at each of its moments."""
+    """A process calls this at each of its fault points."""
     if not (folder_name := os.environ.get(FOLDER_VARIABLE)):
-        return  # a mesh that nobody sets traps for
+        return  # a mesh without traps
     folder = Path(folder_name)
     armed = folder / f"{moment}.armed"
     try:

@@ -1,8 +1,8 @@
-"""What must hold when the dust has settled: three accounts that know nothing of each other, held against one another.
+"""Check a finished run by comparing three independent records.
 
-- the ledger, by its audit;
-- the list in the newest checkpoint, by which the final weights are named;
-- the witness beside the trainer, who looked into the payloads.
+- the ledger, with its audit;
+- the list in the newest checkpoint, which names the samples of the final weights;
+- the witness of the trainer, which read the payloads.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .world import World
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run came to."""
+    """The result of a run."""
 
     audit: AuditReport
     trained: list[TrainedUpdate]
     lags: dict[int, int]
-    """Samples of the final weights by staleness, by the stamps in their payloads."""
+    """Number of samples in the final weights by staleness, from the stamps of their payloads."""
 
 
 async def settle(world: World, *, updates: int, limit_s: float) -> Verdict:
-    """Waits for the end of the run and checks everything that is promised about it."""
+    """Wait for the end of the run and check every guarantee."""
     await world.until("the learner is done", world.done.is_set, limit_s=limit_s)
     state = await world.until_state("nothing is live", lambda s: bool(s.ended) and s.samples.live == 0, limit_s=60.0)
     _check_accounts(state)
@@ -65,7 +65,7 @@ def _check_accounts(state: run_pb2.RunState) -> None:
 
 
 def check_witness(run_dir: Path, trained: list[TrainedUpdate], *, eta: int) -> dict[int, int]:
-    """Staleness of the final weights' samples, from payloads alone."""
+    """Return the staleness of the samples in the final weights, from the payloads only."""
     lines = (run_dir / WITNESS).read_bytes().splitlines()
     seen = [msgspec.json.decode(line, type=Witnessed) for line in lines]
     assert not sum(witnessed.num_forged for witnessed in seen), "tokens that their stamped weights do not draw"

@@ -1,4 +1,4 @@
-"""A mesh of real processes under its supervisor, which starts again whatever ends, and the hands to end it."""
+"""A mesh of real processes under its supervisor, which restarts them, and the functions to kill them."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ HOSTS: Mapping[str, Sequence[str]] = {
     "rollout-0": ("rollout-0",),
     "learner": ("learner",),
 }
-"""Processes, and the parts each hosts."""
+"""Processes, and the services of each."""
 LEARNER_APART: Mapping[str, Sequence[str]] = {
     "rest": (*HOSTS["nats"], "coordinator", "gateway", *HOSTS["services"], "inference-0", "inference-1", "rollout-0"),
     "learner": ("learner",),
 }
-"""For what is done to the learner alone."""
+"""The processes of tests that kill only the learner."""
 
 
 def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) -> MeshConfig:
-    """Fake model, trainer and sandbox engine; everything else is the real thing. Short leases, so that the dead are missed soon."""
+    """Fake model, trainer and sandbox engine; everything else is real. Short leases, so that an exit is detected soon."""
     sampling = {"max_tokens": 20}
     return config_from_dict(
         MeshConfig,
@@ -90,7 +90,7 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) 
 
 
 def save_model_folder(folder: Path) -> Path:
-    """What workers need of a model: its tokenizer and chat template."""
+    """Write the tokenizer and chat template that workers need."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tokenizer(build_tokenizer(), folder)
     return folder
@@ -98,18 +98,18 @@ def save_model_folder(folder: Path) -> Path:
 
 @dataclass
 class World:
-    """The processes of one run, kept alive by the mesh's own supervisor."""
+    """The processes of one run under the supervisor of the mesh."""
 
     layout: RunLayout
     folder_of_traps: Path | None = None
     supervisor: Supervisor | None = None
-    """None for who only looks at a run."""
+    """None if the world only watches a run."""
     exits: list[tuple[str, int]] = field(default_factory=list)
-    """Host and exit code of every process that ended, until the world does."""
+    """Host and exit code of every process that exited before the end of the world."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    """The learner has ended in good order."""
+    """The learner has ended cleanly."""
     closing: bool = False
-    """The world ends: what ends now was told to."""
+    """The world is being stopped: later exits are expected."""
 
     @property
     def traps(self) -> Traps:
@@ -118,11 +118,11 @@ class World:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """Processes that run now, by host."""
+        """The running processes, by host."""
         return self.supervisor.pids if self.supervisor is not None else {}
 
     def see(self, event: ProcessEvent) -> None:
-        """Notes what the supervisor tells."""
+        """Record an event of the supervisor."""
         if self.closing:
             return
         if event.what == "ended" and event.code is not None:
@@ -130,29 +130,29 @@ class World:
             if (event.process, event.code) == ("learner", 0):
                 self.done.set()
 
-    # Ending things ----------------------------------------------------------------------------------------------------
+    # Kill and stop ----------------------------------------------------------------------------------------------------
 
     def kill(self, host: str) -> int:
-        """SIGKILL, in the middle of whatever it does. The process that was killed."""
+        """Send SIGKILL at any point, and return the process."""
         pid = self.pids[host]
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def kill_nats_server(self) -> int:
-        """The server itself; its host notices and ends, too."""
+        """Kill the server; its host detects it and exits."""
         (ports,) = self.layout.folder("nats").glob("nats-server_*.ports")
         pid = int(ports.stem.rpartition("_")[2])
         os.kill(pid, signal.SIGKILL)
         return pid
 
     def resume(self, pid: int) -> None:
-        """Ends a SIGSTOP."""
+        """Send SIGCONT."""
         os.kill(pid, signal.SIGCONT)
 
-    # Looking ----------------------------------------------------------------------------------------------------------
+    # Watch ------------------------------------------------------------------------------------------------------------
 
     async def until(self, what: str, condition: Callable[[], bool], *, limit_s: float) -> None:
-        """Until `condition` holds. Fails with the tail of every log."""
+        """Wait until `condition` holds. Fail with the tail of every log."""
         deadline_s = time.monotonic() + limit_s
         while not condition():
             assert not self._gave_up(), f"the supervisor gave up\n{self.logs()}"
@@ -165,7 +165,7 @@ class World:
     async def until_state(
         self, what: str, condition: Callable[[run_pb2.RunState], bool], *, limit_s: float
     ) -> run_pb2.RunState:
-        """Until the run is in a state, as the coordinator says. Its absence is no answer and is waited out."""
+        """Wait until the coordinator reports a state of the run. An unavailable coordinator is retried."""
         deadline_s = time.monotonic() + limit_s
         last: run_pb2.RunState | None = None
         while True:
@@ -178,7 +178,7 @@ class World:
             await asyncio.sleep(POLL_S)
 
     async def state(self) -> run_pb2.RunState | None:
-        """The run's state; None if nobody says so now."""
+        """Return the state of the run; None if the coordinator does not respond."""
         return await run_state(self.layout)
 
     async def fleet(self) -> list[coordinator_pb2.FleetNode]:
@@ -188,7 +188,7 @@ class World:
             return list(response.nodes)
 
     def logs(self, lines: int = 12) -> str:
-        """The ends of all logs, for a failure."""
+        """Return the end of each log, for a failure."""
         parts = [f"exits: {self.exits}"]
         for path in sorted((self.layout.run_dir / LOGS).glob("*.log")):
             tail = path.read_text(errors="replace").splitlines()[-lines:]
@@ -197,7 +197,7 @@ class World:
 
 
 async def run_state(layout: RunLayout) -> run_pb2.RunState | None:
-    """The state of the run at `layout`; None if nobody says so now."""
+    """Return the state of the run at `layout`; None if the coordinator does not respond."""
     async with open_channel(layout.gateway, access=layout.access) as channel:
         stub: Any = run_pb2_grpc.RunServiceStub(channel)
         try:
@@ -211,7 +211,7 @@ async def run_state(layout: RunLayout) -> run_pb2.RunState | None:
 
 @asynccontextmanager
 async def world(folder: Path, config: MeshConfig, hosts: Mapping[str, Sequence[str]] = HOSTS) -> AsyncIterator[World]:
-    """All processes of a run over `folder`; ended with it."""
+    """Run all processes of a run in `folder` until exit."""
     layout = open_place(config, run_dir=folder / "run", base_dir=folder)
     made = World(layout=layout, folder_of_traps=folder / "traps")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""The declared floors hold: the wheel with the lowest version of each dependency, in an environment of its own.
+"""The declared lower bounds hold: the wheel with the lowest version of each dependency, in a separate environment.
 
 The versions are those of pyproject.toml, `>=X` read as `==X`, of the core and of every extra that needs no torch.
 """
@@ -31,7 +31,7 @@ learner: {engine: "rollmesh.testing.fake_trainer:open_trainer"}
 
 
 def floors() -> list[str]:
-    """NAME==FLOOR of each dependency."""
+    """Return NAME==FLOOR of each dependency."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     declared = [*project["dependencies"], *(dependency for name in EXTRAS for dependency in extras[name])]
@@ -42,7 +42,7 @@ def floors() -> list[str]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bin folder of a virtual environment with the wheel and the floors."""
+    """Return the bin folder of a virtual environment with the wheel and the lowest versions."""
     folder = tmp_path_factory.mktemp("floors")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=120)
     pip = [str(folder / "venv" / "bin" / "pip"), "--quiet", "--disable-pip-version-check"]
@@ -56,7 +56,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rollmesh(environment: Path, *arguments: str, cwd: Path) -> str:
-    """What the command prints; it succeeds."""
+    """Run a command that must succeed, and return its output."""
     done = subprocess.run(
         [environment / "rollmesh", *arguments], cwd=cwd, capture_output=True, text=True, timeout=300, check=False
     )

@@ -1,4 +1,4 @@
-"""A walk over a mesh that has a live run with a leased batch, and the proof that the mesh works afterwards."""
+"""Send malformed requests to a mesh with a live run and a leased batch, and show that the mesh works afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No request ends a process, is answered with UNKNOWN or INTERNAL, or keeps the mesh from working, whatever its bytes."""
+"""No request crashes a process, returns UNKNOWN or INTERNAL, or stops the mesh from working, whatever its bytes."""
 
 from __future__ import annotations
 
@@ -96,5 +96,5 @@ async def test_large_requests_end_no_process_and_keep_no_memory(tmp_path: Path) 
 
 
 def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
-    """What has grown too much, by process."""
+    """Return the processes whose memory has grown too much."""
     return {name: after[name] - size for name, size in before.items() if after[name] - size > GROWTH_MAX}

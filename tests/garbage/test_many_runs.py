@@ -1,4 +1,4 @@
-"""Many runs one after the other on one mesh of processes: none is refused, and the time from a publication to the next batch does not grow."""
+"""Many consecutive runs on one mesh of processes: all are accepted, and the time from a publication to the next batch does not grow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..integration.up_mesh import rollmesh, up
 from .trainer import whole_run
 
 GROWTH_MAX = 1.5
-"""Of the mean over five runs. A run that waits for the runs before it would be several times slower."""
+"""Limit relative to the mean over five runs. A run that waits for earlier runs would be several times slower."""
 
 
 def default_mesh(folder: Path) -> MeshConfig:

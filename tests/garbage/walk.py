@@ -1,4 +1,4 @@
-"""Calls every method of every server of a mesh with malformed requests, and collects the answers that no client should get."""
+"""Call every method of every server of a mesh with malformed requests, and collect the responses that no client should get."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, types_pb2
 from .requests import Case, Sizes, cases
 
 for module in pkgutil.iter_modules(rollmesh.v1.__path__):
-    if module.name.endswith("_pb2"):  # so that the descriptors of every service are known here
+    if module.name.endswith("_pb2"):  # so that the descriptors of every service are registered
         importlib.import_module(f"rollmesh.v1.{module.name}")
 
 CALL_S = 1.0
 """Deadline of a call. Streams without an end, and long polls, use it up."""
 AT_ONCE = 16
-"""Calls under way at a server."""
+"""Number of concurrent calls to a server."""
 RESPONSES_MAX = 3
 FORBIDDEN = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 assert health_pb2, "imported for its descriptors"
 LAST = ("StopRun", "Drain", "DeleteRun")
-"""Methods that a plausible request ends something with."""
+"""Methods with which a plausible request ends something."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """An answer that is a bug of the server."""
+    """A response that is a bug of the server."""
 
     server: str
     method: str
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclass(kw_only=True)
 class Result:
-    """What a walk saw."""
+    """The result of a walk."""
 
     num_calls: int = 0
     codes: Counter[str] = field(default_factory=Counter)
@@ -130,7 +130,9 @@ async def _call(channel: grpc.aio.Channel, call: Call, result: Result) -> None:
     server, method, case = call
     path = f"/{method.containing_service.full_name}/{method.name}"
     code, text = grpc.StatusCode.OK, ""
-    begin: Any = channel.unary_stream  # on the wire all kinds are alike, and a client of this kind writes all at once
+    begin: Any = (
+        channel.unary_stream
+    )  # on the wire all kinds of calls are equal, and this kind of client writes all at once
     stream = begin(path, response_deserializer=_decoder(method))(case.raw, timeout=CALL_S)
     try:
         responses = 0

@@ -1,4 +1,4 @@
-"""The command over a whole mesh: real services, gRPC and nats-server, with an engine and a trainer that need no model."""
+"""The command with a whole mesh: real services, gRPC and nats-server, with an engine and a trainer that need no model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def save_user_folder(folder: Path) -> Path:
-    """A configuration, tasks, an agent and a scorer of a user's own."""
+    """A custom configuration, tasks, agent and scorer."""
     (folder / "model").mkdir()
     save_tokenizer(build_tokenizer(), folder / "model")
     (folder / "model" / "config.json").write_text("{}")
@@ -108,7 +108,7 @@ def test_train_runs_to_its_end_and_leaves_summary_report_checkpoint_and_a_ledger
 
 
 def heldout_events(folder: Path) -> list[tuple[int, float]]:
-    """What TensorBoard shows of the evaluations."""
+    """Return the evaluations in the TensorBoard file."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     shown = EventAccumulator(str(folder))
@@ -201,7 +201,7 @@ def _audited(out: Path) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 async def test_interrupted_run_writes_a_checkpoint_and_goes_on(mine: Path) -> None:
-    """First as processes, then all in one: a run doesn't care."""
+    """A run starts with a process per service and resumes in one process."""
     out = mine / "run"
     changes = ("run.updates_max=2000", "run.eval_every=0", "processes.enabled=true")
     told = await _interrupted("train", str(mine / "mine.yaml"), *changes, "--out", str(out))
@@ -236,7 +236,7 @@ def test_run_killed_in_mid_update_goes_on_without_skipping_or_repeating_a_prompt
 
 
 async def _facts(out: Path) -> list[Fact]:
-    """Every fact of the run, in order."""
+    """Return every fact of the run, in order."""
     folder = RunFolder(out)
     async with run_bus(folder, load_train_config(folder.config)) as bus:
         log = await bus.open(run_streams("cli").ledger.name)
@@ -244,19 +244,19 @@ async def _facts(out: Path) -> list[Fact]:
 
 
 async def _killed(*arguments: str) -> None:
-    """Runs the command until three updates are made, then kills it as a power cut would."""
+    """Run the command until three updates are made, then kill it, as a power failure would."""
     await _until_updates(3, signal.SIGKILL, *arguments)
 
 
 async def _interrupted(*arguments: str) -> str:
-    """Runs the command until three more updates are made, then sends Ctrl-C; what it printed."""
+    """Run the command until three more updates are made, send Ctrl-C, and return the output."""
     code, told = await _until_updates(3, signal.SIGINT, *arguments)
     assert code == 130, told
     return told
 
 
 async def _until_updates(num: int, then: signal.Signals, *arguments: str) -> tuple[int | None, str]:
-    """Runs the command until `num` more updates are made, then sends a signal; exit code, and what it printed."""
+    """Run the command until `num` more updates are made, send a signal, and return exit code and output."""
     metrics = Path(arguments[-1]) / "metrics.jsonl"
     wanted = _num_lines(metrics) + num
     process = await asyncio.create_subprocess_exec(

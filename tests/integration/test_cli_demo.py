@@ -1,4 +1,4 @@
-"""The demo for real. Slow: minutes of training; the fast suites cover the same path with engines that need no model."""
+"""The real demo. It trains for minutes; the fast suites cover the same path with engines that need no model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def rollmesh(*arguments: str) -> dict[str, Any]:
-    """The summary of a command, run in a process of its own as a person would."""
+    """Run a command in a separate process and return its summary."""
     done = subprocess.run(
         [sys.executable, "-m", "rollmesh.cli", *arguments, "--json"],
         capture_output=True,

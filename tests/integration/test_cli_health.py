@@ -17,7 +17,7 @@ from .up_mesh import COMMAND, END_S
 
 
 async def check(address: str, *options: str) -> tuple[int | None, str]:
-    """Exit code and output of the command."""
+    """Return exit code and output of the command."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND, "health", "--address", address, *options, stdout=asyncio.subprocess.PIPE
     )

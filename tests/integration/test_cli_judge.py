@@ -1,4 +1,4 @@
-"""`rollmesh judge`: verdicts of a manifest on this machine, for people and machines."""
+"""`rollmesh judge`: verdicts of a manifest on this host, as text and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout`, `show` and `score` over a whole mesh with an engine and weights that need no model."""
+"""`rollout`, `show` and `score` with a whole mesh with an engine and weights that need no model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(mine: Path) -> Result:
-    """One rollout that all tests look at."""
+    """One rollout that all tests read."""
     return run(
         "rollout", mine / "mine.yaml", "-n", NUM // 2, "--per-task", 2, "--out", mine / "samples.jsonl", "--run-dir", mine / "run"
     )  # fmt: skip

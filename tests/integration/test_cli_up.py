@@ -1,4 +1,4 @@
-"""`rollmesh up`: a mesh without a run, for trainers that come over the gateway; `status` and `drain` by its folder."""
+"""`rollmesh up`: a mesh without a run, for trainers that connect over the gateway; `status` and `drain` with its folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_a_mesh_that_is_up_serves_runs_that_are_created_later_under_names_
         for run in (
             "first",
             "second",
-        ):  # the second begins at step 0 again, on nodes that serve the first one's last step
+        ):  # the second run starts at step 0, on nodes that serve the last step of the first one
             assert await create(gateway, access, run, updates_max=3)
             with pytest.raises(MeshBusy, match=f"run {run} is live"):
                 await create(gateway, access, "third")
@@ -62,7 +62,7 @@ async def test_a_mesh_that_is_up_serves_runs_that_are_created_later_under_names_
 
 
 async def train(folder: Path, gateway: str, access: Access, run: str) -> None:
-    """The built-in learner, as a stranger to this mesh."""
+    """Run the built-in learner as an external trainer of this mesh."""
     config = LearnerConfig(directory=str(folder), engine=FAKE_TRAINER, tensorboard=False)
     async with asyncio.timeout(END_S), LearnerNode(config, RunAddress(address=gateway, access=access, run=run)) as node:
         await node.wait()

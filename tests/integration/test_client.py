@@ -210,7 +210,7 @@ async def test_a_batch_is_renewed_until_it_is_committed_and_its_loss_shows(tmp_p
 async def a_term_passes(clock: ManualClock, world: World, renewals: int) -> None:
     """A third of one, that is: once the renewal sleeps, and until it has asked so often."""
     async with asyncio.timeout(20):
-        while not clock.num_sleepers():  # noqa: ASYNC110 (the clock tells nobody)
+        while not clock.num_sleepers():  # noqa: ASYNC110 (the clock has no event)
             await asyncio.sleep(0.001)
     clock.advance(10.0)
     await world.called("RenewBatch", renewals)

@@ -1,4 +1,4 @@
-"""Small chat models in the style of released ones, made with plain transformers and tokenizers as a user would.
+"""Small chat models in the style of released ones, created with transformers and tokenizers as a user would.
 
 A style is the special tokens, the eos token and the chat template. The templates are short rewrites, not copies: they write what those
 of the released models write around turns, tools and tool results.
@@ -90,7 +90,7 @@ _GEMMA = """\
 
 @dataclass(frozen=True)
 class Style:
-    """What makes a tokenizer one of a family."""
+    """The properties of the tokenizers of a family."""
 
     template: str
     special: tuple[str, ...]
@@ -122,7 +122,7 @@ STYLES = {
 
 
 def save_chat_tokenizer(name: str, folder: Path, *, words: tuple[str, ...] = ("sort dbca abcd",)) -> int:
-    """Trains a byte-level tokenizer and saves it with its chat template; returns its number of tokens."""
+    """Train a byte-level tokenizer, save it with its chat template, and return its number of tokens."""
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 
     style = STYLES[name]
@@ -195,7 +195,7 @@ def _model(name: str, vocab_size: int) -> Any:
 
 
 def _batch(tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> tuple[Any, Any]:
-    """Conversations in a rectangle; only the answers with their end of turn are learned."""
+    """Return padded conversations; only the answers with their end of turn are trained."""
     import torch
 
     rows = []

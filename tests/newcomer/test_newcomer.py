@@ -1,6 +1,6 @@
-"""README's path for a user's own model and tasks, followed literally: its files, its commands, and nothing else.
+"""Execute the section of README about a user's own model and tasks: its files, its commands, and nothing else.
 
-The models are made with plain transformers and tokenizers, in the style of a Qwen (ChatML) and of a Llama 3.1.
+The models are created with transformers and tokenizers, in the style of a Qwen (ChatML) and of a Llama 3.1.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rollmesh(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module", params=list(STOPS))
 def mine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A folder with what a user brings: the README's files, tasks, and a model that can nearly do them."""
+    """A folder with the files of README, tasks, and a model that solves some of them."""
     folder = tmp_path_factory.mktemp(request.param)
     for name, text in re.findall(r"```\w+\n# (\S+)\n(.*?)```", README.read_text(), re.DOTALL):
         (folder / name).write_text(text)
@@ -86,7 +86,7 @@ def test_training_ends_and_its_audit_holds(mine: tuple[str, Path]) -> None:
 
 
 def _answers(checkpoint: Path) -> None:
-    """The checkpoint is a chat model for plain transformers, chat template and stop token included."""
+    """Transformers loads the checkpoint as a chat model, with chat template and stop token."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)

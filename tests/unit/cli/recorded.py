@@ -1,4 +1,4 @@
-"""A run as it could have been recorded: twelve updates, three evaluations, some samples stale or filtered."""
+"""A recorded run: twelve updates, three evaluations, some samples stale or filtered."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def recorded_series() -> Series:
 
 
 def encoded(points: list[Point], evals: list[Eval]) -> bytes:
-    """Lines of a series.jsonl."""
+    """Return the lines of a series.jsonl."""
     return b"".join([*map(encode_line, points), *map(encode_line, evals)])
 
 

@@ -1,4 +1,4 @@
-"""`rollmesh certs`: private files that OpenSSL accepts, for the hosts named, never over others."""
+"""`rollmesh certs`: private files that OpenSSL accepts, for the named hosts; no file is overwritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `rollmesh clean` may remove, and how much disk a run is said to need."""
+"""`rollmesh clean` removes only what it may, and the disk estimate of a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KEPT = {"config.yaml", "run.json", "series.jsonl", "token", "model", "owner.lock
 
 
 def run_folder(root: Path, *, ended: str = "") -> RunFolder:
-    """A run with two lives: checkpoints 2 and 4, gone back to 3 in a second incarnation."""
+    """A run with checkpoints 2 and 4 that was rolled back to 3 in a second incarnation."""
     folder = new_folder(TrainConfig(run=RunConfig(name="r")), origin_now(["rollmesh"], root), root / "run")
     for name in ("update-00000002.0", "update-00000004.0", "update-00000003.1", ".tmp-update-00000005.1"):
         (folder.root / "checkpoints" / name).mkdir(parents=True)

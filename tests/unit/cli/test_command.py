@@ -27,7 +27,7 @@ def command(*arguments: str) -> Result:
 
 
 def refused(*arguments: str) -> str:
-    """What is said about bad input: one message, exit code 2, no traceback."""
+    """Return the message about invalid input: one message, exit code 2, no traceback."""
     done = command(*arguments)
     assert done.exit_code == 2, done.output
     assert "Traceback" not in done.output
@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_file(folder: Path, text: str = "") -> Path:
-    """A configuration over a task file beside it, with `text` added."""
+    """Write a configuration and its task file, with `text` added."""
     (folder / "tasks.jsonl").write_text(TASKS * 20)
     path = folder / "mine.yaml"
     path.write_text(

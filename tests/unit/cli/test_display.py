@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on."""
+"""The display of a running run."""
 
 import json
 from io import StringIO

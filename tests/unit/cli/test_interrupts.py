@@ -1,4 +1,4 @@
-"""Ctrl-C: the first stops in order, the second leaves at once."""
+"""Ctrl-C: the first one stops cleanly, the second one exits at once."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from rollmesh.cli.interrupts import EXIT_INTERRUPTED, Interrupts, Stopped
 async def test_first_signal_stops_work_and_waits_for_its_clean_up(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # also where the tests run under nohup
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # also if the tests run under nohup
     cleaned, noticed = [], []
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""Making the demo's model: in a process, deterministic, whole or not at all."""
+"""The model of the demo is created in a process, deterministically, and completely or not at all."""
 
 import os
 from pathlib import Path

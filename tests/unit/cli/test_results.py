@@ -105,10 +105,10 @@ def test_report_of_an_empty_run_is_written(tmp_path: Path) -> None:
     assert "can be resumed" in folder.report.read_text()
 
 
-@pytest.mark.parametrize(("outcome", "told"), [("finished", False), ("interrupted", True)])
-def test_summary_text_name_the_checkpoint_and_how_to_go_on(tmp_path: Path, outcome: str, told: bool) -> None:
+@pytest.mark.parametrize(("outcome", "resumable"), [("finished", False), ("interrupted", True)])
+def test_the_summary_text_names_the_checkpoint_and_how_to_resume(tmp_path: Path, outcome: str, resumable: bool) -> None:
     folder, config = recorded_folder(tmp_path / "run")
-    words = summary_text(write_results(folder, config, outcome=outcome))  # type: ignore[arg-type]
-    assert "0.450 -> 0.900" in words
-    assert f"checkpoint  {folder.root}/checkpoints/update-00000012.0" in words
-    assert (f"rollmesh train {folder.root}" in words) is told
+    text = summary_text(write_results(folder, config, outcome=outcome))  # type: ignore[arg-type]
+    assert "0.450 -> 0.900" in text
+    assert f"checkpoint  {folder.root}/checkpoints/update-00000012.0" in text
+    assert (f"rollmesh train {folder.root}" in text) is resumable

@@ -1,4 +1,4 @@
-"""The reader of StreamSamples: over broken streams it neither skips nor repeats, and it gives up where asking cannot help."""
+"""The reader of StreamSamples resumes broken streams without gaps or repeats, and raises errors that are not retryable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollmesh.v1 import run_pb2
 
 @dataclass
 class Gateway:
-    """Breaks after as many responses as each entry says, with its error; None ends in good order."""
+    """Breaks after the given number of responses, with the error of each entry; None ends cleanly."""
 
     script: Sequence[tuple[int, MeshError | None]]
     num: int = 6
@@ -42,7 +42,7 @@ class Call:
             raise self.error
 
     def cancel(self) -> None:
-        """As of a call that has ended."""
+        """Return False, as a call that has ended does."""
 
 
 async def read(gateway: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Run folders: new ones never overwrite, old ones go on."""
+"""Run folders: a new run never overwrites one, and an existing one can be resumed."""
 
 from pathlib import Path
 

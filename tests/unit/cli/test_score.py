@@ -1,4 +1,4 @@
-"""`rollmesh score`: which lines it takes, what it makes of them, and how it names what is wrong with one."""
+"""`rollmesh score`: the lines that it accepts, their rewards, and the errors of malformed lines."""
 
 from __future__ import annotations
 

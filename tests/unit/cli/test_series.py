@@ -1,4 +1,4 @@
-"""The recorded course of a run."""
+"""The recorded states of a run."""
 
 from pathlib import Path
 

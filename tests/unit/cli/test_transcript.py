@@ -1,4 +1,4 @@
-"""A sample as text: which tokens belong to which message, and that what a model wrote is never read as markup."""
+"""A sample as text: each message has its tokens, and text of a model is never interpreted as markup."""
 
 from __future__ import annotations
 

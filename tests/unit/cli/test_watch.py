@@ -1,4 +1,4 @@
-"""What a watcher keeps of the states it is shown."""
+"""The entries that a watcher records from states."""
 
 import asyncio
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_recorder_goes_on_in_running_time_where_an_interrupted_run_stopped(tmp_p
     clock.advance(40.0)
     first.see(state(3, evals=[result(0, 0.5)]))
     first.close()
-    clock.advance(5000.0)  # nobody was running
+    clock.advance(5000.0)  # the run was not running
     second = recorder(tmp_path, clock)
     clock.advance(2.0)
     second.see(state(4, evals=[result(0, 0.5)]))

@@ -1,6 +1,6 @@
-"""The lives of one run under the `rollmesh train` command: started, ended by the supervisor's SIGKILL, resumed, ended in good order.
+"""One run under the `rollmesh train` command: started, killed with its supervisor, resumed, and finished cleanly.
 
-A later life is started as a person would: `rollmesh train RUN`. Nothing here tells the run what is going to happen to it.
+It is resumed with `rollmesh train RUN`, as a user does. The run is not informed of the faults.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from .world import ROOT, run_state
 T = TypeVar("T")
 POLL_S = 0.05
 ALL_GONE_S_MAX = 5.0
-"""After SIGKILL of the supervisor."""
+"""Longest time from SIGKILL of the supervisor until all its processes have exited."""
 
 
 class RoundFailed(Exception):
-    """A promise that a round found broken; the message says which."""
+    """A guarantee that a round found violated; the message says which."""
 
 
-class Lives:
-    """One run in `folder`/run, configured by `folder`/config.yaml."""
+class TrainCommand:
+    """One run in `folder`/run, with the configuration `folder`/config.yaml."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir = folder / "run"
         self.traps = Traps(folder / "traps")
-        self.num_lives = 0
+        self.num_starts = 0
         self.gone_s: list[float] = []
-        """For each SIGKILL of the supervisor: until everything it had started was gone."""
+        """Seconds from each SIGKILL of the supervisor until all its processes had exited."""
         self._folder = folder
         self._process: asyncio.subprocess.Process | None = None
         self._groups: set[str] = set()
 
     async def start(self) -> None:
-        """The first life, or the next."""
-        first = self.num_lives == 0
+        """Start or resume the run."""
+        first = self.num_starts == 0
         what = [str(self._folder / "config.yaml"), "--out", str(self.run_dir)] if first else [str(self.run_dir)]
-        self.num_lives += 1
+        self.num_starts += 1
         with (self._folder / "command.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *bound_to_parent([sys.executable, "-m", "tests.chaos.command", "train", *what]),
@@ -63,11 +63,11 @@ class Lives:
 
     @property
     def exit_code(self) -> int | None:
-        """Of the present life; None while it lasts."""
+        """The exit code of the current process; None while it runs."""
         return None if self._process is None else self._process.returncode
 
     async def kill_supervisor(self) -> None:
-        """SIGKILL. Raises RoundFailed if not everything it had started is gone in time."""
+        """Send SIGKILL. Raises RoundFailed if not all its processes exit in time."""
         assert self._process is not None
         family = descendants(self._process.pid)
         self._process.kill()
@@ -78,7 +78,7 @@ class Lives:
         self.gone_s.append(gone_s)
 
     def pid_of(self, victim: str) -> int | None:
-        """Process id of a service, of nats-server or of the supervisor; None if it is not there now."""
+        """Return the process id of a service, of nats-server or of the supervisor; None if it does not run."""
         if self._process is None or self._process.returncode is not None:
             return None
         if victim == SUPERVISOR:
@@ -95,14 +95,14 @@ class Lives:
         return next((p.pid for p in family.values() if p.parent == started[-1] and "nats-server" in p.command), None)
 
     async def state(self) -> run_pb2.RunState | None:
-        """The run's state; None if nobody says so now."""
+        """Return the state of the run; None if the gateway does not respond."""
         self._note_groups()
         if not (self.run_dir / CONFIG_FILE).is_file():
             return None
         return await run_state(self._place())
 
     async def unless_over(self, what: str, ask: Callable[[], Awaitable[T | None]], *, limit_s: float) -> T | None:
-        """What `ask` finds; None if this life ends before. Raises RoundFailed at the limit."""
+        """Poll `ask` and return its result; None if the process exits first. Raises RoundFailed at the limit."""
         deadline_s = time.monotonic() + limit_s
         while self.exit_code is None:
             if (found := await ask()) is not None:
@@ -113,14 +113,14 @@ class Lives:
         return None
 
     def left_over(self) -> list[str]:
-        """Processes and cgroups of this run that are still there."""
+        """Return the processes and cgroups of this run that still exist."""
         processes = [_listed([one]) for one in marked(f"{FOLDER_VARIABLE}={self.traps.folder}")]
         hierarchy = cgroups.detect_here()
         groups = [path for name in self._groups for path in (hierarchy.find(f"{name}-") if hierarchy else ())]
         return [*processes, *map(str, groups), *map(str, self.run_dir.glob("sandbox-*/groups-*"))]
 
     async def end(self) -> None:
-        """Whatever is still there is killed."""
+        """Kill all remaining processes."""
         if self._process is not None and self._process.returncode is None:
             family = descendants(self._process.pid)
             self._process.kill()
@@ -132,12 +132,12 @@ class Lives:
         return open_place(config, run_dir=self.run_dir, base_dir=self._folder)
 
     def _note_groups(self) -> None:
-        """Sandboxes name their cgroups in the run folder while they have any."""
+        """Record the cgroups that sandbox services name in the run folder while they exist."""
         self._groups |= {path.name.removeprefix("groups-") for path in self.run_dir.glob("sandbox-*/groups-*")}
 
 
 def environment(traps: Traps) -> dict[str, str]:
-    """Of every process of the run: finds the tests and the traps, and is known by them."""
+    """Return the environment of every process of the run: it finds the tests and the traps, and it identifies the processes."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, FOLDER_VARIABLE: str(traps.folder), "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
