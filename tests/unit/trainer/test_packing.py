@@ -90,5 +90,5 @@ def test_packing_refuses_impossible_input() -> None:
         PackingConfig(row_tokens=20, micro_batch_tokens=10)
     with pytest.raises(ValueError, match="nothing before it"):
         Sequence1D(np.zeros(2, np.int32), np.ones(2, np.uint8))
-    with pytest.raises(ValueError, match="2 token ids but 3"):
+    with pytest.raises(ValueError, match="got 3 and 2"):
         Sequence1D(np.zeros(2, np.int32), np.zeros(3, np.uint8))

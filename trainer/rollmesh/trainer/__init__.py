@@ -1,1 +1,1 @@
-"""Learning without networking: packing, advantages, losses, optimiser, update, checkpoint, warm start, recipes."""
+"""Learning without networking: packing, estimators, losses, optimizer, update, checkpoint, recipes."""

@@ -1,4 +1,4 @@
-"""The trainer's settings: what a recipe composes. Free of torch, because the mesh and the reward service read them."""
+"""The trainer's settings, which a recipe composes. Free of torch, because the mesh and the reward service read them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class PackingConfig(Settings):
-    """How many tokens go through the model at once."""
+    """How many tokens run through the model at once."""
 
     row_tokens: PositiveInt = 128
     """Length of a row, in tokens. Longer: less padding, more attention work on masked pairs."""
@@ -62,7 +62,7 @@ class OptimizerConfig(Settings):
 
 
 class LossTerm(Extension):
-    """One term of the loss: `ppo_clip`, `decoupled_ppo`, `tis`, or your own, with its factor in the sum."""
+    """One term of the loss: `ppo_clip`, `decoupled_ppo`, `tis`, `high_entropy`, or your own, with its factor in the sum."""
 
     weight: float = 1.0
     """Factor of the term."""

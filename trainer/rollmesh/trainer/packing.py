@@ -1,18 +1,18 @@
-"""Sequences of different lengths -> packed micro-batches with almost no padding.
+"""Pack sequences of different lengths into micro-batches with almost no padding.
 
-Several sequences share a row: position ids restart at each, which is how the model's attention keeps them apart, so a packed
-forward equals one forward per sequence. Where a model does not keep to this, `self_test` finds out and rows hold one sequence.
+Several sequences share a row. Position ids restart at each sequence, by which the model's attention separates them, so a packed
+forward equals one forward per sequence. If a model does not do so, `self_test` detects it, and each row has one sequence.
 
-Rows and micro-batches are short on purpose. A row is opened by the longest sequence left and filled up to `row_tokens` (or
-to the opener's length, if longer) with shorter ones, longest first. Longer rows pack a little tighter, but attention does
-work on the whole row squared, and a micro-batch beyond the cache is slower. Measured for the 0.36M model, 256 conversations
+Rows and micro-batches are short on purpose. The longest remaining sequence starts a row, which is filled up to `row_tokens` (or to the
+length of the first sequence, if longer) with shorter ones, longest first. Longer rows pack a little tighter, but attention costs the
+square of the row, and a micro-batch beyond the cache is slower. Measured for the 0.36M model, 256 conversations
 of 30-130 tokens, one core, forward + backward, thousand real tokens/s (share of positions that are not padding):
 
     row x micro-batch   128 x 1024: 20.5 (99 %)   128 x 4096: 11.7 (96 %)   256 x 2048: 11.4 (99 %)   512 x 2048: 9.6 (100 %)
     padded, in order of arrival, 8 / 32 at a time: 14.0 (66 %) / 11.7 (60 %);   one by one: 13.1
 
-Invariants: every sequence is in exactly one row, whole; the plan is a pure function of the lengths.
-Collaborators: `forward` (runs a micro-batch), `update` and `sft` (turn samples into sequences).
+Invariants: every sequence is whole in exactly one row, and the plan is a pure function of the lengths.
+Collaborators: `forward` runs a micro-batch; `update` and `sft` convert samples to sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollmesh.trainer.config import PackingConfig
 
 @dataclass(frozen=True, slots=True)
 class Sequence1D:
-    """One sequence: `token_ids` [n] and `target_mask` [n], 1 where the token's log-prob is wanted; entry 0 must be 0."""
+    """One sequence. `target_mask` [n] is 1 where the log-prob of the token in `token_ids` [n] is wanted; entry 0 must be 0."""
 
     token_ids: IntArray
     target_mask: MaskArray
@@ -38,19 +38,20 @@ class Sequence1D:
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.target_mask.shape or self.token_ids.size == 0:
             raise ValueError(
-                f"{self.token_ids.size} token ids but {self.target_mask.size} mask entries, or none at all"
+                f"a sequence must have as many mask entries as token ids, and at least one, got {self.target_mask.size} and "
+                f"{self.token_ids.size}"
             )
         if self.target_mask[0]:
-            raise ValueError("the first token of a sequence has nothing before it to be predicted from")
+            raise ValueError("the first token of a sequence cannot be a target, because no token before it predicts it")
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What one forward takes, [R, T] = rows x row length, and where its targets belong.
+    """Inputs of one forward, [R, T] = rows x row length, and the positions of its targets.
 
-    Positions restart at each sequence of a row; padding has position 0. Targets are the flat positions
-    (`target_row`, `target_col`) [m] whose *next* token is wanted; `target_index` [m] places each in the order
-    "sequence by sequence, token by token" over all targets of the plan.
+    Positions restart at each sequence of a row; padding has position 0. Targets are the positions (`target_row`, `target_col`) [m]
+    whose *next* token is wanted. `target_index` [m] is the index of each target among all targets of the plan, in the order "sequence
+    by sequence, token by token".
     """
 
     token_ids: Tensor
@@ -68,7 +69,7 @@ def num_targets(sequences: Sequence[Sequence1D]) -> int:
 def pack(
     sequences: Sequence[Sequence1D], config: PackingConfig, *, device: str | torch.device = "cpu"
 ) -> list[MicroBatch]:
-    """Micro-batches that cover every sequence once, longest rows first."""
+    """Return micro-batches that contain every sequence once, longest rows first."""
     lengths = [len(s.token_ids) for s in sequences]
     offsets = np.concatenate([[0], np.cumsum([int(s.target_mask.sum()) for s in sequences])])
     plan = plan_micro_batches(plan_rows(lengths, config.row_tokens), lengths, config.micro_batch_tokens)
@@ -76,7 +77,7 @@ def pack(
 
 
 def plan_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Indices per row, by first-fit decreasing; rows come out in order of their opener, longest first."""
+    """Return indices per row, by first-fit decreasing. Rows are in the order of their first sequence, longest first."""
     rows: list[list[int]] = []
     free: list[int] = []
     first_open = 0
@@ -84,7 +85,7 @@ def plan_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
         while first_open < len(rows) and free[first_open] < shortest:
-            first_open += 1  # full rows at the front are never looked at again: keeps the scan short for many rows
+            first_open += 1  # skips full rows at the front, which keeps the scan short for many rows
         row = next((r for r in range(first_open, len(rows)) if free[r] >= length), None)
         if row is None:
             rows.append([index])
@@ -98,7 +99,7 @@ def plan_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 def plan_micro_batches(
     rows: Sequence[Sequence[int]], lengths: Sequence[int], micro_batch_tokens: int
 ) -> list[list[Sequence[int]]]:
-    """Group rows, longest first, so that rows x longest row stays within the budget (a single row may exceed it)."""
+    """Group rows, longest first, so that rows x longest row is within the limit. A single row may exceed it."""
     batches: list[list[Sequence[int]]] = []
     width = 0
     for row in sorted(rows, key=lambda r: -sum(lengths[i] for i in r)):
@@ -110,7 +111,7 @@ def plan_micro_batches(
 
 
 def fill_ratio(batches: Sequence[MicroBatch]) -> float:
-    """Share of the positions computed that hold a real token; 1 - this is padding."""
+    """Return the share of computed positions that have a token; the others are padding."""
     slots = sum(b.token_ids.numel() for b in batches)
     return sum(b.num_tokens for b in batches) / slots if slots else 1.0
 

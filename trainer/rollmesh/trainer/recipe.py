@@ -25,7 +25,7 @@ SECTIONS = ("about", "run", "data", "rollout", "sandbox", "inference", "reward",
 
 
 class About(Settings):
-    """What a recipe is, for people and for `rollmesh recipes`."""
+    """Description of a recipe, which `rollmesh recipes` prints."""
 
     summary: str = ""
     """One sentence."""

@@ -1,14 +1,14 @@
-"""One update: leased samples and their groups in, changed weights and a verdict per sample out.
+"""Make one update: train on leased samples and their groups, and return a verdict per sample.
 
-    advantages -> drop what cannot be trained -> [proximal log-probs] -> minibatches -> micro-batches -> guarded steps
+    advantages -> drop untrainable samples -> [proximal log-probs] -> minibatches -> micro-batches -> guarded steps
 
 Invariants:
 - Update k makes step k, APPLIED or SKIPPED; k follows k - 1.
-- Deterministic: everything random is a function of (seed, k). Same weights, optimiser state, seed and inputs give the same
-  weights bit for bit (one compute thread, same machine type). Hence no random-generator state to save.
-- One optimiser step normalises over all trained tokens of its minibatch, however it is split into micro-batches.
-- A minibatch with a non-finite loss or gradient changes nothing, and its samples are reported as dropped; an update none of
-  whose minibatches was taken is SKIPPED and leaves weights and optimiser untouched.
+- Updates are deterministic, because every random draw is a function of (seed, k). Equal weights, optimizer state, seed and inputs
+  give equal weights bit for bit (one compute thread, same machine type). So there is no random-generator state to save.
+- One optimizer step normalizes over all trained tokens of its minibatch, independent of the split into micro-batches.
+- A minibatch with a non-finite loss or gradient changes nothing, and its samples are reported as dropped. If no minibatch of an update
+  was taken, the update is SKIPPED, and weights and optimizer do not change.
 
 Collaborators: `samples`, `packing`, `self_test`, `forward`, `estimators`, `losses`, `optim`, `metrics`; `checkpoint` saves a Trainer.
 """
@@ -41,7 +41,7 @@ from rollmesh.trainer.trace import StepTrace, UpdateTrace
 
 
 class UpdateOutcome(IntEnum):
-    """What became of an update. Numbers equal `rollmesh.v1.UpdateOutcome`."""
+    """Result of an update. Numbers equal `rollmesh.v1.UpdateOutcome`."""
 
     APPLIED = 1
     SKIPPED = 2
@@ -49,7 +49,7 @@ class UpdateOutcome(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SampleVerdict:
-    """What became of one sample; `reason` is None exactly if it is in the gradient of the update."""
+    """Result of one sample. `reason` is None exactly if the sample is in the gradient of the update."""
 
     sample_id: str
     reason: DropReason | None
@@ -57,7 +57,7 @@ class SampleVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """One verdict per leased sample, in the order given; metrics by name (see `metrics`)."""
+    """One verdict per leased sample, in the given order, and metrics by name (see `metrics`)."""
 
     update: int
     outcome: UpdateOutcome
@@ -66,12 +66,12 @@ class UpdateResult:
 
     @property
     def used_ids(self) -> list[str]:
-        """Ids of the samples in the gradient: what the commit digest is over."""
+        """Ids of the samples in the gradient, over which the commit digest is computed."""
         return [v.sample_id for v in self.verdicts if v.reason is None]
 
 
 class BatchTrainer:
-    """Owns a model and its optimiser; not thread-safe: one thread calls it."""
+    """Owns a model and its optimizer. Not thread-safe."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class BatchTrainer:
         estimator or a loss term.
         """
         if seed < 0:
-            raise ValueError(f"seed = {seed}: must not be negative")
+            raise ValueError(f"seed must be >= 0, got {seed}")
         self.model = model
         self.forward_choice = choose_forward(model)
         self.config = config
@@ -123,12 +123,12 @@ class BatchTrainer:
         return UpdateResult(update=k, outcome=outcome, verdicts=verdicts, metrics=metrics)
 
     def score(self, token_ids: IntArray) -> FloatArray:
-        """Log-prob [n] of each token given those before it, entry 0 is 0: what a node must reproduce on these weights."""
+        """Return the log-prob [n] of each token given those before it; entry 0 is 0. Nodes must reproduce it on these weights."""
         self.model.train(False)
         return forward.score(self.model, token_ids)
 
     def export_weights(self, path: Path) -> None:
-        """Write the weights for publishing: one safetensors file, tied weights once."""
+        """Write the weights for publishing to one safetensors file, with tied weights once."""
         write_weights(self.model, path)
 
     def _train(

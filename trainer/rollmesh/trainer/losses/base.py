@@ -30,7 +30,6 @@ LOSSES = Registry(
 TokenStats = Mapping[str, Tensor]
 """Name -> detached [m] per-token numbers, which `metrics` averages or groups."""
 
-
 FEATURES = ("proximal",)
 """Columns that the trainer computes if a loss needs them. `proximal` [m] is the log-prob under the policy before the update's
 first optimizer step; it costs one more forward over the batch."""
@@ -92,9 +91,9 @@ def check_outputs(loss: PolicyLoss, outputs: Collection[str]) -> None:
 
 
 def token_weights(lengths: Sequence[int], sample_weights: Sequence[float], normalization: Normalization) -> Tensor:
-    """Weights [sum of lengths] of the tokens of one optimizer step; `lengths` are trained tokens per sample, all > 0.
+    """Return weights [sum of lengths] of the tokens of one optimizer step. `lengths` are trained tokens per sample, all > 0.
 
-    Sample weights scale the numerator only: a sample of weight 0.5 pulls half as hard.
+    Sample weights scale the numerator only, so a sample of weight 0.5 has half of the gradient.
     """
     counts = torch.tensor(lengths, dtype=torch.float64)
     if normalization is Normalization.TOKEN:

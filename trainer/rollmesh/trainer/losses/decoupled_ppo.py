@@ -1,4 +1,4 @@
-"""Decoupled PPO: the clip is around the proximal policy, the data are corrected to it by an importance weight.
+"""Decoupled PPO: clip around the proximal policy, and correct the data to it by an importance weight.
 
 Hilton et al. 2021 (arXiv:2110.00641), used for asynchronous LLM training by AReaL (arXiv:2505.24298):
 
@@ -6,8 +6,8 @@ Hilton et al. 2021 (arXiv:2110.00641), used for asynchronous LLM training by ARe
     loss = - sg[correct(w)] * min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
 prox is the policy before the update's first optimizer step, so stale data do not use up the trust region.
-correct(w) is min(w, weight_max), or with `over_max: mask` w where w <= weight_max and 0 elsewhere (AReaL's cap). Nothing
-here pulls back towards mu: at large staleness the policy can drift freely.
+correct(w) is min(w, weight_max), or with `over_max: mask` w where w <= weight_max and 0 elsewhere (AReaL's cap). No term keeps the
+policy near mu, so it can drift at large staleness.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class DecoupledPpoOptions(Settings):
     clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     clip_high: PositiveFloat = 0.28
     weight_max: Annotated[float, Meta(ge=1)] = 2.0
-    """Cap of prox / mu. Higher: less bias, more variance."""
+    """Cap of prox / mu. A higher value gives less bias and more variance."""
     over_max: Literal["truncate", "mask"] = "truncate"
-    """What happens to a token above the cap: it counts with the cap, or not at all."""
+    """A token above the cap has the weight of the cap (`truncate`) or 0 (`mask`)."""
 
 
 class DecoupledPpo:
@@ -49,7 +49,7 @@ class DecoupledPpo:
 
 
 def decoupled_ppo_loss(inputs: LossInputs, options: DecoupledPpoOptions) -> tuple[Tensor, TokenStats]:
-    """Scalar loss, and per token `clipped`, `clipped_high` and `weight_capped`."""
+    """Return the scalar loss, and per token `clipped`, `clipped_high` and `weight_capped`."""
     weight = safe_ratio(inputs["proximal"], inputs["behavior"]).detach()
     over = weight > options.weight_max
     replacement = options.weight_max if options.over_max == "truncate" else 0.0

@@ -17,25 +17,26 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
-import msgspec
+from msgspec import Meta
 from torch import Tensor
 
+from rollmesh.shared.settings import Settings
 from rollmesh.trainer.losses.base import LossInputs, TokenStats
 from rollmesh.trainer.losses.ppo_clip import PpoClipOptions, clipped_objective
 from rollmesh.trainer.losses.ratio import out_of_range, safe_ratio
 
 
-class HighEntropyOptions(PpoClipOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class HighEntropyOptions(PpoClipOptions):
     """Bounds of the probability ratio, and the share of tokens."""
 
-    share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.2
+    share: Annotated[float, Meta(gt=0, le=1)] = 0.2
     """Share of the tokens of an optimizer step that get a gradient (rho in the paper)."""
 
 
 class HighEntropy:
     """The loss with its options. Implements `base.PreparedLoss`."""
 
-    Options: ClassVar[type[msgspec.Struct]] = HighEntropyOptions
+    Options: ClassVar[type[Settings]] = HighEntropyOptions
     needs: tuple[str, ...] = ("entropy",)
 
     def __init__(self, *, options: HighEntropyOptions) -> None:

@@ -5,9 +5,9 @@ PPO (Schulman et al. 2017, arXiv:1707.06347), clip-higher from DAPO (Yu et al. 2
     r = pi / mu
     loss = - min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-mu is the policy that sampled the token, not the one at the start of the update: the clip is then a trust region
-around the data, which pulls back whatever has drifted. Of the losses here it survives the largest staleness.
-Deviation from DAPO: no KL term (DAPO has none either), ratios are capped in log space to stay finite.
+mu is the policy that sampled the token, not the policy at the start of the update. So the clip is a trust region around the data,
+which limits drift. Of the losses here it tolerates the largest staleness. As in DAPO there is no KL term. Deviation: ratios are
+limited in log space to stay finite.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class PpoClipOptions(Settings):
     """Bounds of the probability ratio."""
 
     clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    """How far below 1 a ratio still gets gradient when the advantage is negative."""
+    """Distance below 1 up to which a ratio gets a gradient if the advantage is negative."""
     clip_high: PositiveFloat = 0.28
-    """How far above 1 when it is positive. Larger than `clip_low`, so that rare tokens can grow and entropy survives."""
+    """Distance above 1 if it is positive. Larger than `clip_low`, so that rare tokens can grow and entropy does not collapse."""
 
 
 class PpoClip:
@@ -46,7 +46,7 @@ class PpoClip:
 
 
 def ppo_clip_loss(inputs: LossInputs, options: PpoClipOptions) -> tuple[Tensor, TokenStats]:
-    """Scalar loss, and per token whether the clip removed its gradient (`clipped`, `clipped_high`)."""
+    """Return the scalar loss, and per token whether the clip removed its gradient (`clipped`, `clipped_high`)."""
     ratio = safe_ratio(inputs.logprobs, inputs["behavior"])
     held = out_of_range(inputs.logprobs, inputs["behavior"])
     objective, stats = clipped_objective(ratio, held, inputs["advantages"], options.clip_low, options.clip_high)
@@ -56,7 +56,7 @@ def ppo_clip_loss(inputs: LossInputs, options: PpoClipOptions) -> tuple[Tensor, 
 def clipped_objective(
     ratio: Tensor, held: Tensor, advantages: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, TokenStats]:
-    """min(r A, clip(r) A) [m], and which tokens have no gradient: clipped by it, or `held` by `safe_ratio`."""
+    """Return min(r A, clip(r) A) [m], and which tokens have no gradient: clipped tokens, and those `held` by `safe_ratio`."""
     bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
     objective = torch.minimum(ratio * advantages, bounded * advantages)
     high = (ratio > 1 + clip_high) & (advantages > 0)

@@ -4,7 +4,7 @@ Ionides 2008; for the mismatch between sampler and trainer: Yao et al. 2025 (fen
 
     loss = - sg[min(pi / mu, weight_max)] * A * log pi
 
-The weight carries no gradient, so every token keeps pulling, however far it has moved: no trust region.
+The weight carries no gradient, so every token has a gradient, independent of its drift. There is no trust region.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TisOptions(Settings):
     """The cap of the importance weight."""
 
     weight_max: Annotated[float, Meta(ge=1)] = 2.0
-    """Cap of pi / mu. 1 ignores upward drift; higher: less bias, more variance."""
+    """Cap of pi / mu. 1 ignores upward drift; a higher value gives less bias and more variance."""
 
 
 class Tis:
@@ -40,7 +40,7 @@ class Tis:
 
 
 def tis_loss(inputs: LossInputs, options: TisOptions) -> tuple[Tensor, TokenStats]:
-    """Scalar loss, and per token `weight_capped`."""
+    """Return the scalar loss, and per token `weight_capped`."""
     ratio = safe_ratio(inputs.logprobs, inputs["behavior"]).detach()
     weight = ratio.clamp(max=options.weight_max)
     loss = -(inputs["token_weight"] * weight * inputs["advantages"] * inputs.logprobs).sum()
