@@ -81,6 +81,16 @@ class ForgetfulEngine(ContentEngine):
         super().submit(request, lambda delta: emit(replace(delta, arrays={})))
 
 
+class DoubleEngine(ContentEngine):
+    """Returns outputs of a type that is not allowed."""
+
+    def submit(self, request: GenerateRequest, emit: Emit) -> None:
+        def doubled(delta: GenerateDelta) -> None:
+            emit(replace(delta, arrays={name: values.astype(np.float64) for name, values in delta.arrays.items()}))
+
+        super().submit(request, doubled)
+
+
 class StuckEngine(ContentEngine):
     """Reports success at every update and goes on serving its first weights."""
 

@@ -28,7 +28,7 @@ from rollmesh.shared.errors import UnknownNode
 from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
-from rollmesh.shared.trajectory import sampled_segment, text_view
+from rollmesh.shared.trajectory import Source, sampled_segment, text_view
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.testing.rollout import CharTokenizer
 from rollmesh.v1 import (
@@ -76,7 +76,13 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         text = solve(self.tokenizer.decode(decode_ints(submission.token_ids, "token_ids")))
         token_ids = self.tokenizer.encode_markup(text)
         logprobs = np.full(token_ids.shape, -0.1, dtype=np.float32)
-        segment = sampled_segment(token_ids, logprobs, PolicyVersion(policy="main", step=3), kv_step_oldest=3)
+        segment = sampled_segment(
+            token_ids,
+            logprobs,
+            PolicyVersion(policy="main", step=3),
+            kv_step_oldest=3,
+            arrays={name: (token_ids / 4).astype(np.float32) for name in submission.outputs},
+        )
         return inference_pb2.GenerateDelta(
             request_id=submission.request_id,
             segment=encode_segment(segment),
@@ -238,7 +244,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 async def test_episodes_go_the_whole_way_and_leave_nothing(mesh: Mesh) -> None:
     mesh.coordinator.leases = [calc_lease(i) for i in range(40)]
-    async with mesh.node() as node:
+    async with mesh.node(RolloutConfig(outputs=("entropy",))) as node:
         await until(lambda: len(mesh.coordinator.reports) == 40)
         await until(lambda: node.num_open == 0)
         assert node.progress.num_completed == 40
@@ -248,6 +254,10 @@ async def test_episodes_go_the_whole_way_and_leave_nothing(mesh: Mesh) -> None:
         record = await mesh.samples.read(report.payload.sequence)
         episode = episode_from_bytes(record.payload)
         assert episode.key.episode == report.key.episode
+        for segment in episode.segments:
+            assert segment.arrays.keys() == ({"entropy"} if segment.source is Source.POLICY else set())
+            for values in segment.arrays.values():
+                np.testing.assert_array_equal(values, segment.token_ids / 4)
         text = text_view(episode.path_segments(episode.samples[0]))
         assert [m.content for m in text if m.role == "tool"] == ["84", "54"]
         assert [(r.name, r.value) for r in episode.samples[0].rewards] == [("correct", 1.0)]

@@ -189,11 +189,20 @@ async def test_a_request_that_fails_everywhere_is_an_infra_failure(tmp_path: Pat
                 await generated(router)
 
 
-async def test_a_node_that_returns_other_outputs_than_requested_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ("ForgetfulEngine", r"returned the arrays \[\], requested were \[entropy\]"),
+        ("DoubleEngine", r"malformed delta: .*arrays\[entropy\].dtype.* must be one of f32le.* got float64"),
+    ],
+)
+async def test_a_node_that_returns_other_outputs_than_requested_fails(
+    tmp_path: Path, engine: str, message: str
+) -> None:
     async with cell(tmp_path) as it:
-        await it.add("a", await it.publish(1), engine="ForgetfulEngine")
+        await it.add("a", await it.publish(1), engine=engine)
         async with it.router() as router:
-            with pytest.raises(InfraFailure, match=r"returned the arrays \[\], requested were \[entropy\]"):
+            with pytest.raises(InfraFailure, match=message):
                 await generated(router)
 
 

@@ -179,7 +179,11 @@ class GenerateStream:
                 live, StaleWeights(f"weights changed to {delta.version}; the request was pinned to {live.exact}")
             )
             return
-        message = _encode(live, delta)
+        try:
+            message = _encode(live, delta)
+        except InvalidInput as err:
+            self._drop(live, EngineFailed(f"the engine returned a malformed delta: {err.message}; use another node"))
+            return
         if live.trace is not None:
             live.trace.add(delta)
         if delta.queued_s:

@@ -56,9 +56,11 @@ def decode_mask(data: bytes) -> MaskArray:
     return np.frombuffer(data, dtype="u1")
 
 
-def encode_array(values: NDArray[Any]) -> types_pb2.TokenArray:
-    """Encode an array of one of `DTYPES`, shape [n] or [n, k]; `checks.check_array` rejects others."""
+def encode_array(values: NDArray[Any], field: str) -> types_pb2.TokenArray:
+    """Encode an array of shape [n] or [n, k]. Raises `InvalidInput` for a type that is not one of `DTYPES`."""
     dtype = values.dtype.newbyteorder("<")
+    if dtype not in _NAMES:
+        invalid(f"{field}.dtype", f"must be one of {', '.join(DTYPES)}; got {values.dtype}")
     data = np.ascontiguousarray(values, dtype=dtype).tobytes()
     return types_pb2.TokenArray(dtype=_NAMES[dtype], shape=values.shape, inline=data)
 

@@ -132,7 +132,7 @@ def encode_segment(segment: Segment) -> types_pb2.Segment:
     if segment.loss_mask is not None:
         message.loss_mask = encode_mask(segment.loss_mask)
     for name, values in segment.arrays.items():
-        message.arrays[name].CopyFrom(encode_array(values))
+        message.arrays[name].CopyFrom(encode_array(values, f"arrays[{name}]"))
     if segment.version is not None:
         message.version.CopyFrom(encode_version(segment.version))
         message.kv_step_oldest = segment.kv_step_oldest or 0
