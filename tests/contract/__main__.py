@@ -1,10 +1,11 @@
-"""Random sequences of calls, valid and invalid, against a model of the contract; with --minutes, while services are killed.
+"""Random sequences of calls, valid and invalid, compared with a model of the contract; with --minutes, while services
+are killed.
 
     python -m tests.contract --sequences 500 --calls 60 --seed 0      # or: make contract
     python -m tests.contract --minutes 20                             # or: make contract-kills
-    python -m tests.contract --sequences 1 --seed 17                  # sequence 17 again
+    python -m tests.contract --sequences 1 --seed 17                  # repeat sequence 17
 
-A sequence is determined by its seed, up to the timing of the mesh. The exit code is 1 if any sequence found a violation.
+The seed determines a sequence, except for the timing of the mesh. The exit code is 1 if any sequence found a violation.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ async def _quiet(options: argparse.Namespace, folder: Path) -> list[Result]:
 
 
 async def _killing(options: argparse.Namespace, folder: Path) -> list[Result]:
-    """Play until the time is over, then finish the sequence that has begun."""
+    """Play until the time is over, then finish the current sequence."""
     results: list[Result] = []
     killed: Counter[str] = Counter()
     seeds = itertools.count(options.seed)
@@ -53,13 +54,13 @@ async def _killing(options: argparse.Namespace, folder: Path) -> list[Result]:
     async with process_mesh(folder) as (ends, mesh):
         killer = asyncio.create_task(kill_at_random(ends, mesh, random.Random(options.seed), killed))
         try:
-            while time.monotonic() < until:  # one after the other: such a mesh serves one run at a time
+            while time.monotonic() < until:  # one after the other, because such a mesh serves one run at a time
                 results.append(await play(ends, Plan(next(seeds), options.calls, kills=True)))
                 _print(results[-1])
         finally:
             killer.cancel()
             with suppress(asyncio.CancelledError):
-                await killer  # a killer that has failed would leave the mesh in peace
+                await killer  # without the killer the mesh would not be tested
     print(f"{sum(killed.values())} kills: " + ", ".join(f"{name} {num}" for name, num in killed.most_common()))
     return results
 

@@ -1,4 +1,4 @@
-"""Calls over bare gRPC stubs: what was answered, as status code and reason, and a record of it for a failure's report."""
+"""Calls over bare gRPC stubs. They return status code and reason, and are recorded for the report of a failure."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ BACKOFF_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a call ended."""
+    """Result of a call."""
 
     code: str
     reason: str
     message: str
     response: Any
     repeated: bool = False
-    """Whether an earlier answer to the same request was lost."""
+    """Whether an earlier response to the same request was lost."""
 
     @property
     def ok(self) -> bool:
@@ -45,14 +45,15 @@ class Answer:
 
 @dataclass(slots=True)
 class Calls:
-    """Makes calls. `patience_s` is how long lost answers are waited out; 0 in a mesh in which nothing is killed."""
+    """Makes calls. `patience_s` limits the retries after lost responses; 0 in a mesh without kills."""
 
     patience_s: float = 0.0
     log: deque[str] = field(default_factory=lambda: deque(maxlen=40))
     counts: Counter[str] = field(default_factory=Counter)
 
     async def call(self, method: Any, request: Any, *, also_lost: Sequence[str] = ()) -> Answer:
-        """The answer of a unary or server-streaming method. `also_lost` are reasons after which the request is repeated."""
+        """Return the response of a unary or server-streaming method. `also_lost` are reasons after which the request is
+        repeated."""
         until, repeated = time.monotonic() + self.patience_s, False
         while True:
             answer = await self._once(method, request, repeated)
@@ -67,7 +68,7 @@ class Calls:
             await asyncio.sleep(BACKOFF_S)
 
     async def persist(self, action: Callable[[], Awaitable[T]]) -> T:
-        """The result of an action that may be repeated, once no killed service is in its way."""
+        """Return the result of a repeatable action once the killed services are back."""
         until = time.monotonic() + self.patience_s
         while True:
             try:

@@ -1,4 +1,4 @@
-"""What a player can reach of a mesh: its verbs as bare stubs, its sample stream, and its depot."""
+"""What a player can reach of a mesh: its RPCs as bare stubs, its sample stream, and its depot."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Ends:
 
     @asynccontextmanager
     async def worker(self, run: str) -> AsyncIterator[str]:
-        """Join as a rollout worker of `run`; yields the node id."""
+        """Join as a rollout worker of `run`, and yield the node id."""
         hello = coordinator_pb2.NodeHello(
             node_id=f"worker-{run}", kind=coordinator_pb2.NODE_KIND_ROLLOUT, capacity=64, runs=[run]
         )
@@ -52,7 +52,7 @@ class Ends:
         return types_pb2.PayloadRef(sequence=sequence, size_bytes=len(payload))
 
     async def upload(self, depot: str, content: bytes, owner: str) -> str:
-        """Upload a version of one chunk; returns its weights digest."""
+        """Upload a version of one chunk. Return its weights digest."""
         chunk = hashlib.sha256(content).hexdigest()
         piece = weights_pb2.WeightChunk(digest=chunk, size_bytes=len(content))
         file = weights_pb2.WeightFile(name="model.safetensors", size_bytes=len(content), chunks=[piece])

@@ -1,4 +1,4 @@
-"""Requests that must be rejected, with the code and reason that the contract gives for each."""
+"""Requests that must be rejected, with code and reason by the contract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STRANGE_DIGEST = "ab" * 32
 
 
 class Invalid(NamedTuple):
-    """A request and how it is rejected: by code, or by reason."""
+    """A request and its rejection: by code, or by reason."""
 
     name: str
     method: Callable[..., Any]
@@ -27,7 +27,7 @@ class Invalid(NamedTuple):
 
 
 def draw(trainer: Trainer, rng: random.Random) -> Invalid:
-    """One of all invalid requests that fit the present state."""
+    """Return one of all invalid requests that fit the current state."""
     return rng.choice(list(_all(trainer)))
 
 
@@ -63,7 +63,7 @@ def _names_and_epochs(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _either(name: str) -> tuple[str, ...]:
-    """A name that no run can have is either malformed or unknown."""
+    """A name that is not valid for a run is either malformed or unknown."""
     return ("UNKNOWN_RUN",) if name in ("no run", "long run") else ()
 
 
@@ -77,7 +77,7 @@ def _leases(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
         yield f"wait {wait_s}", run.LeaseBatch, trainer.lease_request(wait_s=wait_s), INVALID
     for unit, amount in ((1, -1), (1, 2**62), (2, 2**62), (3, 2**62), (77, 1)):
         odd = pb.BatchGeometry(unit=pb.BatchGeometry.Unit.ValueType(unit), amount=amount)
-        # Of a batch that is leased the geometry was decided by the first call; what no batch can have is rejected all the same.
+        # The first call fixed the geometry of a held batch. A geometry that is never valid is rejected all the same.
         decided = ("OK", "LEASE_EXPIRED") if trainer.model.batch is not None and amount > 1 else ()
         yield f"geometry {unit} {amount}", run.LeaseBatch, trainer.lease_request(geometry=odd), INVALID, *decided
     common = trainer.common()
@@ -142,7 +142,7 @@ def _commits(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _doubt(trainer: Trainer) -> tuple[str, ...]:
-    """With a batch in doubt, an update may be rejected for it first."""
+    """With a batch in doubt, that may be the first cause for the rejection of an update."""
     return ("LEASE_EXPIRED", "FAILED_PRECONDITION") if trainer.model.batch is not None else ()
 
 

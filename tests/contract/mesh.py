@@ -1,4 +1,5 @@
-"""Meshes to play against: one in this process, and one of processes under the supervisor whose services are killed."""
+"""Meshes for the sequences: one in this process, and one of processes under the supervisor whose services are
+killed."""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ from ..integration.coordinator_mesh import ACCESS, coordinator_mesh
 from .ends import Ends
 
 HOSTS = {name: (name,) for name in ("nats", "coordinator", "gateway", "depot", "reward", "data")}
-"""Processes of the mesh in which services are killed; the player is its worker and its trainer."""
+"""Processes of the mesh in which services are killed. The player is its worker and its trainer."""
 NATS_SERVER = "nats-server"
 READY_S = 60.0
 SERVES_S = 300.0
 BURST = 4
-"""Kills after which the mesh may recover."""
+"""Number of kills after which the mesh may recover."""
 
 
 @asynccontextmanager
 async def quiet_mesh(folder: Path) -> AsyncIterator[Ends]:
-    """Real nats-server, coordinator, gateway, data, reward and depot in this process; nothing is killed."""
+    """Real nats-server, coordinator, gateway, data, reward and depot in this process, without kills."""
     async with coordinator_mesh(folder) as parts:
         yield Ends(parts.run, parts.coordinator, parts.address, parts.bus, ACCESS)
 

@@ -1,6 +1,7 @@
-"""A model of the contract of RunService, written from the text of the protos: it shares no arithmetic with the coordinator.
+"""A model of the contract of RunService, written from the text of the protos. It shares no arithmetic with the
+coordinator.
 
-The model knows what the player sent and what it was answered. Staleness is computed from the stamps that the player, as a worker,
+The model stores what the player sent and received. It computes staleness from the stamps that the player, as a worker,
 wrote into its payloads, never from metadata.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 
 class Violation(AssertionError):
-    """The mesh broke the contract; the message says how."""
+    """The mesh violated the contract; the message says how."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -41,9 +42,9 @@ class MadeSample:
     reward: float
     trainable: bool
     stamps: tuple[Stamp, ...]
-    """In the payload."""
+    """By the payload."""
     reported: tuple[Stamp, ...]
-    """In the metadata."""
+    """By the metadata."""
 
     @property
     def contradicted(self) -> bool:
@@ -61,7 +62,7 @@ class HeldBatch:
     samples: tuple[str, ...]
     mask_below: Mapping[str, int]
     unreadable: set[str] = field(default_factory=set)
-    """Samples that FetchSamples answered with a failure."""
+    """Samples for which FetchSamples returned a failure."""
     fetched: bool = False
     in_doubt: bool = False
 
@@ -82,7 +83,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a trainer stored: the updates behind its weights."""
+    """What a trainer stored: the updates in its weights."""
 
     commits: tuple[Commit, ...]
 
@@ -96,7 +97,7 @@ class Checkpoint:
 
 
 def digest_of(before: str, update: int, used: Iterable[str]) -> str:
-    """digest_k as CommitUpdateResponse.digest documents it."""
+    """Return digest_k by the definition of CommitUpdateResponse.digest."""
     fields = [before, str(update), *sorted(used, key=lambda name: name.encode())]
     hashed = hashlib.sha256()
     for text in fields:
@@ -107,7 +108,7 @@ def digest_of(before: str, update: int, used: Iterable[str]) -> str:
 
 @dataclass(slots=True)
 class RunModel:
-    """One run as its trainer and worker may rely on it."""
+    """One run, as its trainer and worker may expect it."""
 
     eta: int
     mask: bool
@@ -115,17 +116,17 @@ class RunModel:
     epoch: int = 0
     incarnation: int = 0
     commits: list[Commit] = field(default_factory=list)
-    """Updates that stand."""
+    """Updates that are not undone."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
-    """(update gone back to, incarnation that began)."""
+    """(update of the roll-back, new incarnation)."""
     published: dict[tuple[int, int], str] = field(default_factory=dict)
     """Weights digest by (step, incarnation)."""
     samples: dict[str, MadeSample] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
-    """In a reported checkpoint, or committed by a trainer that keeps none."""
+    """Samples in a reported checkpoint, or committed by a trainer without checkpoints."""
     batch: HeldBatch | None = None
     lease_ids: set[str] = field(default_factory=set)
-    """Every batch lease ever granted."""
+    """Every batch lease that was granted."""
     returned: set[str] = field(default_factory=set)
     """Batch leases of this epoch that the player released."""
     checkpoint_update: int = 0
@@ -144,23 +145,24 @@ class RunModel:
 
     @property
     def is_published(self) -> bool:
-        """Whether anything may be leased: weights of this incarnation were published."""
+        """Whether a batch can be leased: weights of this incarnation were published."""
         return any(incarnation == self.incarnation for _, incarnation in self.published)
 
     @property
     def versions(self) -> list[tuple[int, int]]:
-        """(step, incarnation) of everything published, the newest last."""
+        """(step, incarnation) of all published versions, the newest last."""
         return list(self.published)
 
     def is_void(self, stamp: Stamp) -> bool:
         return any(stamp.incarnation < began and stamp.step > to for to, began in self.rollbacks)
 
     def group_members(self, group: str) -> dict[str, float]:
-        """Reward of every scored sample of a group."""
+        """Return the reward of every scored sample of a group."""
         return {sample.sample_id: sample.reward for sample in self.samples.values() if sample.group == group}
 
     def holds(self, checkpoint: Checkpoint) -> bool:
-        """Whether the checkpoint is of this history. The digest decides: an update that used nothing equals one that was skipped."""
+        """Return whether the checkpoint belongs to this history. The digest decides: an update without used samples
+        equals a skipped one."""
         update = checkpoint.update
         return update <= self.applied and (not update or self.commits[update - 1].digest == checkpoint.digest)
 
@@ -170,7 +172,8 @@ class RunModel:
     # Checks -----------------------------------------------------------------------------------------------------------
 
     def check_trainable(self, sample: MadeSample, stamps: Sequence[Stamp], batch: HeldBatch, reported: int) -> None:
-        """Require that `sample`, by these stamps, is within the bound of its batch, and that `reported` is its staleness."""
+        """Require that `sample`, by these stamps, is within the bound of its batch, and that `reported` is its
+        staleness."""
         name, oldest = sample.sample_id, batch.update - 1 - batch.eta
         require(not any(map(self.is_void, stamps)), f"{name} holds tokens of undone weights: {stamps}")
         require(all(stamp.step < batch.update for stamp in stamps), f"{name} is from the future: {stamps}")
@@ -190,7 +193,7 @@ class RunModel:
         )
 
     def check_fresh(self, names: Iterable[str]) -> None:
-        """Require that no weights contain any of these samples already."""
+        """Require that no weights contain any of these samples yet."""
         names = set(names)
         twice = names & self.used_standing()
         require(not twice, f"leased again though standing updates used them: {sorted(twice)}")
@@ -200,7 +203,7 @@ class RunModel:
     # Facts ------------------------------------------------------------------------------------------------------------
 
     def commit_of(self, update: int, batch: HeldBatch | None, *, applied: bool, dropped: Mapping[str, str]) -> Commit:
-        """What committing this would be."""
+        """Return the update that a commit of this would make."""
         leased = batch.samples if batch else ()
         used = tuple(name for name in leased if name not in dropped) if applied else ()
         return Commit(
@@ -233,7 +236,7 @@ class RunModel:
         self.checkpoint_update = min(self.checkpoint_update, update)
 
     def lags(self) -> Counter[int]:
-        """Used samples of standing updates by staleness, from the stamps in the payloads."""
+        """Return the used samples of the remaining updates by staleness, from the stamps in the payloads."""
         found: Counter[int] = Counter()
         for commit in self.commits:
             for name in commit.used:

@@ -1,4 +1,4 @@
-"""One random sequence of calls against one run, and the checks at its end."""
+"""One random sequence of calls to one run, and the checks at its end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHORT_LEASE_S = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a sequence plays; drawn from its seed."""
+    """Plan of a sequence, drawn from its seed."""
 
     seed: int
     num_calls: int
@@ -36,7 +36,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Result:
-    """What a sequence showed."""
+    """Result of a sequence."""
 
     seed: int
     calls: int = 0
@@ -84,7 +84,7 @@ class Player:
             result.samples_used = await self._audit()
         except Violation as violation:
             result.violation, result.log = str(violation), list(self.calls.log)
-            with suppress(Violation):  # the run must not stand in the way of the next sequence
+            with suppress(Violation):  # the run must not block the next sequence
                 await self.calls.call(self._ends.run.StopRun, pb.StopRunRequest(run=self._spec.run))
         result.calls = sum(self.calls.counts.values())
         result.counts = dict(self.calls.counts)
@@ -167,7 +167,7 @@ class Player:
         require(batch.in_doubt, "a lease outlived its term")
 
     async def _change(self) -> None:
-        """Another bound, in mid-run."""
+        """Change the bound during the run."""
         eta = self._rng.randint(max(0, self._spec.publish_every - 1), 4)
         self._num_changes += 1
         request = pb.ChangeRunRequest(spec=self._spec, change_id=f"{self._spec.run}-{self._num_changes}")
@@ -178,7 +178,7 @@ class Player:
         self._spec.max_staleness = self._model.eta = eta
 
     async def _read(self) -> None:
-        """The state agrees with the model, and conserves."""
+        """Check that the state agrees with the model and is conserved."""
         answer = await self.calls.call(self._ends.run.GetRun, pb.GetRunRequest(run=self._spec.run))
         require(answer.ok, f"GetRun was answered {answer}")
         self._check_state(answer.response.state)
@@ -196,7 +196,7 @@ class Player:
         require(counts.trained == trained, f"trained {counts.trained}, model {trained}")
 
     async def _progress(self) -> None:
-        """No dead end: from wherever the sequence has come, an update follows."""
+        """Check that there is no deadlock: an update follows from any state."""
         trainer, target = self._trainer, self._model.applied + 1
         until = time.monotonic() + (3 if self._plan.kills else 1) * PROGRESS_S
         while self._model.applied < target:
@@ -216,7 +216,7 @@ class Player:
         return str(answer.response or answer)
 
     async def _end(self) -> None:
-        """Stop the run with or without a batch out; then nothing may stay live."""
+        """Stop the run with or without a held batch. Afterwards no sample may be live."""
         trainer, model = self._trainer, self._model
         if self._rng.random() < 0.5 and model.batch is None:
             await self._lease()
@@ -244,7 +244,7 @@ class Player:
         )
 
     async def _audit(self) -> int:
-        """The audit agrees with the model; returns how many samples standing updates used."""
+        """Check that the audit agrees with the model. Return the number of samples that the remaining updates used."""
         model = self._model
         report = await self.calls.persist(lambda: audit_run(self._ends.bus, self._spec.run))
         require(report.holds, report.to_text())
@@ -260,7 +260,7 @@ class Player:
 
 
 def draw_spec(rng: random.Random, run: str, *, kills: bool) -> events_pb2.RunSpec:
-    """A small run with any bound."""
+    """Return a small run with any bound."""
     eta = rng.randint(0, 3)
     return events_pb2.RunSpec(
         run=run,

@@ -1,4 +1,4 @@
-"""Many sequences against one mesh, and a table of what they showed."""
+"""Many sequences against one mesh, and a table of their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .player import Plan, Player, Result
 async def play_all(
     ends: Ends, plans: Sequence[Plan], *, parallel: int, on_result: Callable[[Result], None] = lambda _: None
 ) -> list[Result]:
-    """Play every plan, each in a run that is named after its seed; at most `parallel` at a time."""
+    """Play every plan, each in a run with the name of its seed; at most `parallel` at a time."""
     room = asyncio.Semaphore(parallel)
 
     async def one(plan: Plan) -> Result:
@@ -33,7 +33,7 @@ async def play(ends: Ends, plan: Plan) -> Result:
 
 
 def to_text(results: Sequence[Result]) -> str:
-    """Totals, answers by code, and every violation with its newest calls."""
+    """Return totals, responses by code, and every violation with its newest calls."""
     calls: Counter[str] = Counter()
     for result in results:
         calls.update(_codes(result))

@@ -1,4 +1,4 @@
-"""The player as a trainer: every verb of RunService, each answer compared with the model."""
+"""The player as a trainer: every RPC of RunService, each response compared with the model."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Trainer:
     run: str
     batch_groups: int
     short_leases: bool
-    """A batch lease may expire between two calls."""
+    """Whether a batch lease may expire between two calls."""
     checkpoints: list[Checkpoint] = field(default_factory=lambda: [Checkpoint(())])
     ahead: list[tuple[Checkpoint, HeldBatch]] = field(default_factory=list)
-    """Checkpoints that hold an update which was not committed when they were written."""
+    """Checkpoints with an update that was not committed when they were written."""
     depot: str = ""
     num_short: int = 0
-    """Batches that held less than was asked for."""
+    """Number of batches with less than the requested amount."""
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class Trainer:
     # Verbs ------------------------------------------------------------------------------------------------------------
 
     async def attach(self, checkpoint: Checkpoint, pending: HeldBatch | None = None) -> None:
-        """Attach with a checkpoint of this run; `pending` is the batch of an update that was never committed."""
+        """Attach with a checkpoint of this run. `pending` is the batch of an update that was never committed."""
         model = self.model
         last = checkpoint.commits[-1] if checkpoint.commits else None
         request = pb.AttachTrainerRequest(
@@ -125,9 +125,9 @@ class Trainer:
         )
 
     def _as_committed(self, checkpoint: Checkpoint) -> Commit | None:
-        """The last update of a checkpoint as a commit of the batch that is out; None if it is not that one.
+        """Return the last update of a checkpoint as a commit of the held batch; None if it is another update.
 
-        A batch that was released and leased again has another lease; what counts is the digest.
+        A batch that was released and leased again has another lease. The digest decides.
         """
         last, batch = checkpoint.commits[-1], self.model.batch
         before = Checkpoint(checkpoint.commits[:-1])
@@ -153,7 +153,7 @@ class Trainer:
         model.published[key] = digest
 
     async def lease(self, wait_s: float = 0.05, *, geometry: bool = False) -> bool:
-        """Lease the batch of the next update, or find out why there is none."""
+        """Lease the batch of the next update, or check why there is none."""
         model = self.model
         request = self.lease_request(wait_s=wait_s)
         if geometry:
@@ -212,7 +212,8 @@ class Trainer:
         model.batch = held
 
     def _check_groups(self, batch: pb.LeaseBatchResponse) -> None:
-        """Whole groups: every scored member is in the context, and those that may be trained are in the batch."""
+        """Check that groups are whole: every scored member is in the context, and the trainable ones are in the
+        batch."""
         leased = {sample.meta.sample_id for sample in batch.samples}
         groups = {sample.group for sample in batch.samples}
         require(groups == {context.group for context in batch.groups}, "groups and samples do not belong together")
@@ -238,7 +239,7 @@ class Trainer:
         require(bool(batch.samples), f"an empty batch was leased: {batch}")
 
     async def fetch(self) -> None:
-        """Fetch the batch in shards; compare payloads with what the player wrote."""
+        """Fetch the batch in shards, and compare payloads with what the player wrote."""
         batch = self.model.batch
         if batch is None:
             return
@@ -266,7 +267,7 @@ class Trainer:
         batch.fetched = True
 
     def _check_payload(self, name: str, message: pb.FetchSamplesResponse, batch: HeldBatch) -> None:
-        """What may be trained on is within the bound by the stamps in the payload itself."""
+        """Check that the trainable tokens are within the bound by the stamps in the payload."""
         sample = self.model.samples[name]
         if message.HasField("failure"):
             episode = [s for s in self.model.samples.values() if s.episode == sample.episode]
@@ -331,7 +332,7 @@ class Trainer:
         return self.model.commit_of(batch.update, batch, applied=applied, dropped=dropped)
 
     async def checkpoint(self) -> None:
-        """Store a checkpoint; report it most of the time."""
+        """Store a checkpoint, and report it most of the time."""
         stored = Checkpoint(tuple(self.model.commits))
         if stored not in self.checkpoints:
             self.checkpoints.append(stored)
@@ -343,7 +344,7 @@ class Trainer:
         self.model.checkpointed(stored.update)
 
     async def checkpoint_ahead(self) -> None:
-        """Write a checkpoint that holds the leased batch before the update is committed."""
+        """Write a checkpoint with the leased batch before the update is committed."""
         batch = self.model.batch
         if batch is None or self.model.keeps_no_checkpoints:
             return
@@ -360,7 +361,7 @@ class Trainer:
             checkpoint, batch = self.rng.choice(self.ahead)
             epoch = self.model.epoch
             await self.attach(checkpoint, batch)
-            if self.model.epoch == epoch:  # rejected: that checkpoint is of another history by now
+            if self.model.epoch == epoch:  # rejected, because that checkpoint belongs to another history by now
                 self.ahead.clear()
                 await self.attach(self._newest())
         else:
@@ -371,7 +372,7 @@ class Trainer:
         return max(self.checkpoints, key=lambda one: one.update)
 
     async def repeat(self) -> None:
-        """Repeat a commit that stands, exactly and with changes; repeat a release and a publication."""
+        """Repeat a valid commit, exactly and with changes; repeat a release and a publication."""
         model = self.model
         if model.commits:
             commit = self.rng.choice(model.commits[-3:])
@@ -401,7 +402,7 @@ class Trainer:
         require(answer.reason == "COMMIT_CONFLICT", f"another commit of update {commit.update} was answered {answer}")
 
     def _lost(self, answer: Answer) -> bool:
-        """Whether a lease was lost because its term ended."""
+        """Return whether a lease was lost because its term ended."""
         return self.short_leases and answer.reason == "LEASE_EXPIRED"
 
 
@@ -410,7 +411,7 @@ def dispositions(dropped: Mapping[str, str]) -> list[pb.DisposedSample]:
 
 
 def _stamps_of(episode: types_pb2.Episode, name: str) -> tuple[Stamp, ...]:
-    """Stamps on the path of a sample, oldest first."""
+    """Return the stamps on the path of a sample, oldest first."""
     (leaf,) = [sample.leaf for sample in episode.samples if sample.sample_id == name]
     stamps = []
     while leaf >= 0:

@@ -1,4 +1,5 @@
-"""The player as a rollout worker: episodes with payloads, truthful, late, repeated, contradictory or malformed."""
+"""The player as a rollout worker: episodes with payloads, and reports that are true, late, repeated, contradictory or
+malformed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from .model import MadeSample, RunModel, Stamp, require
 OK = types_pb2.REWARD_OUTCOME_OK
 COMPLETED = pb.EPISODE_OUTCOME_COMPLETED
 REJOINING = ("UNKNOWN_NODE",)
-"""After a restart of the coordinator, until the worker has joined again."""
+"""Longest time until the worker has joined again after a restart of the coordinator, in seconds."""
 
 
 @dataclass(slots=True)
@@ -32,14 +33,14 @@ class Worker:
     run: str
     node_id: str
     lenient: bool
-    """Episode leases may be lost without the player's doing: services are killed, or terms are short."""
+    """Whether episode leases may be lost: services are killed, or terms are short."""
     leases: list[pb.EpisodeLease] = field(default_factory=list)
     last: pb.EpisodeReport | None = None
     """The last report that was recorded."""
     seen: set[str] = field(default_factory=set)
 
     async def acquire(self, num_max: int, wait_s: float = 0.2) -> int:
-        """Lease episodes; returns how many."""
+        """Lease episodes. Return their number."""
         request = pb.AcquireRolloutsRequest(node_id=self.node_id, num_max=num_max, wait_s=wait_s)
         answer = await self.calls.call(self.ends.coordinator.AcquireRollouts, request, also_lost=REJOINING)
         require(answer.ok, f"AcquireRollouts was answered {answer}")
@@ -55,7 +56,7 @@ class Worker:
         return len(answer.response.leases)
 
     async def renew(self) -> None:
-        """Renew what is held; what is gone is forgotten."""
+        """Renew the held leases. Drop those that have ended."""
         request = pb.RenewLeasesRequest(node_id=self.node_id, lease_ids=[lease.lease_id for lease in self.leases])
         answer = await self.calls.call(self.ends.coordinator.RenewLeases, request, also_lost=REJOINING)
         require(answer.ok, f"RenewLeases was answered {answer}")
@@ -64,7 +65,7 @@ class Worker:
         self.leases = [lease for lease in self.leases if lease.lease_id not in gone]
 
     async def report_all(self) -> None:
-        """Report every held episode, each in a random way; some are kept for later."""
+        """Report every held episode, each in a random way. Keep some for later."""
         kept = [lease for lease in self.leases if self.rng.random() < 0.04]
         done = [lease for lease in self.leases if lease not in kept]
         self.leases = kept
@@ -86,14 +87,14 @@ class Worker:
                 self.model.samples.update((sample.sample_id, sample) for sample in samples)
 
     async def repeat(self) -> None:
-        """Send the last report again: recorded before, or its group has ended meanwhile."""
+        """Send the last report again: it was recorded before, or its group has ended."""
         if self.last is not None:
             request = pb.ReportEpisodesRequest(node_id=self.node_id, reports=[self.last])
             answer = await self.calls.call(self.ends.coordinator.ReportEpisodes, request, also_lost=REJOINING)
             require(answer.ok and answer.response.results[0] in ("", "UNKNOWN_LEASE"), f"repeated: {answer}")
 
     async def finished(self, lease: pb.EpisodeLease) -> tuple[pb.EpisodeReport, list[MadeSample]]:
-        """An episode as it might end; its payload is stored."""
+        """Return a finished episode. Its payload is stored."""
         report = pb.EpisodeReport(lease_id=lease.lease_id, key=lease.key, outcome=COMPLETED)
         luck = self.rng.random()
         if luck < 0.06:
@@ -123,7 +124,8 @@ class Worker:
         return made
 
     def _stamps(self) -> tuple[Stamp, ...]:
-        """Mostly of the newest weights; sometimes of two versions, of old or of undone ones, or of none at all."""
+        """Return stamps: mostly of the newest weights; sometimes of two versions, of old or undone ones, or none at
+        all."""
         versions = self.model.versions
         luck = self.rng.random()
         if luck < 0.02:
@@ -136,7 +138,7 @@ class Worker:
         return tuple(Stamp(step, incarnation, self.rng.randint(1, 4)) for step, incarnation in chosen)
 
     def _lie(self, stamps: tuple[Stamp, ...]) -> tuple[Stamp, ...]:
-        """Metadata that contradicts the payload: a step that looks fresher, or tokens that are not there."""
+        """Return metadata that contradicts the payload: a step that seems newer, or tokens that do not exist."""
         step, incarnation = self.model.versions[-1]
         if len(stamps) == 1 and (stamps[0].step, stamps[0].incarnation) != (step, incarnation):
             return (Stamp(step, incarnation, stamps[0].num_tokens),)
@@ -145,7 +147,7 @@ class Worker:
     # Malformed --------------------------------------------------------------------------------------------------------
 
     async def malformed(self) -> None:
-        """A report that must not be recorded, followed by the truth, which must be."""
+        """Send a report that must not be recorded, and then the correct one, which must be."""
         if not self.leases:
             return
         lease = self.leases.pop()
@@ -158,7 +160,7 @@ class Worker:
         answer = await self.calls.call(self.ends.coordinator.ReportEpisodes, request, also_lost=REJOINING)
         rejected = answer.code == "INVALID_ARGUMENT" or (answer.ok and answer.response.results[0] != "")
         if answer.ok and not rejected and spoil in INFRA_FAILURES:
-            return  # recorded as an infra failure of this attempt: no sample of it may show up
+            return  # recorded as an infra failure of this attempt, so no sample of it may show up
         require(rejected, f"a report spoiled by {spoil.__name__} was answered {answer} {_results(answer)}")
         await self.report([(report, samples)])
 
@@ -171,7 +173,7 @@ PARAMS = types_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=8, seed
 
 
 def _add_path(episode: types_pb2.Episode, stamps: tuple[Stamp, ...]) -> int:
-    """Append a root and one action per stamp; returns the leaf's index."""
+    """Append a root and one action per stamp. Return the index of the leaf."""
     episode.segments.add(
         parent=-1,
         role=types_pb2.SEGMENT_ROLE_CONTEXT,
@@ -298,7 +300,7 @@ def _negative_leaf(report: pb.EpisodeReport) -> None:
 
 
 INFRA_FAILURES = (_nan, _infinity)
-"""A scorer that returns no finite number has failed; that says nothing about the model."""
+"""A scorer without a finite number has failed. This is not a result of the model."""
 SPOILS_WITHOUT_SAMPLES: list[Callable[[pb.EpisodeReport], None]] = [_no_lease, _attempt, _outcome, _lease_of_another]
 SPOILS: list[Callable[[pb.EpisodeReport], None]] = [
     *SPOILS_WITHOUT_SAMPLES,

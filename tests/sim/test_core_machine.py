@@ -1,4 +1,5 @@
-"""Attacks bound, once and conservation with random histories: crashes, lost replies, expiries, roll-backs, late reports."""
+"""Check bound, once and conservation with random histories: crashes, lost replies, expiries, roll-backs, late
+reports."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ EXPECTED_AFTER_DOUBT = {"LEASE_EXPIRED", "UNKNOWN_LEASE", "WRONG_UPDATE", "RUN_E
 
 
 class CoreMachine(RuleBasedStateMachine):
-    """One run under faults. `World.check` holds after every step; `teardown` lets faults stop and checks that all resolves."""
+    """One run under faults. `World.check` holds after every step. `teardown` stops the faults and checks that the run
+    completes."""
 
     world: World
 
@@ -47,7 +49,7 @@ class CoreMachine(RuleBasedStateMachine):
         self.world.checkpoint(report=True)
 
     def tolerate(self, action: Any, *args: Any, **kwargs: Any) -> None:
-        """A trainer that has lost its lease is refused; it then starts again from its checkpoint."""
+        """A trainer that has lost its lease is rejected and returns to its checkpoint."""
         try:
             action(*args, **kwargs)
         except Refusal as refusal:
@@ -105,7 +107,7 @@ class CoreMachine(RuleBasedStateMachine):
         world.save_before_commit(dropped=self.some_leased(dropping), applied=applied)
 
     def is_held(self) -> bool:
-        """Whether the ledger still has the trainer's batch, out or in doubt."""
+        """Return whether the ledger still has the trainer's batch, held or in doubt."""
         lease = self.world.trainer.lease
         return lease is not None and lease.lease_id in self.world.core.state.batches
 
@@ -116,7 +118,7 @@ class CoreMachine(RuleBasedStateMachine):
         dropped = self.some_leased(dropping)
         self.tolerate(world.step_and_commit, lose_reply=lose_reply, applied=applied, dropped=dropped)
         if before is not None and world.trainer.stepped:
-            world.attach()  # it died before it heard: its checkpoint is older than the ledger
+            world.attach()  # it crashed before the reply: its checkpoint is older than the ledger
 
     @precondition(lambda self: not self.world.trainer.stepped)
     @rule()
@@ -151,7 +153,7 @@ class CoreMachine(RuleBasedStateMachine):
             self.world.check()
 
     def teardown(self) -> None:
-        """Faults stop: the run still trains, and after a stop nothing is live but what is applied."""
+        """Stop the faults: the run still trains, and after a stop only applied samples are live."""
         if not hasattr(self, "world"):
             return
         world = self.world

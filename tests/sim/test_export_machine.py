@@ -1,4 +1,5 @@
-"""Attacks conservation in runs without a learner: crashes, expiries, failures, late and repeated reports, several samples."""
+"""Check conservation in runs without a learner: crashes, expiries, failures, late and repeated reports, several
+samples."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ OUTCOMES = st.sampled_from(
 
 
 class ExportMachine(RuleBasedStateMachine):
-    """One run. `teardown` lets faults stop: the run then ends by itself, with every sample exported or accounted for."""
+    """One run. `teardown` stops the faults. The run then ends, and every sample is exported or counted."""
 
     world: World
 

@@ -56,7 +56,7 @@ def lose_checkpoints(world: World) -> None:
 
 
 def checkpoint_before_commit(world: World) -> None:
-    """A trainer that saves its step before committing it, and dies in between: the next attach rolls forward."""
+    """A trainer saves its step before the commit and crashes in between. The next attach rolls forward."""
     world.lease_batch()
     t = world.trainer
     if t.lease is None:

@@ -1,8 +1,9 @@
-"""A world around the coordinator core: workers, a trainer with checkpoints, a data and a reward service, and crashes.
+"""A simulation around the coordinator core: workers, a trainer with checkpoints, a data and a reward service, and
+crashes.
 
-Everything happens on one virtual clock and one seed. The trainer is modelled by what its weights *contain*: the list of
-sample ids per update. The checks here share no arithmetic with the core: they recompute staleness from the spans that the
-workers reported.
+It has one virtual clock and one seed. The trainer is modeled by what its weights *contain*: the list of sample ids per
+update. The checks here share no arithmetic with the core. They recompute staleness from the spans that the workers
+reported.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
 
 def endless_spec(**values: Any) -> RunSpec:
-    """The spec of a run without evaluations, limits and stall reports, which is synchronous unless `values` say otherwise."""
+    """Return a spec without evaluations, limits and stall reports. It is synchronous unless `values` change that."""
     off: dict[str, Any] = {"max_staleness": 0, "updates_max": 0, "eval_every": 0, "eval_tasks": 0, "stall_s": 0.0}
     rest: dict[str, Any] = {"run": "r", "batch_groups": 1, "group_size": 1, "tries_max": 3, "eval_s_max": 60.0}
     return RunSpec(**(rest | off | values))
@@ -57,13 +58,13 @@ class Checkpoint:
     incarnation: int
     content: list[tuple[int, tuple[str, ...]]]
     dropped: tuple[str, ...] = ()
-    """With `applied`: the dispositions of its last update, if that was not committed when it was saved."""
+    """With `applied`: the dispositions of its last update if that was saved before its commit."""
     applied: bool = True
 
 
 @dataclass
 class Trainer:
-    """What a trainer process knows. `content` is what its weights contain: (update, sample ids)."""
+    """State of a trainer process. `content` is what its weights contain: (update, sample ids)."""
 
     epoch: int = 0
     update: int = 0
@@ -72,12 +73,12 @@ class Trainer:
     content: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     lease: i.BatchGrant | None = None
     stepped: bool = False
-    """The weights have moved for the leased batch, but the commit is not answered."""
+    """The weights contain the leased batch, but the commit has no reply."""
 
 
 @dataclass
 class World:
-    """Drives one core through a run, with faults on demand."""
+    """Drives the core through a run, with faults on demand."""
 
     spec: RunSpec
     rng: random.Random
@@ -91,15 +92,16 @@ class World:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     trainer: Trainer = field(default_factory=Trainer)
     node_step: tuple[int, int] = (0, 0)
-    """(incarnation, step) that the inference fleet serves."""
+    """(incarnation, step) that the inference nodes serve."""
     published: list[tuple[int, int]] = field(default_factory=list)
-    """Every (incarnation, step) announced, oldest first: what a node may have served."""
+    """Every announced (incarnation, step), oldest first: what a node may have served."""
     rollbacks: list[tuple[int, int]] = field(default_factory=list)
 
     # --- the coordinator -------------------------------------------------------------------------------------
 
     def ask(self, request: i.Input, *, lose_reply: bool = False) -> object:
-        """Hand one input to the core, store its facts, release its effects; the reply to `request` if there is one now."""
+        """Submit one input to the core, store its facts, release its effects. Return the reply to `request` if it is
+        immediate."""
         decision = self.core.handle(request, self.now)
         return self._release(decision, getattr(request, "ticket", 0), lose_reply=lose_reply)
 
@@ -119,7 +121,8 @@ class World:
         return self.tickets
 
     def crash_coordinator(self) -> None:
-        """Kill it: effects not yet released, waiting lists and deadlines are gone. Recovery folds the ledger."""
+        """Kill the coordinator: unreleased effects, waiting callers and deadlines are lost. Recovery folds the
+        ledger."""
         before = msgspec.msgpack.encode(self.core.state)
         self.core = Core()
         self.effects = []
@@ -129,7 +132,7 @@ class World:
         self._release(self.core.resume(self.now), 0, lose_reply=True)
 
     def restore_from_snapshot(self) -> None:
-        """Recovery through a snapshot gives the same state as through facts alone."""
+        """Recovery from a snapshot gives the same state as recovery from facts alone."""
         stored = msgspec.msgpack.encode(self.core.state)
         state = msgspec.msgpack.decode(stored, type=State)
         assert msgspec.msgpack.encode(state) == stored
@@ -144,7 +147,7 @@ class World:
     # --- data, reward ----------------------------------------------------------------------------------------
 
     def serve_questions(self, decide: GroupDecision = GroupDecision.KEEP) -> None:
-        """Answer what the core has asked the data and reward services."""
+        """Answer the core's requests to the data and reward services."""
         questions, self.effects = self.effects, []
         for effect in questions:
             if isinstance(effect, DrawTasks):
@@ -172,7 +175,7 @@ class World:
         self.serve_questions()
 
     def finish_episode(self, *, outcome: i.EpisodeOutcome, keep_lease: bool = False, num_samples: int = 1) -> None:
-        """Report one of the episodes held; its tokens are of steps between its minimum and what nodes serve now."""
+        """Report one of the held episodes. Its tokens are of steps between its minimum and what nodes serve now."""
         if not self.leases:
             return
         lease = self.leases[self.rng.randrange(len(self.leases))]
@@ -216,7 +219,7 @@ class World:
     # --- the trainer -----------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """A trainer process starts from the newest checkpoint."""
+        """Start a trainer process from the newest checkpoint."""
         newest = self.checkpoints[-1] if self.checkpoints else Checkpoint(0, "", 0, [])
         answer = self.ask(
             i.AttachTrainer(
@@ -260,7 +263,8 @@ class World:
             t.lease, t.stepped = answer, False
 
     def release_and_repeat(self) -> None:
-        """Give the batch back, then repeat the release late, when the next batch may be out: it must not hit that one."""
+        """Release the batch, and repeat the release late, when the next batch may be held. It must not release that
+        one."""
         t = self.trainer
         if t.lease is None:
             return
@@ -277,7 +281,7 @@ class World:
             assert again.lease_id == t.lease.lease_id != release["lease_id"]
 
     def step_and_commit(self, *, lose_reply: bool, dropped: Sequence[str] = (), applied: bool = True) -> None:
-        """Move the weights, then commit; with `lose_reply` the trainer dies or never hears."""
+        """Change the weights, then commit. With `lose_reply` the trainer crashes or gets no reply."""
         t = self.trainer
         if t.lease is None:
             return
@@ -304,7 +308,7 @@ class World:
         t.lease, t.stepped = None, False
 
     def save_before_commit(self, *, dropped: Sequence[str], applied: bool) -> None:
-        """Move the weights and make them durable, then die before the commit: the next attach must roll forward."""
+        """Change the weights, save them, and crash before the commit. The next attach must roll forward."""
         t = self.trainer
         if t.lease is None:
             return
@@ -315,7 +319,7 @@ class World:
         self.attach()
 
     def checkpoint(self, *, report: bool) -> None:
-        """Make the weights durable, and say so (or die in between)."""
+        """Save the weights and report it, or crash in between."""
         t = self.trainer
         if t.stepped:
             return
@@ -332,7 +336,7 @@ class World:
             self.checkpoints.pop()
 
     def train(self, *, stragglers: int = 0) -> None:
-        """One ordinary update, while up to `stragglers` episodes are left running."""
+        """Run one update while up to `stragglers` episodes remain open."""
         for _ in range(20):
             self.acquire(8)
             while len(self.leases) > stragglers:
@@ -369,7 +373,7 @@ class World:
 
 
 def refused(world: World, request: i.Input) -> str:
-    """The reason the core refuses `request` for; fails if it does not."""
+    """Return the reason for which the core rejects `request`. Fail if it does not."""
     try:
         world.core.handle(request, world.now)
     except Refusal as refusal:

@@ -1,4 +1,4 @@
-"""`python -m tests.tamper`: random tamperings with copies of the ledgers of real runs; every one must be found."""
+"""`python -m tests.tamper`: random changes to copies of the ledgers of real runs. Each change must be found."""
 
 from __future__ import annotations
 

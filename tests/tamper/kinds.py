@@ -1,7 +1,7 @@
-"""Kinds of tampering with a copy of a ledger. Each draws where it strikes, before the newest stored head.
+"""Kinds of changes to a copy of a ledger. Each kind chooses its record before the newest stored head.
 
-Some leave the chain as it was. Others are a forger's: facts are changed and every hash is recomputed, so that only the facts themselves,
-the payloads, or a stored head can tell.
+Some kinds leave the chain unchanged. Others act as a forger: they change facts and recompute every hash, so that only
+the facts, the payloads, or a stored head can show the change.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ change = msgspec.structs.replace
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A tampered copy."""
+    """A changed copy."""
 
     records: list[RawRecord]
     removed: frozenset[int] = field(default_factory=frozenset)
@@ -34,13 +34,13 @@ class Copy:
 
 
 Kind = Callable[[random.Random, RealRun], Copy | None]
-"""None where the run has nothing to strike at."""
+"""None if the run has no record of this kind."""
 
 # The chain stays as it was --------------------------------------------------------------------------------------------
 
 
 def _at(rng: random.Random, run: RealRun, *, margin: int = 0) -> int:
-    """An index before the newest head."""
+    """Return an index before the newest head."""
     return rng.randrange(run.newest - margin)
 
 
@@ -154,7 +154,7 @@ DAMAGES: dict[str, Kind] = {
 
 
 def forged(damage: Kind) -> Kind:
-    """The same with every hash recomputed."""
+    """Return the same kind with every hash recomputed."""
 
     def strike(rng: random.Random, run: RealRun) -> Copy | None:
         made = damage(rng, run)
@@ -183,7 +183,7 @@ def id_repeated(rng: random.Random, run: RealRun) -> Copy:
 
 
 def facts_changed(kind: type | tuple[type, ...], edit: Callable[[random.Random, Any, RealRun], Any]) -> Kind:
-    """One fact of a kind, before the newest head, is replaced by what `edit` makes of it; None removes it."""
+    """Return a kind that replaces one fact before the newest head by the result of `edit`; None removes it."""
 
     def strike(rng: random.Random, run: RealRun) -> Copy | None:
         places = [
@@ -208,7 +208,7 @@ def facts_changed(kind: type | tuple[type, ...], edit: Callable[[random.Random, 
 
 
 def any_fact(rng: random.Random, fact: Any, run: RealRun) -> Any:
-    """Another value for one field."""
+    """Return the fact with another value in one field."""
     for name in rng.sample(fact.__struct_fields__, len(fact.__struct_fields__)):
         value = getattr(fact, name)
         if isinstance(value, bool):
@@ -223,7 +223,7 @@ def any_fact(rng: random.Random, fact: Any, run: RealRun) -> Any:
 
 
 def _recommitted(fact: f.UpdateCommitted, run: RealRun, **values: Any) -> f.UpdateCommitted:
-    """With a digest that is right for the updates before it, as far as the facts tell."""
+    """Return the commit with the digest that follows from the earlier facts."""
     made = change(fact, **values)
     digests = {
         each.update: each.digest
@@ -237,7 +237,7 @@ def _recommitted(fact: f.UpdateCommitted, run: RealRun, **values: Any) -> f.Upda
 
 
 def _ended_before(fact: f.UpdateCommitted, run: RealRun) -> str:
-    """A sample that this update may not use: one of its own lease comes last."""
+    """Return a sample that this update must not use. A sample of the same lease comes last."""
     for raw in run.records:
         for each in decode_record(raw.payload).facts:
             if isinstance(each, f.EpisodeScored) and each.samples[0].sample_id not in fact.used:
@@ -258,7 +258,7 @@ def drop_another(rng: random.Random, fact: f.UpdateCommitted, run: RealRun) -> f
 
 
 def publication_used(rng: random.Random, fact: f.VersionPublished, run: RealRun) -> f.VersionPublished | None:
-    """Remove it if a sample names its version. Nothing but a stored head shows that an unused one is missing."""
+    """Remove the version if a sample names it. Only a stored head shows that an unused one is missing."""
     weights = (fact.version.step, fact.version.incarnation)
     named = {
         (span.step, span.incarnation)
@@ -291,7 +291,7 @@ FORGERIES: dict[str, Kind] = {
     "a field altered, chain recomputed": facts_changed(get_args(f.Fact), any_fact),
     "a fact removed, chain recomputed": facts_changed(get_args(f.Fact), lambda *_: None),
 }
-"""Found by a stored head, and often by a contradiction before."""
+"""Kinds that a stored head finds, and often a contradiction before it."""
 
 CONTRADICTIONS: dict[str, Kind] = {
     "record id repeated": forged(id_repeated),
@@ -322,7 +322,7 @@ CONTRADICTIONS: dict[str, Kind] = {
         f.RunCreated, lambda _, x, __: f.RunCreated(spec=_unchecked(x.spec, max_staleness=0, publish_every=2))
     ),
 }
-"""Found without any stored head."""
+"""Kinds that are found without any stored head."""
 
 
 def _unchecked(spec: Any, **values: Any) -> Any:
@@ -333,14 +333,14 @@ def _unchecked(spec: Any, **values: Any) -> Any:
 
 
 def held(edit: Callable[[f.EpisodeScored], f.EpisodeScored]) -> Kind:
-    """Strikes at an episode whose payload is still in the sample stream."""
+    """Return a kind that changes an episode whose payload is still in the sample stream."""
     return facts_changed(
         f.EpisodeScored, lambda _, fact, run: edit(fact) if fact.payload.sequence in run.payloads else fact
     )
 
 
 def younger(fact: f.EpisodeScored) -> f.EpisodeScored:
-    """As if a token fewer had been sampled: nothing in the ledger contradicts it."""
+    """Report one sampled token less. No fact in the ledger contradicts it."""
     span = fact.samples[0].steps[0]
     return _meta(fact, steps=(change(span, num_tokens=span.num_tokens - 1), *fact.samples[0].steps[1:]))
 
@@ -355,4 +355,4 @@ PAYLOADS: dict[str, Kind] = {
     ),
     "payload that is not there": held(lambda fact: change(fact, payload=change(fact.payload, sequence=10**9))),
 }
-"""Found by comparing payloads, without any stored head."""
+"""Kinds that are found by comparing payloads, without any stored head."""

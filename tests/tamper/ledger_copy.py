@@ -1,4 +1,5 @@
-"""Copies of ledgers for tests: records written to another stream, with a chain that is right or deliberately wrong."""
+"""Copies of ledgers for tests: records that are written to another stream, with a chain that is right or deliberately
+wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from rollmesh.v1 import events_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRecord:
-    """A record as the stream holds it."""
+    """A record as it is stored in the stream."""
 
     payload: bytes
     msg_id: str
@@ -25,7 +26,7 @@ class RawRecord:
 
 
 async def read_raw(log: StreamLog) -> list[RawRecord]:
-    """Every record of a ledger, unchanged but for trace headers."""
+    """Return every record of a ledger, unchanged except for trace headers."""
     return [
         RawRecord(payload=record.payload, msg_id=record.msg_id, headers={CHECKSUM: record.headers[CHECKSUM]})
         async for record in log.read_range()
@@ -33,22 +34,22 @@ async def read_raw(log: StreamLog) -> list[RawRecord]:
 
 
 def with_facts(raw: RawRecord, facts: Sequence[Fact]) -> RawRecord:
-    """The record with other facts, and the same hash before it; its own hash is right."""
+    """Return the record with other facts and the same previous hash. Its own hash is right."""
     old = decode_record(raw.payload)
     return sealed(replace(raw, payload=encode_record(old.record_id, old.time_unix_s, facts, old.previous)))
 
 
 def sealed(raw: RawRecord) -> RawRecord:
-    """The record with the header that its bytes ask for."""
+    """Return the record with the header that fits its bytes."""
     return replace(raw, headers={CHECKSUM: record_hash(raw.payload)})
 
 
 def rechained(records: Iterable[RawRecord]) -> list[RawRecord]:
-    """The records with every hash recomputed: a forger who can write the stream does the same."""
+    """Return the records with every hash recomputed, as a forger with write access to the stream would do."""
     chained: list[RawRecord] = []
     previous = ""
     for raw in records:
-        record = events_pb2.LedgerRecord.FromString(raw.payload)  # its facts need not make sense
+        record = events_pb2.LedgerRecord.FromString(raw.payload)  # its facts need not be consistent
         record.previous = bytes.fromhex(previous)
         chained.append(sealed(RawRecord(payload=record.SerializeToString(), msg_id=record.record_id)))
         previous = record_hash(chained[-1].payload)
@@ -56,7 +57,7 @@ def rechained(records: Iterable[RawRecord]) -> list[RawRecord]:
 
 
 def made(facts: Iterable[Sequence[Fact]]) -> list[RawRecord]:
-    """A ledger of these decisions."""
+    """Return a ledger of these decisions."""
     records = (
         RawRecord(payload=encode_record(f"d{number}", float(number), each), msg_id=f"d{number}")
         for number, each in enumerate(facts, start=1)
@@ -65,10 +66,10 @@ def made(facts: Iterable[Sequence[Fact]]) -> list[RawRecord]:
 
 
 async def store(records: Iterable[RawRecord], run: str = "r", bus: MemoryBus | None = None) -> MemoryBus:
-    """A bus whose ledger of `run` holds the records."""
+    """Return a bus with the records as the ledger of `run`."""
     bus = bus or MemoryBus()
     log = await bus.create(run_streams(run).ledger)
     for number, raw in enumerate(records, start=1):
-        log._seen.clear()  # a message id may come again
+        log._seen.clear()  # a message id may be repeated
         await log.append(raw.payload, msg_id=raw.msg_id, expected_last_seq=number - 1, headers=raw.headers)
     return bus

@@ -1,7 +1,5 @@
-"""Ledgers of real runs: the whole mesh in one process with a fake model, and what was stored of each ledger elsewhere.
-
-The runs together have roll-backs, stale drops, masked tokens, evaluations, changed settings, exports and restarts of the mesh.
-"""
+"""Ledgers of real runs: the whole mesh in one process with a fake model, and the heads of each ledger that were stored
+elsewhere."""
 
 from __future__ import annotations
 
@@ -29,16 +27,16 @@ GEOMETRY: dict[str, Any] = {"batch_groups": 2, "group_size": 2, "batch_lease_s":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealRun:
-    """A ledger, what others stored of it, and the payloads that its sample stream still holds."""
+    """A ledger, its heads that were stored elsewhere, and the payloads in its sample stream."""
 
     name: str
     run: str
     records: list[RawRecord]
     heads: list[StoredHead]
     payloads: dict[int, RawRecord]
-    """By sequence."""
+    """Payloads by sequence."""
     last_payload: int
-    """Sequence of the newest one that ever was there."""
+    """Sequence of the newest payload that was ever stored."""
 
     @property
     def newest(self) -> int:
@@ -47,7 +45,8 @@ class RealRun:
 
 
 async def resumed(folder: Path, model: Path) -> RealRun:
-    """Stops in the middle, loses its newest checkpoint, and is resumed under another limit: it rolls back, and has a second trainer."""
+    """A run that stops in the middle, loses its newest checkpoint, and is resumed under another limit: it rolls back,
+    and has a second trainer."""
     run = GEOMETRY | {"eval_every": 2, "eval_tasks": 2, "eval_s_max": 1.0}
     async with Mesh(mesh_config(model, **run, updates_max=50), run_dir=folder) as mesh:
         await Operator(mesh).until(lambda s: policy(s).checkpoint_update >= 3)
@@ -58,7 +57,7 @@ async def resumed(folder: Path, model: Path) -> RealRun:
 
 
 async def overtaken(folder: Path, model: Path, beyond: str) -> RealRun:
-    """One episode is held until others have overtaken it: it is dropped, or its old tokens are masked."""
+    """A run in which others overtake one episode: it is dropped, or its old tokens are masked."""
     hold = HoldOne()
     made = mesh_config(model, **GEOMETRY, max_staleness=1, beyond=beyond, updates_max=7)
     async with Mesh(made, run_dir=folder, options={"rollout-0": {"at": hold}}) as mesh:
@@ -70,7 +69,7 @@ async def overtaken(folder: Path, model: Path, beyond: str) -> RealRun:
 
 
 async def exported(folder: Path, model: Path) -> RealRun:
-    """Hands its samples out. Its head is the one of its last state, as `rollmesh rollout` stores it."""
+    """A run that exports its samples. Its head is that of its last state, as `rollmesh rollout` stores it."""
     async with Mesh(mesh_config(model, group_size=2, export_groups=8, export_split="train"), run_dir=folder) as mesh:
         operator = Operator(mesh)
         state = await operator.until(lambda s: bool(s.ended))

@@ -1,4 +1,4 @@
-"""Tampers with copies of ledgers at random, audits each copy, and counts what was found by kind."""
+"""Make random changes to copies of ledgers, audit each copy, and count what was found by kind."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ KINDS: dict[str, Kind] = {**DAMAGES, **FORGERIES, **CONTRADICTIONS, **PAYLOADS}
 
 @dataclass(slots=True)
 class Tally:
-    """What became of the tamperings."""
+    """Results of the changes."""
 
     tried: Counter[str] = field(default_factory=Counter)
     found: Counter[str] = field(default_factory=Counter)
     found_alone: Counter[str] = field(default_factory=Counter)
-    """Of those of FORGERIES: found without a stored head."""
+    """Number of FORGERIES that were found without a stored head."""
     missed: list[str] = field(default_factory=list)
 
     def table(self) -> str:
-        """One line per kind."""
+        """Return one line per kind."""
         lines = ["| tampering | tried | found | found without a stored head |", "| --- | --- | --- | --- |"]
         for kind in KINDS:
             alone = f"{self.found_alone[kind]}" if kind in FORGERIES else "all" if kind not in DAMAGES else ""
@@ -39,12 +39,12 @@ class Tally:
 
 
 async def untouched(run: RealRun) -> AuditReport:
-    """The audit of an unchanged copy, with everything it can be compared with."""
+    """Audit an unchanged copy, with everything it can be compared with."""
     return await _audit(run, Copy(run.records), heads=True, payloads=True)
 
 
 async def tamper(runs: Sequence[RealRun], *, num: int, seed: int) -> Tally:
-    """`num` tamperings, each kind as often as the others where a run has something to strike at."""
+    """Make `num` changes, each kind equally often where a run has a record for it."""
     rng, tally = random.Random(seed), Tally()
     names = list(KINDS)
     turn = 0
@@ -67,7 +67,7 @@ async def tamper(runs: Sequence[RealRun], *, num: int, seed: int) -> Tally:
 
 
 def _strike(name: str, runs: Sequence[RealRun], rng: random.Random) -> tuple[RealRun, Copy] | None:
-    """A tampering of one kind with any run that it applies to."""
+    """Return a change of one kind to any run to which it applies."""
     for run in rng.sample(runs, len(runs)):
         copy = KINDS[name](rng, run)
         if copy is not None and copy != Copy(run.records):
@@ -86,7 +86,7 @@ async def _audit(run: RealRun, copy: Copy, *, heads: bool, payloads: bool) -> Au
 
 
 async def _store_payloads(bus: MemoryBus, run: RealRun) -> None:
-    """The sample stream under the same sequences; what was purged stays away."""
+    """Return the sample stream with the same sequences. Purged payloads remain absent."""
     log = await bus.create(run_streams(run.run).samples)
     for sequence in range(1, run.last_payload + 1):
         raw = run.payloads.get(sequence)

@@ -1,4 +1,4 @@
-"""Every random tampering with a copy of a real ledger is found, and untouched ledgers pass."""
+"""Every random change to a copy of a real ledger is found, and unchanged ledgers pass."""
 
 from __future__ import annotations
 

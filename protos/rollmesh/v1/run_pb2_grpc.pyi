@@ -76,7 +76,7 @@ class RunServiceStub:
     Errors:
       INVALID_ARGUMENT: change_id is empty or too long.
       NOT_FOUND UNKNOWN_RUN: CreateRun first.
-      FAILED_PRECONDITION MESH_BUSY: as CreateRun.
+      as CreateRun: the mesh's inference nodes serve another run that is live.
       FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that cannot change; restore its value, or create a new run.
       INVALID_ARGUMENT INVALID_SPEC: as CreateRun.
     """
@@ -238,7 +238,7 @@ class RunServiceAsyncStub(RunServiceStub):
     Errors:
       INVALID_ARGUMENT: change_id is empty or too long.
       NOT_FOUND UNKNOWN_RUN: CreateRun first.
-      FAILED_PRECONDITION MESH_BUSY: as CreateRun.
+      as CreateRun: the mesh's inference nodes serve another run that is live.
       FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that cannot change; restore its value, or create a new run.
       INVALID_ARGUMENT INVALID_SPEC: as CreateRun.
     """
@@ -409,7 +409,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           INVALID_ARGUMENT: change_id is empty or too long.
           NOT_FOUND UNKNOWN_RUN: CreateRun first.
-          FAILED_PRECONDITION MESH_BUSY: as CreateRun.
+          as CreateRun: the mesh's inference nodes serve another run that is live.
           FAILED_PRECONDITION CHANGE_REFUSED: a field of the spec that cannot change; restore its value, or create a new run.
           INVALID_ARGUMENT INVALID_SPEC: as CreateRun.
         """

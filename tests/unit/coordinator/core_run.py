@@ -1,4 +1,4 @@
-"""A run of the pure core for tests: inputs in, ledger records out; draws and group decisions are answered at once."""
+"""A run of the pure core for tests: inputs in, ledger records out. Draws and group decisions are answered at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
 
 class CoreRun:
-    """One run with a trainer and a worker that the test moves."""
+    """One run with a trainer and a worker that the test controls."""
 
     def __init__(self, **spec: Any) -> None:
         self.core = Core()
@@ -34,13 +34,13 @@ class CoreRun:
         return [fact for record in self.records for fact in record.facts]
 
     def ask(self, kind: type, **fields: Any) -> Any:
-        """The reply to an input, if it comes at once."""
+        """Return the reply to an input if it is immediate."""
         ticket = next(self._tickets)
         replies = self.take(self.core.handle(kind(ticket=ticket, **fields), self.now))
         return replies.get(ticket)
 
     def take(self, decision: Decision) -> dict[int, Any]:
-        """Store a decision and answer its questions; replies by ticket."""
+        """Store a decision and answer its requests. Return the replies by ticket."""
         if decision.facts:
             position = len(self.records) + 1
             record = StoredRecord(
@@ -77,7 +77,7 @@ class CoreRun:
         self.publish(0)
 
     def generate(self, num: int, *, step: int, incarnation: int = 0) -> list[str]:
-        """Lease and finish `num` episodes of one sample each; the sample ids."""
+        """Lease and finish `num` episodes of one sample each. Return the sample ids."""
         acquired: i.Acquired = self.ask(i.AcquireRollouts, node_id="w", num_max=num, wait_s=1.0)
         reports = []
         for lease in acquired.leases:
@@ -114,7 +114,7 @@ class CoreRun:
         return committed.digest
 
     def train(self, update: int, *, incarnation: int = 0) -> str:
-        """A whole update from nothing; its digest."""
+        """Run a whole update. Return its digest."""
         self.generate(4, step=update - 1, incarnation=incarnation)
         return self.commit(update, self.lease(update).lease_id)
 

@@ -1,4 +1,5 @@
-"""A driver for tests: over the memory bus with held-back acknowledgements, a clock that stands still, and services that fail on demand."""
+"""A driver for tests: over the memory bus with delayed acknowledgements, a clock that the test moves, and services that
+fail on demand."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ LIMITS = RunLimits(tick_s=0.1, backoff_s=1.0, backoff_s_max=4.0)
 
 
 class GatedLog:
-    """A stream of the memory bus whose acknowledgements the test holds back."""
+    """A stream of the memory bus whose acknowledgements the test delays."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -60,7 +61,7 @@ class GatedLog:
 
 
 class Services:
-    """Data and reward services that fail as often as they are told to, then answer."""
+    """Data and reward services that fail a given number of times and then succeed."""
 
     def __init__(self) -> None:
         self.draws_failing = 0
@@ -97,7 +98,7 @@ class Services:
 
 
 class Bench:
-    """A driver over the memory bus and a clock that stands still."""
+    """A driver over the memory bus and a clock that the test moves."""
 
     def __init__(self, log: GatedLog, dead: StreamLog, limits: RunLimits) -> None:
         self.clock = ManualClock()

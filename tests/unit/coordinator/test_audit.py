@@ -1,4 +1,4 @@
-"""The audit holds on what the core decides, and breaks on every doctored ledger."""
+"""The audit passes for the core's decisions, and fails for every changed ledger."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def audit(records: Sequence[StoredRecord], checkpoint: Path | None = None) -> Au
 
 
 def honest() -> CoreRun:
-    """Two updates with checkpoints, a third committed, some samples on their way."""
+    """Two updates with checkpoints, a third committed, some samples in progress."""
     run = CoreRun()
     run.begin()
     for update in (1, 2):
@@ -47,7 +47,7 @@ def honest() -> CoreRun:
 
 
 def rolled_back() -> CoreRun:
-    """Goes back from update 3 to 1, and on to update 3 again in incarnation 1."""
+    """Rolls back from update 3 to 1, and continues to update 3 in incarnation 1."""
     run = CoreRun()
     run.begin()
     first = run.train(1)
@@ -66,7 +66,7 @@ def rolled_back() -> CoreRun:
 
 
 def doctored(run: CoreRun, kind: type, change: Callable[[Any], Any], which: int = 0) -> list[StoredRecord]:
-    """The run's records with the `which`-th fact of a kind changed, or left out (None)."""
+    """Return the run's records with the `which`-th fact of a kind changed, or removed (None)."""
     seen = -1
     records = []
     for record in run.records:
@@ -183,7 +183,7 @@ def test_a_lost_fact_is_found(kind: type, which: int) -> None:
 
 
 def test_a_lost_sample_is_found_by_the_second_books() -> None:
-    """One of two samples of an episode vanishes: every single fact still looks right to the fold."""
+    """One of two samples of an episode is missing, although every single fact passes the fold."""
     run = honest()
 
     def lose(fact: f.CheckpointReported) -> None:
@@ -195,7 +195,7 @@ def test_a_lost_sample_is_found_by_the_second_books() -> None:
 
     report = audit(doctored(run, f.UpdateCommitted, shrink))
     assert "conservation" in broken(report)
-    assert audit(doctored(run, f.CheckpointReported, lose)).holds, "a checkpoint nobody reported is no contradiction"
+    assert audit(doctored(run, f.CheckpointReported, lose)).holds, "a checkpoint without a report is not a contradiction"
 
 
 def test_a_sample_that_ends_twice_is_found() -> None:
@@ -307,7 +307,7 @@ def test_an_undone_samples_story_tells_of_the_roll_back() -> None:
 
 
 def test_an_unknown_sample_has_no_story() -> None:
-    assert sample_history(honest().records, "nobody") == []
+    assert sample_history(honest().records, "unknown") == []
 
 
 def test_the_report_is_json_that_reads_back() -> None:

@@ -51,7 +51,7 @@ def flip(records: list[RawRecord]) -> list[RawRecord]:
 
 
 def at_another_time(raw: RawRecord) -> RawRecord:
-    """A change that breaks no claim but the chain's."""
+    """Return a change that violates no claim except the chain's."""
     old = decode_record(raw.payload)
     return sealed(replace(raw, payload=encode_record(old.record_id, old.time_unix_s + 1, old.facts, old.previous)))
 

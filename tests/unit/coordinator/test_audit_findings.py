@@ -1,4 +1,5 @@
-"""Facts that contradict each other in a ledger whose records are whole: each is found with its record, and none ends the audit."""
+"""Facts that contradict each other in a ledger with intact records: each is found with its record, and none ends the
+audit."""
 
 from __future__ import annotations
 
@@ -148,7 +149,7 @@ def test_a_contradiction_is_found(case: str) -> None:
 
 
 def test_the_last_update_is_checked_before_its_checkpoint() -> None:
-    """The conservation of its samples is open until then."""
+    """Its samples are not conserved until then."""
     run = honest()
     second, last = committed(run, 2), committed(run, 3)
     forged = with_digest(last, second.digest, used=last.used[1:])
@@ -252,7 +253,7 @@ ODD: dict[type, list[Any]] = {
 
 
 def test_no_contradictory_ledger_ends_the_audit() -> None:
-    """Facts are removed, repeated, moved, and given odd values at random."""
+    """Remove, repeat and move facts, and give them odd values at random."""
     rng = random.Random(1)
     for run in (honest(), rolled_back()):
         for _ in range(150):

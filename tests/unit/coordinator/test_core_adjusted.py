@@ -1,4 +1,4 @@
-"""Rewards that a finalizer adjusts are what the trainer leases, for the samples and for their group."""
+"""Rewards that a finalizer adjusts are in the lease, for the samples and for their group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .core_run import CoreRun
 
 
 class _Adjusting(CoreRun):
-    """Gives the first sample of each group a reward of 7."""
+    """Give the first sample of each group a reward of 7."""
 
     def take(self, decision: Decision) -> dict[int, object]:
         core, handle = self.core, self.core.handle

@@ -1,4 +1,4 @@
-"""A run that goes on under other settings: what is recorded, what is refused, and which bound judges which batch."""
+"""A run whose settings change: what is recorded, what is rejected, and which bound applies to which batch."""
 
 from __future__ import annotations
 

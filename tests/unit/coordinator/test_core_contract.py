@@ -1,4 +1,5 @@
-"""What run.proto decides where a contract could be read in two ways: leases, commits, releases, roll forward, publication, the end."""
+"""Decisions of run.proto where a contract has two readings: leases, commits, releases, roll forward, publication,
+end."""
 
 from __future__ import annotations
 
@@ -182,7 +183,7 @@ def test_update_0_has_the_empty_digest() -> None:
 def test_a_publication_may_be_repeated_after_the_next_commit() -> None:
     run, batch = leased()
     run.commit(1, batch.lease_id)
-    run.publish(0)  # its answer was lost
+    run.publish(0)  # its response was lost
     run.publish(1)
     published = [fact.version.step for fact in run.facts if isinstance(fact, f.VersionPublished)]
     assert published == [0, 1]
@@ -297,7 +298,7 @@ def test_stopping_a_run_takes_time_in_proportion_to_its_episodes() -> None:
 
 
 def report_of(run: CoreRun, **changes: Any) -> tuple[str, str]:
-    """The result of a changed report, and the episode's cause after it."""
+    """Return the result of a changed report, and the episode's cause after it."""
     acquired: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=1, wait_s=1.0)
     (lease,) = acquired.leases
     span = StepSpan(step=changes.pop("step", 0), incarnation=changes.pop("incarnation", 0), num_tokens=1)

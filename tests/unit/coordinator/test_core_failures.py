@@ -1,4 +1,4 @@
-"""Failed attempts: counted, told with the newest cause and traceback, and kept in the dead letter."""
+"""Failed attempts are counted, reported with the newest cause and traceback, and stored in the dead letter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEAD = LedgerHead()
 
 
 def fail(run: CoreRun, cause: str, num: int = 1) -> list[DeadLetter]:
-    """Lease and fail `num` episodes; the dead letters of it."""
+    """Lease and fail `num` episodes. Return their dead letters."""
     acquired: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=num, wait_s=1.0)
     reports = tuple(
         i.EpisodeReport(

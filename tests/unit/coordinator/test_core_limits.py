@@ -1,4 +1,4 @@
-"""When a run has had enough: updates, seconds, tokens, success, tasks; and that a reached limit stays reached."""
+"""Limits of a run: updates, seconds, tokens, success, tasks. A reached limit remains."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def tick(run: CoreRun, seconds: float = 0.0) -> None:
 
 
 def end_well(run: CoreRun, update: int, digest: str) -> None:
-    """What a trainer does when there is no further batch."""
+    """Do what a trainer does when there is no further batch."""
     run.checkpoint(update, digest)
     run.publish(update)
 
 
 def evaluate(run: CoreRun, *, solved: int, scored: int, step: int) -> None:
-    """Works off the open evaluation: `scored` tasks get a reward, the first `solved` of them 1; the others come to nothing."""
+    """Finish the open evaluation: `scored` tasks get a reward, the first `solved` of them 1; the others get no
+    score."""
     acquired: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=64, wait_s=1.0)
     leases = [lease for lease in acquired.leases if lease.purpose is Purpose.EVAL]
     for number, lease in enumerate(leases):
@@ -98,7 +99,7 @@ def test_seconds_are_counted_over_lives_and_are_the_same_by_a_fold() -> None:
     run.begin()
     for _ in range(3):
         tick(run, COUNT_EVERY_S)
-    tick(run, COUNT_EVERY_S - 1)  # what a kill loses
+    tick(run, COUNT_EVERY_S - 1)  # the kill loses this time
     assert run.core.state.seconds == pytest.approx(30.0)
     run.core = Core()
     run.core.replay(run.facts)
@@ -151,7 +152,7 @@ def test_roll_back_below_the_last_update_takes_the_limit_back() -> None:
     run.begin()
     run.train(1)
     assert run.core.state.stopping == "UPDATES_MAX"
-    run.attach(0, "")  # the checkpoint is gone
+    run.attach(0, "")  # the checkpoint is lost
     assert run.core.state.stopping == ""
     run.publish(0, incarnation=1)
     digest = run.commit(1, run.lease(1).lease_id)  # its groups are READY again
@@ -161,7 +162,7 @@ def test_roll_back_below_the_last_update_takes_the_limit_back() -> None:
 
 
 def exhausted_after(run: CoreRun, num_draws: int) -> None:
-    """The data service holds so many tasks."""
+    """Let the data service have this number of tasks."""
     handle = run.core.handle
 
     def limited(request: i.Input, now: float) -> Any:
@@ -182,9 +183,9 @@ def test_exhausted_source_ends_the_run_when_nothing_is_in_flight() -> None:
     digest = run.train(1)
     run.publish(1)
     run.generate(2, step=0)  # the third group, half a batch
-    run.ask(i.AcquireRollouts, node_id="w", num_max=2, wait_s=1.0)  # asks, and is told that there is no more
+    run.ask(i.AcquireRollouts, node_id="w", num_max=2, wait_s=1.0)  # requests work, and learns that there is none
     assert run.core.ephemeral.exhausted
-    assert run.core.state.stopping == ""  # a trainer may take smaller batches: it has not asked yet
+    assert run.core.state.stopping == ""  # a trainer may take smaller batches, but it has not asked yet
     assert run.lease(2).waiting_for.startswith("READY groups: 1 of 2")
     assert run.core.state.stopping == "TASKS_EXHAUSTED"
     end_well(run, 1, digest)

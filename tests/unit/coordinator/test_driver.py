@@ -1,4 +1,4 @@
-"""The driver's order: nothing is answered before it is stored, nothing overtakes, and what can't be stored ends it."""
+"""The driver's order: no reply precedes its record, no reply overtakes another, and a failed append ends the driver."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_an_answer_names_the_position_at_which_it_became_true() -> None:
 
 
 async def test_leases_that_come_together_with_a_cancellation_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker never gets them; they must not wait for their expiry and cost an attempt."""
+    """The worker never gets the leases. They must not wait for their expiry and count as an attempt."""
     async with bench() as b:
         await b.begin()
         acquiring = b.asking(i.AcquireRollouts, node_id="w", num_max=2, wait_s=100.0)

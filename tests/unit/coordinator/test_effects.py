@@ -1,4 +1,4 @@
-"""Effects: what a decision calls for is asked until it is answered, with pauses, and never in a hot loop."""
+"""Effects: a request is retried until it has a result, with back-off, and never in a hot loop."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_a_reward_service_that_is_away_never_decides_by_its_absence() -> N
 async def test_a_reward_service_that_rejects_a_group_is_asked_finalize_tries_max_times(
     error: MeshError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Times when it was away do not count, before or between the rejections."""
+    """Failures while the service was unavailable do not count, before or between the rejections."""
     async with bench(msgspec.structs.replace(LIMITS, finalize_tries_max=2)) as b:
         await b.begin()
         errors = iter([Unavailable("away"), error, Unavailable("away"), error])

@@ -1,4 +1,4 @@
-"""Node states and the weight rollout: canary first, pins in order, one node's trouble apart from the version's."""
+"""Node states and the weight rollout: canary first, pins in order, a node's failure separate from the version's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def state_of(fleet: Fleet, node_id: str) -> NodeState:
 
 
 def serve(fleet: Fleet, node_id: str, of: PolicyVersion) -> None:
-    """Bring one node to serve `of`, whatever the plan says."""
+    """Make one node serve `of`, whatever the plan is."""
     answer(fleet, node_id, WeightPhase.PREPARED, of)
     answer(fleet, node_id, WeightPhase.ACTIVE, of)
 

@@ -1,4 +1,4 @@
-"""Every field of a request is checked on arrival; what passes can be applied, and what does not names its field."""
+"""Every field of a request is checked on arrival. What passes can be applied; an error names its field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 Change = Callable[[Any], object]
 HELD: dict[str, Any] = {"run": "r", "trainer_epoch": 1}
 UNKNOWN: Any = 9
-"""A number that no enum has."""
+"""A number that is in no enum."""
 USED, DROPPED = run_pb2.SAMPLE_DISPOSITION_USED, run_pb2.SAMPLE_DISPOSITION_DROPPED
 
 

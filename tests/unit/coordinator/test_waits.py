@@ -1,4 +1,4 @@
-"""The chain of who waits for whom: each missing, silent or failing party is named as the root, and nobody else."""
+"""The wait chain: the root cause is the component that is missing, without heartbeat or failing, and no other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ INITIAL = PolicyVersion(policy="main", step=0, weights_digest="w0.0")
 
 
 class Scene:
-    """A run and a healthy fleet, of which a test takes something away."""
+    """A run and a healthy fleet, from which a test removes components."""
 
     def __init__(self, *, without: str = "", **spec: Any) -> None:
         self.run = CoreRun(**spec)
@@ -40,7 +40,7 @@ class Scene:
         self.hear()
 
     def hear(self, **said: dict[str, Any]) -> None:
-        """Every node but those mapped to None reports; `rollout_0={"waiting_for": ...}` says what one says."""
+        """Every node reports except those mapped to None; `rollout_0={"waiting_for": ...}` sets a report."""
         for node_id in self.fleet.nodes:
             words = said.get(node_id.replace("-", "_"), {})
             if words is not None:
@@ -97,7 +97,7 @@ def test_a_service_that_never_came_is_the_root(gone: str, kind: NodeKind) -> Non
     scene = Scene(without=gone)
     scene.run.begin()
     scene.acquire()
-    scene.pass_time(1.0, rollout_0={"waiting_for": "somebody", "waiting_on": kind})
+    scene.pass_time(1.0, rollout_0={"waiting_for": "a node", "waiting_on": kind})
     name = kind.name.lower()
     assert scene.links()[-1] == Wait(name, f"is missing: no {name} node has joined")
 

@@ -1,4 +1,4 @@
-"""The watchdog over a driver and a clock that stands still: one event per stall, none for a run that moves."""
+"""The watchdog with a driver and a clock that the test moves: one event per stall, none for a run with progress."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_progress_ends_a_stall_and_another_one_is_told_again() -> None:
         await watchdog.check()
         await settle()
         await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")
-        assert b.core.state.stall, "an attach is no progress"
+        assert b.core.state.stall, "an attach does not count as progress"
         await score_one(b)
         assert not b.core.state.stall
         await watchdog.check()
@@ -87,7 +87,8 @@ async def score_one(b: Bench) -> None:
 
 
 async def test_the_wall_clock_does_not_matter() -> None:
-    """Leases, deadlines and stalls are the monotonic clock's; a wall clock that jumps a year only dates the records."""
+    """Leases, deadlines and stalls use the monotonic clock. A wall clock that jumps by a year only dates the
+    records."""
     async with watched() as (b, watchdog):
         b.clock._wall_offset_s += 365 * 86400.0
         await watchdog.check()
