@@ -195,7 +195,9 @@ def test_a_lost_sample_is_found_by_the_second_books() -> None:
 
     report = audit(doctored(run, f.UpdateCommitted, shrink))
     assert "conservation" in broken(report)
-    assert audit(doctored(run, f.CheckpointReported, lose)).holds, "a checkpoint without a report is not a contradiction"
+    assert audit(doctored(run, f.CheckpointReported, lose)).holds, (
+        "a checkpoint without a report is not a contradiction"
+    )
 
 
 def test_a_sample_that_ends_twice_is_found() -> None:
