@@ -57,7 +57,8 @@ def slow_engines(model: Path, **run: Any) -> MeshConfig:
         "step_s": 0.03,
         "prepare_s": 0.3,
     }
-    inference = msgspec.structs.replace(config.inference, engine_options=options, capacity=options["slots_max"])
+    engine = msgspec.structs.replace(config.inference.engine, options=options)
+    inference = msgspec.structs.replace(config.inference, engine=engine, capacity=options["slots_max"])
     counts = msgspec.structs.replace(config.counts, inference=1)
     return msgspec.structs.replace(config, inference=inference, counts=counts)
 

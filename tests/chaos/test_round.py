@@ -14,6 +14,7 @@ import pytest
 from rollmesh.cli.config import TrainConfig
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.shared.process_launch import bound_to_parent
+from rollmesh.shared.registry import Extension
 
 from .plan import MOMENTS, SERVER, SERVICES, SUPERVISOR, Fault, draw
 from .processes import gone_after, marked
@@ -58,7 +59,9 @@ async def test_a_run_is_trained_and_audited_whoever_is_killed_its_supervisor_too
 
 @pytest.mark.timeout(120)
 async def test_a_round_that_fails_keeps_its_folder_and_says_why(tmp_path: Path, config: TrainConfig) -> None:
-    config = msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, engine="nowhere:at_all"))
+    config = msgspec.structs.replace(
+        config, learner=msgspec.structs.replace(config.learner, engine=Extension("nowhere:at_all"))
+    )
     folder = tmp_path / "round"
     outcome = await play(0, list(SHORT), config, folder, limit_s=100.0, tell=lambda _: None)
     assert "ended with exit code 2" in outcome.cause

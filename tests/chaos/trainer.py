@@ -19,8 +19,8 @@ from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult, TrainerEngine
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Source, TrainingSample
 from rollmesh.shared.versions import PolicyVersion
-from rollmesh.testing import fake_trainer
 from rollmesh.testing.fake_policy import FakePolicy
+from rollmesh.testing.fake_trainer import FakeTrainer
 from rollmesh.trainer.trained_log import TrainedLog
 
 from .traps import passes
@@ -42,16 +42,28 @@ class Witnessed(msgspec.Struct, frozen=True, kw_only=True):
     """Number of segments whose tokens the stamped version does not generate."""
 
 
-def open_trainer(config: LearnerConfig) -> Restored:
-    """Open the fake trainer; an `engine.OpenEngine`."""
-    return witnessed(fake_trainer.open_trainer(config), config, can_forge=True)
+class FakeWitness:
+    """The fake trainer with a witness, as `engine.TrainerClass`."""
+
+    trains_model = False
+
+    @classmethod
+    def open(cls, config: LearnerConfig, options: object = None) -> Restored:
+        return witnessed(FakeTrainer.open(config), config, can_forge=True)
 
 
-def open_torch_trainer(config: LearnerConfig) -> Restored:
-    """Open the torch trainer; an `engine.OpenEngine`."""
-    from rollmesh.services.learner.engines import torch_trainer  # only the process of the learner needs torch
+class TorchWitness:
+    """The torch trainer with a witness, as `engine.TrainerClass`."""
 
-    return witnessed(torch_trainer.open_trainer(config), config, can_forge=False)
+    trains_model = True
+
+    @classmethod
+    def open(cls, config: LearnerConfig, options: object = None) -> Restored:
+        from rollmesh.services.learner.engines.torch_trainer import (
+            TorchTrainer,  # only the learner's process needs torch
+        )
+
+        return witnessed(TorchTrainer.open(config), config, can_forge=False)
 
 
 def witnessed(restored: Restored, config: LearnerConfig, *, can_forge: bool) -> Restored:

@@ -70,9 +70,7 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) 
                 "streams": {"samples_bytes_max": 256 * MIB, "ledger_bytes_max": 128 * MIB},
             },
             "inference": {
-                "engine": engine,
-                "engine_config": f"{FAKE}:FakeEngineConfig",
-                "engine_options": {"vocab_size": 112},
+                "engine": {"name": engine, "options": {"vocab_size": 112}},
             },
             "rollout": {
                 "agent": f"{HERE / 'agent.py'}:SeveralTurns", "model_dir": str(model), "sampling": sampling,
@@ -81,7 +79,7 @@ def mesh_config(model: Path, *, engine: str = f"{FAKE}:FakeEngine", **run: Any) 
             "reward": {"finalizer": {"name": "keep_all"}},
             "sandbox": {"engine": "fake", "orphan_s": 2.0},
             "learner": {
-                "engine": "tests.chaos.trainer:open_trainer",
+                "engine": "tests.chaos.trainer:FakeWitness",
                 "checkpoint_every": 3,
                 "tensorboard": False,
             },

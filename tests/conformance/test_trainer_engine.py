@@ -10,10 +10,11 @@ import pytest
 
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig
+from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import Position, Restored, StepResult, find_engine
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ledger_head import LedgerHead
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.trajectory import (
     GroupContext,
     MemberOutcome,
@@ -50,7 +51,7 @@ def make_config(request: pytest.FixtureRequest, tmp_path: Path, model: Path) -> 
         directory = str(tmp_path / name)
         if request.param == "torch":
             return LearnerConfig(directory=directory, model=str(model), keep_last=2)
-        return LearnerConfig(directory=directory, engine=FAKE_TRAINER, engine_options={"vocab_size": 112}, keep_last=2)
+        return LearnerConfig(directory=directory, engine=Extension("fake", {"vocab_size": 112}), keep_last=2)
 
     return make
 

@@ -24,9 +24,8 @@ data: {source: {name: jsonl, options: {path: tasks.jsonl}}}
 rollout: {agent: "agent.py:Agent"}
 reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}]}
 inference:
-  engine: rollmesh.testing.fake_engine:FakeEngine
-  engine_config: rollmesh.testing.fake_engine:FakeEngineConfig
-learner: {engine: "rollmesh.testing.fake_trainer:open_trainer"}
+  engine: fake
+learner: {engine: fake}
 """
 
 

@@ -40,8 +40,8 @@ def content_logprobs(content: str, token_ids: IntArray) -> FloatArray:
 class ContentEngine(FakeEngine):
     """Scores by what the active files hold."""
 
-    def __init__(self, config: FakeEngineConfig) -> None:
-        super().__init__(config)
+    def __init__(self, options: FakeEngineConfig) -> None:
+        super().__init__(options)
         self.contents: dict[PolicyVersion, str] = {}
         self.serving = ""
         self.emitted = asyncio.Event()
@@ -103,8 +103,8 @@ class StuckEngine(ContentEngine):
 class LoadingEngine(FakeEngine):
     """Never finishes loading; `loading` is set once it has begun."""
 
-    def __init__(self, config: FakeEngineConfig) -> None:
-        super().__init__(config)
+    def __init__(self, options: FakeEngineConfig) -> None:
+        super().__init__(options)
         self.loading = asyncio.Event()
 
     async def prepare(self, version: PolicyVersion, tensors: Mapping[str, Path]) -> None:

@@ -38,6 +38,7 @@ from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.trajectory import FloatArray, IntArray
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.testing import fake_trainer
+from rollmesh.testing.fake_trainer import FakeTrainerOptions
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import run_pb2, run_pb2_grpc
 from tests.tamper.ledger_copy import made, store
@@ -105,9 +106,9 @@ def patient(made: MeshConfig) -> MeshConfig:
     return msgspec.structs.replace(made, coordinator=msgspec.structs.replace(made.coordinator, fleet=limits))
 
 
-def opening(kind: type[Diverged]) -> dict[str, Any]:
+def opening(kind: type[Diverged], options: FakeTrainerOptions | None = None) -> dict[str, Any]:
     def open_engine(config: LearnerConfig) -> Restored:
-        restored = fake_trainer.open_trainer(config)
+        restored = fake_trainer.FakeTrainer.open(config, options)
         restored.engine.__class__ = kind
         return restored
 
@@ -115,8 +116,8 @@ def opening(kind: type[Diverged]) -> dict[str, Any]:
 
 
 async def test_a_learner_that_sees_its_weights_are_nan_publishes_nothing_and_says_what_to_do(tmp_path: Path) -> None:
-    options = {"vocab_size": 112}
-    opened = opening(Diverged)["open_engine"](LearnerConfig(directory=str(tmp_path), engine_options=options))
+    options = FakeTrainerOptions(vocab_size=112)
+    opened = opening(Diverged, options)["open_engine"](LearnerConfig(directory=str(tmp_path)))
     engine = opened.engine
     assert isinstance(engine, Diverged)
     engine.step = BROKEN_FROM

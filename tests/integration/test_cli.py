@@ -46,10 +46,9 @@ data: {source: {name: jsonl, options: {path: tasks.jsonl, labels: {parity: parit
 rollout: {agent: "agent.py:Agent"}
 reward: {scorers: [{name: "scorer.py:Scorer", reward: correct}]}
 inference:
-  engine: rollmesh.testing.fake_engine:FakeEngine
-  engine_config: rollmesh.testing.fake_engine:FakeEngineConfig
+  engine: fake
 learner:
-  engine: rollmesh.testing.fake_trainer:open_trainer
+  engine: fake
   checkpoint_every: 2
   publish: {num_probes: 0}
 """

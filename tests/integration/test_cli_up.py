@@ -14,9 +14,10 @@ from rollmesh.client import RunAddress
 from rollmesh.mesh.config import RunConfig
 from rollmesh.mesh.security import read_token
 from rollmesh.services.coordinator.fact_codec import encode
-from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig
+from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.errors import InvalidInput, MeshBusy
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.status import typed_errors
@@ -63,6 +64,6 @@ async def test_a_mesh_that_is_up_serves_runs_that_are_created_later_under_names_
 
 async def train(folder: Path, gateway: str, access: Access, run: str) -> None:
     """Run the built-in learner as an external trainer of this mesh."""
-    config = LearnerConfig(directory=str(folder), engine=FAKE_TRAINER, tensorboard=False)
+    config = LearnerConfig(directory=str(folder), engine=Extension("fake"), tensorboard=False)
     async with asyncio.timeout(END_S), LearnerNode(config, RunAddress(address=gateway, access=access, run=run)) as node:
         await node.wait()

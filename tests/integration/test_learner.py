@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rollmesh.client import RunAddress
-from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, LearnerRetryConfig, PublishConfig
+from rollmesh.services.learner.config import LearnerConfig, LearnerRetryConfig, PublishConfig
 from rollmesh.services.learner.engine import Restored, StepResult, find_engine
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics_log import read_metrics
@@ -31,6 +31,7 @@ from rollmesh.shared.errors import (
     VersionRefused,
 )
 from rollmesh.shared.fault_points import Hook
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.trajectory import GroupContext, TrainingSample
 from rollmesh.shared.weights.manifest import parse_manifest
@@ -50,7 +51,7 @@ class Killed(Exception):
 
 def config(folder: Path, **changes: Any) -> LearnerConfig:
     base = LearnerConfig(
-        directory=str(folder / "learner"), engine=FAKE_TRAINER, checkpoint_every=2, tensorboard=False, retry=QUICK
+        directory=str(folder / "learner"), engine=Extension("fake"), checkpoint_every=2, tensorboard=False, retry=QUICK
     )
     return msgspec.structs.replace(base, **changes)
 
@@ -219,7 +220,7 @@ async def test_a_crash_before_the_commit_goes_on_within_the_incarnation_one_afte
 
 async def test_a_version_published_again_after_a_restart_has_the_same_digest(tmp_path: Path) -> None:
     """Step 0 goes out before there are samples to probe with, and again when there are."""
-    settings = config(tmp_path, engine_options={"vocab_size": 60})
+    settings = config(tmp_path, engine=Extension("fake", {"vocab_size": 60}))
     async with RunningWorld(tmp_path) as running:
         await train_and_die(running, settings, LearnerFaultPoint.STEPPED, update=0)
         assert (Path(settings.directory) / "publishing" / "probes.json").exists()
@@ -342,7 +343,7 @@ async def test_a_payload_that_contradicts_its_metadata_is_dropped_with_its_own_r
 
 
 async def test_a_non_finite_update_is_committed_as_skipped_and_leaves_the_weights(tmp_path: Path) -> None:
-    settings = config(tmp_path, engine_options={"non_finite_updates": [3]})
+    settings = config(tmp_path, engine=Extension("fake", {"non_finite_updates": [3]}))
     async with RunningWorld(tmp_path) as running:
         await train(running, settings)
         world = running.world
@@ -374,7 +375,7 @@ class SlowTrainer:
         self._loop = asyncio.get_running_loop()
 
     def __call__(self, settings: LearnerConfig) -> Restored:
-        restored = find_engine(FAKE_TRAINER)(settings)
+        restored = find_engine(Extension("fake"))(settings)
         engine = restored.engine
         assert isinstance(engine, FakeTrainer)
         update = engine.update

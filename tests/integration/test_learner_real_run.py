@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.client import RunAddress
-from rollmesh.services.learner.config import FAKE_TRAINER, LearnerConfig, LearnerRetryConfig
+from rollmesh.services.learner.config import LearnerConfig, LearnerRetryConfig
 from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.bus.run_streams import run_streams
@@ -20,6 +20,7 @@ from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import decode_key, encode_episode
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.fault_points import Hook, noop
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.versions import PolicyVersion
 from rollmesh.trainer.checkpoint_files import list_checkpoints
 from rollmesh.trainer.trained_log import read_trained
@@ -81,7 +82,7 @@ def learner(mesh: MeshParts, folder: Path, *, at: Hook = noop) -> LearnerNode:
     assert mesh.gateway is not None
     config = LearnerConfig(
         directory=str(folder / "learner"),
-        engine=FAKE_TRAINER,
+        engine=Extension("fake"),
         checkpoint_every=2,
         tensorboard=False,
         retry=LearnerRetryConfig(retry_s=10.0, backoff_s=0.01, backoff_s_max=0.1),

@@ -18,6 +18,7 @@ from rollmesh.services.learner.fault_points import LearnerFaultPoint
 from rollmesh.services.learner.metrics_log import read_metrics
 from rollmesh.services.learner.node import LearnerNode
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.weights.manifest import parse_manifest
 from rollmesh.shared.weights.probes import probes_of
 from rollmesh.trainer.forward import score
@@ -131,8 +132,8 @@ async def test_samples_too_long_for_the_model_are_committed_as_dropped(tmp_path:
     [
         ({"model": ""}, "model: empty"),
         ({"model": "/no/such/folder"}, "no model can be loaded"),
-        ({"estimator": {"name": "gppo"}}, "there is no estimator `gppo`"),
-        ({"engine_options": {"vocab_size": 3}}, "the torch trainer has none"),
+        ({"estimator": Extension("gppo")}, "there is no estimator `gppo`"),
+        ({"engine": Extension("torch", {"vocab_size": 3})}, "`vocab_size`: unknown key"),
     ],
 )
 async def test_a_learner_that_cannot_start_says_why(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

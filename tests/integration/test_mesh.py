@@ -215,7 +215,7 @@ class HoldOne:
 
 def watching(seen: dict[int, Sequence[TrainingSample]]) -> Callable[[LearnerConfig], Restored]:
     def open_engine(config: LearnerConfig) -> Restored:
-        restored = fake_trainer.open_trainer(config)
+        restored = fake_trainer.FakeTrainer.open(config)
         assert isinstance(restored.engine, fake_trainer.FakeTrainer)
         restored.engine.__class__ = Watched
         restored.engine.seen = seen  # type: ignore[attr-defined]

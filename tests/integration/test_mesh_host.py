@@ -139,16 +139,11 @@ async def test_a_model_that_the_engine_rejects_ends_the_node_as_a_configuration_
     tmp_path: Path, made: MeshConfig
 ) -> None:
     build_model("qwen3").config.save_pretrained(tmp_path / "model")
-    engine = {
-        "engine": "rollmesh.services.inference.engines.torch_engine:TorchEngine",
-        "engine_config": "rollmesh.services.inference.engines.torch_config:TorchEngineConfig",
-        "engine_options": f"{{model: {tmp_path}/model, context_max: 999}}",
-    }
-    overrides = [f"inference.{key}={value}" for key, value in engine.items()]
-    async with host(tmp_path, made, [NATS, "inference-0"], *overrides) as process:
+    override = f"inference.engine={{name: torch, options: {{model: {tmp_path}/model, context_max: 999}}}}"
+    async with host(tmp_path, made, [NATS, "inference-0"], override) as process:
         code, said = await ended(process)
     assert code == 2
-    assert "error: `inference.engine_options.context_max`: 999 is beyond the 128 positions" in said
+    assert "error: `inference.engine.options.context_max`: 999 is beyond the 128 positions" in said
 
 
 def test_hosts_that_start_together_agree_on_token_and_addresses(tmp_path: Path, made: MeshConfig) -> None:

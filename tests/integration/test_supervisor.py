@@ -190,11 +190,9 @@ rollout: {agent: "agent.py:Agent"}
 reward: {scorers: [{name: exact, reward: correct}], finalizer: {name: keep_all}}
 coordinator: {fleet: {heartbeat_s: 0.5, suspect_after_s: 3.0, dead_after_s: 6.0}}
 inference:
-  engine: rollmesh.testing.fake_engine:FakeEngine
-  engine_config: rollmesh.testing.fake_engine:FakeEngineConfig
-  engine_options: {vocab_size: 112}
+  engine: {name: fake, options: {vocab_size: 112}}
 learner:
-  engine: rollmesh.testing.fake_trainer:open_trainer
+  engine: fake
   publish: {num_probes: 0}
 """
 

@@ -13,6 +13,7 @@ from rollmesh.shared.clients.generated import Generated, Target
 from rollmesh.shared.clients.inference import InferenceRouter
 from rollmesh.shared.codec.trajectory import encode_version
 from rollmesh.shared.fleet import KnownFleet
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.trajectory import SamplingParams
 from rollmesh.shared.versions import PolicyVersion
@@ -24,7 +25,7 @@ from rollmesh.v1 import run_pb2
 from ..unit.shared.safetensors_files import write_safetensors
 from .content_engine import VOCAB, content_logprobs, content_of
 from .coordinator_mesh import ACCESS, DEPOT, JOIN, MeshParts, coordinator_mesh
-from .weight_mesh import FAKE_CONFIG, HERE, SERVER
+from .weight_mesh import HERE, SERVER
 
 PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 
@@ -32,8 +33,7 @@ PROMPT = np.array([3, 1, 4, 1, 5], np.int32)
 def joining(parts: MeshParts, node_id: str) -> InferenceNode:
     config = InferenceConfig(
         directory=str(parts.folder / node_id),
-        engine="content_engine.py:ContentEngine",
-        engine_config=FAKE_CONFIG,
+        engine=Extension("content_engine.py:ContentEngine"),
         server=SERVER,
         membership=JOIN,
     )

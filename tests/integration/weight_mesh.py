@@ -16,6 +16,7 @@ from rollmesh.services.weights.config import DepotConfig
 from rollmesh.services.weights.node import DepotNode
 from rollmesh.shared.codec.trajectory import encode_version
 from rollmesh.shared.membership import MembershipConfig
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer, ServerConfig
@@ -32,8 +33,7 @@ HERE = Path(__file__).parent
 SERVER = ServerConfig(stop_s=0.0)
 MEMBERSHIP = MembershipConfig(backoff_s=0.01, backoff_s_max=0.05)
 NETWORK = TransferConfig(same_host=False)
-FAKE = "rollmesh.testing.fake_engine:FakeEngine"
-FAKE_CONFIG = "rollmesh.testing.fake_engine:FakeEngineConfig"
+FAKE = "fake"
 
 WeightReport = coordinator_pb2.WeightReport
 WeightCommand = coordinator_pb2.WeightCommand
@@ -142,9 +142,7 @@ def inference(
     """`engine` may be a class of content_engine.py."""
     config = InferenceConfig(
         directory=str(folder / node_id),
-        engine=engine if ":" in engine else f"content_engine.py:{engine}",
-        engine_config=FAKE_CONFIG,
-        engine_options=engine_options,
+        engine=Extension(engine if engine == FAKE else f"content_engine.py:{engine}", engine_options),
         server=SERVER,
         membership=MEMBERSHIP,
         transfer=transfer,

@@ -20,10 +20,10 @@ from rollmesh.sandbox_runtime.tools import calc
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.servicer import encode_task
 from rollmesh.services.data.task import Split
-from rollmesh.services.inference.engine import KvPolicy
+from rollmesh.services.inference.engine import KvPolicy, with_model
 from rollmesh.services.inference.node import make_engine
 from rollmesh.services.learner.engine import StepResult
-from rollmesh.services.learner.engines.torch_trainer import open_trainer
+from rollmesh.services.learner.engines.torch_trainer import TorchTrainer
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
 from rollmesh.services.rollout.progress import WorkerProgress
@@ -45,9 +45,9 @@ class BareLoop:
         self._config = config
         self._folder = folder
         learner = msgspec.structs.replace(config.learner, directory=str(folder), model=str(model), seed=config.run.seed)
-        self.trainer = open_trainer(learner).engine
-        options = {**config.inference.engine_options, "model": str(model)}
-        self.engine = make_engine(msgspec.structs.replace(config.inference, engine_options=options))
+        self.trainer = TorchTrainer.open(learner).engine
+        engine = with_model(config.inference.engine, None, lambda: model)
+        self.engine = make_engine(msgspec.structs.replace(config.inference, engine=engine))
         self._pool = build_pools(config.data)[Split.TRAIN]
         seeded = msgspec.structs.replace(config.data, seed=config.data.seed or config.run.seed)
         self._selector = build_selector(seeded, self._pool)

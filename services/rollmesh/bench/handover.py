@@ -149,7 +149,7 @@ def _config() -> MeshConfig:
             "reward": {"finalizer": {"name": "keep_all"}},
             "coordinator": {"streams": {"samples_bytes_max": 2 << 30}},
             "learner": {
-                "engine": "rollmesh.testing.fake_trainer:open_trainer", "tensorboard": False,
+                "engine": "fake", "tensorboard": False,
             },
         },
     )  # fmt: skip

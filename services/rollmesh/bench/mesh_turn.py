@@ -37,7 +37,6 @@ from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import RpcServer
 from rollmesh.trainer.model_files import save_tokenizer
 
-FAKE = "rollmesh.testing.fake_engine"
 MODEL = "model (fakes, left out)"
 NEW_TOKENS = 20
 LIMIT_S = 240.0
@@ -106,8 +105,7 @@ def _config(model: Path, tools: bool) -> MeshConfig:
             "run": {"name": "bench", "batch_groups": 8, "group_size": 16, "updates_max": 0, "eval_every": 0},
             "counts": {"sandbox": int(tools)},
             "inference": {
-                "engine": f"{FAKE}:FakeEngine", "engine_config": f"{FAKE}:FakeEngineConfig",
-                "engine_options": {"vocab_size": 112, "slots_max": 256},
+                "engine": {"name": "fake", "options": {"vocab_size": 112, "slots_max": 256}},
             },
             "data": {"source": {"name": "calc", "options": {"tools": ["calculator"] if tools else []}}},
             "rollout": {
@@ -116,7 +114,7 @@ def _config(model: Path, tools: bool) -> MeshConfig:
             },
             "reward": {"finalizer": {"name": "keep_all"}},
             "learner": {
-                "engine": "rollmesh.testing.fake_trainer:open_trainer", "tensorboard": False,
+                "engine": "fake", "tensorboard": False,
             },
         },
     )  # fmt: skip

@@ -29,7 +29,6 @@ BASELINE = "no process"
 PARTS = (
     "learner", "rollout-0", "inference-0", "sandbox-0", "reward", "data", "depot", "gateway", "coordinator", "nats",
 )  # fmt: skip
-FAKE = "rollmesh.testing.fake_engine"
 WARM = 5
 NEXT = 2
 """Number of updates to wait for: the first one may have been in flight."""
@@ -84,8 +83,7 @@ def _config(model: Path) -> MeshConfig:
             "processes": {"restarts_max": 1000},
             "coordinator": {"fleet": {"heartbeat_s": 0.5, "suspect_after_s": 2.0, "dead_after_s": 4.0}},
             "inference": {
-                "engine": f"{FAKE}:FakeEngine", "engine_config": f"{FAKE}:FakeEngineConfig",
-                "engine_options": {"vocab_size": 112},
+                "engine": {"name": "fake", "options": {"vocab_size": 112}},
             },
             "data": {"source": "calc"},
             "rollout": {
@@ -94,7 +92,7 @@ def _config(model: Path) -> MeshConfig:
             "sandbox": {"engine": "fake"},
             "reward": {"finalizer": {"name": "keep_all"}},
             "learner": {
-                "engine": "rollmesh.testing.fake_trainer:open_trainer", "tensorboard": False,
+                "engine": "fake", "tensorboard": False,
                 "checkpoint_every": 1,
             },
         },

@@ -18,17 +18,16 @@ from rollmesh.mesh.parts import reward_config
 from rollmesh.services.data.config import build_pools, build_selector
 from rollmesh.services.data.task import Split, TaskPool
 from rollmesh.services.inference.config import InferenceConfig
-from rollmesh.services.learner.config import TORCH_TRAINER
-from rollmesh.services.learner.engine import find_engine
+from rollmesh.services.inference.engine import INFERENCE_ENGINES, with_model
+from rollmesh.services.learner.engine import TRAINERS, find_engine
 from rollmesh.services.reward.config import ScorerConfig, build_scorer
 from rollmesh.services.reward.config import build_engine as build_reward_engine
 from rollmesh.services.rollout.agent import load_agent
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
-from rollmesh.shared.config import all_in_one, config_from_dict
+from rollmesh.shared.config import all_in_one
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
-from rollmesh.shared.objects import load_object
 from rollmesh.trainer.estimators import make_estimator
 
 
@@ -141,9 +140,9 @@ class _Check:
         """Check what needs torch: engine, learner and model."""
         config, base_dir = self._config, self._base_dir
         engine = None
-        with self._collected():
+        with self._collected("inference.engine"):
             engine = self._engine()
-        with self._collected():
+        with self._collected("learner.engine"):
             _check_learner(config, base_dir)
         if config.made_model is not None:
             with self._collected():
@@ -193,9 +192,9 @@ class _Check:
             )
 
     def _engine(self) -> Any:
-        """Return the settings of the torch engine, or None for another engine."""
+        """Return the settings of the engine. None for an engine that does not run the model of the run."""
         config, inference = self._config, self._config.inference
-        known = sorted(getattr(load_object(inference.engine, self._base_dir), "outputs", ()))
+        known = sorted(getattr(INFERENCE_ENGINES.find(inference.engine.name, self._base_dir), "outputs", ()))
         if any(name not in known for name in config.rollout.outputs):
             self.mistakes.append(
                 ConfigError(
@@ -204,15 +203,15 @@ class _Check:
                     key="rollout.outputs",
                 )
             )
-        if not inference.engine.endswith(":TorchEngine"):
-            return None
         options = engine_options(inference, self._base_dir)
+        if not hasattr(options, "model"):
+            return None
         longest = config.rollout.limits.context_tokens_max
         if longest > options.context_max:
             self.mistakes.append(
                 ConfigError(
                     f"`rollout.limits.context_tokens_max`: {longest} is beyond the engine's context of {options.context_max} "
-                    "tokens; lower it, or raise inference.engine_options.context_max",
+                    "tokens; lower it, or raise inference.engine.options.context_max",
                     key="rollout.limits.context_tokens_max",
                 )
             )
@@ -248,25 +247,19 @@ def _reward_names(scorer: ScorerConfig, index: int, base_dir: Path) -> Sequence[
 
 
 def engine_options(inference: InferenceConfig, base_dir: Path) -> Any:
-    """Return the settings of the engine with their defaults; the model of the run is `-`. Raises ConfigError with the key."""
-    type_ = load_object(inference.engine_config, base_dir)
-    model = {"model": "-"} if "model" in getattr(type_, "__struct_fields__", ()) else {}
+    """Return the engine's settings with their defaults; the run's model is `-`. Raises ConfigError that names the key."""
     try:
-        return config_from_dict(type_, {**model, **inference.engine_options})
+        return INFERENCE_ENGINES.options(with_model(inference.engine, base_dir, lambda: Path("-")), base_dir)
     except ConfigError as err:
-        key = "inference.engine_options"
+        key = "inference.engine"
         raise ConfigError(f"`{key}`: {err.message}", violations=err.violations, key=key) from err
 
 
 def _check_learner(config: TrainConfig, base_dir: Path) -> None:
     learner = config.learner
     find_engine(learner.engine, base_dir)
-    if learner.engine != TORCH_TRAINER:
+    if not TRAINERS.find(learner.engine.name, base_dir).trains_model:
         return
-    if learner.engine_options:
-        raise ConfigError(
-            "`learner.engine_options`: the torch trainer has none; remove them", key="learner.engine_options"
-        )
     from rollmesh.trainer.losses import LossSum, check_outputs
 
     try:

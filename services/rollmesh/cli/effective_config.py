@@ -18,7 +18,8 @@ from rollmesh.cli.model_checks import model_folder
 from rollmesh.mesh.tool_descriptions import rollout_config
 from rollmesh.services.data.selector import SELECTORS
 from rollmesh.services.data.source import SOURCES
-from rollmesh.services.learner.config import TORCH_TRAINER, LearnerConfig
+from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.services.learner.engine import TRAINERS
 from rollmesh.services.reward.finalizer import FINALIZERS
 from rollmesh.services.reward.oracles import ORACLES
 from rollmesh.services.reward.scorer import SCORERS
@@ -55,7 +56,7 @@ def effective_config(config: TrainConfig, base_dir: Path) -> TrainConfig:
             agent=AGENTS.with_defaults(rollout.agent, base_dir),
             format=_as_config(words) if words is not None else rollout.format,
         ),
-        inference=replace(config.inference, engine_options=_engine(config, base_dir)),
+        inference=replace(config.inference, engine=replace(config.inference.engine, options=_engine(config, base_dir))),
         learner=_learner(config, base_dir),
     )
 
@@ -68,7 +69,7 @@ def headline(config: TrainConfig, base_dir: Path) -> str:
     ends = " ".join(words.turn_ends) if words is not None else _MADE_TURN_END if config.made_model is not None else "?"
     parts = [
         _model(config, base_dir),
-        *_recipe_words(config),
+        *_recipe_words(config, base_dir),
         f"stop token {ends}",
         f"context {context}",
         f"bound {config.run.max_staleness}",
@@ -97,26 +98,32 @@ def _as_config(words: ChatFormat) -> FormatConfig:
 
 
 def _engine(config: TrainConfig, base_dir: Path) -> dict[str, Any]:
-    """Return the engine options with defaults. The model folder stays unset, because the run provides it."""
+    """Return the engine's options with their defaults, without the model's folder, which the run sets.
+
+    A host that starts no engine need not have its libraries; the options are then those of the configuration.
+    """
+    if not config.counts.inference:
+        return config.inference.engine.options
     options = _builtins(engine_options(config.inference, base_dir))
-    if "model" not in config.inference.engine_options:
+    if "model" not in config.inference.engine.options:
         options.pop("model", None)
     return options
 
 
 def _learner(config: TrainConfig, base_dir: Path) -> LearnerConfig:
-    """The learner's settings with the options of its estimator and, for the built-in trainer, of its loss terms."""
+    """The learner's settings with the options of its trainer, of its estimator and, if they are used, of its loss terms."""
     learner = config.learner
     estimator, loss = ESTIMATORS.with_defaults(learner.estimator, base_dir), learner.loss
-    if learner.engine == TORCH_TRAINER:
+    if TRAINERS.find(learner.engine.name, base_dir).trains_model:
         from rollmesh.trainer.losses import LOSSES
 
         loss = tuple(LOSSES.with_defaults(term, base_dir) for term in loss)
-    return msgspec.structs.replace(learner, estimator=estimator, loss=loss)
+    engine = TRAINERS.with_defaults(learner.engine, base_dir)
+    return msgspec.structs.replace(learner, engine=engine, estimator=estimator, loss=loss)
 
 
-def _recipe_words(config: TrainConfig) -> list[str]:
-    if config.learner.engine != TORCH_TRAINER:
+def _recipe_words(config: TrainConfig, base_dir: Path) -> list[str]:
+    if not TRAINERS.find(config.learner.engine.name, base_dir).trains_model:
         return []
     terms = " + ".join(term.short_name for term in config.learner.loss)
     return [f"{config.recipe} with loss {terms}", f"lr {config.learner.optimizer.lr:g}"]

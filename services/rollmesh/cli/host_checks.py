@@ -154,7 +154,10 @@ def _cuda(_request: CheckRequest) -> Iterable[HostFinding]:
         found = ""
     if found:
         yield HostFinding(
-            name=name, holds=True, detail=found, guarantee="learner.device and engine_options.device may be cuda:0"
+            name=name,
+            holds=True,
+            detail=found,
+            guarantee="learner.device and inference.engine.options.device may be cuda:0",
         )
     else:
         yield HostFinding(

@@ -12,7 +12,8 @@ from rollmesh.cli.config import TrainConfig
 from rollmesh.demo.config import demonstrated_source
 from rollmesh.services.data.source import SOURCES
 from rollmesh.services.data.task import TaskPool
-from rollmesh.services.learner.config import TORCH_TRAINER
+from rollmesh.services.inference.engine import INFERENCE_ENGINES
+from rollmesh.services.learner.engine import TRAINERS
 from rollmesh.services.rollout.tokenizer import ChatTokenizer, load_tokenizer
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError
 from rollmesh.shared.model_folder import check_positions, find_model
@@ -40,24 +41,24 @@ def check_made_model(config: TrainConfig, base_dir: Path, engine: Any) -> None:
             key="made_model.tasks",
         )
     if engine is not None:
-        key = "inference.engine_options.context_max"
+        key = "inference.engine.options.context_max"
         check_positions({"max_position_embeddings": shape.context_max}, engine.context_max, model="made_model", key=key)
-    for mistake in _devices(config, engine):
+    for mistake in _devices(config, base_dir, engine):
         raise mistake
 
 
 def check_model(config: TrainConfig, base_dir: Path, engine: Any, train: TaskPool | None) -> list[MeshError]:
-    """Return every mistake about the model in a folder. `engine`: settings of the torch engine, None for another engine."""
-    mistakes: list[MeshError] = list(_devices(config, engine))
-    if config.learner.engine != TORCH_TRAINER and engine is None:
+    """Return every mistake about the model in a folder. `engine` are the settings of an engine that runs it, otherwise None."""
+    mistakes: list[MeshError] = list(_devices(config, base_dir, engine))
+    if engine is None and not _trains_model(config, base_dir):
         return mistakes
     try:
         folder = model_folder(config, base_dir)
     except ConfigError as err:
         return [*mistakes, err]
-    for step in (_check_spec, _check_weights):
+    for step in (_check_served, _check_weights):
         try:
-            step(config, folder, engine)
+            step(config, base_dir, folder, engine)
         except InvalidInput as err:
             mistakes.append(err)
     try:
@@ -78,17 +79,22 @@ def model_folder(config: TrainConfig, base_dir: Path) -> Path:
     return find_model(config.model, base_dir)
 
 
-def _check_spec(config: TrainConfig, folder: Path, engine: Any) -> None:
-    """Check that the torch engine supports the model."""
-    if engine is None:
-        return
-    from rollmesh.services.inference.engines.execution import find_execution
-
-    find_execution(msgspec.structs.replace(engine, model=str(folder)))
+def _check_served(config: TrainConfig, base_dir: Path, folder: Path, engine: Any) -> None:
+    """Check what the engine can serve."""
+    check = getattr(INFERENCE_ENGINES.find(config.inference.engine.name, base_dir), "check_model", None)
+    if engine is not None and check is not None:
+        check(msgspec.structs.replace(engine, model=str(folder)))
 
 
-def _check_weights(config: TrainConfig, folder: Path, engine: Any) -> None:
-    """Check that the trainer can load and train the model."""
+def _trains_model(config: TrainConfig, base_dir: Path) -> bool:
+    try:
+        return bool(TRAINERS.find(config.learner.engine.name, base_dir).trains_model)
+    except ConfigError:
+        return False  # reported at its key
+
+
+def _check_weights(config: TrainConfig, base_dir: Path, folder: Path, engine: Any) -> None:
+    """Check what the trainer can load and train."""
     from transformers.utils import logging
 
     from rollmesh.trainer.model_files import load_model
@@ -116,16 +122,16 @@ def _check_prompts(config: TrainConfig, tokenizer: ChatTokenizer, train: TaskPoo
         if length >= limit:
             raise ConfigError(
                 f"`rollout.limits.context_tokens_max`: the prompt of task {task.task_id} has {length} tokens, the context {limit}; "
-                "raise it and inference.engine_options.context_max, or drop the task",
+                "raise it and inference.engine.options.context_max, or drop the task",
                 key="rollout.limits.context_tokens_max",
             )
 
 
-def _devices(config: TrainConfig, engine: Any) -> Iterator[MeshError]:
-    """Yield a mistake for each device that this host does not have."""
-    named = {"learner.device": config.learner.device} if config.learner.engine == TORCH_TRAINER else {}
-    if engine is not None:
-        named["inference.engine_options.device"] = engine.device
+def _devices(config: TrainConfig, base_dir: Path, engine: Any) -> Iterator[MeshError]:
+    """Yield the mistakes about devices that this host does not have."""
+    named = {"learner.device": config.learner.device} if _trains_model(config, base_dir) else {}
+    if hasattr(engine, "device"):
+        named["inference.engine.options.device"] = engine.device
     for key, name in named.items():
         if why := _why_no_device(name):
             yield ConfigError(f"`{key}`: {why}; set it to cpu, or run on a host with the device", key=key)

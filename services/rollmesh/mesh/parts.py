@@ -95,14 +95,13 @@ def _depot(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
 
 
 def _inference(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
+    from rollmesh.services.inference.engine import with_model
     from rollmesh.services.inference.node import InferenceNode
 
     config = layout.config.inference
-    engine = dict(config.engine_options)
-    if config.engine.endswith(":TorchEngine") and "model" not in engine:
-        engine["model"] = str(layout.model_dir())
+    engine = with_model(config.engine, layout.base_dir, layout.model_dir)
     config = msgspec.structs.replace(
-        config, directory=str(layout.folder(name)), engine_options=engine, server=layout.served(config.server)
+        config, directory=str(layout.folder(name)), engine=engine, server=layout.served(config.server)
     )
     return InferenceNode(
         config, node_id=name, coordinator=layout.coordinator, access=layout.access, base_dir=layout.base_dir, **options

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -81,10 +82,11 @@ class _Running:
 class FakeEngine:
     """Implements `rollmesh.services.inference.engine.Engine`."""
 
+    Options: ClassVar[type[Settings]] = FakeEngineConfig
     outputs = frozenset(OUTPUTS)
 
-    def __init__(self, config: FakeEngineConfig, clock: Clock | None = None) -> None:
-        self._config = config
+    def __init__(self, options: FakeEngineConfig, clock: Clock | None = None) -> None:
+        self._config = config = options
         self._clock = clock or SystemClock()
         self._stop_rules = StopRules(
             config.vocab_size, lambda tokens: "".join(chr(32 + token % 95) for token in tokens)

@@ -16,13 +16,13 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
 
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.learner.engine import ExportedWeights, Position, Restored, StepResult
-from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.settings import NonNegativeInt, PositiveInt, Settings
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, Outcome, TrainingSample
@@ -64,34 +64,38 @@ class FakeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Hex hash of everything it was trained on, which determines the weights."""
 
 
-def open_trainer(config: LearnerConfig) -> Restored:
-    """Open the trainer as `engine.OpenEngine` does. `config.model` is not read."""
-    options = config_from_dict(FakeTrainerOptions, config.engine_options)
-    engine = FakeTrainer(options, config)
-    try:
-        found = newest_whole(config.checkpoints)
-    except CheckpointError as err:
-        raise ConfigError(str(err)) from err
-    if found is None:
-        return Restored(engine=engine, log=TrainedLog())
-    meta = found.meta
-    if meta.seed != config.seed:
-        raise ConfigError(f"{found.path} was trained with seed {meta.seed}, not {config.seed}; set seed to resume it")
-    engine.step = meta.update
-    engine.history = msgspec.json.decode((found.path / _STATE).read_bytes(), type=FakeState).history
-    position = Position(
-        update=meta.update,
-        policy=meta.policy,
-        incarnation=meta.incarnation,
-        digest=meta.digest,
-        head=meta.head,
-    )
-    log = TrainedLog(found.path / TRAINED_NAME, update=meta.update, digest=meta.digest)
-    return Restored(engine=engine, log=log, position=position, passed_by=found.passed_by)
-
-
 class FakeTrainer:
-    """Implements `engine.TrainerEngine`."""
+    """Implements `engine.TrainerEngine` and `engine.TrainerClass`."""
+
+    Options: ClassVar[type[Settings]] = FakeTrainerOptions
+    trains_model = False
+
+    @classmethod
+    def open(cls, config: LearnerConfig, options: FakeTrainerOptions | None = None) -> Restored:
+        """Open the trainer, see `engine.TrainerClass.open`. It does not read `config.model`."""
+        engine = cls(options or FakeTrainerOptions(), config)
+        try:
+            found = newest_whole(config.checkpoints)
+        except CheckpointError as err:
+            raise ConfigError(str(err)) from err
+        if found is None:
+            return Restored(engine=engine, log=TrainedLog())
+        meta = found.meta
+        if meta.seed != config.seed:
+            raise ConfigError(
+                f"{found.path} was trained with seed {meta.seed}, not {config.seed}; set seed to resume it"
+            )
+        engine.step = meta.update
+        engine.history = msgspec.json.decode((found.path / _STATE).read_bytes(), type=FakeState).history
+        position = Position(
+            update=meta.update,
+            policy=meta.policy,
+            incarnation=meta.incarnation,
+            digest=meta.digest,
+            head=meta.head,
+        )
+        log = TrainedLog(found.path / TRAINED_NAME, update=meta.update, digest=meta.digest)
+        return Restored(engine=engine, log=log, position=position, passed_by=found.passed_by)
 
     def __init__(self, options: FakeTrainerOptions, config: LearnerConfig) -> None:
         self.step = 0

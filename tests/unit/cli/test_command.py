@@ -50,7 +50,7 @@ def config_file(folder: Path, text: str = "") -> Path:
     path = folder / "mine.yaml"
     path.write_text(
         "data: {source: {name: jsonl, options: {path: tasks.jsonl}}}\nrollout: {limits: {context_tokens_max: 512}}\n"
-        "inference: {engine_options: {context_max: 512}}\n"
+        "inference: {engine: {options: {context_max: 512}}}\n"
         f"counts: {{sandbox: 0}}\n{text}"
     )
     return path
@@ -106,7 +106,7 @@ def test_check_writes_out_the_defaults_in_force(tmp_path: Path, model: Path) -> 
     found = yaml.safe_load(done.stdout)
     assert found["learner"]["optimizer"]["lr"] == 1e-6, "safe for a model of billions of parameters"
     assert found["learner"]["loss"][0]["name"] == "ppo_clip"
-    assert found["inference"]["engine_options"]["dtype"] == "float32"
+    assert found["inference"]["engine"]["options"]["dtype"] == "float32"
     assert found["reward"]["finalizer"]["options"], "the finalizer's"
     assert found["rollout"]["format"]["turn_end"] == "<|end|>"
     assert re.search(
@@ -134,7 +134,7 @@ def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> Non
     overrides = [
         "rollout.agent=agent.py:Agent",
         "rollout.format.turn_end=<|im_end|>",
-        "inference.engine_options.context_max=9999",
+        "inference.engine.options.context_max=9999",
     ]
     done = command("check", str(path), *overrides, "data.source.options.path=gone.jsonl")
     assert done.exit_code == 2
@@ -148,7 +148,7 @@ def test_check_finds_every_mistake_in_one_go(tmp_path: Path, model: Path) -> Non
         r"`reward.scorers\[1\]`: there is no scorer `exakt`",
         r"`learner.device`: 'cuda:7' does not exist on this host",
         r"`learner.optimizer.lrr`: unknown key",
-        r"`inference.engine_options.context_max`: 9999 is beyond the 512 positions",
+        r"`inference.engine.options.context_max`: 9999 is beyond the 512 positions",
         r"`rollout.format.turn_end`: .*got '<\|im_end\|>': the model has no such token; it writes '<\|end\|>'",
     ):
         assert re.search(expected, done.stderr), (expected, done.stderr)
@@ -218,7 +218,7 @@ def test_check_resolves_users_objects_beside_the_configuration(tmp_path: Path, m
         ("data.selector.name=best", r"there is no selector `best`; known: uniform, thompson"),
         ("rollout.agent=mine.py:Agent", r"`mine.py:Agent`: there is no file .*mine.py"),
         ("rollout.limits.context_tokens_max=999", r"999 is beyond the engine's context of 320 tokens; lower it, or raise"),
-        ("inference.engine_options.slots=1", r"`inference.engine_options`: .*unknown key; did you mean `slots_max`\?"),
+        ("inference.engine.options.slots=1", r"`inference.engine`: .*unknown key; did you mean `slots_max`\?"),
         ("recipe=gpro", r"`recipe`: there is no recipe `gpro`; known: dr_grpo, .*did you mean `grpo`\?"),
         ("learner.optimizer.lrr=1", r"`learner.optimizer.lrr`: unknown key; did you mean `lr`\?"),
         ("made_model.warm_start.level=3", r"`made_model.warm_start`: .*unknown key; did you mean `levels`\?"),

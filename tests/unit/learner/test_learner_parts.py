@@ -19,6 +19,7 @@ from rollmesh.services.learner.progress import LearnerProgress
 from rollmesh.shared.clock import ManualClock
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import Cancelled, ConfigError, DeadlineExceeded, Fenced, MeshError, Overloaded, Unavailable
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.retry import retry
 
 CONFIG = LearnerRetryConfig(retry_s=10.0, backoff_s=1.0, backoff_s_max=4.0)
@@ -55,8 +56,8 @@ def test_a_value_out_of_range_is_an_error_that_names_the_field(kind: type, field
 
 def test_no_module_of_the_learner_but_the_torch_trainer_loads_torch() -> None:
     code = (
-        "import sys; from rollmesh.services.learner import node; from rollmesh.services.learner.engine import find_engine; "
-        "find_engine('rollmesh.testing.fake_trainer:open_trainer'); "
+        "import sys; from rollmesh.shared.registry import Extension; from rollmesh.services.learner import node; from rollmesh.services.learner.engine import find_engine; "
+        "find_engine(Extension('fake')); "
         "print([m for m in ('torch', 'transformers', 'tensorboard') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -65,12 +66,21 @@ def test_no_module_of_the_learner_but_the_torch_trainer_loads_torch() -> None:
 
 def test_an_engine_that_does_not_exist_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="no_such"):
-        find_engine("rollmesh.services.learner.engines.no_such:open_trainer")
+        find_engine(Extension("rollmesh.services.learner.engines.no_such:Trainer"))
+    with pytest.raises(ConfigError, match=r"there is no trainer `tork`; known: torch, fake.*did you mean `torch`"):
+        find_engine(Extension("tork"))
+    with pytest.raises(
+        ConfigError, match="options of trainer `fake`: .*`vocab`: unknown key; did you mean `vocab_size`"
+    ):
+        find_engine(Extension("fake", {"vocab": 3}))
 
 
 def test_a_users_trainer_is_looked_up_beside_the_config(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def open_trainer(config): ...")
-    assert find_engine("mine.py:open_trainer", tmp_path).__name__ == "open_trainer"  # type: ignore[attr-defined]
+    text = "class Mine:\n    @classmethod\n    def open(cls, config, options): return config.seed\nclass Closed: ..."
+    (tmp_path / "mine.py").write_text(text)
+    assert find_engine(Extension("mine.py:Mine"), tmp_path)(LearnerConfig(seed=7)) == 7  # type: ignore[comparison-overlap]
+    with pytest.raises(ConfigError, match=r"`mine.py:Closed` must have a class method `open\(config, options\)`"):
+        find_engine(Extension("mine.py:Closed"), tmp_path)
 
 
 # Retries --------------------------------------------------------------------------------------------------------------

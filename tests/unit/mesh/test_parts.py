@@ -14,21 +14,19 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.testing.memory_bus import MemoryBus
 
 ENGINE = """
-import msgspec
-class Options(msgspec.Struct, forbid_unknown_fields=True): ...
 class Engine:
-    def __init__(self, options):
+    def __init__(self):
         raise ValueError("model_type 'odd' is not supported")
 """
 
 
 def config(folder: Path) -> MeshConfig:
     (folder / "engine.py").write_text(ENGINE)
-    inference = {"engine": "engine.py:Engine", "engine_config": "engine.py:Options"}
+    inference = {"engine": "engine.py:Engine"}
     return config_from_dict(MeshConfig, {"inference": inference, "bus": {"url": "nats://127.0.0.1:1"}})
 
 
 def test_a_model_that_the_engine_rejects_is_a_configuration_error(tmp_path: Path) -> None:
     layout = open_place(config(tmp_path), run_dir=tmp_path / "run", base_dir=tmp_path)
-    with pytest.raises(ConfigError, match="inference-0: model_type 'odd' is not supported"):
+    with pytest.raises(ConfigError, match="inference engine `engine.py:Engine`: .*model_type 'odd' is not supported"):
         build_part("inference-0", layout, MemoryBus())

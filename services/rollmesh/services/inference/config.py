@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from rollmesh.shared.membership import MembershipConfig
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.settings import NonEmptyStr, NonNegativeFloat, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.weights.transfer import TransferConfig
@@ -15,12 +16,8 @@ class InferenceConfig(Settings):
 
     directory: NonEmptyStr = "inference"
     """Folder for fetched chunks, used by this node alone. On the depot's file system, chunks are linked and not copied."""
-    engine: str = "rollmesh.services.inference.engines.torch_engine:TorchEngine"
-    """Engine class, by dotted name or as file.py:Name. It is called with its options."""
-    engine_config: str = "rollmesh.services.inference.engines.torch_config:TorchEngineConfig"
-    """Type of `engine_options`, by dotted name or as file.py:Name."""
-    engine_options: dict[str, Any] = {}
-    """Settings of the engine, of the type `engine_config`."""
+    engine: Extension = Extension("torch")
+    """The engine that runs the model: `torch`, `fake` (no model, for tests), or your own as `file.py:Name`."""
     policy: str = "main"
     """The policy whose weights this node serves."""
     kv: Literal["recompute", "keep"] = "recompute"

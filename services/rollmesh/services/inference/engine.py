@@ -17,6 +17,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from rollmesh.shared.registry import Extension, Registry
 from rollmesh.shared.trajectory import (
     Columns,
     FinishReason,
@@ -27,6 +30,14 @@ from rollmesh.shared.trajectory import (
     sampled_segment,
 )
 from rollmesh.shared.versions import PolicyVersion
+
+INFERENCE_ENGINES = Registry(
+    "inference engine",
+    {
+        "torch": "rollmesh.services.inference.engines.torch_engine:TorchEngine",
+        "fake": "rollmesh.testing.fake_engine:FakeEngine",
+    },
+)
 
 NO_VERSION = PolicyVersion(policy="", step=0)
 """Version of a delta without tokens that is sent before any version was active."""
@@ -141,7 +152,13 @@ Emit = Callable[[GenerateDelta], None]
 
 
 class Engine(Protocol):
-    """Continuous batching over one model, with a second buffer for the next weights."""
+    """Continuous batching over one model, with a second buffer for the next weights.
+
+    Constructed as `cls(options=...)`, or as `cls()` if the class has no `Options`. An engine that runs the model of the run declares it
+    by the fields of its `Options`: `model` (the folder, which the mesh sets unless the configuration does), `context_max` (as below) and,
+    if it uses torch, `device`. It MAY have a class method `check_model(options)`, which raises ConfigError for a model that it cannot
+    serve, and which `rollmesh check` calls.
+    """
 
     @property
     def outputs(self) -> frozenset[str]:
@@ -206,3 +223,11 @@ class Engine(Protocol):
     def load(self) -> EngineLoad:
         """Return the current load."""
         ...
+
+
+def with_model(engine: Extension, base_dir: str | Path | None, folder: Callable[[], Path]) -> Extension:
+    """Return the choice of an engine with `folder()` as its model, if it takes one and the configuration names none."""
+    options = getattr(INFERENCE_ENGINES.find(engine.name, base_dir), "Options", None)
+    if "model" in engine.options or "model" not in getattr(options, "__struct_fields__", ()):
+        return engine
+    return msgspec.structs.replace(engine, options={"model": str(folder()), **engine.options})

@@ -12,17 +12,15 @@ from pathlib import Path
 
 from rollmesh.services.inference.commands import WeightCommands
 from rollmesh.services.inference.config import InferenceConfig
-from rollmesh.services.inference.engine import Engine, KvPolicy
+from rollmesh.services.inference.engine import INFERENCE_ENGINES, Engine, KvPolicy
 from rollmesh.services.inference.servicer import InferenceServicer
 from rollmesh.services.inference.state import ServingState
 from rollmesh.services.inference.weight_servicer import WeightServicer
 from rollmesh.services.inference.weights import WeightKeeper
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.trajectory import encode_version
-from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import Draining
 from rollmesh.shared.joined_node import JoinedNode
-from rollmesh.shared.objects import load_object
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.weights.blobs import BlobStore
@@ -122,7 +120,6 @@ class InferenceNode(JoinedNode):
 
 
 def make_engine(config: InferenceConfig, base_dir: Path | None = None) -> Engine:
-    """Open the engine that the config names. Raises `ConfigError` naming the key."""
-    options = config_from_dict(load_object(config.engine_config, base_dir), config.engine_options)
-    engine: Engine = load_object(config.engine, base_dir)(options)
+    """Construct the engine that the config names. Raises ConfigError that names the key."""
+    engine: Engine = INFERENCE_ENGINES.make(config.engine, base_dir)
     return engine

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from msgspec import Meta
 
+from rollmesh.shared.registry import Extension
 from rollmesh.shared.retry import RetryConfig
 from rollmesh.shared.settings import LIVE, NonEmptyStr, NonNegativeInt, PositiveFloat, PositiveInt, Settings
 from rollmesh.shared.weights.transfer import TransferConfig
 from rollmesh.trainer.config import UpdateConfig
-
-TORCH_TRAINER = "rollmesh.services.learner.engines.torch_trainer:open_trainer"
-FAKE_TRAINER = "rollmesh.testing.fake_trainer:open_trainer"
 
 
 class PublishConfig(Settings):
@@ -44,10 +42,8 @@ class LearnerConfig(UpdateConfig):
 
     directory: Annotated[NonEmptyStr, LIVE] = "learner"
     """Folder of the learner: `checkpoints/`, `publishing/`, `metrics.jsonl`, `tensorboard/`."""
-    engine: str = TORCH_TRAINER
-    """The trainer behind `engine.OpenEngine`: package.module:function or file.py:function."""
-    engine_options: dict[str, Any] = {}
-    """Settings of that engine alone; the torch trainer has none."""
+    engine: Extension = Extension("torch")
+    """The trainer: `torch`, `fake` (no model, for tests), or your own as `file.py:Name`."""
     model: str = ""
     """Folder of the initial model (transformers format). Read only while there is no checkpoint."""
     reward_weights: dict[str, float] = {}

@@ -13,14 +13,15 @@ What an implementation promises (tests/conformance/test_trainer_engine.py):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from rollmesh.services.learner.config import LearnerConfig
+from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.ledger_head import EMPTY, LedgerHead
-from rollmesh.shared.objects import load_object
+from rollmesh.shared.registry import Extension, Registry
 from rollmesh.shared.trajectory import FloatArray, GroupContext, IntArray, TrainingSample
 from rollmesh.trainer.trained_log import TrainedLog
 
@@ -104,18 +105,38 @@ class Restored:
     """What was wrong with newer checkpoints, in words: they are set aside, and this one is older than what was trained."""
 
 
-class OpenEngine(Protocol):
-    """Makes a trainer from the newest checkpoint in `config.checkpoints`, or from `config.model` if there is none."""
+class TrainerClass(Protocol):
+    """What a trainer's class declares. Its `Options`, if it has settings, are a strict struct."""
 
-    def __call__(self, config: LearnerConfig) -> Restored:
-        """A damaged checkpoint is set aside and told (`Restored.passed_by`), the one before it serves; the attach then rolls back.
+    trains_model: ClassVar[bool]
+    """Whether it trains the model of the run by the settings of `UpdateConfig`. If so, `rollmesh check` checks model, loss and device."""
 
-        Raises `ConfigError` or ValueError, with the remedy, for what cannot be loaded; checkpoints none of which is whole are one.
+    @classmethod
+    def open(cls, config: LearnerConfig, options: Any) -> Restored:
+        """Make a trainer from the newest whole checkpoint in `config.checkpoints`, or from `config.model` if there is none.
+
+        `options` is an instance of the class's `Options`, without settings if it has none. A damaged checkpoint is set aside and
+        reported (`Restored.passed_by`), and the one before it is used; the attach then rolls back. Raises ConfigError or ValueError,
+        with the remedy, for what cannot be loaded. Checkpoints of which none is whole are such an error.
         """
         ...
 
 
-def find_engine(name: str, base_dir: str | Path | None = None) -> OpenEngine:
-    """The engine a config names; a user's file is looked up in `base_dir`. Raises `ConfigError`."""
-    found: OpenEngine = load_object(name, base_dir)
-    return found
+OpenEngine = Callable[[LearnerConfig], Restored]
+"""Opens a trainer, see `TrainerClass.open`."""
+
+TRAINERS = Registry(
+    "trainer",
+    {
+        "torch": "rollmesh.services.learner.engines.torch_trainer:TorchTrainer",
+        "fake": "rollmesh.testing.fake_trainer:FakeTrainer",
+    },
+)
+
+
+def find_engine(chosen: Extension, base_dir: str | Path | None = None) -> OpenEngine:
+    """Return the function that opens the trainer. A user's file is relative to `base_dir`. Raises ConfigError for a name or an option."""
+    cls, options = TRAINERS.find(chosen.name, base_dir), TRAINERS.options(chosen, base_dir)
+    if not hasattr(cls, "open"):
+        raise ConfigError(f"trainer `{chosen.name}` must have a class method `open(config, options)`", name=chosen.name)
+    return lambda config: cls.open(config, options)

@@ -27,7 +27,7 @@ from rollmesh.shared.errors import ConfigError
 from rollmesh.shared.model_folder import check_positions
 
 FORWARDS = BUILT_IN, CACHED, RECOMPUTE = "built_in", "cached", "recompute"
-_CONTEXT_KEY = "inference.engine_options.context_max"
+_CONTEXT_KEY = "inference.engine.options.context_max"
 MODEL_ERRORS = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)  # fmt: skip
 """Exceptions that the code of a model may raise under a forward that it does not support."""
 _log = logging.getLogger(__name__)

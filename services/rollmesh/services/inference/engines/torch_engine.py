@@ -17,7 +17,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from rollmesh.services.inference.engine import (
     KvPolicy,
     ScoreResult,
 )
-from rollmesh.services.inference.engines.execution import open_runner
+from rollmesh.services.inference.engines.execution import find_execution, open_runner
 from rollmesh.services.inference.engines.requests import check_request, check_tokens
 from rollmesh.services.inference.engines.runner import LoadedWeights
 from rollmesh.services.inference.engines.sampling import OUTPUTS
@@ -42,6 +42,7 @@ from rollmesh.services.inference.engines.stop import Decode, StopRules
 from rollmesh.services.inference.engines.torch_config import TorchEngineConfig
 from rollmesh.services.inference.engines.torch_core import TorchCore
 from rollmesh.services.inference.engines.weights_buffer import WeightsBuffer, read_state
+from rollmesh.shared.settings import Settings
 from rollmesh.shared.trajectory import FinishReason, IntArray
 from rollmesh.shared.versions import PolicyVersion
 
@@ -53,12 +54,13 @@ _Command = Callable[[TorchCore], None]
 class TorchEngine:
     """Implements `rollmesh.services.inference.engine.Engine`."""
 
+    Options: ClassVar[type[Settings]] = TorchEngineConfig
     outputs = frozenset(OUTPUTS)
 
-    def __init__(self, config: TorchEngineConfig) -> None:
-        self._config = config
+    def __init__(self, options: TorchEngineConfig) -> None:
+        self._config = options
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
-        self._buffer = WeightsBuffer[LoadedWeights](config.prepared_max)
+        self._buffer = WeightsBuffer[LoadedWeights](options.prepared_max)
         self._loader = concurrent.futures.ThreadPoolExecutor(
             1, "engine-loader", initializer=torch.set_num_threads, initargs=(1,)
         )
@@ -67,6 +69,11 @@ class TorchEngine:
         self._active: PolicyVersion | None = None
         self._broken: str = ""
         self._thread: threading.Thread | None = None
+
+    @classmethod
+    def check_model(cls, options: TorchEngineConfig) -> None:
+        """Raise ConfigError for a model or a context that the engine cannot serve."""
+        find_execution(options)
 
     @property
     def active(self) -> PolicyVersion | None:

@@ -30,20 +30,20 @@ from rollmesh.trainer.update import BatchTrainer, UpdateOutcome
 _log = logging.getLogger(__name__)
 
 
-def open_trainer(config: LearnerConfig) -> Restored:
-    """As `engine.OpenEngine`. Raises `ConfigError` for what cannot be loaded: model, recipe, or a corrupt checkpoint."""
-    if config.engine_options:
-        raise ConfigError(f"engine_options: the torch trainer has none, found {', '.join(config.engine_options)}")
-    torch.set_num_threads(config.threads)
-    try:
-        found = latest_checkpoint(config.checkpoints)
-        return _fresh(config) if found is None else _resumed(config, found)
-    except CheckpointError as err:
-        raise ConfigError(str(err)) from err
-
-
 class TorchTrainer:
-    """Implements `engine.TrainerEngine`."""
+    """Implements `engine.TrainerEngine` and `engine.TrainerClass`. It has no options."""
+
+    trains_model = True
+
+    @classmethod
+    def open(cls, config: LearnerConfig, options: object = None) -> Restored:
+        """Open the trainer, see `engine.TrainerClass.open`."""
+        torch.set_num_threads(config.threads)
+        try:
+            found = latest_checkpoint(config.checkpoints)
+            return _fresh(config) if found is None else _resumed(config, found)
+        except CheckpointError as err:
+            raise ConfigError(str(err)) from err
 
     def __init__(self, trainer: BatchTrainer, tokenizer: PreTrainedTokenizerBase | None, config: LearnerConfig) -> None:
         self._trainer = trainer
