@@ -170,8 +170,8 @@ async def test_what_cannot_be_answered_is_a_typed_error_with_its_remedy(bus: Bus
         (ask(0, 1, run="no such run"), InvalidInput, "run"),
         (ask(0, 1, run="unknown"), UnknownRun, "CreateRun first"),
         (ask(0, 1, purpose=types_pb2.PURPOSE_UNSPECIFIED), InvalidInput, "purpose"),
-        (ask_eval(0, 1, "dev"), UnknownSplit, "there are in: train, validation, test"),
-        (ask_eval(7, 1), OutOfRange, "7 tasks"),
+        (ask_eval(0, 1, "dev"), UnknownSplit, "splits with tasks: train, validation, test"),
+        (ask_eval(7, 1), OutOfRange, "must be < 7, the number of tasks"),
         (ask(80, 1), OutOfRange, "epochs_max"),
         (ask(0, 1, 5), CatchingUp, "0 of 5"),
     ]
@@ -179,5 +179,5 @@ async def test_what_cannot_be_answered_is_a_typed_error_with_its_remedy(bus: Bus
         for request, error, message in cases:
             with pytest.raises(error, match=message), typed_errors():
                 await stub.NextTasks(request)
-        with pytest.raises(CorruptSnapshot, match="leave it out"), typed_errors():
+        with pytest.raises(CorruptSnapshot, match="fold the ledger without it"), typed_errors():
             await stub.Restore(data_pb2.RestoreRequest(run="r", state=b"junk"))

@@ -165,7 +165,7 @@ async def test_scorers_are_listed_with_what_they_are() -> None:
     assert response.finalizer == "zero_variance"
     (info,) = response.scorers
     assert (info.name, info.scorer, list(info.rewards)) == ("correct", "exact@1", ["correct"])
-    assert info.description.startswith("String equality")
+    assert info.description.startswith("Compare the extracted answer")
 
 
 async def test_bad_requests_name_the_field() -> None:

@@ -1,1 +1,1 @@
-"""What the demo needs besides the mesh: its tiny model, its tokenizer and the supervised warm start."""
+"""The demo: its task families, its tiny model, its tokenizer and the supervised warm start."""

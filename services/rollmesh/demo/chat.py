@@ -1,8 +1,8 @@
-"""Conversations as tokens: prompts, tool results, and demonstrations with a loss mask.
+"""Encode conversations of the demo: prompts, tool results, and demonstrations with a loss mask.
 
-The token form of a conversation is the concatenation of its messages, so a rollout that appends turn by turn and a
-demonstration rendered at once give the same ids; a test holds both against `apply_chat_template`.
-Collaborators: `tokenizer` (template, tags), `sft` (consumes demonstrations).
+The tokens of a conversation are the concatenation of the tokens of its messages. A rollout that appends turns and a demonstration that is
+rendered at once therefore have the same ids; a test compares both with `apply_chat_template`.
+Collaborators: `tokenizer` (template, tags), `sft` (trains on demonstrations).
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from rollmesh.shared.trajectory import IntArray, MaskArray
 
 @dataclass(frozen=True, slots=True)
 class EncodedDemonstration:
-    """A conversation to imitate: `token_ids` [n], and `loss_mask` [n], 1 on what the assistant wrote."""
+    """A conversation to imitate: `token_ids` [n], and `loss_mask` [n], which is 1 on tokens of the assistant."""
 
     token_ids: IntArray
     loss_mask: MaskArray
 
     def __post_init__(self) -> None:
         if self.token_ids.shape != self.loss_mask.shape:
-            raise ValueError(f"{len(self.token_ids)} token ids but {len(self.loss_mask)} mask entries")
+            raise ValueError(
+                f"`loss_mask` must have {len(self.token_ids)} entries, one per token, got {len(self.loss_mask)}"
+            )
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, question: str, *, tools: Sequence[str] = ()) -> list[int]:
-    """Token ids up to and including the assistant tag: what the first request of an episode carries."""
+    """Return the token ids up to and including the assistant tag, as in the first request of an episode."""
     system = tokenizer.encode(f"<|system|>{' '.join(tools)}<|end|>", add_special_tokens=False) if tools else []
     return [*system, *_message(tokenizer, "user", question), *_tag(tokenizer, "<|assistant|>")]
 
 
 def encode_tool_result(tokenizer: PreTrainedTokenizerBase, result: str) -> list[int]:
-    """Token ids appended after an assistant turn that called a tool: its result, then the assistant tag."""
+    """Return the token ids that follow a tool call: its result, then the assistant tag."""
     return [*_message(tokenizer, "tool", result), *_tag(tokenizer, "<|assistant|>")]
 
 
@@ -49,7 +51,7 @@ def render_demonstration(
     *,
     tools: Sequence[str] = (),
 ) -> EncodedDemonstration:
-    """A solved episode: the question, each (call, result), and the answer; trained on calls, answer and end tags."""
+    """Return a solved episode: the question, each (call, result), and the answer. The loss covers calls, answer and end tags."""
     ids = encode_prompt(tokenizer, question, tools=tools)
     mask = [0] * len(ids)
     for call, result in calls:
@@ -64,7 +66,7 @@ def render_demonstration(
 
 
 def demonstration_messages(question: str, calls: Sequence[tuple[str, str]], answer: str) -> list[dict[str, Any]]:
-    """The same episode as chat messages, for `apply_chat_template`."""
+    """Return the same episode as chat messages for `apply_chat_template`."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for call, result in calls:
         function = {"name": "python", "arguments": {"code": call}}
@@ -83,5 +85,5 @@ def _message(tokenizer: PreTrainedTokenizerBase, role: str, text: str) -> list[i
 def _tag(tokenizer: PreTrainedTokenizerBase, tag: str) -> list[int]:
     ids: list[int] = tokenizer.encode(tag, add_special_tokens=False)
     if len(ids) != 1:
-        raise ValueError(f"{tag} is not one token of this tokenizer: {ids}")
+        raise ValueError(f"{tag} must be one token of this tokenizer, got the ids {ids}")
     return ids

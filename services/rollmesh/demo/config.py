@@ -15,18 +15,18 @@ from rollmesh.shared.settings import NonNegativeInt, Settings
 class MadeModelConfig(Settings):
     """A tiny model made in the run folder and warm-started on demonstrations of a generated source.
 
-    It learns from the train range and stops by the validation range; the test range stays unseen.
+    It is trained on the train range and stops by the validation range. It never sees the test range.
     """
 
     shape: dict[str, Any] = {}
-    """Changes to the model's shape, see `rollmesh.demo.tiny_model.TinyModelConfig`."""
+    """Changes to the shape of the model, see `rollmesh.demo.tiny_model.TinyModelConfig`."""
     warm_start: dict[str, Any] = {}
     """Changes to the supervised training, see `rollmesh.demo.sft.WarmStartConfig`."""
     tasks: Extension | None = None
     """Generated source of the demonstrations. It also has the levels by which success is measured, and the hash ranges. Default:
     `data.source`. If both have the same name, their shares must be equal."""
     seed: NonNegativeInt = 0
-    """Key of the weights and of the demonstrations; 0 takes the run's seed."""
+    """Seed of the weights and of the demonstrations. 0 means the seed of the run."""
 
 
 def demonstrated_source(config: MadeModelConfig, base_dir: str | Path | None = None) -> GeneratedSource:

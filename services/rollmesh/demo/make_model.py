@@ -1,10 +1,10 @@
-"""Making a run's model: a tiny Qwen3, warm-started on demonstrations of a generated source.
+"""Make the model of a run: a tiny Qwen3 that is warm-started on demonstrations of a generated source.
 
-Run as a process of its own, it writes one JSON object per step to standard output, so that its caller stays responsive:
+As a separate process it writes one JSON object per step to standard output, so its caller stays responsive:
 
     python -m rollmesh.demo.make_model FOLDER SEED < MadeModelConfig.json
 
-The folder appears under its name only when it is whole. A refusal is one line {"error": ...} and exit code 1.
+The folder gets its name only when it is complete. A rejected configuration is one line {"error": ...} and exit code 1.
 Collaborators: `rollmesh.trainer` (model, supervised training), `rollmesh.services.data` (tasks and their ranges).
 """
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 def resolve(config: MadeModelConfig) -> tuple[TinyModelConfig, WarmStartConfig]:
-    """The nested settings, checked. Raises ConfigError naming the key."""
+    """Return the nested settings. Raise ConfigError that names the key."""
     shape = _options(TinyModelConfig, config.shape, "made_model.shape")
     return shape, _options(WarmStartConfig, config.warm_start, "made_model.warm_start")
 
@@ -51,9 +51,9 @@ def resolve(config: MadeModelConfig) -> tuple[TinyModelConfig, WarmStartConfig]:
 def make_model(
     config: MadeModelConfig, folder: Path, *, seed: int, on_step: Callable[[WarmStartProgress], None]
 ) -> WarmStartProgress:
-    """Writes the model to `folder`, which must not exist. Equal arguments make equal weights.
+    """Write the model to `folder`, which must not exist. Equal arguments give equal weights.
 
-    Raises ConfigError, or WarmStartFailed if the target is out of reach.
+    Raise ConfigError, or WarmStartFailed if the target is not reached.
     """
     shape, sft = resolve(config)
     maker = _Demonstrator(demonstrated_source(config))
@@ -71,14 +71,14 @@ def make_model(
 
 
 class _Demonstrator:
-    """Demonstrations as the agent's conversations look, from one split each."""
+    """Renders demonstrations as conversations of the agent, each from one split."""
 
     def __init__(self, source: GeneratedSource) -> None:
         self._source = source
         self._tokenizer = build_tokenizer()
 
     def new(self, level: int, rng: np.random.Generator) -> EncodedDemonstration:
-        """A demonstration of a task from the train range."""
+        """Return a demonstration of a new task of the train range."""
         draws = random.Random(int(rng.integers(2**63)))
         while True:
             key = self._source.make(draws, level)
@@ -86,7 +86,7 @@ class _Demonstrator:
                 return self._render(key)
 
     def validation(self) -> list[EncodedDemonstration]:
-        """The ideal episodes of the validation range."""
+        """Return the ideal episodes of the validation range."""
         return [self._render(key) for _, key in self._source.keys(Split.VALIDATION)]
 
     def _render(self, key: str) -> EncodedDemonstration:
@@ -105,20 +105,20 @@ def _options(type_: type[T], values: dict[str, Any], key: str) -> T:
 
 
 def main() -> int:
-    """The process; see the module."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C reaches the caller too, which says what is to be said
+    """Run the process; see the module."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C also reaches the caller, which reports it
     torch.set_num_threads(1)
     folder, seed = Path(sys.argv[1]), int(sys.argv[2])
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=MadeModelConfig)
     try:
-        make_model(config, folder, seed=seed, on_step=lambda progress: _tell(msgspec.to_builtins(progress)))
+        make_model(config, folder, seed=seed, on_step=lambda progress: _write_line(msgspec.to_builtins(progress)))
     except (ConfigError, WarmStartFailed) as err:
-        _tell({"error": str(err)})
+        _write_line({"error": str(err)})
         return 1
     return 0
 
 
-def _tell(line: dict[str, object]) -> None:
+def _write_line(line: dict[str, object]) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
     sys.stdout.buffer.flush()
 

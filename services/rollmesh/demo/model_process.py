@@ -1,6 +1,6 @@
-"""The model's making as a process of its own: the terminal stays live, and its memory is gone afterwards.
+"""Make the model in a separate process, which keeps the terminal responsive and frees its memory at its end.
 
-Collaborators: `make_model` (what runs there).
+Collaborators: `make_model` (the code of the process).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class WarmStep(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     success: float | None = None
     error: str = ""
-    """The process gave up; everything else is empty."""
+    """Cause of a failure of the process. All other fields are then empty."""
 
 
 class ModelNotMade(FailedPrecondition):
-    """The process that makes the model gave up or died; the message says why."""
+    """The process that makes the model failed or crashed. The message contains the cause."""
 
     reason = "MODEL_NOT_MADE"
 
@@ -42,9 +42,9 @@ class ModelNotMade(FailedPrecondition):
 async def make_in_process(
     config: MadeModelConfig, folder: Path, *, seed: int, limit_s: float, on_step: Callable[[WarmStep], None]
 ) -> WarmStep:
-    """Makes the model in `folder`; returns the last step. Cancelling it ends the process.
+    """Make the model in `folder`, and return the last step. A cancellation ends the process.
 
-    Raises ModelNotMade, at the latest after `limit_s` seconds.
+    Raise ModelNotMade if the process fails or exceeds `limit_s` seconds.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     process = await asyncio.create_subprocess_exec(
@@ -71,7 +71,9 @@ async def _follow(
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
-    complaints = asyncio.create_task(process.stderr.read())  # read all along: a full pipe would stop the process
+    errors = asyncio.create_task(
+        process.stderr.read()
+    )  # read continuously, because a full pipe would block the process
     try:
         process.stdin.write(msgspec.json.encode(config))
         process.stdin.close()
@@ -84,16 +86,16 @@ async def _follow(
         if last.error:
             raise ModelNotMade(last.error)
         if code:
-            text = (await complaints).decode(errors="replace")[-_ERROR_CHARS_MAX:]
-            raise ModelNotMade(f"the process that makes the model ended with code {code}:\n{text}")
+            text = (await errors).decode(errors="replace")[-_ERROR_CHARS_MAX:]
+            raise ModelNotMade(f"the process that makes the model exited with code {code}:\n{text}")
         return last
     finally:
-        complaints.cancel()
-        await asyncio.wait([complaints])
+        errors.cancel()
+        await asyncio.wait([errors])
 
 
 def needs_trainer() -> None:
-    """ConfigError unless the packages of the `trainer` extra are there."""
+    """Raise ConfigError unless the packages of the extra `trainer` are installed."""
     from importlib.util import find_spec
 
     missing = [name for name in ("torch", "transformers", "safetensors") if find_spec(name) is None]

@@ -1,14 +1,14 @@
-"""Muon for the warm start: momentum, orthogonalised. In float32 and batched by shape.
+"""Muon for the warm start: orthogonalized momentum, in float32 and batched by shape.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon): for a weight matrix with gradient G,
 
     M <- beta M + G,   U = G + beta M (Nesterov),   W <- W - lr * sqrt(max(1, rows / cols)) * NS5(U)
 
-NS5 is five Newton-Schulz steps X <- a X + (b A + c A^2) X with A = X X^T, which push all singular values of U / |U| towards 1.
+NS5 is five Newton-Schulz steps X <- a X + (b A + c A^2) X with A = X X^T, which move all singular values of U / |U| towards 1.
 
-Why it is here: with AdamW the tiny model's induction phase transition is a lottery over seeds (1000+ steps at some, never at
-others), with Muon it comes in 170-300 steps at every seed tried. Why not `torch.optim.Muon`: its bf16 Newton-Schulz is
-slow on CPUs without bf16 units (70 ms a step against 25 ms); matrices of one shape go through it as one batch here.
+With AdamW, the induction phase transition of the tiny model depends on the seed: 1000 and more steps for some seeds, none for others. With
+Muon it comes within 170-300 steps for every seed tried. `torch.optim.Muon` is not used, because its bf16 Newton-Schulz is slow on CPUs
+without bf16 units (70 ms per step instead of 25 ms). This one processes matrices of one shape as one batch.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ NS_STEPS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over 2-D parameters. Embeddings, output layers and vectors belong to AdamW."""
+    """Muon for 2-D parameters. Embeddings, output layers and vectors use AdamW."""
 
     def __init__(self, params: Iterable[nn.Parameter], *, lr: float, momentum: float = 0.95) -> None:
         params = list(params)
         wrong = [tuple(p.shape) for p in params if p.ndim != 2]
         if wrong:
-            raise ValueError(f"Muon takes matrices; got shapes {wrong}")
+            raise ValueError(f"parameters of Muon must be matrices, got the shapes {wrong}")
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         if closure is not None:
-            raise ValueError("Muon takes no closure")
+            raise ValueError("Muon does not support a closure")
         for group in self.param_groups:
             for params in _by_shape(p for p in group["params"] if p.grad is not None):
                 rows, cols = params[0].shape
-                updates = orthogonalise(torch.stack([self._nesterov(p, group["momentum"]) for p in params]))
+                updates = orthogonalize(torch.stack([self._nesterov(p, group["momentum"]) for p in params]))
                 scale = group["lr"] * max(1.0, rows / cols) ** 0.5
                 for parameter, update in zip(params, updates, strict=True):
                     parameter.add_(update, alpha=-scale)
@@ -53,11 +53,11 @@ class Muon(torch.optim.Optimizer):
         return gradient.add(buffer, alpha=momentum)
 
 
-def orthogonalise(matrices: Tensor) -> Tensor:
-    """Approximate U V^T of each matrix in [batch, rows, cols]: singular values come out between about 0.7 and 1.2."""
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Approximate U V^T of each matrix in [batch, rows, cols]. The singular values of the result are between about 0.7 and 1.2."""
     a, b, c = NS_COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.transpose(1, 2) if tall else matrices  # the Gram matrix is then the smaller of the two
+    x = matrices.transpose(1, 2) if tall else matrices  # so that the Gram matrix is the smaller one
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
     for _ in range(NS_STEPS):
         gram = x @ x.transpose(1, 2)

@@ -1,11 +1,10 @@
-"""Supervised warm start: imitate demonstrations until a target success, so that RL has something to reinforce.
+"""Supervised warm start: imitate demonstrations until a target success, so that RL has behavior to reinforce.
 
-Muon on the hidden matrices, AdamW on embedding and vectors; loss on what the assistant wrote only. Levels come in by a
-ladder: a few at first, one more whenever the smoothed loss is small. It stops at a target success, not after a number of steps:
-the start of RL is then alike over seeds and machines. The target must be measured on the validation range, so that the test
-range stays unseen.
+Hidden matrices are trained by Muon, embedding and vectors by AdamW, with a loss on the tokens of the assistant only. Levels are added one by
+one, each when the smoothed loss is small. The training stops at a target success, not after a number of steps, so the start of RL is similar
+for all seeds and machines. The target must be measured on the validation range, because the test range must stay unseen.
 
-Collaborators: `chat` (renders demonstrations), `packing`, `forward`, `muon`. Tasks come from the caller.
+Collaborators: `chat` (renders demonstrations), `packing`, `forward`, `muon`. The caller provides the tasks.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from rollmesh.trainer.packing import Sequence1D, num_targets, pack
 
 
 class WarmStartConfig(Settings):
-    """The warm start. Defaults are for the tiny model: 300-600 steps."""
+    """Settings of the warm start. With the defaults, the tiny model needs 300-600 steps."""
 
     levels: int = 6
-    """Highest level demonstrated. RL gets no signal on levels beyond it: success there stays at 0."""
+    """Highest demonstrated level. RL has no signal on higher levels, because their success stays at 0."""
     levels_first: PositiveInt = 3
-    """Levels 1 ... this one at the start. Starting with level 1 alone is slower."""
+    """Highest level at the start, with all lower ones. A start with level 1 alone is slower."""
     promote_loss: PositiveFloat = 0.15
-    """A level is added when the smoothed loss per token, in nats, falls below this."""
+    """Smoothed loss per token, in nats, below which a level is added."""
     batch_size: PositiveInt = 16
     """Demonstrations per step."""
     muon_lr: PositiveFloat = 0.015
@@ -45,11 +44,11 @@ class WarmStartConfig(Settings):
     warmup_steps: PositiveInt = 20
     clip_norm: PositiveFloat = 1.0
     target_success: Annotated[float, Meta(gt=0, le=1)] = 0.45
-    """Stop at this validation success. Higher leaves RL less to show; below 0.3 it rises slowly."""
+    """Validation success at which the training stops. A higher value leaves less to RL; RL is slow from a start below 0.3."""
     evaluate_every: PositiveInt = 10
-    """Steps between evaluations, once all levels are in. Success can rise by 0.4 within 25 steps: rare ones overshoot."""
+    """Steps between evaluations after all levels were added. Success can rise by 0.4 within 25 steps, so rare evaluations overshoot."""
     steps_max: PositiveInt = 3000
-    """Give up after this many steps."""
+    """Maximum number of steps."""
     packing: PackingConfig = PackingConfig()
 
     def check_fields(self) -> None:
@@ -58,22 +57,22 @@ class WarmStartConfig(Settings):
 
 
 Demonstrate = Callable[[int, np.random.Generator], EncodedDemonstration]
-"""(level, generator) -> a demonstration of a new task of that level, from the training range."""
+"""Returns a demonstration of a new task of a level, from the training range."""
 
 Evaluate = Callable[[PreTrainedModel], float]
-"""Model -> success in [0, 1] on the validation range."""
+"""Returns the success of a model in [0, 1] on the validation range."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartProgress:
-    """After a step: loss per trained token in nats; `success` is None where nothing was evaluated."""
+    """Progress after a step. `loss` is per trained token, in nats. `success` is None if the step had no evaluation."""
 
     step: int
     level: int
     loss: float
     loss_smoothed: float
     num_tokens: int
-    """Real tokens seen so far, padding excluded."""
+    """Number of tokens trained on so far, without padding."""
     success: float | None
 
 
@@ -90,12 +89,12 @@ def warm_start(
     seed: int,
     on_step: Callable[[WarmStartProgress], None] = lambda _: None,
 ) -> WarmStartProgress:
-    """Train `model` in place until the target. Returns the last progress; raises WarmStartFailed.
+    """Train `model` in place until the target, and return the last progress. Raise WarmStartFailed.
 
-    Deterministic: the same model, seed and callbacks give the same weights.
+    The same model, seed and callbacks give the same weights.
     """
     rng = np.random.default_rng([seed, 0])
-    optimizers = _make_optimisers(model, config)
+    optimizers = _make_optimizers(model, config)
     level, smoothed, num_tokens = config.levels_first, math.inf, 0
     for step in range(1, config.steps_max + 1):
         _set_rates(optimizers, config, step)
@@ -124,7 +123,7 @@ def imitation_step(
     optimizers: Sequence[torch.optim.Optimizer],
     config: WarmStartConfig,
 ) -> float:
-    """One optimiser step on the mean loss per trained token; returns that loss in nats. Raises ValueError if not finite."""
+    """Make one optimizer step on the mean loss per trained token, and return that loss in nats. Raise ValueError if not finite."""
     sequences = _sequences(demos)
     total = num_targets(sequences)
     model.train()
@@ -141,10 +140,10 @@ def imitation_step(
 def demonstration_probability(
     model: PreTrainedModel, demos: Sequence[EncodedDemonstration], packing: PackingConfig | None = None
 ) -> float:
-    """Mean probability that sampling at temperature 1 reproduces a demonstration exactly, given its observations.
+    """Return the mean probability that sampling at temperature 1 reproduces a demonstration exactly, given its observations.
 
-    A lower bound of success where tools are deterministic (other ways to the answer are not counted), without noise from
-    sampling and at the price of one forward.
+    With deterministic tools this is a lower bound of success, because other solutions are not counted. It has no sampling noise and costs
+    one forward pass.
     """
     sequences = _sequences(demos)
     logprobs = logprobs_of(model, sequences, packing or PackingConfig()).double()
@@ -152,8 +151,8 @@ def demonstration_probability(
     return float(np.mean([part.sum().exp().item() for part in torch.split(logprobs, lengths)]))
 
 
-def _make_optimisers(model: PreTrainedModel, config: WarmStartConfig) -> tuple[Muon, torch.optim.AdamW]:
-    """Hidden matrices to Muon; embeddings, output layer and vectors to AdamW."""
+def _make_optimizers(model: PreTrainedModel, config: WarmStartConfig) -> tuple[Muon, torch.optim.AdamW]:
+    """Use Muon for hidden matrices, and AdamW for embeddings, output layer and vectors."""
     outer = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}  # type: ignore[no-untyped-call]
     hidden = [p for p in model.parameters() if p.ndim == 2 and id(p) not in outer]
     rest = [p for p in model.parameters() if p.ndim != 2 or id(p) in outer]
@@ -162,14 +161,14 @@ def _make_optimisers(model: PreTrainedModel, config: WarmStartConfig) -> tuple[M
 
 
 def _set_rates(optimizers: tuple[Muon, torch.optim.AdamW], config: WarmStartConfig, step: int) -> None:
-    """Linear warm-up, then constant."""
+    """Set learning rates: a linear warm-up, then constant."""
     warm = min(1.0, step / config.warmup_steps)
     for optimizer, peak in zip(optimizers, (config.muon_lr, config.adamw_lr), strict=True):
         set_lr(optimizer, peak * warm)
 
 
 def _draw_level(level: int, rng: np.random.Generator) -> int:
-    """Uniform over 1 ... level, the highest twice as likely."""
+    """Draw uniformly from 1 ... level, with twice the probability for the highest."""
     return min(int(rng.integers(1, level + 2)), level)
 
 

@@ -1,7 +1,7 @@
-"""The demo's model, made on the spot: a Qwen3 of about 0.36 million parameters over the character tokenizer.
+"""The model of the demo: a Qwen3 of about 0.36 million parameters over the character tokenizer, made without a download.
 
-A plain transformers configuration, so that every engine and tool that knows Qwen3 loads it; nothing is downloaded.
-Collaborators: `tokenizer` (vocabulary), `model_files` (writing the folder).
+It is a plain transformers configuration, so every engine and tool that supports Qwen3 loads it.
+Collaborators: `tokenizer` (vocabulary), `model_files` (writes the folder).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class TinyModelConfig(Settings):
     """Shape of the tiny model. The defaults make 359,168 parameters."""
 
     hidden_size: PositiveInt = 128
-    """Width. 64 trains twice as fast but rises less under RL."""
+    """Width. 64 trains twice as fast, but RL improves it less."""
     num_layers: PositiveInt = 2
-    """Depth; two are needed to copy from the context (an induction head spans two layers)."""
+    """Depth. Copying from the context needs two layers, because an induction head spans two."""
     num_heads: PositiveInt = 4
     num_kv_heads: PositiveInt = 2
     head_dim: PositiveInt = 32
-    """Per head; 32 is a size that flash-attention kernels accept."""
+    """Width per head. Flash-attention kernels support 32."""
     intermediate_size: PositiveInt = 320
     context_max: PositiveInt = 512
-    """Most tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
     rope_theta: PositiveFloat = 1e4
 
     def check_fields(self) -> None:
@@ -39,7 +39,7 @@ class TinyModelConfig(Settings):
 
 
 def build_tiny_model(config: TinyModelConfig, *, seed: int) -> PreTrainedModel:
-    """A freshly initialised float32 model on the CPU; the same seed gives the same weights. Global RNG is untouched."""
+    """Return a newly initialized float32 model on the CPU. The same seed gives the same weights. The global RNG does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = Qwen3ForCausalLM(_transformers_config(config))  # type: ignore[no-untyped-call]
@@ -49,7 +49,7 @@ def build_tiny_model(config: TinyModelConfig, *, seed: int) -> PreTrainedModel:
 
 
 def _transformers_config(config: TinyModelConfig) -> Qwen3Config:
-    # Through a dict: transformers 5 declares `rope_parameters` and takes `rope_theta` as a legacy name, 4.x knows only that.
+    # By a dict, because transformers 5 declares `rope_parameters` and accepts `rope_theta` as a legacy name, and 4.x has only that.
     fields: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": config.hidden_size,

@@ -1,11 +1,11 @@
 """The character tokenizer of the tiny model: one id per printable ASCII character, and one per structural tag.
 
-Saved as a real `tokenizer.json` with special tokens and a chat template, so that any engine that loads transformers
-folders serves it. Structural tags are single tokens that plain text cannot spell: a tool result containing the text
-`<answer>` is still encoded as tags by the tokenizer, so callers that encode untrusted text use `encode_text`.
+It is saved as a real `tokenizer.json` with special tokens and a chat template, so engines that load transformers folders serve it. Structural
+tags are single tokens. The tokenizer encodes the text `<answer>` as a tag, even in a tool result, so callers encode untrusted text with
+`encode_text`.
 
-Invariants: ids are stable (they are part of every checkpoint); there is no BOS, so a conversation's tokens are the
-concatenation of its messages' tokens.
+Invariants: ids are stable, because every checkpoint depends on them. There is no BOS, so the tokens of a conversation are the concatenation of
+the tokens of its messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SPECIAL_TOKENS = (
 """Ids 0, 1, ... in this order."""
 
 VOCAB_SIZE = 112
-"""13 tags, newline and 95 printable characters, rounded up to a multiple of 16; the last 3 ids are never produced."""
+"""13 tags, newline and 95 printable characters, rounded up to a multiple of 16. The last 3 ids are unused."""
 
 CHAT_TEMPLATE = """\
 {%- if tools -%}<|system|>{%- for tool in tools -%}
@@ -53,15 +53,15 @@ CHAT_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
-"""One tool with one argument: a call's body is the bare argument. At one token per character JSON would cost 50 tokens."""
+"""There is one tool with one argument, so the body of a call is the argument itself. In JSON it would cost 50 tokens."""
 
 
 def build_tokenizer(*, model_max_length: int = 512) -> PreTrainedTokenizerFast:
-    """The tokenizer in memory; `model_max_length` is the context in tokens that it announces."""
+    """Return the tokenizer. `model_max_length` is its declared context, in tokens."""
     characters = ["\n", *(chr(code) for code in range(32, 127))]
     vocab = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *characters])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
-    # The regex engine is Oniguruma: `(?s:.)` is a syntax error there, `[\s\S]` is the way to match a newline too.
+    # The regex engine is Oniguruma, which rejects `(?s:.)`. `[\s\S]` also matches a newline.
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
@@ -78,6 +78,6 @@ def build_tokenizer(*, model_max_length: int = 512) -> PreTrainedTokenizerFast:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode text in which tags are only text (a tool's output, a user's words): no special token comes out of it."""
+    """Encode untrusted text, such as the output of a tool. The result contains no special token."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     return ids

@@ -1,7 +1,7 @@
-"""Reading a user's JSONL file with errors that say where: file, line number and field.
+"""Read a JSONL file of a user. Errors contain file, line number and field.
 
-Data service (prompts) and reward service (answer keys) read the same file through this module. `digest` lets them notice that
-they were given different ones.
+The data service (prompts) and the reward service (answer keys) read the same file with this module. They compare `digest` to detect that
+they have different files.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from rollmesh.shared.errors import ConfigError, InvalidInput
 
 LINE_BYTES_MAX = 16 * 1024 * 1024
-"""Longest accepted line; a longer one is a file of another format."""
+"""Maximum length of a line, in bytes. A longer line means that the file has another format."""
 
 
 class RecordError(InvalidInput):
@@ -27,21 +27,21 @@ class RecordError(InvalidInput):
 
     @classmethod
     def at(cls, path: Path, line: int, cause: str, *, field: str = "") -> RecordError:
-        """The error about one line, and one field of it if named."""
+        """Return the error of a line, or of a field of it if `field` is not empty."""
         where = f'field "{field}": ' if field else ""
         return cls(f"{path}:{line}: {where}{cause}", path=path, line=line, field=field)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonlRecord:
-    """One line: a JSON object. `line` counts from 1 and includes blank lines, as an editor shows it."""
+    """A JSON object in one line. `line` counts from 1 and includes blank lines, as in an editor."""
 
     path: Path
     line: int
     fields: Mapping[str, object]
 
     def value(self, field: str) -> object:
-        """The value at `field`; dots reach into nested objects. RecordError if it is absent."""
+        """Return the value at `field`, in which dots separate names of nested objects. Raise RecordError if it is absent."""
         node: object = self.fields
         for name in field.split("."):
             if not isinstance(node, dict) or name not in node:
@@ -50,7 +50,7 @@ class JsonlRecord:
         return node
 
     def text(self, field: str) -> str:
-        """A non-empty string at `field`, or a number or boolean as JSON writes it. RecordError for anything else."""
+        """Return the non-empty string at `field`, or a number or boolean in its JSON form. Raise RecordError for other values."""
         value = self.value(field)
         if isinstance(value, (bool, int, float)):
             return json.dumps(value)
@@ -61,7 +61,7 @@ class JsonlRecord:
         return value
 
     def extract(self, field: str, pattern: re.Pattern[str] | None) -> str:
-        """Text at `field`; with `pattern` the last match in it: group 1, or the whole match if it has no group."""
+        """Return the text at `field`, or the last match of `pattern` in it: group 1, or the whole match without a group."""
         text = self.text(field)
         if pattern is None:
             return text.strip()
@@ -71,7 +71,7 @@ class JsonlRecord:
         return found
 
     def extract_all(self, field: str, pattern: re.Pattern[str] | None) -> tuple[str, ...]:
-        """As `extract` for a field that may also hold a list of alternatives, taken as they are; at least one."""
+        """Return the result of `extract`, or the strings of a field that is a non-empty list of alternatives."""
         value = self.value(field)
         if not isinstance(value, list):
             return (self.extract(field, pattern),)
@@ -85,16 +85,16 @@ class JsonlRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonlFile:
-    """A file's records in order and the SHA-256 (hex) of its bytes."""
+    """The records of a file in order, and the SHA-256 (hex) of its bytes."""
 
     records: tuple[JsonlRecord, ...]
     digest: str
 
 
 def read_jsonl(path: Path, *, num_lines_max: int) -> JsonlFile:
-    """All records of a UTF-8 file with one JSON object per line; blank lines are skipped.
+    """Return all records of a UTF-8 file with one JSON object per line. Blank lines are skipped.
 
-    Raises ConfigError if the file cannot be read, RecordError for the first line that is not a JSON object or beyond a limit.
+    Raise ConfigError if the file cannot be read, and RecordError for the first line that is not a JSON object or exceeds a limit.
     """
     try:
         return _read(path, num_lines_max)
@@ -103,7 +103,7 @@ def read_jsonl(path: Path, *, num_lines_max: int) -> JsonlFile:
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """The last match of `pattern` in `text`: group 1, or the whole match if it has no group; None if there is none."""
+    """Return the last match of `pattern` in `text`: group 1, or the whole match without a group. None without a match."""
     matches = deque(pattern.finditer(text), maxlen=1)
     if not matches:
         return None

@@ -1,4 +1,4 @@
-"""Loading a user's own class or function by name: `package.module:Name`, `package.module.Name` or `file.py:Name`."""
+"""Load a class or function of a user by name: `package.module:Name`, `package.module.Name` or `file.py:Name`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rollmesh.shared.user_code import explain, user_traceback
 
 
 def load_object(name: str, base_dir: str | Path | None = None) -> Any:
-    """The object called `name`; relative files are looked up in `base_dir` (the folder of the config), else in the current one.
+    """Return the object called `name`. Relative files are relative to `base_dir`, by default the current folder.
 
-    A file is executed once per process, so its classes keep their identity. Raises `ConfigError` if the file, module or
-    name does not exist; an error raised while the module runs is chained to it.
+    A file is executed once per process, so its classes keep their identity. Raise ConfigError if the file, module or name does not exist.
+    An exception of the module is chained to it.
     """
     source, attribute = _split(name)
     module = _load_file(name, source, base_dir) if source.endswith(".py") else _import(name, source)
@@ -33,7 +33,7 @@ def load_object(name: str, base_dir: str | Path | None = None) -> Any:
 
 
 def _split(name: str) -> tuple[str, str]:
-    # From the right: a Windows or URL-like path may hold colons, an attribute never does.
+    # Split at the last colon, because a path may contain colons and an attribute cannot.
     source, separator, attribute = name.rpartition(":" if ":" in name else ".")
     if not separator or not source or not attribute or name.endswith(".py"):
         raise ConfigError(f"`{name}`: expected package.module:Name or file.py:Name", name=name)
@@ -50,7 +50,7 @@ def _import(name: str, module: str) -> ModuleType:
         raise ConfigError(
             f"`{name}`: importing `{module}` failed: {err}{f'; {remedy}' if remedy else ''}", name=name
         ) from err
-    except Exception as err:  # user code may raise anything; the key that named it must be told
+    except Exception as err:  # user code may raise anything; the name that led to it must be reported
         raise ConfigError(f"`{name}`: importing `{module}` failed: {type(err).__name__}: {err}", name=name) from err
 
 
@@ -58,7 +58,7 @@ def _load_file(name: str, source: str, base_dir: str | Path | None) -> ModuleTyp
     path = (Path(base_dir or ".") / Path(source).expanduser()).resolve()
     if not path.is_file():
         raise ConfigError(f"`{name}`: there is no file {path}", name=name)
-    # The digest keeps two users' `agent.py` apart; sys.modules keeps one file one module.
+    # The digest distinguishes files of the same name. sys.modules makes one module of each file.
     module_name = f"_rollmesh_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -66,17 +66,17 @@ def _load_file(name: str, source: str, base_dir: str | Path | None) -> ModuleTyp
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # before running it: dataclasses and msgspec look their module up
+    sys.modules[module_name] = module  # before the execution, because dataclasses and msgspec look up their module
     try:
         spec.loader.exec_module(module)
-    except Exception as err:  # user code may raise anything; the key that named it must be told
+    except Exception as err:  # user code may raise anything; the name that led to it must be reported
         del sys.modules[module_name]
         raise ConfigError(f"`{name}`: running {path} failed: {explain(err)}{_frames(err)}", name=name) from err
     return module
 
 
 def _frames(error: Exception) -> str:
-    """Where in the user's code; a SyntaxError says so itself."""
+    """Return the frames of the user code. The message of a SyntaxError already contains its location."""
     return "" if isinstance(error, SyntaxError) else f"\n{user_traceback(error)}"
 
 

@@ -1,4 +1,4 @@
-"""Explains an error of a user's extension to its author: the error with a hint, and the frames of the author's code."""
+"""Describe errors of user code, such as an agent or a scorer: the error with a hint, and the frames of the user code."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_a_users_own_selector_is_loaded_from_its_file(tmp_path: Path) -> None:
 
 
 OWN_SOURCE = """
-from rollmesh.services.data.task import Split, Task
+from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.shared.trajectory import Message
 
 class Twice:
@@ -62,7 +62,7 @@ class Twice:
         self.text = (base_dir / "prompt.txt").read_text()
     def tasks(self):
         for split in ("train", "test"):
-            yield Task(task_id="a", messages=(Message(role="user", content=self.text),), split=split)
+            yield PoolTask(task_id="a", messages=(Message(role="user", content=self.text),), split=split)
 
 class Broken(Twice):
     def tasks(self):

@@ -199,7 +199,7 @@ def test_what_was_only_issued_is_not_in_the_snapshot() -> None:
 def test_epochs_end_and_the_last_answer_is_shorter() -> None:
     draws = RunDraws(pool=pool(5), new_selector=factory("uniform"), num_draws_max=10)
     assert len(draws.positions("main", 8, 4)) == 2
-    with pytest.raises(OutOfRange, match="raise `epochs_max`"):
+    with pytest.raises(OutOfRange, match="raise data.epochs_max"):
         draws.positions("main", 10, 1)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollmesh.demo.muon import Muon, orthogonalise
+from rollmesh.demo.muon import Muon, orthogonalize
 from rollmesh.trainer.config import OptimizerConfig
 from rollmesh.trainer.optim import guarded_step, lr_at, make_adamw
 
@@ -64,10 +64,10 @@ def test_weight_decay_spares_vectors() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 16, 16), (2, 8, 32), (2, 32, 8)])
-def test_orthogonalise_pushes_singular_values_towards_one(shape: tuple[int, int, int]) -> None:
+def test_orthogonalize_pushes_singular_values_towards_one(shape: tuple[int, int, int]) -> None:
     generator = torch.Generator().manual_seed(0)
     matrices = torch.randn(shape, generator=generator)
-    out = orthogonalise(matrices)
+    out = orthogonalize(matrices)
     values = torch.linalg.svdvals(out)
     assert out.shape == matrices.shape
     assert float(values.min()) > 0.3
@@ -95,13 +95,13 @@ def test_muon_steps_alike_batched_or_alone() -> None:
 def test_muon_first_step_has_the_documented_size() -> None:
     weight = nn.Parameter(torch.zeros(16, 4))
     weight.grad = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
-    update = orthogonalise((weight.grad * 1.95)[None])[0]
+    update = orthogonalize((weight.grad * 1.95)[None])[0]
     Muon([weight], lr=0.1, momentum=0.95).step()
     torch.testing.assert_close(weight.detach(), -0.1 * 2.0 * update)
 
 
 def test_muon_refuses_vectors() -> None:
-    with pytest.raises(ValueError, match="takes matrices"):
+    with pytest.raises(ValueError, match="must be matrices"):
         Muon([nn.Parameter(torch.zeros(3))], lr=0.1)
 
 

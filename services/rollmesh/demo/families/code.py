@@ -28,7 +28,7 @@ from rollmesh.shared.errors import UnknownOracle
 
 NUM_TESTS = 8
 ENTRY = "f"
-"""Name of the function that a solution defines."""
+"""Name of the function that a solution must define."""
 
 _STEP = r"(?:plus|minus|times) \d{1,2}"
 _CONDITION = r"(?:over|under) \d{1,2}"
@@ -114,7 +114,7 @@ def _holds(text: str, value: int) -> bool:
 
 
 def _before_step(text: str, value: int) -> int:
-    """What the step takes to `value`, or next to it."""
+    """Return a number that the step maps to `value`, or next to it."""
     word, number = text.split()
     return {"plus": value - int(number), "minus": value + int(number), "times": value // int(number)}[word]
 
@@ -159,7 +159,7 @@ class TwoSteps:
 
 
 class Branch:
-    """One step or another."""
+    """One of two steps, by a condition."""
 
     pattern = re.compile(rf"f\(x\): ({_CONDITION}) ({_STEP}), else ({_STEP})")
 
@@ -180,7 +180,7 @@ class Branch:
 
 
 class Loop:
-    """A sum or count over a list; what is kept is decided before or after the step."""
+    """A sum or count over a list, with a filter before or after the step."""
 
     pattern = re.compile(
         rf"f\(a\): (?:keep ({_CONDITION}), ({_STEP}), sum|({_STEP}), keep ({_CONDITION}), (sum|count))"
@@ -324,7 +324,7 @@ class Examples:
 
 
 KINDS: tuple[Kind, ...] = (TwoSteps(), Branch(), Loop(), Text(), Examples())
-"""By level."""
+"""Specifications by level."""
 
 LEVEL_MAX = len(KINDS)
 

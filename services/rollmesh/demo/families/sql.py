@@ -285,7 +285,7 @@ class SqlOracle:
 
 
 def _result(script: str, query: str) -> list[list[Any]]:
-    """Return the result of our own query. Model-written text is never run here."""
+    """Return the result of the exemplary query. Text of a model is never run here."""
     database = sqlite3.connect(":memory:")
     try:
         database.executescript(script)

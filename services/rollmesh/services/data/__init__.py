@@ -1,1 +1,1 @@
-"""Which task comes next: task sources, selectors, and the state that is a fold of the ledger."""
+"""The data service: task sources, selectors, and draws whose state is a fold of the ledger."""

@@ -1,4 +1,4 @@
-"""Configuration of the data service: a source, a selector, and how the ledger is followed."""
+"""Settings of the data service, and construction of its engine."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ class DataConfig(Settings):
     selector: Extension = Extension("uniform")
     """Selector of the next training task: `uniform`, `thompson`, or your own."""
     seed: NonNegativeInt = 0
-    """Seed of the draws; not of the tasks."""
+    """Seed of the draws. The tasks do not depend on it."""
     epochs_max: Annotated[NonNegativeInt, LIVE] = 0
-    """The training pool is used up after this many times its size in draws; 0 = never."""
+    """Number of epochs of the training pool, after which training draws end. 0 means no limit."""
     success_reward: str = ""
-    """Reward that selectors learn from, read as a success rate in [0, 1]; empty = the run's `success_reward`."""
+    """Reward that selectors read as a success rate in [0, 1]. Default: the `success_reward` of the run."""
     catch_up_s_max: Annotated[float, Meta(ge=0, le=60), LIVE] = 5.0
-    """Longest time a call waits for the ledger position it asks for before it is told to retry, seconds."""
+    """Timeout of a call that waits for a ledger position, in seconds. The caller retries after it."""
     runs_max: Annotated[PositiveInt, LIVE] = 16
-    """Most runs whose ledgers are followed at once."""
+    """Maximum number of runs whose ledgers are followed."""
 
     snapshot_records: Annotated[NonNegativeInt, LIVE] = 20_000
-    """Ledger records between snapshots, which bound the fold after a restart; 0 leaves one only at an orderly end."""
+    """Ledger records between snapshots, which bound the fold after a restart. 0 stores a snapshot only on a clean exit."""
 
 
 def build_pools(config: DataConfig, base_dir: str | Path | None = None) -> dict[Split, TaskPool]:
@@ -67,7 +67,7 @@ def build_pools(config: DataConfig, base_dir: str | Path | None = None) -> dict[
 
 
 def build_selector(config: DataConfig, pool: TaskPool, base_dir: str | Path | None = None) -> Selector:
-    """A fresh selector over `pool`. A user's relative file is looked up in `base_dir`. ConfigError."""
+    """Return a new selector over `pool`. Relative files are relative to `base_dir`. Raise ConfigError."""
     return cast(Selector, SELECTORS.make(config.selector, base_dir, pool=pool, seed=config.seed))
 
 
@@ -79,9 +79,12 @@ def build_engine(
     base_dir: str | Path | None = None,
     snapshots: SnapshotFolder | None = None,
 ) -> DataEngine:
-    """Everything the service runs on; without `snapshots` every start folds whole ledgers. ConfigError, or RecordError for a malformed task file."""
+    """Return the engine of the service. Without `snapshots`, every start folds whole ledgers.
+
+    Raise ConfigError, or RecordError for a malformed task file.
+    """
     pools = build_pools(config, base_dir)
-    build_selector(config, pools[Split.TRAIN], base_dir)  # a wrong selector is told now, not at the first draw
+    build_selector(config, pools[Split.TRAIN], base_dir)  # reject a wrong selector now, not at the first draw
     return DataEngine(
         pools=pools,
         new_selector=lambda pool: build_selector(config, pool, base_dir),

@@ -1,11 +1,11 @@
-"""The state of a run's draws: a fold of the ledger, and nothing else that counts.
+"""The state of the draws of a run: a fold of the ledger.
 
-`apply` folds one record; `tasks` answers draws. Two kinds of memory, one of them worthless: what the ledger says (which draw
-took which task, which groups are open, what the selector learnt) is the state and makes up the snapshot. `issued`, answers
-given but not yet recorded by the coordinator, only keeps a repeated question from getting another answer, and a batch from
-holding a task twice; a crash may lose it, since a draw that is not in the ledger did not happen.
+`apply` folds one record, `positions` draws. The ledger determines the state: the task of each draw, the open groups, and the evidence of
+the selector. The snapshot contains only this state. Besides it, `issued` holds draws that the coordinator has not recorded. It makes a
+repeated call return the same task, and keeps a task from being twice in one batch. A crash may lose it, because a draw that is not in the
+ledger has not happened.
 
-Pure: no clock, no I/O. Same snapshot and same facts, same next draws.
+This module is pure: it uses no clock and no I/O. The same snapshot and the same facts give the same next draws.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
 
 DRAWS_REMEMBERED_MAX = 8192
-"""Draws whose task is remembered per policy. Asked again beyond that, a selector that learns may answer differently."""
+"""Limit of draws whose task is stored, per policy. For an older draw, a selector that learns may return another task."""
 
 DRAWS_OUTSTANDING_MAX = 1024
-"""Answers this far behind the latest recorded draw were given up by the coordinator; they stop counting as in flight."""
+"""Issued draws this far behind the latest recorded draw were dropped by the coordinator. They no longer count as in flight."""
 
 _SCHEMA = "draws@1"
 
@@ -44,16 +44,16 @@ class _OpenGroup:
     policy: str
     position: int
     num_open: int
-    """Episodes that may still be scored; a group that loses them all is never decided on."""
+    """Number of episodes that may still be scored. A group that loses all of them is never decided."""
 
 
 @dataclass(slots=True)
 class _PolicyDraws:
     selector: Selector
     reserved: dict[int, int] = field(default_factory=dict)
-    """Draw -> position, from the ledger."""
+    """Position by draw, from the ledger."""
     issued: dict[int, int] = field(default_factory=dict)
-    """Draw -> position, answered but not in the ledger."""
+    """Position by draw, returned to the coordinator but not in the ledger."""
 
 
 class RunDraws:
@@ -62,7 +62,7 @@ class RunDraws:
     def __init__(
         self, *, pool: TaskPool, new_selector: SelectorFactory, success_reward: str = "", num_draws_max: int = 0
     ) -> None:
-        """`success_reward` empty: the run's own. `num_draws_max` 0: no limit."""
+        """An empty `success_reward` means that of the run, and `num_draws_max` 0 no limit."""
         self._pool = pool
         self._new_selector = new_selector
         self._reward_configured = success_reward
@@ -71,11 +71,11 @@ class RunDraws:
         self._policies: dict[str, _PolicyDraws] = {}
         self._open: dict[str, _OpenGroup] = {}
         self.num_unlearned = 0
-        """Decided groups without the success reward in any member: a selector that learns goes blind if this grows."""
+        """Number of decided groups in which no member has the success reward. The selector learns nothing from them."""
 
     @property
     def success_reward(self) -> str:
-        """Name of the reward read as success; empty while the run has not named one."""
+        """Name of the reward that is read as success. Empty until the run names one."""
         return self._reward_configured or self._reward_of_run
 
     @property
@@ -83,23 +83,23 @@ class RunDraws:
         return len(self._open)
 
     def positions(self, policy: str, first_draw: int, num: int) -> list[int]:
-        """Positions in the pool for draws [first_draw, first_draw + num), fewer at the end. OutOfRange beyond the end."""
+        """Return pool positions of draws [first_draw, first_draw + num), fewer at the end. Raise OutOfRange beyond the end."""
         stop = first_draw + num
         if self._num_draws_max:
             stop = min(stop, self._num_draws_max)
         if first_draw >= stop:
             raise OutOfRange(
-                f"draw {first_draw} is beyond the last of {self._num_draws_max}: the epochs are used up; raise `epochs_max`",
+                f"`first_draw` must be < {self._num_draws_max}, the draws of all epochs, got {first_draw}; raise data.epochs_max",
                 draw=first_draw,
             )
         draws = self._draws(policy)
         return [self._position(policy, draws, index) for index in range(first_draw, stop)]
 
     def apply(self, facts: Iterable[DataFact]) -> None:
-        """Folds the facts of one record. Facts about groups and tasks this state does not know change nothing."""
+        """Fold the facts of one record. Facts about unknown groups and tasks are ignored."""
         for fact in facts:
             self._apply(fact)
-        # Only now: one decision may end a group's last episode and refill it.
+        # After all facts: one record may end the last episode of a group and add new ones.
         self._open = {name: group for name, group in self._open.items() if group.num_open > 0}
 
     def _apply(self, fact: DataFact) -> None:
@@ -118,7 +118,7 @@ class RunDraws:
                 self._open.clear()
 
     def snapshot(self) -> bytes:
-        """What the ledger has told so far; `issued` is left out on purpose."""
+        """Return the state that the ledger determines. It does not contain `issued`."""
         policies = {
             name: [list(draws.reserved.items()), draws.selector.snapshot()] for name, draws in self._policies.items()
         }
@@ -133,19 +133,18 @@ class RunDraws:
         return bytes(msgpack.packb(state))
 
     def restore(self, state: bytes) -> None:
-        """Replaces the state, issued draws included. CorruptSnapshot (and no change) if `state` is not one of this pool."""
+        """Replace the state, and drop issued draws. Raise CorruptSnapshot, without a change, if `state` is not of this pool."""
         try:
             fields = msgpack.unpackb(state, strict_map_key=False)
             if fields["schema"] != _SCHEMA or fields["pool"] != self._pool.digest:
                 raise CorruptSnapshot(
-                    "the snapshot is of another task source; restore with the settings it was taken with, "
-                    "or leave it out to fold the ledger from its start"
+                    "the snapshot is of another task source; restore it with its own settings, or fold the ledger without it"
                 )
             reward = str(fields["success_reward"])
             policies = {str(name): self._restored(*parts) for name, parts in fields["policies"].items()}
             groups = {str(name): _OpenGroup(*parts) for name, parts in fields["open"].items()}
         except (msgpack.UnpackException, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CorruptSnapshot(f"not a snapshot of draws: {error!r}; leave it out to fold the ledger") from error
+            raise CorruptSnapshot(f"not a snapshot of draws: {error!r}; fold the ledger without it") from error
         self._reward_of_run, self._policies, self._open = reward, policies, groups
 
     def _restored(self, reserved: list[list[int]], selector: bytes) -> _PolicyDraws:

@@ -1,7 +1,7 @@
-"""The data service's words: tasks for draws, snapshot and restore, for any number of runs over one source.
+"""Draw tasks, and save and restore the state of the draws, for any number of runs over one source.
 
-A run is followed from the first call that names it. Training draws go through its selector; evaluation and export take the
-tasks of a split in order, the same for every run and every step.
+A run is followed after the first call that names it. Its selector chooses training tasks. Evaluation and export use the tasks of a split
+in order, which is the same for every run and every step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DrawnTasks = list[tuple[int, PoolTask]]
 
 
 class DataEngine:
-    """Tasks of one source for the runs of one bus. Use as an async context manager, or call `close`."""
+    """Tasks of one source for the runs of one bus. Call `close` at the end."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class DataEngine:
         snapshots: SnapshotFolder | None = None,
         snapshot_records: int = 0,
     ) -> None:
-        """Units and defaults as in `DataConfig`."""
+        """`DataConfig` describes the settings."""
         self._pools = dict(pools)
         self._new_selector = new_selector
         self._bus = bus
@@ -57,7 +57,7 @@ class DataEngine:
     async def next_tasks(
         self, *, run: str, policy: str, first_draw: int, num: int, ledger_position: int = 0
     ) -> DrawnTasks:
-        """Training tasks for draws [first_draw, first_draw + num). UnknownRun, CatchingUp, OutOfRange."""
+        """Return training tasks of draws [first_draw, first_draw + num). Raise UnknownRun, CatchingUp, OutOfRange."""
         follower = await self._follower(run)
         positions = await follower.positions(
             policy=policy, first_draw=first_draw, num=num, ledger_position=ledger_position
@@ -66,27 +66,28 @@ class DataEngine:
         return [(first_draw + offset, pool.task(position)) for offset, position in enumerate(positions)]
 
     def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
-        """Tasks [first_draw, first_draw + num) of a split, fewer at its end. UnknownSplit, OutOfRange beyond the end."""
+        """Return tasks [first_draw, first_draw + num) of a split, fewer at its end. Raise UnknownSplit, OutOfRange beyond the end."""
         known = [name for name, pool in self._pools.items() if len(pool)]
         if split not in known:
-            raise UnknownSplit(f"there are no tasks in split `{split}`; there are in: {', '.join(known)}", split=split)
+            raise UnknownSplit(f"the split `{split}` has no tasks; splits with tasks: {', '.join(known)}", split=split)
         pool = self._pools[Split(split)]
         if first_draw >= len(pool):
             raise OutOfRange(
-                f"split `{split}` has {len(pool)} tasks, draw {first_draw} is beyond them", draw=first_draw
+                f"`first_draw` must be < {len(pool)}, the number of tasks in split `{split}`, got {first_draw}",
+                draw=first_draw,
             )
         return [(draw, pool.task(draw)) for draw in range(first_draw, min(first_draw + num, len(pool)))]
 
     def positions(self) -> dict[str, int]:
-        """Ledger record up to which each followed run is folded."""
+        """Return the last folded ledger record of each followed run."""
         return {run: follower.position for run, follower in self._runs.items()}
 
     async def snapshot(self, run: str) -> tuple[bytes, int]:
-        """The run's state and the ledger sequence it stands at. UnknownRun, CatchingUp."""
+        """Return the state of the run and the ledger sequence of its last folded record. Raise UnknownRun, CatchingUp."""
         return await (await self._follower(run)).snapshot()
 
     async def restore(self, run: str, state: bytes) -> int:
-        """Replaces the run's state; the ledger sequence it now stands at. UnknownRun, CorruptSnapshot."""
+        """Replace the state of the run, and return its ledger sequence. Raise UnknownRun, CorruptSnapshot."""
         return await (await self._follower(run)).restore(state)
 
     async def forget(self, run: str) -> None:
@@ -98,7 +99,7 @@ class DataEngine:
                 await asyncio.to_thread(self._snapshots.delete, run)
 
     async def close(self) -> None:
-        """Stops following all runs."""
+        """Stop following all runs."""
         for follower in self._runs.values():
             await follower.close()
         self._runs.clear()
@@ -114,7 +115,7 @@ class DataEngine:
         try:
             ledger = await self._bus.open(run_streams(run).ledger.name)
         except UnknownStream:
-            raise UnknownRun(f"run `{run}` has no ledger; CreateRun first", run=run) from None
+            raise UnknownRun(f"run `{run}` has no ledger; call CreateRun first", run=run) from None
         pool = self._pools[Split.TRAIN]
         draws = RunDraws(
             pool=pool,
@@ -135,12 +136,12 @@ class DataEngine:
         return follower
 
     async def _make_room(self) -> None:
-        """Stop following runs that have ended: a call that names one follows it again."""
+        """Stop following runs that have ended. A call that names one of them follows it again."""
         for name, follower in list(self._runs.items()):
             if follower.ended:
                 del self._runs[name]
                 await follower.close()
         if len(self._runs) >= self._runs_max:
             raise ResourceExhausted(
-                f"{len(self._runs)} runs are followed, the limit is `runs_max`; stop one or raise it"
+                f"the limit of {self._runs_max} followed runs (`data.runs_max`) is reached; stop a run or raise the limit"
             )

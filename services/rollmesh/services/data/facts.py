@@ -1,6 +1,7 @@
-"""What the data service reads in a ledger record: the few facts that change which task comes next.
+"""The facts of a ledger record that change which task is drawn next.
 
-The rest of the ledger passes by. Evaluation groups are not here: they take tasks in order and teach the selector nothing.
+All other facts are ignored. Facts of evaluation groups are among them, because these groups take tasks in order and do not inform the
+selector.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ DEFAULT_POLICY = "main"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunBegan:
-    """The run says which reward counts as success."""
+    """The run began, and named the reward that counts as success."""
 
     success_reward: str
 
@@ -56,19 +57,19 @@ class GroupOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunClosed:
-    """Nothing is in flight any more."""
+    """The run ended, so no group is in flight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReopened:
-    """A run that had ended goes on."""
+    """A run that had ended was resumed."""
 
 
 DataFact = RunBegan | GroupDrawn | GroupGrew | EpisodeLost | GroupOutcome | RunClosed | RunReopened
 
 
 def facts_of(record: events_pb2.LedgerRecord) -> Iterator[DataFact]:
-    """The facts of one record that matter here, in their order."""
+    """Yield the relevant facts of one record in their order."""
     for fact in record.facts:
         found = _fact(fact)
         if found is not None:

@@ -1,11 +1,10 @@
-"""One run's draws, kept up to date by following its ledger.
+"""Follow the ledger of one run, and keep the state of its draws current.
 
-    ledger (RM_<run>_LEDGER)  ->  follower task  ->  RunDraws  <-  positions()      who waits: a call that names a later position
+    ledger (RM_<run>_LEDGER)  ->  follower task  ->  RunDraws  <-  positions()      waits for a later ledger position
 
-With a `SnapshotFolder` the fold begins at the newest usable snapshot in it, and leaves one every `snapshot_records` and when it is closed.
-The task is the only writer of the state; a call waits, up to a limit, until the fold has reached the position it asks for.
-A call that arrives first waits for what the ledger held when the follower began, so that a restarted service never answers
-from a half-folded state.
+With a `SnapshotFolder`, the fold begins at the newest usable snapshot. A snapshot is stored every `snapshot_records` records and by
+`close`. Only the task writes the state. A call waits, with a timeout, until the fold has reached the requested position. The first call
+also waits for all records that the ledger held when the follower began, so a restarted service never uses a half-folded state.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rollmesh.v1 import events_pb2
 _log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
-"""Pause after the bus gave up on a follower; the bus itself has retried by then."""
+"""Pause after a follower failed, in seconds. The bus has already retried by then."""
 
 CANCEL_AGAIN_S = 0.05
 
@@ -37,7 +36,7 @@ _SCHEMA = "data@2"
 
 
 class RunFollower:
-    """Folds one ledger. Between `start` and `close`; `restore` starts again from a snapshot."""
+    """Folds one ledger from `open` or `start` until `close`. `restore` restarts from a snapshot."""
 
     def __init__(
         self,
@@ -59,17 +58,17 @@ class RunFollower:
         self._catch_up_s_max = catch_up_s_max
         self._position = 0
         self._record_id = ""
-        """Of the record at the position: tells this ledger from another of the same name."""
+        """Id of the record at the position. It distinguishes this ledger from another one of the same name."""
         self._saved = 0
         """Position of the newest snapshot on disk."""
         self._floor = 0
-        """What the ledger held when following began: nothing is answered before."""
+        """Last sequence of the ledger when following began. No call is served before the fold reaches it."""
         self._changed = asyncio.Event()
-        """Set, and replaced by a fresh one, whenever the position moves or the task ends."""
+        """Set, and replaced by a new event, when the position moves or the task ends."""
         self._restoring = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         self._cause = ""
-        """Why the fold stands still, if it does."""
+        """Cause for which the fold is stalled. Empty if it is not stalled."""
         self._warned = False
         self.ended = False
         """Whether the run has ended."""
@@ -80,52 +79,52 @@ class RunFollower:
         return self._position
 
     async def open(self) -> None:
-        """Takes up the newest usable snapshot, if there is one, and begins to follow."""
+        """Restore the newest usable snapshot, if one exists, and begin to follow."""
         for path, state in self._snapshots.load(self.run) if self._snapshots is not None else ():
             try:
                 await self._restore(state)
             except CorruptSnapshot as error:
-                _log.warning("snapshot %s is passed by: %s", path, error)
+                _log.warning("snapshot skipped: %s: %s", path, error)
                 continue
             self._saved = self._position
-            _log.info("the draws of %s go on from %s at ledger sequence %d", self.run, path, self._position)
+            _log.info("draws restored: run=%s snapshot=%s ledger_sequence=%d", self.run, path, self._position)
             break
         await self.start()
 
     async def start(self) -> None:
-        """Begins to follow after the current position."""
+        """Begin to follow after the current position."""
         self._floor = (await self._ledger.info()).last_seq
         self._task = asyncio.create_task(self._follow(), name=f"data follows {self.run}")
         self._task.add_done_callback(lambda _: self._notify())
 
     async def close(self) -> None:
-        """Stops following and leaves a snapshot. Idempotent."""
+        """Stop following and store a snapshot. Idempotent."""
         await self._stop()
         await self._save()
 
     async def _stop(self) -> None:
         task, self._task = self._task, None
         if task is not None:
-            # More than once: the NATS client waits with `asyncio.wait_for`, which before Python 3.12 swallows a cancellation
-            # that arrives together with the answer; the task would then go on following.
+            # Repeatedly: the NATS client uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives
+            # together with the response. The task would then continue to follow.
             while not task.done():
                 task.cancel()
                 await asyncio.wait({task}, timeout=CANCEL_AGAIN_S)
             if not task.cancelled():
-                task.exception()  # told to every caller already; asking marks it as seen
+                task.exception()  # every caller has got it; reading marks it as retrieved
 
     async def positions(self, *, policy: str, first_draw: int, num: int, ledger_position: int) -> list[int]:
-        """As `RunDraws.positions`, from a state that has seen `ledger_position`. CatchingUp if it has not in time."""
+        """Return `RunDraws.positions` of a state that contains `ledger_position`. Raise CatchingUp after the timeout."""
         await self._caught_up(ledger_position)
         return self._draws.positions(policy, first_draw, num)
 
     async def snapshot(self) -> tuple[bytes, int]:
-        """The state and the ledger sequence it stands at: no earlier than the ledger's end when the call began."""
+        """Return the state and its ledger sequence, which is at least the end of the ledger when the call began."""
         await self._caught_up((await self._ledger.info()).last_seq)
         return self._packed(), self._position
 
     async def restore(self, state: bytes) -> int:
-        """Replaces the state and follows from its position, which is returned. CorruptSnapshot; then nothing changes."""
+        """Replace the state, follow from its position, and return it. Raise CorruptSnapshot without a change."""
         await self._check_ledger(_unpack(state, self.run))
         async with self._restoring:
             await self._stop()
@@ -142,7 +141,7 @@ class RunFollower:
         self._position, self._record_id = parts.position, parts.record_id
 
     async def _check_ledger(self, parts: _Parts) -> None:
-        """CorruptSnapshot unless the record it stands at is the one in the ledger."""
+        """Raise CorruptSnapshot unless the ledger has the same record at the position of the snapshot."""
         if not parts.position:
             return
         try:
@@ -151,8 +150,8 @@ class RunFollower:
             found = ""
         if found != parts.record_id:
             raise CorruptSnapshot(
-                f"the snapshot stands at record {parts.position} ({parts.record_id}), where the ledger of {self.run} has "
-                f"{found or 'none'}; it is of another ledger: leave it out to fold this one from its start"
+                f"record {parts.position} of the ledger of {self.run} must have the id {parts.record_id!r} of the snapshot, got "
+                f"{found!r}; the snapshot is of another ledger: fold this one without it"
             )
 
     def _packed(self) -> bytes:
@@ -166,14 +165,14 @@ class RunFollower:
         return bytes(msgpack.packb(state))
 
     async def _save(self) -> None:
-        """Leaves a snapshot; one that cannot be written costs time at the next start, nothing else."""
+        """Store a snapshot. If it cannot be written, only the next start takes longer."""
         if self._snapshots is None or self._position == self._saved:
             return
         state, self._saved = self._packed(), self._position
         try:
             await asyncio.to_thread(self._snapshots.save, self.run, self._saved, state)
         except OSError as error:
-            _log.warning("the draws of %s leave no snapshot: %s", self.run, error)
+            _log.warning("snapshot not written: run=%s: %s", self.run, error)
 
     async def _caught_up(self, ledger_position: int) -> None:
         wanted = max(ledger_position, self._floor)
@@ -185,7 +184,7 @@ class RunFollower:
             raise self._catching_up(wanted)
 
     def _failed(self) -> bool:
-        """Whether nothing will be folded any more; raises what ended the task, if something did."""
+        """Return whether the task has ended. Raise the error that ended it."""
         if self._task is None or not self._task.done():
             return False
         return self._task.cancelled() or self._task.result() is None
@@ -263,9 +262,7 @@ def _unpack(state: bytes, run: str) -> _Parts:
         schema, of_run = fields["schema"], fields["run"]
         parts = _Parts(int(fields["position"]), str(fields.get("record_id", "")), bytes(fields["draws"]))
     except (msgpack.UnpackException, ValueError, KeyError, TypeError) as error:
-        raise CorruptSnapshot(
-            f"not a snapshot of the data service: {error!r}; leave it out to fold the ledger"
-        ) from error
+        raise CorruptSnapshot(f"not a snapshot of the data service: {error!r}; fold the ledger without it") from error
     if schema != _SCHEMA or of_run != run:
         raise CorruptSnapshot(f"the snapshot is a {schema} of run {of_run}, expected a {_SCHEMA} of run {run}")
     return parts

@@ -1,7 +1,7 @@
-"""Tasks from a user's own JSONL file, with a mapping from its fields to a task's.
+"""A source of tasks in a JSONL file, with a mapping from its fields to those of a task.
 
-The answer field is checked here, so that a malformed line stops the run before it starts, but its value is dropped at
-once: a task carries `jsonl:NAME@DIGEST#LINE`, which only the reward service resolves, from its own reading of the file.
+The answer field is checked here, so a malformed line is reported before the run starts, but its value is dropped at once. A task has the
+reference `jsonl:NAME@DIGEST#LINE`. Only the reward service resolves it, because it reads the file itself.
 """
 
 from __future__ import annotations
@@ -22,35 +22,36 @@ NUM_LINES_MAX = 2_000_000
 
 
 class JsonlOptions(Settings):
-    """Settings of a JSONL source. Field names may reach into nested objects with dots."""
+    """Settings of a JSONL source. A field name with dots means a field of a nested object."""
 
     path: NonEmptyStr
-    """The file, one JSON object per line, UTF-8; relative to the configuration's folder."""
+    """UTF-8 file with one JSON object per line, relative to the folder of the configuration."""
     name: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,64}$")] = "tasks"
     """Prefix of task ids and of oracle references; letters, digits, `_` and `-`."""
     prompt: NonEmptyStr = "question"
-    """Field with the prompt: a string, or a list of `{"role", "content"}` messages."""
+    """Field with the prompt: a string or a list of `{"role", "content"}` messages."""
     answer: str = "answer"
-    """Field with the reference answer, or with a list of accepted ones; empty = the tasks have none."""
+    """Field with the reference answer or a list of accepted answers. Empty means no answers."""
     tests: str = ""
-    """Field with the manifest of hidden tests, or with its reference in the sandbox nodes' oracle store; empty = the tasks have none.
-    Read by the reward service alone."""
+    """Field with the manifest of hidden tests, or with its reference in the oracle store of the sandbox nodes. Empty means no tests.
+    Only the reward service reads the value."""
     answer_pattern: str = ""
-    """Regular expression that finds the answer in its field: the last match, group 1 if it has one. GSM8K: `#### (\\S+)`."""
+    """Regular expression of the answer in its field. The last match counts, and its group 1 if the expression has one. For GSM8K:
+    `#### (\\S+)`."""
     labels: dict[str, str] = {}
-    """Label name -> field, e.g. `{level: difficulty}`."""
+    """Field by label name, for example `{level: difficulty}`."""
     split: str = ""
-    """Field that says train, validation or test; empty = hash ranges of the prompt."""
+    """Field with train, validation or test. Empty means hash ranges of the prompt."""
     system: str = ""
-    """System message in front of every prompt; empty = none."""
+    """System message before every prompt. Empty means no system message."""
     tools: tuple[str, ...] = ()
-    """Tools each task names."""
+    """Names of the tools of each task."""
     validation_share: Annotated[float, Meta(ge=0, lt=1)] = 0.05
-    """Share of the hash range that is validation; ignored with `split`."""
+    """Share of the hash range that is the validation split. Ignored if `split` is set."""
     test_share: Annotated[float, Meta(ge=0, lt=1)] = 0.05
-    """Share of the hash range that is test; ignored with `split`."""
+    """Share of the hash range that is the test split. Ignored if `split` is set."""
     num_lines_max: Annotated[int, Meta(ge=1, le=NUM_LINES_MAX)] = NUM_LINES_MAX
-    """Longest accepted file; it is held in memory."""
+    """Maximum number of lines. The file is held in memory."""
 
     def check_fields(self) -> None:
         try:
@@ -63,7 +64,7 @@ class JsonlOptions(Settings):
 
 
 class JsonlSource:
-    """Yields tasks in the order of the file."""
+    """Provides tasks in the order of the file."""
 
     Options = JsonlOptions
 
@@ -73,7 +74,7 @@ class JsonlSource:
         self._path = Path(base_dir or ".") / options.path
 
     def tasks(self) -> Iterator[PoolTask]:
-        """Raise ConfigError if the file cannot be read, and RecordError with file, line and field of a malformed record."""
+        """Yield the tasks. Raise ConfigError if the file cannot be read, and RecordError with file, line and field of a malformed record."""
         options = self._options
         file = read_jsonl(self._path, num_lines_max=options.num_lines_max)
         pattern = re.compile(options.answer_pattern) if options.answer_pattern else None

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from rollmesh.shared.telemetry.metrics import counter, gauge
 
-TASKS = counter("rollmesh_data_tasks_total", "Tasks given out, by purpose: train, eval, export.", "purpose")
-POSITION = gauge("rollmesh_data_ledger_position", "Ledger record up to which the draws have been folded.", "run")
+TASKS = counter("rollmesh_data_tasks_total", "Tasks returned, by purpose: train, eval, export.", "purpose")
+POSITION = gauge("rollmesh_data_ledger_position", "Last ledger record that the draws have folded.", "run")
 METRICS = (TASKS, POSITION)

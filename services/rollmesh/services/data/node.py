@@ -17,7 +17,7 @@ from rollmesh.v1 import coordinator_pb2, data_pb2_grpc
 
 
 class DataNode(JoinedNode):
-    """One node. Without a `coordinator` address it serves alone."""
+    """A data node. Without a `coordinator` address it does not join a mesh."""
 
     kind = coordinator_pb2.NODE_KIND_DATA
 

@@ -1,4 +1,4 @@
-"""The pool that holds its tasks in memory: what every source builds."""
+"""A pool of tasks in memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MemoryPool:
 
 
 def _digest(tasks: Iterable[PoolTask]) -> str:
-    """SHA-256 over ids, messages, labels and oracle references, each part packed with its length."""
+    """Return the SHA-256 of ids, messages, labels and oracle references, each part packed with its length."""
     digest = hashlib.sha256()
     for task in tasks:
         messages = [(message.role, message.content) for message in task.messages]

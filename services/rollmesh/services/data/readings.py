@@ -8,5 +8,5 @@ from rollmesh.shared.telemetry.metrics import Reading
 
 
 async def read(node: DataNode) -> list[Reading]:
-    """How far each run's ledger is followed."""
+    """Return the last folded ledger record of each run."""
     return [Reading(POSITION, position, (run,)) for run, position in node.engine.positions().items()]

@@ -1,4 +1,4 @@
-"""DataService over gRPC: translates between protobuf and the engine's words."""
+"""DataService over gRPC: translate between protobuf and the types of the engine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
 
 
 def encode_task(task: PoolTask) -> types_pb2.Task:
-    """The public part of a task; the domain type holds nothing else."""
+    """Return the protobuf message of a task, which has only a public part."""
     return types_pb2.Task(
         task_id=task.task_id,
         messages=[types_pb2.Message(role=m.role, content=m.content) for m in task.messages],

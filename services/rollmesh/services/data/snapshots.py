@@ -1,8 +1,8 @@
-"""Snapshots of the data service on disk: they bound its recovery and are never needed for it.
+"""Snapshots of the data service on disk. They shorten its recovery, which does not depend on them.
 
-The state is a snapshot plus the fold of the ledger after it; without one, the fold of the whole ledger gives the same. A file appears under
-its name only when it is complete, and holds a digest of itself. Others may hold states as well (a trainer's checkpoints do); they are
-offered in the order of age. Whoever restores one checks that it is of this ledger.
+The state is a snapshot plus the fold of the later ledger records. Without a snapshot, the fold of the whole ledger gives the same state. A
+file gets its name only when it is complete, and it contains a digest of itself. Other files, such as checkpoints of a trainer, may contain
+states as well. They are offered by age. The caller that restores a state checks that it is of this ledger.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 KEPT = 2
-"""Files kept per run: the newest, and one to fall back to."""
+"""Number of files kept per run: the newest and a fallback."""
 _SUFFIX = ".snapshot"
 _DIGEST_BYTES = 32
 _log = logging.getLogger(__name__)
 
 
 class SnapshotFolder:
-    """The snapshots of all runs in one folder, a folder for each."""
+    """The snapshots of all runs, in one folder per run."""
 
     def __init__(self, folder: Path, *, more: Callable[[], Iterable[Path]] = tuple) -> None:
-        """`more` lists files of others that hold bare states, newest first."""
+        """`more` lists other files that contain bare states, newest first."""
         self._folder = folder
         self._more = more
 
     def save(self, run: str, position: int, state: bytes) -> None:
-        """Store a state durably, and drop all but the newest `KEPT`. Raises OSError."""
+        """Store a state durably, and delete all but the newest `KEPT`. Raise OSError."""
         folder = self._folder / run
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{position:020d}{_SUFFIX}"
@@ -44,19 +44,19 @@ class SnapshotFolder:
             old.unlink(missing_ok=True)
 
     def load(self, run: str) -> Iterator[tuple[Path, bytes]]:
-        """Readable states with their files, newest first, those of others last."""
+        """Yield readable states with their files, newest first and those of `more` last."""
         for path in self._files(run):
             content = _read(path)
             if hashlib.sha256(content[_DIGEST_BYTES:]).digest() == content[:_DIGEST_BYTES]:
                 yield path, content[_DIGEST_BYTES:]
             else:
-                _log.warning("snapshot %s is passed by: its digest does not match", path)
+                _log.warning("snapshot skipped: %s: its digest does not match", path)
         for path in self._more():
             if state := _read(path):
                 yield path, state
 
     def delete(self, run: str) -> None:
-        """Delete the snapshots of a run, without those of others."""
+        """Delete the snapshots of a run. Files of `more` remain."""
         shutil.rmtree(self._folder / run, ignore_errors=True)
 
     def _files(self, run: str) -> list[Path]:
@@ -67,5 +67,5 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        _log.warning("snapshot %s is passed by: %s", path, error)
+        _log.warning("snapshot skipped: %s: %s", path, error)
         return b""

@@ -1,8 +1,8 @@
-"""A task and the pool it is drawn from.
+"""A task and the pool that contains it.
 
-A task has a public part (what the agent may see) and an `oracle_ref`. The answer key itself never enters this service's
-messages: only the reward service resolves a reference. Pools are finite, immutable and addressed by position, so that
-"task n" means the same in every process that was given the same configuration.
+A task has a public part, which the agent may see, and an `oracle_ref`. The answer key is never in a message of this service, because only
+the reward service resolves references. Pools are finite, immutable and addressed by position, so "task n" is the same in every process
+with the same configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollmesh.shared.trajectory import Message
 
 
 class Split(StrEnum):
-    """Which part of the data a task belongs to. Ranges of a hash of the prompt, so the parts can never overlap."""
+    """The part of the data that contains a task. Parts are ranges of a hash of the prompt, so they never overlap."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -30,13 +30,13 @@ class PoolTask:
 
     task_id: str
     messages: tuple[Message, ...]
-    """The conversation the episode begins with; the chat template is applied by the rollout agent."""
+    """Conversation at the start of the episode. The rollout worker applies the chat template."""
     tools: tuple[str, ...] = ()
-    """Names of the tools the agent may call: sandbox profiles or functions."""
+    """Names of the tools that the agent may call, as in `rollout.tools`."""
     oracle_ref: str = ""
-    """`scheme:rest`; empty = the task has no answer key."""
+    """`scheme:rest`. Empty if the task has no answer key."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """E.g. `level`; what selectors and evaluations group by."""
+    """Labels such as `level`, by which selectors and evaluations group tasks."""
     split: Split = Split.TRAIN
 
 
@@ -45,25 +45,25 @@ class TaskPool(Protocol):
 
     @property
     def digest(self) -> str:
-        """Hex digest of what the pool holds; two pools with one digest give the same task at every position."""
+        """Hex digest of the tasks. Pools with the same digest have the same task at every position."""
 
     def __len__(self) -> int: ...
 
     def task(self, position: int) -> PoolTask:
-        """The task at `position` in [0, len). IndexError beyond."""
+        """Return the task at `position` in [0, len). Raise IndexError beyond it."""
 
     def position(self, task_id: str) -> int | None:
-        """Where a task stands, or None if this pool does not hold it."""
+        """Return the position of a task, or None if the pool does not contain it."""
 
     def label(self, position: int, name: str) -> str:
-        """A label of the task at `position`; empty if it has none of that name."""
+        """Return a label of the task at `position`. Empty if the task does not have it."""
 
 
 def split_of(text: str, *, validation_share: float, test_share: float) -> Split:
-    """The split that `text` falls into: the first 8 bytes of its SHA-256, read as a fraction of 2**64.
+    """Return the split of `text` by the first 8 bytes of its SHA-256, read as a fraction of 2**64.
 
-    [0, test_share) is TEST, the next `validation_share` VALIDATION, the rest TRAIN. It depends on nothing but the text, so
-    no seed and no order of the file can move a held-out prompt into training.
+    [0, test_share) is TEST, the next `validation_share` is VALIDATION, and the rest is TRAIN. The split depends only on the text, so
+    neither a seed nor the order of the file can move a held-out prompt into training.
     """
     fraction = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2.0**64
     if fraction < test_share:

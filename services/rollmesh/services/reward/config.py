@@ -1,4 +1,4 @@
-"""Configuration of the reward service: scorers, the finaliser, answer files, limits."""
+"""Settings of the reward service, and construction of its engine."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class RewardConfig(Settings):
     """Settings of the reward service."""
 
     scorers: Annotated[tuple[ScorerConfig, ...], Meta(min_length=1)] = (ScorerConfig(name="exact", reward="correct"),)
-    """Scorers in the order they run; each gives rewards of its own name."""
+    """Scorers in the order in which they run. Each has rewards with different names."""
     weights: dict[str, float] = {}
-    """Reward name -> weight, for the advantage of the built-in trainer and for the finalizer alike. A reward that is not named is
-    recorded and not optimized. Empty: every reward has weight 1."""
+    """Weight by reward name, for the estimator of the built-in trainer and for the finalizer. A reward without a weight is recorded, but
+    not optimized. If empty, every reward has weight 1."""
     finalizer: Extension = Extension("zero_variance")
     """Decides on a group when its members have ended: `zero_variance`, `keep_all`, or your own."""
     answer_files: dict[str, AnswerFileConfig] = {}
-    """Answer keys of `jsonl` sources by the source's `name`."""
+    """Files with the answer keys of `jsonl` sources, by the `name` of the source."""
     oracles: dict[str, Extension] = {}
-    """Scheme of oracle references -> your own oracle, which resolves them to answer keys."""
+    """Oracles by the scheme of the references that they resolve, besides the built-in ones."""
     sandboxes: Annotated[tuple[str, ...], LIVE] = ()
-    """Addresses (host:port) of sandbox nodes for scorers that run code, used beside those of the mesh."""
+    """Addresses (host:port) of sandbox nodes for scorers that run code, in addition to those of the mesh."""
     sandbox: Annotated[SandboxClientConfig, LIVE] = SandboxClientConfig()
-    """Limits of the way to sandbox nodes."""
+    """Limits of the client of sandbox nodes."""
     concurrency_max: Annotated[PositiveInt, LIVE] = 64
-    """Samples scored at the same time."""
+    """Maximum number of samples that are scored at the same time."""
     queue_samples_max: Annotated[PositiveInt, LIVE] = 4096
-    """Samples waiting or being scored; more are refused with OVERLOADED."""
+    """Maximum number of samples that wait or are scored. More are rejected with OVERLOADED."""
 
     def check_fields(self) -> None:
         names = [scorer.reward_name for scorer in self.scorers]
@@ -71,11 +71,10 @@ def build_engine(
     sandbox: Sandbox | None = None,
     estimator: Extension | str = "grpo",
 ) -> RewardEngine:
-    """Everything the service runs on. A user's relative files are looked up in `base_dir`.
+    """Return the engine of the service. Relative files are relative to `base_dir`.
 
-    Without a `sandbox`, scorers that run code fail: their samples count as infra failures. `estimator` is the trainer's; its weights are those of `config`.
-
-    Raises ConfigError, or RecordError for a malformed answer file.
+    Without a `sandbox`, scorers that run code fail, and their samples are infra failures. `estimator` is that of the trainer. Its weights
+    are those of `config`. Raise ConfigError, or RecordError for a malformed answer file.
     """
     scorers = [build_scorer(scorer, base_dir) for scorer in config.scorers]
     _check_weights(config.weights, scorers)
@@ -99,7 +98,7 @@ def build_engine(
 
 
 def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> ConfiguredScorer:
-    """One scorer, made with its options. Raises ConfigError."""
+    """Construct one scorer. Raise ConfigError."""
     scorer = SCORERS.make(config, base_dir)
     if not inspect.iscoroutinefunction(getattr(scorer, "score", None)):
         raise ConfigError(f"scorer `{config.name}` must have a method `async def score(self, item)`", name=config.name)
@@ -112,17 +111,13 @@ def build_scorer(config: ScorerConfig, base_dir: str | Path | None) -> Configure
 
 
 def _check_weights(weights: Mapping[str, float], scorers: Sequence[ConfiguredScorer]) -> None:
-    """A weight for a reward that no scorer gives would silently leave the intended reward out of every total."""
+    """Reject a weight for a reward that no scorer has, because the intended reward would be missing in every total."""
     known = [name for scorer in scorers for name in scorer.reward_names]
     for name in weights:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             raise ConfigError(
-                f"`reward.weights` names the reward {name!r}, which no scorer gives; known: {', '.join(known)}"
-                + (
-                    f"; did you mean {near[0]!r}?"
-                    if near
-                    else "; a scorer of your own lists further names in `rewards`"
-                ),
+                f"`reward.weights` must name rewards of scorers ({', '.join(known)}), got {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "; a custom scorer lists its other names in `rewards`"),
                 key="reward.weights",
             )

@@ -1,7 +1,7 @@
-"""Runs the scorers on samples and the finaliser on groups.
+"""Run the scorers on samples and the finalizer on groups.
 
-Here is the one place where a scorer's failure is recorded: whatever it raises, a time limit it exceeds or a return value that
-is no reward becomes an INFRA_FAILURE with the cause as evidence. It is never a 0: the model is not to blame for it.
+A failure of a scorer is recorded only here. An exception, a timeout, or a return value that is not a reward becomes an INFRA_FAILURE with
+the cause as evidence. It is never a reward of 0, because the model did not cause it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CAUSE_CHARS_MAX = 500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfiguredScorer:
-    """A scorer under the name that its rewards carry."""
+    """A scorer with the name of its reward."""
 
     name: str
-    """Name of its (first) reward within the run."""
+    """Name of its first reward within the run."""
     label: str
     """Scorer and version, as in `Reward.scorer`."""
     scorer: Scorer
@@ -40,12 +40,12 @@ class ConfiguredScorer:
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """Names of the rewards it gives."""
+        """Return the names of its rewards."""
         return (self.name, *(name for name in getattr(self.scorer, "rewards", ()) if name != self.name))
 
     @property
     def description(self) -> str:
-        """First paragraph of the documentation of the scorer's module or, for a user's own, of its class."""
+        """Return the first paragraph of the docstring of the class, or of its module if the class refers to it."""
         cls = type(self.scorer)
         text = (cls.__doc__ or "").strip()
         if not text or text.startswith("See the module."):
@@ -54,7 +54,7 @@ class ConfiguredScorer:
 
 
 class RewardEngine:
-    """The scorers, the finaliser and the answer keys of one service."""
+    """Scorers, finalizer and oracles of one service."""
 
     def __init__(
         self,
@@ -76,15 +76,14 @@ class RewardEngine:
 
     @property
     def num_queued(self) -> int:
-        """Samples in the queue or being scored."""
+        """Number of samples that wait or are scored."""
         return self._num_queued
 
     async def score(self, items: Sequence[ScoreItem]) -> list[tuple[Reward, ...]]:
-        """Rewards per item, in order. Overloaded if more samples wait than `queue_samples_max`."""
+        """Return the rewards of each item, in order. Raise Overloaded if more samples than `queue_samples_max` wait."""
         if self._num_queued + len(items) > self._queue_samples_max:
             raise Overloaded(
-                f"{self._num_queued} samples wait for their scores, the limit is {self._queue_samples_max}; retry, or add "
-                "reward nodes"
+                f"the queue holds {self._num_queued} of at most {self._queue_samples_max} samples; retry, or add reward nodes"
             )
         self._num_queued += len(items)
         try:
@@ -95,11 +94,11 @@ class RewardEngine:
         return [task.result() for task in tasks]
 
     def finalize(self, group: Group) -> Verdict:
-        """The finaliser's verdict on a group."""
+        """Return the verdict of the finalizer on a group."""
         return self.finalizer.decide(group)
 
     async def close(self) -> None:
-        """Ends what scorers hold (worker processes, connections)."""
+        """Release resources of scorers, such as worker processes and connections."""
         for configured in self.scorers:
             close = getattr(configured.scorer, "close", None)
             if close is not None:
@@ -111,7 +110,7 @@ class RewardEngine:
 
 
 async def run_scorer(configured: ConfiguredScorer, item: ScoreItem) -> tuple[Reward, ...]:
-    """The scorer's rewards under their names, or one INFRA_FAILURE saying why there are none."""
+    """Return the rewards of the scorer with their names, or one INFRA_FAILURE with the cause."""
     limit = asyncio.timeout(configured.timeout_s)
     try:
         async with limit:
@@ -119,7 +118,7 @@ async def run_scorer(configured: ConfiguredScorer, item: ScoreItem) -> tuple[Rew
         rewards = _checked(configured, result)
         count(SCORES, configured.label, "ok")
         return rewards
-    except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; this is where it is recorded
+    except Exception as error:  # noqa: BLE001 - a user's scorer may raise anything; it is recorded here
         late = isinstance(error, TimeoutError) and limit.expired()
         cause = f"no result within {configured.timeout_s} s" if late else explain(error)
         count(SCORES, configured.label, "failed")
@@ -150,8 +149,8 @@ def _named(configured: ConfiguredScorer, reward: object) -> Reward:
 
 
 def _failure(configured: ConfiguredScorer, cause: str, traceback: str, key: AnswerKey | None) -> Reward:
-    """The first line of the evidence is the cause, the rest the traceback. Tracebacks have lines of code, but no values."""
-    # Messages of exceptions quote what was being worked on, which may be the answer.
+    """Return the failure. The evidence is a line with the cause, then the traceback, which has lines of code but no values."""
+    # Messages of exceptions quote values, which may contain the answer.
     for answer in key.answers if key else ():
         cause = cause.replace(answer, "[answer key]")
     return Reward(

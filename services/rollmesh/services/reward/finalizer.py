@@ -1,6 +1,6 @@
-"""The finaliser port: what becomes of a group when its members have ended, or its deadline has passed.
+"""The finalizer port: decides on a group when its members have ended, or when its deadline has passed.
 
-Finalisers are pure: the same group gives the same verdict. They are found by name, or loaded from a user's file.
+Finalizers are pure: the same group gives the same verdict. They are found by name, or loaded from user code as `file.py:Name`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollmesh.shared.trajectory import MemberOutcome, Reward
 
 
 class FinalizerDecision(IntEnum):
-    """What becomes of a group. Numbers equal `rollmesh.v1.GroupDecision`."""
+    """The decision on a group. Numbers equal `rollmesh.v1.GroupDecision`."""
 
     KEEP = 1
     FILTER = 2
@@ -25,18 +25,18 @@ class FinalizerDecision(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A group to decide on: every scored member, trained or not."""
+    """A group with every scored member, whether it is trained or not."""
 
     group: str
     task: TaskView
     members: tuple[MemberOutcome, ...]
     advantages: Mapping[str, float] = field(default_factory=dict)
-    """Sample id -> what the trainer's estimator makes of the member's rewards (`Estimator.of_group`), weighted by
-    `reward.weights`. Members without usable rewards, above all those of an infra failure, are absent."""
+    """Advantage by sample id: the result of the trainer's estimator (`Estimator.of_group`) with `reward.weights`. Members without
+    usable rewards, mainly infra failures, are absent."""
     num_unscored: int = 0
-    """Members that ended without a score: infra failures, cancellations."""
+    """Number of members that ended without a score: infra failures and cancellations."""
     deadline_passed: bool = False
-    """No more time: EXTEND would be in vain."""
+    """Whether the deadline has passed, so that EXTEND has no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +47,18 @@ class Verdict:
     reason: str = ""
     num_extend: int = 0
     adjusted: Mapping[str, tuple[Reward, ...]] = field(default_factory=dict)
-    """Rewards changed by looking at the whole group, by sample id; absent samples keep theirs."""
+    """Rewards that the finalizer changed, by sample id. Absent samples keep their rewards."""
 
 
 class Finalizer(Protocol):
-    """Constructed as `cls(options=...)` with an instance of its class attribute `Options`, or as `cls()` if it has none."""
+    """Decides on groups. A class is constructed as `cls(options=...)`, or as `cls()` if it has no class attribute `Options`."""
 
     def decide(self, group: Group) -> Verdict:
-        """Decides on one group."""
+        """Return the verdict on one group."""
 
 
 FINALIZERS = Registry(
-    "finaliser",
+    "finalizer",
     {
         "zero_variance": "rollmesh.services.reward.finalizers.zero_variance:ZeroVarianceFinalizer",
         "keep_all": "rollmesh.services.reward.finalizers.keep_all:KeepAllFinalizer",

@@ -1,4 +1,4 @@
-"""What a scorer sees: one sample of a finished episode, its task, and the answer key."""
+"""The input of a scorer: one sample of a finished episode, its task, and the answer key."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Literal
 from rollmesh.shared.trajectory import EpisodeKey, FinishReason, Message
 
 TEXT_CHARS_MAX = 16_384
-"""Longest text handed to a pattern; of longer ones the end is taken. A lazy pattern over a text without a match costs the
-square of its length, and the text is the model's to choose."""
+"""Maximum length of a text that a pattern searches, in characters; only the end of a longer one is searched. A lazy pattern without a
+match takes time quadratic in the length, and the model chooses the text."""
 
 Where = Literal["final", "episode"]
-"""`final`: the last assistant message. `episode`: all assistant messages of the sample's path, one per
-paragraph."""
+"""`final`: the last assistant message. `episode`: all assistant messages of the path of the sample, one per paragraph."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +29,14 @@ class TaskView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerKey:
-    """The private part of the task. Never leaves the reward service: no scorer may quote it in its evidence."""
+    """The private part of the task. It MUST NOT leave the reward service, so a scorer MUST NOT quote it in its evidence."""
 
     answers: tuple[str, ...] = ()
-    """Accepted answers; none for a task that only hidden tests judge."""
+    """Accepted answers. Empty for a task that only hidden tests judge."""
     record: Mapping[str, object] = field(default_factory=dict)
-    """The whole line of a JSONL file, for scorers that need more than an answer."""
+    """All fields of the line of a JSONL file, for scorers that need more than an answer."""
     tests: str | Mapping[str, object] = ""
-    """Hidden tests: their reference in the sandbox nodes' oracle store, or a manifest that is sent along; empty if there are none."""
+    """Hidden tests: a manifest, or its reference in the oracle store of the sandbox nodes. Empty if there are no tests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +48,18 @@ class ScoreItem:
     answer_key: AnswerKey | None
     """None if the task has no oracle reference."""
     messages: tuple[Message, ...]
-    """Text view of the sample's own path, from the root to its leaf."""
+    """Text view of the path of the sample, from the root to its leaf."""
     sample_id: str
     leaf: int = 0
     """Index of the sample's last segment."""
     role: str = ""
     num_action_tokens: int = 0
-    """Tokens the policy sampled in this sample."""
+    """Number of tokens of this sample that the policy sampled."""
     finish: FinishReason = FinishReason.STOP
-    """Why the sample's last action ended."""
+    """The reason for which the last action of the sample ended."""
 
     def response(self, where: Where = "final") -> str:
-        """What the model said, at most the last TEXT_CHARS_MAX characters; empty if it said nothing."""
+        """Return the text of the model, at most its last TEXT_CHARS_MAX characters. Empty if the model wrote nothing."""
         said = [message.content for message in self.messages if message.role == "assistant"]
         text = "\n\n".join(said if where == "episode" else said[-1:])
         return text[-TEXT_CHARS_MAX:]

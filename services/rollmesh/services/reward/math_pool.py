@@ -1,7 +1,7 @@
-"""Worker processes for mathematical comparison: started when needed, replaced when stuck, at most so many at once.
+"""A pool of worker processes that compare mathematical expressions. Workers start on demand and are replaced after a timeout.
 
-Invariant: a worker in `_idle` has answered everything it was asked. Whoever gives up on a worker, for whatever reason,
-kills it: a late answer must never be taken for the next question's.
+Invariant: a worker in `_idle` has answered all its requests. A caller that stops waiting for a worker kills it, because a late reply must
+never be read as the reply to the next request.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LINE_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Whether the text equals an accepted answer, and how it was read (empty if it could not be)."""
+    """Whether the text equals an accepted answer, and the parsed text (empty if it cannot be parsed)."""
 
     equal: bool
     understood: str
@@ -40,7 +40,7 @@ class MathPool:
         self._closed = False
 
     async def compare(self, answers: Sequence[str], text: str) -> Comparison:
-        """ScorerFailed if the worker fails or the comparison takes longer than `compare_s_max`."""
+        """Compare a text with accepted answers. Raise ScorerFailed if the worker fails or exceeds `compare_s_max`."""
         request = {"answers": list(answers), "text": text, "limit_s": self._compare_s_max}
         async with self._slots:
             if self._closed:
@@ -57,7 +57,7 @@ class MathPool:
         return Comparison(bool(reply["equal"]), str(reply["understood"]))
 
     async def close(self) -> None:
-        """Ends all workers; a comparison still running ends with its caller's cancellation or its time limit."""
+        """End all idle workers. A running comparison ends by the cancellation of its caller or by its timeout."""
         self._closed = True
         workers, self._idle = self._idle, []
         for worker in workers:
@@ -95,19 +95,19 @@ class MathPool:
         except TimeoutError:
             raise ScorerFailed(f"comparison took longer than {self._compare_s_max} s") from None
         except OSError as error:
-            raise ScorerFailed(f"a math worker is gone: {error}") from error
+            raise ScorerFailed(f"a math worker exited: {error}") from error
 
 
 async def _reply_of(worker: Process) -> dict[str, object]:
     assert worker.stdout is not None
     line = await worker.stdout.readline()
     if not line:
-        raise ScorerFailed("a math worker ended")
+        raise ScorerFailed("a math worker exited")
     reply: dict[str, object] = json.loads(line)
     return reply
 
 
 def _kill(worker: Process) -> None:
-    """Without waiting, so that it is safe while being cancelled; asyncio reaps the process."""
+    """Kill a worker without waiting, which is safe during a cancellation. asyncio reaps the process."""
     if worker.returncode is None:
         worker.kill()

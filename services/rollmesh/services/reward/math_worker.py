@@ -1,8 +1,8 @@
-"""The process that compares mathematical answers: one JSON object per line in, one out, until its input ends.
+"""A process that compares mathematical answers. It reads one JSON object per line and writes one per line, until its input ends.
 
 Request `{"answers": [...], "text": "...", "limit_s": 5}`, reply `{"equal": bool, "understood": "..."}` or `{"error": "..."}`.
-Comparing is done without math-verify's own time limit: the parent kills this process when its own has passed. If the parent
-is gone too, the alarm ends it, whatever C code it is stuck in.
+The comparison does not use the time limit of math-verify, because the parent kills this process after its timeout. If the parent has
+exited, an alarm ends this process even in C code.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import sys
 from typing import Any
 
 ALARM_MARGIN_S = 2.0
-"""The parent's limit comes first; the alarm is for orphans."""
+"""Seconds between the timeout of the parent and the alarm, which ends orphans only."""
 
 
 def main() -> None:
     memory_bytes_max = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes_max, memory_bytes_max))
-    import math_verify  # after the limit, so that it counts
+    import math_verify  # after the limit, so that the limit applies to it
 
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
@@ -39,12 +39,12 @@ def _reply(math_verify: Any, request: dict[str, Any]) -> dict[str, Any]:
         found = _parse(math_verify, request["text"])
         equal = any(math_verify.verify(answer, found, timeout_seconds=None, raise_on_error=True) for answer in answers)
         return {"equal": bool(found) and equal, "understood": str(found[-1]) if found else ""}
-    except Exception as error:  # noqa: BLE001 - the one recording point of this process: the parent makes it an infra failure
+    except Exception as error:  # noqa: BLE001 - recorded here only: the parent makes it an infra failure
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _parse(math_verify: Any, text: str) -> list[Any]:
-    """What math-verify finds in `text`; bare algebra such as `x+1` is found only between dollar signs."""
+    """Return the expressions that math-verify finds. It finds bare algebra such as `x+1` only between dollar signs."""
     found = math_verify.parse(text, parsing_timeout=None, raise_on_error=True)
     return found or math_verify.parse(f"${text}$", parsing_timeout=None, raise_on_error=True)  # type: ignore[no-any-return]
 

@@ -6,10 +6,10 @@ from rollmesh.shared.telemetry.metrics import counter, gauge
 
 SCORES = counter(
     "rollmesh_reward_scores_total",
-    "Samples scored, by scorer; failed ones got no value and fail their episode.",
+    "Samples scored, by scorer and outcome. A failed one has no value and fails its episode.",
     "scorer",
     "outcome",
 )
-GROUPS = counter("rollmesh_reward_groups_total", "Groups decided on, by decision: keep, filter, extend.", "decision")
-QUEUED = gauge("rollmesh_reward_samples_queued", "Samples waiting for their scores, or being scored.")
+GROUPS = counter("rollmesh_reward_groups_total", "Groups decided, by decision: keep, filter, extend.", "decision")
+QUEUED = gauge("rollmesh_reward_samples_queued", "Samples that wait or are scored.")
 METRICS = (SCORES, GROUPS, QUEUED)

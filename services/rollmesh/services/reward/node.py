@@ -18,7 +18,7 @@ from rollmesh.v1 import coordinator_pb2, reward_pb2_grpc
 
 
 class RewardNode(JoinedNode):
-    """One node. Without a `coordinator` address it serves alone."""
+    """A reward node. Without a `coordinator` address it does not join a mesh."""
 
     kind = coordinator_pb2.NODE_KIND_REWARD
 

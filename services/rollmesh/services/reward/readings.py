@@ -8,5 +8,5 @@ from rollmesh.shared.telemetry.metrics import Reading
 
 
 async def read(node: RewardNode) -> list[Reading]:
-    """The queue."""
+    """Return the length of the queue."""
     return [Reading(QUEUED, node.engine.num_queued)]

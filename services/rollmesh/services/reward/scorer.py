@@ -1,7 +1,7 @@
-"""The scorer port: named rewards with the evidence they rest on.
+"""The scorer port: computes named rewards with their evidence.
 
-Scorers are found by name, or loaded from a user's file as `file.py:Name`. What a scorer raises, a time limit it exceeds or a
-return value that is no reward becomes an INFRA_FAILURE (see `engine`), so a scorer raises rather than guessing a 0.
+Scorers are found by name, or loaded from user code as `file.py:Name`. An exception, a timeout or a return value that is not a reward becomes
+an INFRA_FAILURE (see `engine`), so a scorer raises instead of returning a guessed 0.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from rollmesh.shared.registry import Registry
 from rollmesh.shared.trajectory import Reward
 
 ScorerResult = float | Reward | Sequence[Reward]
-"""A bare number is one reward with neither evidence nor segment."""
+"""A number is one reward without evidence and segment."""
 
 
 class Scorer(Protocol):
-    """Scores one sample at a time, concurrently with others.
+    """Scores samples. Calls are concurrent.
 
-    Constructed as `cls(options=...)`, where `options` is an instance of its class attribute `Options` (a msgspec struct,
-    converted strictly from the configuration), or as `cls()` if it has none. Optional attributes: `version` (grows when the
-    same input may score otherwise), `rewards` (names it gives besides the configured one), `use_sandbox` (see `UsesSandbox`),
-    `async close()`.
+    A class that implements it is constructed as `cls(options=...)`, or as `cls()` if it has no class attribute `Options`. Optional
+    attributes: `version` (changes when the same input may score differently), `rewards` (names of its rewards besides the configured
+    one), `use_sandbox` (see `UsesSandbox`), `async close()`.
     """
 
     async def score(self, item: ScoreItem) -> ScorerResult:
-        """Rewards of one sample. An empty `Reward.name` stands for the name in the configuration."""
+        """Return the rewards of one sample. An empty `Reward.name` means the name in the configuration."""
 
 
 class Sandbox(Protocol):
-    """Where hidden tests run: `rollmesh.shared.clients.sandbox.SandboxClient`, as far as scorers see it."""
+    """The part of `rollmesh.shared.clients.sandbox.SandboxClient` that scorers use to run hidden tests."""
 
     async def run_tests(
         self,
@@ -43,15 +42,15 @@ class Sandbox(Protocol):
         limits: Mapping[str, float] | None = None,
         owner: str = "",
     ) -> TestReport:
-        """Verdicts of hidden tests. Raises MeshError, never for what the candidate did."""
+        """Return the verdicts of hidden tests. Raise MeshError, but never because of the candidate."""
 
 
 @runtime_checkable
 class UsesSandbox(Protocol):
-    """A scorer that asks sandbox nodes is given them before it scores."""
+    """A scorer that calls sandbox nodes. It gets their client before the first call of `score`."""
 
     def use_sandbox(self, sandbox: Sandbox) -> None:
-        """Called once, if the service knows a way to sandbox nodes."""
+        """Store the client. Called once, if the service has one."""
 
 
 SCORERS = Registry(

@@ -1,6 +1,6 @@
-"""RewardService over gRPC: translates between protobuf and the engine's words, and resolves oracle references.
+"""RewardService over gRPC: translate between protobuf and the types of the engine, and resolve oracle references.
 
-The answer key goes from the oracles to the scorers and never into a reply.
+The answer key is passed from the oracles to the scorers. It is in no response.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
     ) -> reward_pb2.FinalizeGroupResponse:
         group = decode_group_context(request.group)
         if not group.members:
-            raise _invalid("group.members", "is empty; a group that nobody scored is not finalised")
+            raise _invalid("group.members", "must contain a scored member; a group without one is not finalized")
         verdict = self._engine.finalize(
             Group(
                 group=group.group,
@@ -127,7 +127,7 @@ def _task_view(task: types_pb2.Task) -> TaskView:
 
 
 def _encode_verdict(verdict: Verdict) -> reward_pb2.FinalizeGroupResponse:
-    # The generated stubs give the enum a type of its own; the numbers are equal by definition and by test.
+    # The generated stubs have a separate type for the enum. A test checks that the numbers are equal.
     decision: Any = int(verdict.decision)
     response = reward_pb2.FinalizeGroupResponse(decision=decision, reason=verdict.reason, num_extend=verdict.num_extend)
     for sample_id, rewards in verdict.adjusted.items():

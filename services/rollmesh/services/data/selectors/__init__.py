@@ -1,1 +1,1 @@
-"""Which task is drawn next; one idea per file."""
+"""Built-in selectors, one per file."""

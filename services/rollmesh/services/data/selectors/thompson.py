@@ -1,10 +1,10 @@
 """Difficulty targeting: a Beta posterior over each prompt's success rate, and Thompson sampling towards a target rate.
 
-After VADE (2025-11, variance-aware dynamic sampling): prompts whose groups are neither all right nor all wrong carry the
-signal, the posterior says which those are likely to be, and old evidence decays because the policy moves. Deviations: the
-prior of a prompt is its level's estimate, so a prompt never drawn is judged by its likes; a share of draws is uniform.
+After VADE (2025-11, variance-aware dynamic sampling): the learning signal is in prompts whose groups are neither all correct nor all
+wrong, the posterior predicts these prompts, and old evidence decays because the policy changes. Deviations: the prior of a prompt is
+the estimate of its level, which covers prompts that were never drawn, and a share of draws is uniform.
 
-With t the number of groups observed including this one, s and f the sums of p and 1 - p over a group's members (p in [0, 1]):
+t is the number of observed groups including this one; s and f are the sums of p and 1 - p over a group's members (p in [0, 1]):
 
     level l, per group of that level:    A_l <- d A_l + s/(s+f)     B_l <- d B_l + f/(s+f)     d = 2^(-1 / level_half_life)
                                          m_l  = (A_l + 1) / (A_l + B_l + 2)
@@ -12,11 +12,11 @@ With t the number of groups observed including this one, s and f the sums of p a
                                          t_x <- t, then a_x, b_x scaled to a_x + b_x <= prompt_evidence_max
     posterior of x:                      Beta(k m_l + w a_x,  k (1 - m_l) + w b_x)             k = prior_strength
 
-A draw is uniform with probability `uniform_share`; otherwise theta_x is drawn for each candidate and the one nearest to
-`target` is taken. Groups, not members, are the unit of the level's estimate because members share a prompt. Half-lives are
-counted in groups: the level's is the short time scale, the prompt's the long one, and a prompt's own evidence fades into
-its level's estimate. Measured on the demo: clearly better than uniform where most of the pool is too easy or impossible,
-slightly worse on a balanced pool, where target 0.5 starves the frontier; hence the uniform share.
+A draw is uniform with probability `uniform_share`. Otherwise theta_x is drawn for each candidate, and the candidate nearest to `target` is
+taken. The estimate of a level counts groups, not members, because members share a prompt. Half-lives are counted in groups. That of a
+level is the short time scale, that of a prompt the long one, so the evidence of a prompt fades into the estimate of its level. Measured
+on the demo: clearly better than uniform if most of the pool is too easy or impossible, and slightly worse on a balanced pool, in which
+target 0.5 rarely draws the hardest solvable tasks. The uniform share compensates for that.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ class ThompsonOptions(Settings):
     """Settings of the Thompson selector."""
 
     target: Annotated[float, Meta(gt=0, lt=1)] = 0.5
-    """Success rate to aim at, in (0, 1). 0.5 has the most variance per group; 0.3 spends more on the frontier."""
+    """Target success rate, in (0, 1). 0.5 has the most variance per group; 0.3 draws harder tasks."""
     uniform_share: Share = 0.25
-    """Share of draws that are uniform over the pool; keeps every prompt reachable whatever the posterior says."""
+    """Share of draws that are uniform over the pool. It keeps every prompt reachable for any posterior."""
     level_label: str = "level"
-    """Task label whose values share a prior; tasks without it are one level."""
+    """Task label whose values share a prior. Tasks without it form one level."""
     prior_strength: PositiveFloat = 4.0
     """Weight of the level's estimate in a prompt's posterior, in members."""
     level_half_life_groups: PositiveFloat = 64.0
-    """Groups of a level after which its evidence counts half: the short time scale."""
+    """Half-life of the evidence of a level, in groups of that level: the short time scale."""
     prompt_half_life_groups: PositiveFloat = 256.0
-    """Groups of any prompt after which a prompt's own evidence counts half: the long time scale."""
+    """Half-life of the evidence of a prompt, in groups of any prompt: the long time scale."""
     prompt_evidence_max: PositiveFloat = 32.0
-    """Most members that a prompt's own evidence counts for, about two groups. Without it a small pool, whose prompts come
-    often, is so sure of the past that a moved policy goes unnoticed for many half-lives."""
+    """Maximum evidence of a prompt, in members; the default is about two groups. Prompts of a small pool are drawn often. Without the
+    limit, their old evidence would hide a changed policy for many half-lives."""
     num_candidates: PositiveInt = 4096
-    """Prompts considered per draw, a random subset of larger pools; bounds the cost of a draw."""
+    """Number of prompts considered per draw, a random subset of a larger pool. It bounds the cost of a draw."""
 
 
 class ThompsonSelector:
@@ -88,12 +88,12 @@ class ThompsonSelector:
             return int(rng.choice(candidates))
         alpha, beta = self.posterior(candidates)
         distance = np.abs(rng.beta(alpha, beta) - self._options.target)
-        # Draws underflow to exactly 0 or 1 where a whole pool is impossible or solved: without the choice among equals such
-        # a pool would be drawn from its front.
+        # If a whole pool is impossible or solved, samples underflow to exactly 0 or 1. The random choice among equal distances
+        # keeps such a pool from being drawn in order.
         return int(rng.choice(candidates[distance == distance.min()]))
 
     def posterior(self, positions: Ints) -> tuple[Floats, Floats]:
-        """Parameters (alpha, beta) of the posterior of the prompts at `positions` [n]; both [n] and > 0."""
+        """Return the posterior parameters (alpha, beta), both [n] and > 0, of the prompts at `positions` [n]."""
         successes, failures = self._level_evidence
         mean = ((successes + 1.0) / (successes + failures + 2.0))[self._level[positions]]
         own = self._evidence[:, positions] * self._fade(self._observed_at[positions])
@@ -151,7 +151,7 @@ class ThompsonSelector:
         return np.asarray(2.0 ** (-age / self._options.prompt_half_life_groups), dtype=np.float64)
 
     def _candidates(self, rng: np.random.Generator, in_flight: AbstractSet[int]) -> Ints:
-        """Positions to choose from: a random subset of a large pool, without those in flight if others are left."""
+        """Return candidate positions: a random subset of a large pool, without those in flight if others remain."""
         num_tasks = len(self._level)
         num_wanted = self._options.num_candidates + len(in_flight)
         if num_tasks <= num_wanted:

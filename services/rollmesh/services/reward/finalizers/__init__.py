@@ -1,1 +1,1 @@
-"""Finalisers; one idea per file."""
+"""Finalizers; one idea per file."""

@@ -1,9 +1,8 @@
-"""Filters groups in which every advantage is zero: there is nothing to learn from them.
+"""Filter groups in which every advantage is zero, because nothing can be learned from them.
 
-Source: dynamic sampling of DAPO (2025-03). A group is judged by the advantages that the trainer's own estimator gives its survivors,
-the members whose rewards say something about the model; infra failures are no zeros and are left out. Too few survivors cannot be
-compared. With `extend_by`, a group without variance first asks for more episodes (adaptive group size) and is filtered when
-`members_max` is reached or time is up.
+Source: dynamic sampling of DAPO (2025-03). The estimator of the trainer gives the advantages of the survivors, which are the members with
+usable rewards. Infra failures are not zeros and are omitted. Too few survivors cannot be compared. With `extend_by`, a group without
+variance first gets more episodes (adaptive group size). It is filtered when `members_max` is reached or its deadline has passed.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ TOO_FEW_SURVIVORS = "TOO_FEW_SURVIVORS"
 
 
 class ZeroVarianceOptions(Settings):
-    """Settings of the zero-variance finaliser."""
+    """Settings of the zero-variance finalizer."""
 
     epsilon: NonNegativeFloat = 1e-6
-    """Advantages whose absolute value is at most this count as zero."""
+    """Maximum absolute value of an advantage that counts as zero."""
     survivors_min: PositiveInt = 2
-    """Fewest members with rewards that can be compared."""
+    """Minimum number of members with usable rewards."""
     extend_by: NonNegativeInt = 0
-    """Further episodes asked for when there is no variance or too few survive; 0 = filter at once."""
+    """Number of episodes added to a group without variance or with too few survivors. 0 filters it at once."""
     members_max: PositiveInt = 64
-    """Most episodes of a group, ended ones included, that `extend_by` may reach."""
+    """Maximum number of episodes of a group, including ended ones, that `extend_by` may reach."""
 
 
 class ZeroVarianceFinalizer:

@@ -1,1 +1,1 @@
-"""Scorers; one idea per file."""
+"""Built-in scorers, one per file."""

@@ -1,4 +1,4 @@
-"""String equality of the extracted answer with any accepted one: 1 or 0.
+"""Compare the extracted answer with the accepted ones as strings: 1 if one is equal, else 0.
 
 Source: the verifiable reward of DeepSeek-R1 (2025-01) and, before it, exact match in SQuAD (2016).
 """
@@ -18,13 +18,13 @@ class ExactOptions(AnswerOptions):
     """Settings of the exact scorer."""
 
     ignore_case: bool = False
-    """Compare without regard to case."""
+    """Whether case is ignored."""
     ignore_chars: str = ""
-    """Characters removed from both sides before comparing, e.g. `,$` for amounts."""
+    """Characters that are removed from both strings first, for example `,$` for amounts."""
 
 
 class ExactScorer:
-    """See the module. Without an answer key it does not apply."""
+    """See the module. It does not apply to a task without an answer key."""
 
     Options: ClassVar[type[msgspec.Struct]] = ExactOptions
     version: ClassVar[str] = "1"

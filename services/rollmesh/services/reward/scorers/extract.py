@@ -1,4 +1,4 @@
-"""Finding the answer in what the model said: shared by the scorers that compare with an answer key."""
+"""Find the answer in the text of the model, for scorers that compare it with an answer key."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ EVIDENCE_CHARS_MAX = 200
 
 
 class AnswerOptions(Settings):
-    """Where the model's answer stands."""
+    """Location of the answer in the text of the model."""
 
     pattern: str = ANSWER_TAG
-    """Regular expression; the last match counts, group 1 if it has one. Empty = the whole text. `.` matches newlines."""
+    """Regular expression of the answer. The last match counts, and its group 1 if the expression has one. `.` matches newlines. Empty
+    means the whole text."""
     where: Where = "final"
-    """`final`: the last assistant message; `episode`: all of them."""
+    """`final`: the last assistant message; `episode`: all assistant messages."""
 
     def check_fields(self) -> None:
         compile_pattern("pattern", self.pattern)
@@ -34,21 +35,21 @@ def compile_pattern(field: str, pattern: str) -> re.Pattern[str]:
 
 
 class Extractor:
-    """Finds the answer as the options say."""
+    """Finds answers by `AnswerOptions`."""
 
     def __init__(self, options: AnswerOptions) -> None:
         self._pattern = compile_pattern("pattern", options.pattern) if options.pattern else None
         self._where = options.where
 
     def find(self, item: ScoreItem) -> str | None:
-        """The model's answer without surrounding space; None if the pattern does not match."""
+        """Return the answer without surrounding space, or None if the pattern does not match."""
         text = item.response(self._where)
         found = text if self._pattern is None else last_match(self._pattern, text)
         return None if found is None else found.strip()
 
 
 def verdict(correct: bool, found: str | None) -> Reward:
-    """1 or 0, with the model's own answer as evidence: the key must not appear in it."""
+    """Return 1 or 0 with the answer of the model as evidence. The evidence never contains the key."""
     evidence = "no answer found" if found is None else f"answer {shorten(found)!r}"
     return Reward(name="", value=float(correct), evidence=evidence)
 

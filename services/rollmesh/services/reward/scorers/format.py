@@ -1,7 +1,7 @@
-"""Whether what the model said has a wanted form: 1 if the pattern matches, else 0.
+"""Check the form of the text of the model: 1 if the pattern matches, else 0.
 
-Source: the format reward of DeepSeek-R1 (2025-01). Kept apart from correctness: summed into one curve it hides a dead run,
-since a collapsed policy still keeps the form.
+Source: the format reward of DeepSeek-R1 (2025-01). It is separate from correctness, because a collapsed
+policy still keeps the form, and a sum of both would hide the collapse.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class FormatOptions(Settings):
     pattern: NonEmptyStr = r"\s*<answer>[^<]+</answer>\s*"
     """Regular expression; `.` matches newlines."""
     where: Where = "final"
-    """`final`: the last assistant message; `episode`: all of them, separated by an empty line."""
+    """`final`: the last assistant message; `episode`: all assistant messages, separated by an empty line."""
     whole: bool = True
-    """Whether the pattern must match the whole text, or may match anywhere in it."""
+    """Whether the pattern must match the whole text. Otherwise it may match anywhere in the text."""
 
     def check_fields(self) -> None:
         compile_pattern("pattern", self.pattern)

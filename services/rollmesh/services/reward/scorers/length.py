@@ -1,8 +1,8 @@
-"""A reward for being brief, from the number of sampled tokens n.
+"""Reward brevity by the number n of sampled tokens.
 
-`budget`: 1 if n <= budget, else 0. `linear`: -n / scale. A linear reward has no lower bound: with a weight that rivals
-correctness it is hacked by skipping the work (seen on the demo within 30 updates at weight 0.5), so keep its weight small or
-use the budget.
+`budget`: 1 if n <= budget, else 0. `linear`: -n / scale. A linear reward has no lower bound. If its
+weight is similar to that of correctness, the policy learns to skip the work (on the demo within 30 updates at weight 0.5). Use a
+small weight or the budget.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class LengthOptions(Settings):
     """Settings of the length scorer."""
 
     form: Literal["budget", "linear"] = "budget"
-    """Which formula."""
+    """The formula."""
     budget_tokens: PositiveInt = 256
-    """Most tokens that earn the reward, for `budget`."""
+    """Maximum number of tokens for a reward of 1, with `budget`."""
     scale_tokens: PositiveFloat = 256.0
-    """Tokens that cost one point, for `linear`."""
+    """Number of tokens per point, with `linear`."""
 
 
 class LengthScorer:

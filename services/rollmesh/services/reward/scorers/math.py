@@ -1,8 +1,8 @@
-"""Numeric and symbolic equality of the extracted answer with any accepted one: 1 or 0.
+"""Compare the extracted answer with the accepted ones by value: 1 if one is equal, else 0.
 
-Equality is math-verify's (parses LaTeX and plain numbers, compares through sympy): 1/2 = 0.5, 1,000 = 1000, $x+1$ = $1+x$,
-and also 10 % = 10. It runs in worker processes, because sympy can be sent into minutes of work by a short expression, and
-neither a thread nor math-verify's own alarm signal can be relied on to end it here.
+math-verify defines equality. It parses LaTeX and plain numbers and compares with sympy: 1/2 = 0.5, 1,000 = 1000, $x+1$ = $1+x$, and also
+10 % = 10. It runs in worker processes, because a short expression can keep sympy busy for minutes, and neither a thread nor the alarm
+signal of math-verify ends it reliably.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from rollmesh.shared.trajectory import Reward
 
 
 class MathOptions(AnswerOptions):
-    """Settings of the math scorer. With an empty `pattern`, math-verify looks for the answer (`\\boxed`, then the last number)."""
+    """Settings of the math scorer. With an empty `pattern`, math-verify finds the answer (`\\boxed`, then the last number)."""
 
     num_workers: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Worker processes; each holds sympy (about 80 MiB) and makes some hundred comparisons a second."""
+    """Number of worker processes. Each uses about 80 MiB for sympy and makes some hundred comparisons per second."""
     compare_s_max: PositiveFloat = 5.0
-    """Longest comparison, seconds; the worker is then replaced and the sample counts as an infra failure."""
+    """Timeout of a comparison, in seconds. The worker is then replaced, and the sample is an infra failure."""
     start_s_max: PositiveFloat = 60.0
-    """Longest start of a worker, seconds; importing sympy takes one on a quiet machine."""
+    """Timeout for the start of a worker, in seconds. The import of sympy takes about one second on an idle machine."""
     memory_bytes_max: Annotated[int, Meta(ge=256 << 20)] = 4 << 30
-    """Address space of a worker."""
+    """Address space of a worker, in bytes."""
 
 
 class MathScorer:
-    """See the module. Without an answer key it does not apply."""
+    """See the module. It does not apply to a task without an answer key."""
 
     Options: ClassVar[type[msgspec.Struct]] = MathOptions
     version: ClassVar[str] = "1"

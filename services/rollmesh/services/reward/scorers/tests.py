@@ -1,7 +1,7 @@
-"""Hidden tests on the code the model wrote: 1 if every test accepts it, else 0; and the share of the tests that do.
+"""Run hidden tests on the code of the model: 1 if every test accepts it, else 0, and the share of accepting tests.
 
-The tests run on sandbox nodes, apart from the candidate: nothing that it prints, patches or leaves behind is a verdict. A jail or a
-node that fails is an infra failure of the sample, never a 0.
+The tests run on sandbox nodes in another jail than the candidate, so its output and side effects cannot become a verdict. A failure of a
+jail or a node is an infra failure of the sample, never a reward of 0.
 
 Source: execution-based scoring by hidden unit tests, as in HumanEval (2021) and APPS (2021).
 """
@@ -30,15 +30,15 @@ class TestsOptions(AnswerOptions):
     """Settings of the tests scorer."""
 
     pattern: str = CODE_BLOCK
-    """Regular expression that finds the code: the last match counts, group 1 if it has one. Empty = the whole text."""
+    """Regular expression of the code. The last match counts, and its group 1 if the expression has one. Empty means the whole text."""
     path: NonEmptyStr = "solution.py"
-    """Name of the file that the code becomes: the `entry` of the manifests."""
+    """Name of the file with the code, which is the `entry` of the manifests."""
     wall_s: NonNegativeFloat = 0.0
-    """Wall seconds of one test, below the manifest's; 0 = the manifest's."""
+    """Limit of one test, in wall seconds, if it is lower than that of the manifest. 0 means the limit of the manifest."""
 
 
 class TestsScorer:
-    """See the module. Without hidden tests in the answer key it does not apply."""
+    """See the module. It does not apply to a task without hidden tests in its answer key."""
 
     Options: ClassVar[type[msgspec.Struct]] = TestsOptions
     version: ClassVar[str] = "1"
@@ -72,7 +72,7 @@ class TestsScorer:
 
 
 def describe(report: TestReport) -> str:
-    """Verdicts in one line: `5/8 accepted: AC 5, WA 3; first failure: test 2 WA the result differs ...`."""
+    """Return the verdicts in one line: `5/8 accepted: AC 5, WA 3; first failure: test 2 WA the result differs ...`."""
     counts = Counter(verdict.outcome.name for verdict in report.verdicts)
     text = f"{report.num_accepted}/{report.num_tests} accepted: " + ", ".join(f"{k} {n}" for k, n in counts.items())
     for verdict in report.verdicts:
