@@ -147,12 +147,12 @@ async def test_a_group_is_kept_or_filtered_with_its_reason() -> None:
 async def test_a_finalizer_may_adjust_rewards_by_looking_at_the_group(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(
         "from dataclasses import replace\n"
-        "from rollmesh.services.reward.finalizer import Decision, Verdict\n"
+        "from rollmesh.services.reward.finalizer import FinalizerDecision, Verdict\n"
         "class Ranks:\n"
         "    def decide(self, group):\n"
         "        ranked = sorted(group.members, key=lambda m: m.rewards[0].value)\n"
         "        adjusted = {m.sample_id: (replace(m.rewards[0], value=float(n)),) for n, m in enumerate(ranked)}\n"
-        "        return Verdict(decision=Decision.KEEP, adjusted=adjusted)\n"
+        "        return Verdict(decision=FinalizerDecision.KEEP, adjusted=adjusted)\n"
     )
     async with serving({"finalizer": {"name": "ranks.py:Ranks"}}, tmp_path) as stub:
         response = await stub.FinalizeGroup(group(0.9, 0.1, 0.5))
