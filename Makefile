@@ -10,7 +10,7 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: setup demo test newcomer floors check prose protos verify lint-protos sim soak models leaks chaos tamper attack verdicts bench clean garbage many-runs
+.PHONY: setup demo test newcomer floors check reference prose protos verify lint-protos sim soak models leaks chaos tamper attack verdicts bench clean garbage many-runs
 
 setup: $(VENV)/.installed
 
@@ -37,6 +37,9 @@ check: setup ## check style, types and import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+reference: setup ## regenerate docs/configuration.md and docs/cli.md; a test checks that they are current
+	$(BIN)/python -m rollmesh.cli.reference docs
 
 prose: ## find expressions to replace, and lines that are too long, in code and docs
 	$(PYTHON) .ci/prose.py

@@ -457,6 +457,8 @@ def _children(node: msgspec.inspect.Type, step: str | int) -> list[msgspec.inspe
         return [node.value_type]
     if isinstance(node, (msgspec.inspect.ListType, msgspec.inspect.VarTupleType)):
         return [node.item_type]
+    if isinstance(node, msgspec.inspect.TupleType) and isinstance(step, int):
+        return list(node.item_types[step : step + 1])
     return []
 
 

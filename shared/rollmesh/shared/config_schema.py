@@ -1,30 +1,37 @@
-"""JSON schema of a configuration type, for editors, with the description that stands after each field in the source."""
+"""JSON schema of a configuration type, for editors. Descriptions are the strings that follow the fields in the source."""
 
 from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import textwrap
+from collections.abc import Iterator
+from inspect import cleandoc, getsource
 from typing import Any
 
 import msgspec
+from msgspec import inspect
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def json_schema(type_: type) -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of a msgspec struct tree. Field docstrings become `description`s."""
+    """Return the JSON schema (draft 2020-12) of a tree of msgspec structs, with the docstrings of fields as `description`."""
     schemas, components = msgspec.json.schema_components([type_], ref_template="#/$defs/{name}")
-    for struct in _structs_below(type_):
-        definition = components.get(struct.__name__)
+    for struct in {node.cls for node in _nodes(inspect.type_info(type_)) if isinstance(node, inspect.StructType)}:
+        definition = components[struct.__name__]
         for field, text in field_docs(struct).items():
-            if definition is not None and field in definition.get("properties", {}):
+            if field in definition.get("properties", {}):
                 definition["properties"][field].setdefault("description", text)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schemas[0], "$defs": components}
+        if hasattr(struct, "short_form"):  # the loader fills the field in, see `config.py`
+            definition["required"] = [name for name in definition["required"] if name != struct.short_form]
+            components[struct.__name__] = {"anyOf": [{"type": "string"}, definition]}
+    return {"$schema": DIALECT, **schemas[0], "$defs": components}
 
 
 @functools.cache
 def field_docs(type_: type) -> dict[str, str]:
-    """The string that follows each annotated field in the class body; of bases too. Empty without source."""
+    """Return the string that follows each annotated field in the class body, including those of bases. Empty without source."""
     docs: dict[str, str] = {}
     for cls in reversed(type_.__mro__):
         if issubclass(cls, msgspec.Struct) and cls is not msgspec.Struct:
@@ -34,7 +41,7 @@ def field_docs(type_: type) -> dict[str, str]:
 
 def _own_docs(cls: type) -> dict[str, str]:
     try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+        body = ast.parse(textwrap.dedent(getsource(cls))).body[0]
     except (OSError, TypeError, SyntaxError):
         return {}
     assert isinstance(body, ast.ClassDef)
@@ -43,21 +50,14 @@ def _own_docs(cls: type) -> dict[str, str]:
         if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
             continue
         if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
-            docs[field.target.id] = inspect.cleandoc(after.value.value)
+            docs[field.target.id] = cleandoc(after.value.value)
     return docs
 
 
-def _structs_below(type_: type) -> set[type]:
-    """Every struct class reachable from `type_`."""
-    found: set[type] = set()
-    pending: list[Any] = [msgspec.inspect.type_info(type_)]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, msgspec.inspect.StructType):
-            if node.cls in found:
-                continue
-            found.add(node.cls)
-            pending += [field.type for field in node.fields]
-        pending += getattr(node, "types", ())
-        pending += [below for name in ("item_type", "value_type") if (below := getattr(node, name, None)) is not None]
-    return found
+def _nodes(node: inspect.Type) -> Iterator[inspect.Type]:
+    """`node` and every type below it."""
+    yield node
+    below = [field.type for field in node.fields] if isinstance(node, inspect.StructType) else []
+    below += [getattr(node, name) for name in ("type", "item_type", "value_type") if hasattr(node, name)]
+    for child in (*below, *getattr(node, "types", ()), *getattr(node, "item_types", ())):
+        yield from _nodes(child)

@@ -12,13 +12,26 @@ from rollmesh.cli.app import Overrides, app, console, report_errors, set_up_comp
 
 @app.command()
 def check(
-    config: Annotated[Path, typer.Argument(help="A configuration file.")],
+    config: Annotated[Path | None, typer.Argument(help="A configuration file.")] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Also run one episode, and print its transcript and rewards.")
     ] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of a configuration file instead, for an editor.")
+    ] = False,
 ) -> None:
     """Find every mistake in a configuration, and print each setting with its effective value."""
+    if schema:
+        import msgspec
+
+        from rollmesh.cli.config import TrainConfig
+        from rollmesh.shared.config_schema import json_schema
+
+        typer.echo(msgspec.json.format(msgspec.json.encode(json_schema(TrainConfig)), indent=2).decode())
+        return
+    if config is None:
+        raise typer.BadParameter("name a configuration file, or use --schema", param_hint="config")
     with report_errors():
         set_up_compute()
         from rollmesh.cli.config_checks import load_checked, notes

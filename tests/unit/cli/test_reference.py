@@ -1,0 +1,89 @@
+"""The generated pages are current, and the JSON schema fits the configurations that are shipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rollmesh.cli.__main__ import app
+from rollmesh.cli.config import TrainConfig
+from rollmesh.cli.reference import commands, configuration
+from rollmesh.shared.config_schema import field_docs, json_schema
+
+ROOT = Path(__file__).parents[3]
+REMEDY = "run: python -m rollmesh.cli.reference docs"
+
+
+def test_the_reference_pages_are_current() -> None:
+    assert (ROOT / "docs/configuration.md").read_text() == configuration(), REMEDY
+    assert (ROOT / "docs/cli.md").read_text() == commands(), REMEDY
+
+
+def test_the_page_states_type_default_range_unit_and_change_rule() -> None:
+    page = configuration()
+    assert "- **`run.batch_groups`** (integer, default `16`, in [1, 65536]): Groups (tasks) per update." in page
+    assert "- **`run.episode_lease_s`** (number, default `30.0`, in [0.01, 86400], s, live)" in page
+
+
+def test_every_setting_is_described() -> None:
+    def undescribed(type_: type[msgspec.Struct], prefix: str = "") -> list[str]:
+        docs = field_docs(type_)
+        found = [f"{prefix}{name}" for name in type_.__struct_fields__ if not docs.get(name)]
+        for field in msgspec.structs.fields(type_):
+            if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
+                found += undescribed(field.type, f"{prefix}{field.name}.")
+        return found
+
+    assert undescribed(TrainConfig) == []
+
+
+CONFIGS = [path for path in sorted(ROOT.glob("configs/**/*.yaml")) if "recipes" not in path.parts]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_the_schema_knows_every_key_of_a_shipped_configuration(path: Path) -> None:
+    schema = json_schema(TrainConfig)
+    tree = yaml.safe_load(path.read_text())
+    assert tree
+    assert unknown_keys(schema, schema, tree) == []
+
+
+def test_check_prints_the_schema() -> None:
+    done = CliRunner().invoke(app, ["check", "--schema"])
+    assert done.exit_code == 0, done.output
+    schema = msgspec.json.decode(done.stdout)
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["$defs"]["RunConfig"]["properties"]["batch_groups"]["maximum"] == 65536
+    assert unknown_keys(schema, schema, {"run": {"batch_group": 1}, "rollout": {"agent": "single_turn"}}) == [
+        "run.batch_group"
+    ]
+
+
+def unknown_keys(schema: dict[str, Any], node: dict[str, Any], tree: Any, path: str = "") -> list[str]:
+    """Keys of `tree` that no alternative of the schema at this place allows."""
+    if not isinstance(tree, dict):
+        return []
+    options = [node]
+    while any("$ref" in one or "anyOf" in one for one in options):
+        below = [
+            one.get("anyOf", [schema["$defs"][one["$ref"].rpartition("/")[2]]] if "$ref" in one else [one])
+            for one in options
+        ]
+        options = [one for group in below for one in group]
+    options = [one for one in options if one.get("type") == "object"]
+    found: list[str] = []
+    for key, value in tree.items():
+        properties = [one.get("properties", {}) for one in options]
+        rest = [one.get("additionalProperties", True) for one in options]
+        fits = [known.get(key, other) for known, other in zip(properties, rest, strict=True)]
+        if True in fits:
+            continue
+        results: list[list[str]] = [unknown_keys(schema, one, value, f"{path}{key}.") for one in fits if one]
+        results.sort(key=len)
+        found += results[0] if results else [f"{path}{key}"]
+    return found
