@@ -103,24 +103,13 @@ def _rows(
         facts = [_type_text(node), f"default `{_default_text(field)}`" if not field.required else "required"]
         facts += [_brief(text)] if (text := expectation(node)) else []
         facts += [next((unit for suffix, unit in UNITS if field.name.endswith(suffix)), "")]
-        if changes:
-            facts += ["live"] if may_change(TrainConfig, key) else [_live_keys(field)]
+        facts += ["live"] if changes and may_change(TrainConfig, key) else []
         yield from _wrapped(
             f"- **`{key}`** ({', '.join(filter(None, facts))}): {' '.join(docs.get(field.name, '').split())}"
         )
     yield ""
     for key, cls in sections:
         yield from _rows(cls, f"{key}.", changes=changes)
-
-
-def _live_keys(field: inspect.Field) -> str:
-    """The keys below an untyped mapping that may change."""
-    mark = (field.type.extra or {}).get("live") if isinstance(field.type, inspect.Metadata) else None
-    if not isinstance(mark, tuple):
-        return ""
-    live = ", ".join(f"`{key}`" for key in mark if not key.startswith("-"))
-    fixed = "".join(f" except `{key[1:]}`" for key in mark if key.startswith("-"))
-    return f"live: {live}{fixed}"
 
 
 def _type_text(node: inspect.Type) -> str:

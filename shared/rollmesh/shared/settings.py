@@ -29,11 +29,6 @@ FIXED = Meta(extra={"live": False})
 """The setting is fixed after its run began, although the section around it is `LIVE`."""
 
 
-def live_keys(*keys: str) -> Meta:
-    """Mark an untyped mapping: only these dotted keys, and all below them, may change. `-key` excludes one again."""
-    return Meta(extra={"live": keys})
-
-
 class _SettingsMeta(msgspec.StructMeta):
     """Makes every subclass frozen, keyword-only and strict."""
 
@@ -160,12 +155,11 @@ def may_change(type_: type, key: str) -> bool:
     An unknown key follows the section that it is in.
     """
     node: inspect.Type | None = inspect.type_info(type_)
-    steps, live = key.split("."), False
-    for index, step in enumerate(steps):
+    live = False
+    for step in key.split("."):
         node = _field_type(node, step)
         while isinstance(node, inspect.Metadata):
-            mark = (node.extra or {}).get("live", live)
-            live = mark if isinstance(mark, bool) else _is_listed(".".join(steps[index + 1 :]), mark)
+            live = (node.extra or {}).get("live", live)
             node = node.type
     return live
 
@@ -176,8 +170,3 @@ def _field_type(node: inspect.Type | None, step: str) -> inspect.Type | None:
     if isinstance(node, inspect.StructType):
         return next((field.type for field in node.fields if field.encode_name == step), None)
     return node.value_type if isinstance(node, inspect.DictType) else None
-
-
-def _is_listed(key: str, keys: tuple[str, ...]) -> bool:
-    longest = max((one for one in keys if f"{key}.".startswith(f"{one.removeprefix('-')}.")), key=len, default="-")
-    return not longest.startswith("-")

@@ -19,7 +19,6 @@ from rollmesh.shared.settings import (
     PositiveInt,
     Settings,
     Share,
-    live_keys,
     may_change,
 )
 
@@ -39,7 +38,6 @@ class Outer(Settings):
     maybe: PositiveInt | None = None
     inner: Inner = Inner()
     live: Annotated[Inner, LIVE] = Inner()
-    untyped: Annotated[dict[str, Any], live_keys("opt", "-opt.name")] = {}
     low: float = 0.0
     high: float = 1.0
 
@@ -101,10 +99,6 @@ def test_subclasses_are_frozen_keyword_only_and_strict() -> None:
         ("live.frozen", False),
         ("live.unknown", True),
         ("unknown", False),
-        ("untyped.opt", True),
-        ("untyped.opt.lr", True),
-        ("untyped.opt.name", False),
-        ("untyped.optimum", False),
     ],
 )
 def test_the_innermost_mark_decides_whether_a_key_may_change(key: str, may: bool) -> None:

@@ -86,7 +86,7 @@ def test_packing_wastes_little_where_padding_wastes_much() -> None:
 
 
 def test_packing_refuses_impossible_input() -> None:
-    with pytest.raises(ValueError, match="micro_batch_tokens = 10"):
+    with pytest.raises(ValueError, match="`micro_batch_tokens` must be >= row_tokens = 20, got 10"):
         PackingConfig(row_tokens=20, micro_batch_tokens=10)
     with pytest.raises(ValueError, match="nothing before it"):
         Sequence1D(np.zeros(2, np.int32), np.ones(2, np.uint8))

@@ -82,5 +82,5 @@ def test_demonstration_probability_is_the_product_over_trained_tokens() -> None:
     ("field", "value"), [("levels_first", 9), ("muon_lr", 0.0), ("target_success", 1.5), ("steps_max", 0)]
 )
 def test_warm_start_config_refuses_values_out_of_range(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field} = "):
+    with pytest.raises(ValueError, match=f"`{field}` must be "):
         WarmStartConfig(**{field: value})  # type: ignore[arg-type]

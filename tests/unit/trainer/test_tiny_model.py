@@ -140,7 +140,7 @@ def test_loading_names_the_folder_and_the_misfit(folder: Path, tmp_path: Path) -
 
 
 def test_config_refuses_impossible_shapes() -> None:
-    with pytest.raises(ValueError, match="num_heads = 3"):
+    with pytest.raises(ValueError, match="`num_heads` must be a multiple of num_kv_heads = 2, got 3"):
         TinyModelConfig(num_heads=3, num_kv_heads=2)
     with pytest.raises(ValueError, match="hidden_size = 0"):
         TinyModelConfig(hidden_size=0)

@@ -92,5 +92,5 @@ class UpdateConfig(Settings):
         names = [term.short_name for term in self.loss]
         if not names or len(set(names)) != len(names):
             raise ValueError(
-                f"loss must have at least one term, each with another name, got {', '.join(names) or 'none'}"
+                f"`loss` must have at least one term, each with a different name, got {', '.join(names) or 'none'}"
             )

@@ -74,22 +74,6 @@ class LearnerConfig(UpdateConfig):
     retry: Annotated[LearnerRetryConfig, LIVE] = LearnerRetryConfig()
     """Retries of calls to the gateway, and restarts from a checkpoint."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("threads", "checkpoint_every", "keep_last"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 < self.wait_s <= 60:
-            raise ValueError(f"wait_s must be above 0 and at most 60, got {self.wait_s}")
-        if self.stop_s <= 0:
-            raise ValueError(f"stop_s must be positive, got {self.stop_s}")
-        if self.quarantined_max < 0:
-            raise ValueError(f"quarantined_max must not be negative, got {self.quarantined_max}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
-        if not self.directory:
-            raise ValueError("directory must not be empty")
-
     @property
     def checkpoints(self) -> Path:
         return Path(self.directory) / "checkpoints"
