@@ -35,7 +35,7 @@ def _parse() -> argparse.Namespace:
 def main() -> int:
     arguments = _parse()
     attacks = suite.chosen(arguments.only)
-    own = asyncio.run(suite.play(attacks, controls=not arguments.no_controls, told=_tell))
+    own = asyncio.run(suite.play(attacks, controls=not arguments.no_controls, report=_print_now))
     if arguments.json is not None:
         suite.save(own, arguments.json)
         return 0
@@ -47,7 +47,7 @@ def main() -> int:
     return _conclude(reports)
 
 
-def _tell(line: str) -> None:
+def _print_now(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -246,8 +246,8 @@ def _faults(attack: Attack, scene: Scene, *, alive: bool) -> list[str]:
     result = scene.result
     if result is not None:
         if result.outcome not in attack.outcomes:
-            told = result.error_type, result.error_message
-            faults.append(f"outcome {result.outcome.value}, not {attack.verdict.value}: {told}")
+            observed = result.error_type, result.error_message
+            faults.append(f"outcome {result.outcome.value}, not {attack.verdict.value}: {observed}")
         if (size := sum(len(text) for text in scene.received)) > _REPLY_BYTES_MAX * max(1, len(scene.received)):
             faults.append(f"a reply of {size} characters")
     if attack.held and (why := mismatch("\n".join(scene.lines), attack.held)):

@@ -25,7 +25,7 @@ def exchange(data: bytes) -> bytes:
     return got
 
 
-def told(data: bytes) -> str:
+def outcome_of(data: bytes) -> str:
     """Return the refusing rule, or the status and the start of the body."""
     try:
         answer = exchange(data)
@@ -48,13 +48,13 @@ def request(target: str | bytes, method: str = "GET", headers: bytes = b"", body
 
 def ask(label: str, target: str | bytes, method: str = "GET", headers: bytes = b"", body: bytes = b"") -> None:
     """Send a request and print the result."""
-    print(label, told(request(target, method, headers, body)), flush=True)
+    print(label, outcome_of(request(target, method, headers, body)), flush=True)
 
 
 def ask_patiently(label: str, target: str) -> None:
     """Retry while the proxy has not noticed that earlier connections were closed."""
     for _ in range(10):
-        said = told(request(target))
+        said = outcome_of(request(target))
         if said != "refused by requests":
             break
         select.select([], [], [], 0.05)

@@ -41,14 +41,14 @@ def chosen(words: Sequence[str]) -> list[Attack]:
     ]
 
 
-async def play(attacks: Sequence[Attack], *, controls: bool, told: Callable[[str], None]) -> Report:
+async def play(attacks: Sequence[Attack], *, controls: bool, report: Callable[[str], None]) -> Report:
     """Run all attacks in one engine, and then their controls."""
     with tempfile.TemporaryDirectory(prefix="rollmesh-arena-") as folder, world() as around:
         judging = any(attack.verdict is Verdict.REJECTED for attack in attacks)
         egress = any(attack.profile != "python" for attack in attacks)
         async with arena(Path(folder), around, judging=judging, egress=egress) as running:
-            rows = [await _play_one(running, attack, told) for attack in attacks]
-        shown = _play_controls(around, attacks, told) if controls and possible() else {}
+            rows = [await _play_one(running, attack, report) for attack in attacks]
+        shown = _play_controls(around, attacks, report) if controls and possible() else {}
     return Report(
         user="root" if os.geteuid() == 0 else "an ordinary user",
         rows=rows,
@@ -57,13 +57,13 @@ async def play(attacks: Sequence[Attack], *, controls: bool, told: Callable[[str
     )
 
 
-async def _play_one(running: Arena, attack: Attack, told: Callable[[str], None]) -> Row:
+async def _play_one(running: Arena, attack: Attack, report: Callable[[str], None]) -> Row:
     if attack.needs and not _has_memory_cgroup():
         return Row(name=attack.name, verdict="", faults=[], missing=attack.needs)
     await running.neighbor.quiet(_QUIET_CALLS)
     score = await running.play(attack)
     for fault in score.faults:
-        told(f"NOT CONTAINED {score.name}: {fault}")
+        report(f"NOT CONTAINED {score.name}: {fault}")
     return Row(name=score.name, verdict=score.verdict, faults=list(score.faults))
 
 
@@ -72,7 +72,7 @@ def _has_memory_cgroup() -> bool:
     return hierarchy is not None and "memory" in hierarchy.parents
 
 
-def _play_controls(around: World, attacks: Sequence[Attack], told: Callable[[str], None]) -> dict[str, str]:
+def _play_controls(around: World, attacks: Sequence[Attack], report: Callable[[str], None]) -> dict[str, str]:
     shown = {}
     controls = Controls(around)
     try:
@@ -80,7 +80,7 @@ def _play_controls(around: World, attacks: Sequence[Attack], told: Callable[[str
             if attack.free:
                 shown[attack.name] = why = controls.play(attack)
                 if why:
-                    told(f"control of {attack.name}: {why}")
+                    report(f"control of {attack.name}: {why}")
     finally:
         controls.close()
     return shown

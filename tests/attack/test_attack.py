@@ -39,7 +39,7 @@ def test_attacks_on_what_an_ordinary_users_sessions_share_are_contained() -> Non
 
 
 @pytest.mark.skipif(not possible(), reason="controls need root")
-def test_attacks_do_harm_without_walls() -> None:
+def test_attacks_do_harm_without_isolation() -> None:
     sampled = [attack for attack in QUICK if attack.free][::4]
     with world() as around:
         controls = Controls(around)
@@ -50,7 +50,7 @@ def test_attacks_do_harm_without_walls() -> None:
     assert {name: why for name, why in shown.items() if why} == {}
 
 
-def test_each_attack_has_a_name_of_its_own_and_tells_its_control_apart() -> None:
+def test_each_attack_has_a_unique_name_and_differs_from_its_control() -> None:
     assert [name for name, count in Counter(attack.name for attack in all_attacks()).items() if count > 1] == []
     assert all(family.attacks for family in FAMILIES)
     assert {a.name for a in all_attacks() if a.free and a.held == a.free} <= {"kill everything, from pid 1"}
@@ -95,8 +95,10 @@ async def test_harm_to_host_neighbor_and_service_is_seen(tmp_path: Path) -> None
             object.__setattr__(attack, "drive", harm)
             score = await running.play(attack)
             os.kill(int(str(facts["VICTIM_PID"])), signal.SIGCONT)
-    told = " ".join(score.faults)
-    assert all(word in told for word in ("files changed", "shared_memory changed", "victim_alive changed", "neighbor:"))
+    faults = " ".join(score.faults)
+    assert all(
+        word in faults for word in ("files changed", "shared_memory changed", "victim_alive changed", "neighbor:")
+    )
 
 
 async def test_what_a_policy_lets_through_to_a_forbidden_server_is_seen(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ async def test_snapshot_outlives_its_session(engine: SandboxEngine) -> None:
     assert await engine.get_files("s", ["a"], 100) == {"a": b"1"}
 
 
-async def test_snapshot_beyond_its_bytes_is_refused_and_the_session_goes_on(engine: SandboxEngine) -> None:
+async def test_snapshot_beyond_its_bytes_is_rejected_and_the_session_continues(engine: SandboxEngine) -> None:
     await open_session(engine)
     await engine.put_files("s", {"a": bytes(5000)})
     saved = Saved()

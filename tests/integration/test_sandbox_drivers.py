@@ -203,7 +203,7 @@ async def test_a_session_that_ends_itself_takes_its_children_along(engine: JailE
     assert session_processes(engine) == []
 
 
-async def test_a_killed_warden_leaves_its_session_to_the_zygote(engine: JailEngine) -> None:
+async def test_the_zygote_ends_the_session_of_a_killed_reaper(engine: JailEngine) -> None:
     pid = int((await run(engine, FAMILY + "\nos.getppid()")).result)
     assert len(session_processes(engine)) >= 5
     os.kill(pid, signal.SIGKILL)
@@ -212,7 +212,7 @@ async def test_a_killed_warden_leaves_its_session_to_the_zygote(engine: JailEngi
     assert (await run(engine, "6*7", "next")).result == "42"
 
 
-async def test_a_killed_warden_is_an_infra_failure(engine: JailEngine) -> None:
+async def test_a_killed_reaper_is_an_infra_failure(engine: JailEngine) -> None:
     pid = int((await run(engine, "import os; os.getppid()")).result)
     os.kill(pid, signal.SIGKILL)
     await engine._live["s"].ended
@@ -242,7 +242,7 @@ async def test_a_program_cannot_pass_its_own_end_off_as_ours(tmp_path: Path, dri
         await engine.close()
 
 
-async def test_all_the_cpu_time_of_a_session_is_told_as_time(tmp_path: Path) -> None:
+async def test_using_up_the_cpu_time_of_a_session_is_a_time_limit(tmp_path: Path) -> None:
     engine = await started("landlock", tmp_path)
     try:
         limits = replace(engine.limits("python"), cpu_total_s=1)
@@ -254,30 +254,30 @@ async def test_all_the_cpu_time_of_a_session_is_told_as_time(tmp_path: Path) -> 
 
 
 async def test_a_lost_zygote_is_reported_when_its_sessions_are_cleared(engine: JailEngine) -> None:
-    warden_pid = int((await run(engine, FAMILY + "\nos.getppid()")).result)
-    os.kill(parent_of(warden_pid), signal.SIGKILL)
+    reaper_pid = int((await run(engine, FAMILY + "\nos.getppid()")).result)
+    os.kill(parent_of(reaper_pid), signal.SIGKILL)
     assert (await engine._live["s"].ended).lost
     assert session_processes(engine) == []
     assert (await run(engine, "6*7", "next")).result == "42"
 
 
-async def test_a_stopped_warden_ends_with_its_zygote(engine: JailEngine) -> None:
-    warden_pid = int((await run(engine, FAMILY + "\nos.getppid()")).result)
-    os.kill(warden_pid, signal.SIGSTOP)
+async def test_a_stopped_reaper_ends_with_its_zygote(engine: JailEngine) -> None:
+    reaper_pid = int((await run(engine, FAMILY + "\nos.getppid()")).result)
+    os.kill(reaper_pid, signal.SIGSTOP)
     try:
-        os.kill(parent_of(warden_pid), signal.SIGKILL)
+        os.kill(parent_of(reaper_pid), signal.SIGKILL)
         async with asyncio.timeout(10.0):
             assert (await engine._live["s"].ended).lost
         assert session_processes(engine) == []
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(warden_pid, signal.SIGCONT)
+            os.kill(reaper_pid, signal.SIGCONT)
 
 
-async def test_a_warden_that_was_stopped_for_a_while_goes_on(engine: JailEngine) -> None:
-    warden_pid = int((await run(engine, "import os; os.getppid()")).result)
-    os.kill(warden_pid, signal.SIGSTOP)
-    os.kill(warden_pid, signal.SIGCONT)
+async def test_a_reaper_that_was_stopped_for_a_while_continues(engine: JailEngine) -> None:
+    reaper_pid = int((await run(engine, "import os; os.getppid()")).result)
+    os.kill(reaper_pid, signal.SIGSTOP)
+    os.kill(reaper_pid, signal.SIGCONT)
     assert (await run(engine, "6*7")).result == "42"
     await engine.end("s")
     assert session_processes(engine) == []
@@ -342,6 +342,6 @@ def test_a_killer_without_uids_of_its_own_is_refused() -> None:
             reaper.Uids(session=session, killer=killer)
 
 
-def test_landlock_cannot_be_given_up_where_it_is_the_driver() -> None:
-    with pytest.raises(ValueError, match="can't be without landlock"):
+def test_landlock_cannot_be_disabled_if_it_is_the_driver() -> None:
+    with pytest.raises(ValueError, match="needs the mechanism landlock"):
         SandboxConfig(engine=Extension("landlock"), without=("landlock",))

@@ -374,7 +374,7 @@ async def test_detached_children_die_with_the_session(engine: JailEngine) -> Non
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "message"),
     [
         ("import os; os._exit(3)", "status 3"),
         ("import ctypes; ctypes.string_at(0)", "signal 11"),
@@ -390,12 +390,10 @@ async def test_detached_children_die_with_the_session(engine: JailEngine) -> Non
         ("import os, struct; b = b'[' * 100000; os.write(3, struct.pack('<I', len(b)) + b)", "protocol"),
     ],
 )
-async def test_a_program_that_ends_or_garbles_its_session_is_told_apart(
-    engine: JailEngine, code: str, told: str
-) -> None:
+async def test_an_ended_and_a_garbled_session_are_distinguished(engine: JailEngine, code: str, message: str) -> None:
     result = await attack(engine, code)
     assert (result.outcome, result.session_alive) == (RunOutcome.EXITED, False)
-    assert told in result.error_message
+    assert message in result.error_message
     await survives(engine)
 
 

@@ -103,7 +103,9 @@ async def test_bash_syntax_error_is_the_programs_error(engine: JailEngine) -> No
 @pytest.mark.parametrize(
     "stubborn", ["sleep 100; echo never", "while true; do :; done", "sh -c 'trap \"\" INT; while :; do :; done'"]
 )
-async def test_bash_command_out_of_time_is_interrupted_and_the_shell_lives(engine: JailEngine, stubborn: str) -> None:
+async def test_bash_command_out_of_time_is_interrupted_and_the_shell_continues(
+    engine: JailEngine, stubborn: str
+) -> None:
     await bash(engine, "x=kept")
     result = await bash(engine, stubborn, wall_s=0.3)
     assert (result.outcome, result.session_alive) == (RunOutcome.TIME, True), result
@@ -165,7 +167,7 @@ async def test_bash_without_its_builtins_still_ends_each_command(engine: JailEng
         assert (await bash(engine, "echo $x")).stdout == "kept\n"
 
 
-async def test_bash_that_never_tells_its_end_is_replaced(engine: JailEngine) -> None:
+async def test_bash_that_never_reports_its_end_is_replaced(engine: JailEngine) -> None:
     await bash(engine, "true")
     assert (await bash(engine, "builtin() { :; }", wall_s=0.5)).outcome is RunOutcome.TIME
     after = await bash(engine, "echo here")
@@ -271,7 +273,7 @@ async def test_compile_error_is_the_programs_error_with_the_compilers_text(
     assert "error:" in result.stderr
 
 
-async def test_limits_of_a_program_are_told_apart(engine: JailEngine) -> None:
+async def test_limits_of_a_program_are_distinguished(engine: JailEngine) -> None:
     require_tool("cpp")
     loop = await run(engine, "c", "int main() { for (;;) ; }", wall_s=2.0)
     assert (loop.outcome, loop.session_alive) == (RunOutcome.TIME, True)
@@ -385,7 +387,7 @@ async def test_sqlite_refuses_everything_but_reading(engine: JailEngine, query: 
     assert (await bash(engine, "ls")).stdout == "shop.db\n"
 
 
-async def test_sqlite_tells_the_error_and_the_limits(engine: JailEngine) -> None:
+async def test_sqlite_reports_the_error_and_the_limits(engine: JailEngine) -> None:
     await run(engine, "python", MAKE_DB)
     wrong = await sql(engine, "sqlite", "select nonsense from item", "shop.db")
     assert (wrong.outcome, wrong.error_type) == (RunOutcome.ERROR, "OperationalError")

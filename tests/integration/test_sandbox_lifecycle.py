@@ -257,7 +257,7 @@ async def test_session_ended_during_a_run_is_unknown_to_it(engine: JailEngine) -
         await running
 
 
-async def test_session_that_dies_between_runs_tells_its_user(engine: JailEngine) -> None:
+async def test_session_that_exits_between_runs_reports_it(engine: JailEngine) -> None:
     await open_session(engine, "s")
     await engine.run("s", Program(code="import os, threading; threading.Timer(1.0, os._exit, (3,)).start()"), 5.0)
     live = engine._live["s"]

@@ -45,7 +45,7 @@ async def open_session(engine: JailEngine, session_id: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
-async def test_live_sessions_share_no_network_and_a_place_keeps_its_own(engine: JailEngine) -> None:
+async def test_live_sessions_share_no_network_and_a_slot_keeps_its_own(engine: JailEngine) -> None:
     networks = [await open_session(engine, name) for name in "abc"]
     assert len({*networks, os.readlink("/proc/self/ns/net")}) == 4
     await engine.end("b")

@@ -74,9 +74,9 @@ async def test_requests_that_cannot_be_judged_are_errors(tmp_path: Path) -> None
             await judged(stub, "")
         with pytest.raises(InvalidInput, match=r"tests\[0\].arguments"):
             await judged(stub, {**ADD, "tests": [{"arguments": 1, "expected": 1}]})
-        with pytest.raises(InvalidInput, match="at most the manifest's"):
+        with pytest.raises(InvalidInput, match="the manifest's limit"):
             await judged(stub, {**ADD, "limits": {"wall_s": 1}}, limits=pb.SandboxLimits(wall_s=2))
-        with pytest.raises(InvalidInput, match="at most the manifest's|the profile's"):
+        with pytest.raises(InvalidInput, match="the manifest's limit|the profile's"):
             await judged(stub, ADD, limits=pb.SandboxLimits(wall_s=2000))
         for limits in (
             pb.SandboxLimits(wall_s=math.nan),
@@ -108,7 +108,7 @@ async def test_a_store_with_more_expected_output_than_is_kept_does_not_open(tmp_
             pass
 
 
-async def test_node_without_a_free_place_gives_no_verdict(tmp_path: Path) -> None:
+async def test_node_without_a_free_slot_gives_no_verdict(tmp_path: Path) -> None:
     async with serving(tmp_path, sessions_max=1) as (core, stub, _):
         await core.sessions.open("s", profile="python", limits={}, ttl_s=0, owner="another")
         with pytest.raises(Overloaded):
@@ -134,7 +134,7 @@ async def test_each_test_has_a_session_of_its_own_unless_shared(tmp_path: Path) 
         assert core.sessions.counts().created == 3
 
 
-async def test_shared_session_that_died_is_replaced(tmp_path: Path) -> None:
+async def test_shared_session_that_exited_is_replaced(tmp_path: Path) -> None:
     dying = "import os\ndef add(a, b):\n    if a == 1: os._exit(0)\n    return a + b"
     async with serving(tmp_path) as (_, stub, _):
         assert outcomes(await judged(stub, {**ADD, "isolate": False}, dying)) == ["RUNTIME_ERROR", "ACCEPTED"]

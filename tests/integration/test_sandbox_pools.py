@@ -136,7 +136,7 @@ async def test_a_ready_session_that_was_killed_is_never_handed_out(world: World)
     world.require_balanced()
 
 
-async def test_a_dead_zygote_takes_its_pool_along_and_nobody_notices(world: World) -> None:
+async def test_the_pool_of_an_exited_zygote_is_replaced_without_an_error(world: World) -> None:
     await world.open("first")
     await world.ready(1)
     zygote = world.engine._zygotes.running("python")
@@ -148,7 +148,7 @@ async def test_a_dead_zygote_takes_its_pool_along_and_nobody_notices(world: Worl
     await world.ready(2)
 
 
-async def test_an_unused_zygote_ends_with_its_pool_and_starts_anew(world: World) -> None:
+async def test_an_unused_zygote_ends_with_its_pool_and_restarts(world: World) -> None:
     await world.open("s")
     await world.open("other", "calc")
     await world.ready(1, "calc")
@@ -168,7 +168,7 @@ async def test_a_zygote_that_is_to_be_warm_stays(tmp_path: Path) -> None:
         assert world.engine._zygotes.running("calc") is not None
 
 
-async def test_live_sessions_get_every_place(tmp_path: Path) -> None:
+async def test_live_sessions_get_every_slot(tmp_path: Path) -> None:
     async with world_of(tmp_path, sessions_max=6, starts_inflight_max=1) as world:
         await asyncio.gather(*(world.open(f"a{number}") for number in range(3)))
         await until(lambda: world.num_ready() == 2)  # of six slots one stays free for the next open

@@ -98,7 +98,7 @@ async def test_an_open_that_is_cancelled_leaves_it_to_the_next(world: World, slo
     await world.look("b")
 
 
-async def test_an_open_whose_session_fails_in_the_making_gets_another(world: World, slow: Slow) -> None:
+async def test_an_open_whose_session_fails_during_creation_gets_another(world: World, slow: Slow) -> None:
     opening = asyncio.create_task(world.open("b"))
     await asyncio.sleep(0)
     (made,) = (live for live in world.engine._pools._held)
@@ -121,7 +121,7 @@ async def test_a_turn_to_start_is_left_to_who_asks_for_one(tmp_path: Path, monke
         slow.go.set()
 
 
-async def test_a_fork_without_descriptors_gives_its_place_back(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fork_without_descriptors_releases_its_slot(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     await world.open("a")
     await world.ready(1)
     used = world.engine._forks.slots.num_used

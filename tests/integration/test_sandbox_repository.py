@@ -137,7 +137,7 @@ async def test_bare_repository_serves_and_an_unknown_commit_says_so(
         assert sessions.counts().live == 0
 
 
-async def test_repository_larger_than_the_disk_is_told_with_the_remedy(
+async def test_repository_larger_than_the_disk_is_an_error_with_its_remedy(
     tmp_path: Path, history: tuple[Path, str, bytes]
 ) -> None:
     path, commit, _ = history
@@ -191,8 +191,8 @@ async def test_patch_cannot_bring_its_own_version_of_a_hidden_test(
         + b"--- /dev/null\n+++ b/test_calc.py\n@@ -0,0 +1 @@\n+" + content + b"\n\\ No newline at end of file\n"
     )  # fmt: skip
     async with node(tmp_path / "state", path, commit) as sessions:
-        told = await verdicts(sessions, patch)
-    assert told == ({ADD: RE, SAME: RE, WILD: RE} if mode else {ADD: WA, SAME: AC, WILD: WA})
+        got = await verdicts(sessions, patch)
+    assert got == ({ADD: RE, SAME: RE, WILD: RE} if mode else {ADD: WA, SAME: AC, WILD: WA})
 
 
 async def test_test_that_never_ends_is_out_of_time(tmp_path: Path, history: tuple[Path, str, bytes]) -> None:

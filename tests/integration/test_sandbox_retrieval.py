@@ -180,7 +180,7 @@ async def test_broken_cache_file_stops_the_start(tmp_path: Path, layout: Outside
                 pass
 
 
-async def test_answers_that_nobody_takes_are_bounded_together(tmp_path: Path, layout: Outside) -> None:
+async def test_unread_responses_are_bounded_together(tmp_path: Path, layout: Outside) -> None:
     layout.answers["/much"] = (200, {}, b"x" * 60_000)
     made = config(layout, response_bytes_max=100_000, untaken_bytes_max=100_000)
     request = EgressRequest(method="GET", target=f"http://{HOST}:{layout.port}/much")

@@ -245,7 +245,7 @@ async def test_a_lease_is_renewed_without_a_command(tmp_path: Path) -> None:
         assert failure.reason == "UNKNOWN_SESSION"
 
 
-async def test_a_tenant_beyond_its_quota_is_told_when_to_come_back(tmp_path: Path) -> None:
+async def test_a_tenant_beyond_its_quota_gets_a_back_off_time(tmp_path: Path) -> None:
     tenants = TenantsConfig(by_name={"small": TenantQuota(sessions_max=1)})
     async with serving(tmp_path, engine=Extension("fake"), tenants=tenants) as (_, stub, _):
         client = Client(stub)
@@ -280,7 +280,7 @@ async def test_stopping_the_node_ends_running_code(tmp_path: Path) -> None:
     assert (counts.created, counts.live) == (1, 0)
 
 
-async def test_the_node_describes_its_profiles_languages_and_walls(tmp_path: Path) -> None:
+async def test_the_node_describes_its_profiles_languages_and_mechanisms(tmp_path: Path) -> None:
     async with serving(tmp_path) as (_, stub, _):
         said = await stub.DescribeSandbox(pb.DescribeSandboxRequest())
     enforced = {mechanism.name: mechanism.enforced for mechanism in said.mechanisms}

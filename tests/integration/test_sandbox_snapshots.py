@@ -147,7 +147,7 @@ async def test_what_the_profile_provides_is_the_forks_own_unless_changed(world: 
     assert await world.run("seen, f is check, f(2), LIMIT, type(p) is Point", fork) == "([1], True, True, 7, True)"
 
 
-async def test_names_that_cannot_be_saved_are_told_and_undefined(world: World) -> None:
+async def test_names_that_cannot_be_saved_are_reported_and_undefined(world: World) -> None:
     fork, snapshot = await world.forked(
         "import threading\ng = (i for i in range(3))\nlock = threading.Lock()\nfile = open('x', 'w')\nkept = 1\n"
         "def uses(): return lock"
@@ -181,7 +181,7 @@ async def test_object_that_does_not_load_refuses_the_fork_by_name(world: World) 
     assert world.sessions.counts().ended[SessionEnd.REJECTED] == 1
 
 
-async def test_running_shell_is_told_as_lost(world: World) -> None:
+async def test_running_shell_is_reported_as_lost(world: World) -> None:
     await world.open()
     shell = await world.sessions.run("s", Program(code="cd /usr; X=1", language="bash"), 0)
     assert shell.outcome is RunOutcome.OK, shell

@@ -145,7 +145,7 @@ _LARGE = Attack(
         ask('long header', HERE + 'page', headers=b'Accept: ' + b'x' * 100_000 + b'\\r\\n')
         ask('headers', HERE + 'page', headers=b'A: b\\r\\n' * 20_000)
         ask('body', HERE + 'page', 'POST', body=bytes(1 << 20))
-        ask('told length', HERE + 'page', 'POST', b'Content-Length: 99999999999\\r\\n')
+        ask('declared length', HERE + 'page', 'POST', b'Content-Length: 99999999999\\r\\n')
         ask('length of many digits', HERE + 'page', 'POST', b'Content-Length: ' + b'9' * 5000 + b'\\r\\n')
         ask('negative length', HERE + 'page', 'POST', b'Content-Length: -1\\r\\n')
         ask('chunks', HERE + 'page', 'POST', b'Transfer-Encoding: chunked\\r\\n\\r\\n' + b'800\\r\\n' + b'x' * 0x800 + b'\\r\\n'
@@ -158,14 +158,14 @@ _LARGE = Attack(
         """,
     held=[
         "long URL refused by header_bytes", "long header refused by header_bytes", "headers refused by header_bytes",
-        "body refused by request_bytes", "told length refused by request_bytes", "length of many digits refused by malformed",
+        "body refused by request_bytes", "declared length refused by request_bytes", "length of many digits refused by malformed",
         "negative length refused by malformed", "chunks refused by request_bytes", "chunk of all refused by .*",
         "question refused by request_bytes", "large refused by response_bytes", "bomb refused by response_bytes",
         "endless refused by response_bytes", "hang refused by timeout", _PAGE,
     ],
 )  # fmt: skip
 
-_PAGE_ELSEWHERE = f"told(request('http://{HOST}:%d/open/page' % ALLOWED_PORT))"
+_PAGE_ELSEWHERE = f"outcome_of(request('http://{HOST}:%d/open/page' % ALLOWED_PORT))"
 
 
 async def _flood(scene: Scene) -> None:
@@ -173,7 +173,7 @@ async def _flood(scene: Scene) -> None:
     result = await scene.run(
         f"""
         url = 'http://{HOST}:%d/open/page?%%d' % ALLOWED_PORT
-        said = [told(request(url % number, headers=b'X-Tenant: another\\r\\n')) for number in range(200)]
+        said = [outcome_of(request(url % number, headers=b'X-Tenant: another\\r\\n')) for number in range(200)]
         print('answered', sum(line.startswith('got 200') for line in said) <= 60)
         print('rate', 'refused by rate' in said)
         print('requests', 'refused by requests' in said)
@@ -195,7 +195,7 @@ _UNREAD = Attack(
         held = [egress.connect() for _ in range(3)]
         for link in held:
             link.sendall(request('http://{HOST}:%d/open/page' % ALLOWED_PORT)[:-2])
-        print('fourth', told(b''))
+        print('fourth', outcome_of(b''))
         cut = select.poll()
         for link in held:
             cut.register(link, select.POLLIN | select.POLLHUP)
@@ -332,7 +332,7 @@ _OTHERS = Attack(
 
 async def _records(scene: Scene) -> None:
     """Sessions of another policy that uses the same file have recorded responses that this policy forbids."""
-    secret = f"told(request('http://{HOST}:%d/inner/secret' % ALLOWED_PORT))[:7]"
+    secret = f"outcome_of(request('http://{HOST}:%d/inner/secret' % ALLOWED_PORT))[:7]"
     for _ in range(2):
         scene.say(await scene.elsewhere(secret, INNER, 10.0))
     result = await scene.run(

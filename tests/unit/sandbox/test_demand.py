@@ -31,7 +31,7 @@ class Asked:
         return self.demand.wanted(self.clock.monotonic_s())
 
 
-def test_nobody_asked_and_nothing_is_wanted() -> None:
+def test_without_opens_no_session_is_wanted() -> None:
     assert Asked().wanted == 0
 
 

@@ -34,7 +34,7 @@ def test_flood_limit_is_not_below_what_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"sessions_max": 0}, "`sessions_max` must be >= 1, got 0"),
         ({"ttl_s": 10.0, "ttl_s_max": 5.0}, "`ttl_s` must be <= ttl_s_max = 5.0, got 10.0"),
@@ -45,10 +45,10 @@ def test_flood_limit_is_not_below_what_is_kept() -> None:
         ({"profiles": {"p": {"library_lock": "lock"}}}, "`profiles.p.library_lock` must match ^(/|$), got 'lock'"),
     ],
 )
-def test_config_names_what_is_wrong(values: dict[str, Any], told: str) -> None:
+def test_config_names_what_is_wrong(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         config_from_dict(SandboxConfig, values)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def test_config_survives_yaml() -> None:

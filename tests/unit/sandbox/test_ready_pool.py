@@ -56,7 +56,7 @@ async def test_whoever_waits_longest_gets_the_first_that_is_ready() -> None:
     assert len(opens.pool.ready) == opens.pool.num_free == 2, "the callers take them"
 
 
-async def test_nobody_who_comes_between_takes_what_is_owed() -> None:
+async def test_a_later_open_does_not_take_a_reserved_session() -> None:
     opens = Opens(num_making=1)
     await opens.come("a")
     opens.pool.made(cast(LiveSession, Session()))
@@ -77,7 +77,7 @@ async def test_one_that_fails_disappoints_who_came_last() -> None:
     assert opens.back == ["b", "a"]
 
 
-async def test_one_that_fails_disappoints_nobody_while_there_are_others() -> None:
+async def test_a_failed_creation_rejects_no_open_while_others_remain() -> None:
     opens = Opens(num_making=2)
     await opens.come("a")
     opens.pool.not_made()
@@ -104,7 +104,7 @@ async def test_an_open_that_is_cancelled_leaves_its_session_to_others(notified: 
     assert opens.pool.num_free == 2
 
 
-async def test_all_that_wait_are_told_when_nothing_is_made_any_more() -> None:
+async def test_all_waiters_are_notified_when_no_session_is_being_created() -> None:
     opens = Opens(num_making=2)
     await opens.come("a", "b")
     opens.tasks["b"].cancel()

@@ -145,7 +145,7 @@ async def test_commands_queued_on_an_open_that_fails_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("text", "end"), [("die", SessionEnd.EXITED), ("lose", SessionEnd.LOST)])
-async def test_programs_end_and_lost_jail_are_told_apart(text: str, end: SessionEnd) -> None:
+async def test_exit_of_a_program_and_lost_jail_are_distinguished(text: str, end: SessionEnd) -> None:
     sessions, _, _ = make()
     await open_session(sessions)
     try:
@@ -168,12 +168,12 @@ async def test_cancelled_command_ends_its_session() -> None:
 
 async def test_bad_requests_are_refused_without_a_session() -> None:
     sessions, _, _ = make()
-    for arguments, told in (
+    for arguments, message in (
         ({"session_id": ""}, "session_id must not be empty"),
         ({"ttl_s": 101.0}, r"ttl_s must be in \[0, 100.0\], got 101.0"),
         ({"memory_bytes": float(1 << 40)}, r"limits.memory_bytes must be in \[0, 134217728\], the profile's limit"),
     ):
-        with pytest.raises(InvalidInput, match=told):
+        with pytest.raises(InvalidInput, match=message):
             await open_session(sessions, **{"session_id": "s", **arguments})  # type: ignore[arg-type]
     await open_session(sessions, memory_bytes=1e6, cpu_s=0.5)
     with pytest.raises(AlreadyExists, match="by 'test'"):

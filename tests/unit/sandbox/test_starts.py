@@ -69,7 +69,7 @@ async def test_a_tenant_with_one_start_does_not_wait_behind_another_with_many() 
         task.cancel()
 
 
-async def test_beyond_the_queue_is_refused_with_a_time_to_come_back() -> None:
+async def test_a_full_queue_rejects_with_a_back_off_time() -> None:
     starts = make(queued_max=2)
     crowd = Crowd(starts)
     await crowd.come("a1", "a2", "a3")
@@ -84,7 +84,7 @@ async def test_beyond_the_queue_is_refused_with_a_time_to_come_back() -> None:
         task.cancel()
 
 
-async def test_cancelled_waiters_leave_and_hand_on_a_turn_that_came_meanwhile() -> None:
+async def test_cancelled_waiters_pass_on_a_permit_that_was_granted_meanwhile() -> None:
     starts = make()
     crowd = Crowd(starts)
     await crowd.come("a1", "a2", "b1", "b2")
@@ -102,7 +102,7 @@ async def test_cancelled_waiters_leave_and_hand_on_a_turn_that_came_meanwhile() 
     assert starts.num_queued == 0
 
 
-async def test_a_waiter_cancelled_in_the_same_moment_as_the_turn_is_given_back_is_passed_by() -> None:
+async def test_a_waiter_cancelled_at_the_moment_of_a_release_is_skipped() -> None:
     starts = make()
     crowd = Crowd(starts)
     await crowd.come("a1", "a2", "a3")

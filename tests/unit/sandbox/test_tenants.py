@@ -68,7 +68,7 @@ async def test_live_sessions_of_a_tenant_are_bounded_and_it_is_named() -> None:
     assert sessions.counts().created == 4, "a refused one was never admitted"
 
 
-async def test_whatever_ends_a_session_frees_its_place_in_the_quota() -> None:
+async def test_any_end_of_a_session_frees_its_quota() -> None:
     sessions, _, clock = make()
     for session_id in ("bad1", "bad2", "bad3"):
         with pytest.raises(SandboxFailed):

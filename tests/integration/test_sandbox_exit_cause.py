@@ -160,7 +160,7 @@ async def test_what_a_program_does_to_its_session_is_its_own(node: Node, code: s
     assert node.ended == {SessionEnd.EXITED: 1}
 
 
-async def test_a_program_over_its_memory_limit_is_told_so_every_time(node: Node) -> None:
+async def test_a_program_over_its_memory_limit_always_gets_a_memory_outcome(node: Node) -> None:
     await node.open()
     if group_of(node) is None:
         pytest.skip("no memory cgroup is writable here")
@@ -202,7 +202,7 @@ def group_of(node: Node) -> cgroups.Cgroup | None:
     return group if group is not None and "memory" in group.directories else None
 
 
-async def test_a_program_over_its_memory_is_told_so_and_nobody_after_it_in_its_place(node: Node) -> None:
+async def test_a_memory_kill_is_reported_once_and_not_for_the_next_session_of_the_slot(node: Node) -> None:
     await node.open()
     if group_of(node) is None:
         pytest.skip("no memory cgroup is writable here")
