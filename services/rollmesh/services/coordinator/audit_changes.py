@@ -50,13 +50,13 @@ class Changes:
                 self._complain("ledger", f"{what}, and it cannot change after the run began")
             elif (change := listed.get(f"run.{name}")) is None:
                 self._complain("ledger", f"{what}, but the record's list of changes does not contain it")
-            elif not _says(change, was, now):
+            elif not _lists_correctly(change, was, now):
                 self._complain(
                     "ledger", f"{what}, but the record lists {change.old or '(none)'} -> {change.new or '(none)'}"
                 )
 
 
-def _says(change: ConfigChange, was: Any, now: Any) -> bool:
+def _lists_correctly(change: ConfigChange, was: Any, now: Any) -> bool:
     return _equal(change.old, was) and _equal(change.new, now)
 
 

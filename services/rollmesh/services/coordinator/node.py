@@ -55,7 +55,7 @@ class CoordinatorNode:
         ids: IdSource | None = None,
         offer: MeshDescription | None = None,
     ) -> None:
-        """`offer` is what GetMesh tells; without it nodes are configured by hand."""
+        """`offer` is the description that GetMesh returns. Without it nodes are configured by hand."""
         assert (bus is None) != (not bus_url), "a bus or the URL of one"
         self._config = config
         self._folder = Path(folder)

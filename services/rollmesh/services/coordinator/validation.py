@@ -1,8 +1,8 @@
-"""Validation of requests on arrival: range, finiteness, size and uniqueness of every field. The core gets only what it can apply.
+"""Check a request on arrival: range, finiteness, size and uniqueness of every field. The core gets only valid input.
 
-Each function raises InvalidInput (INVALID_ARGUMENT) that names the field, what it must be, and what it is. The exception is a finished
-episode (`why_invalid_report`): one bad report must not cost the others of its request, so its text becomes the result of that report.
-The limits are documented in the protos.
+Each function raises InvalidInput (INVALID_ARGUMENT) with the field, what it must be, and what it is. The exception is a
+finished episode (`why_invalid_report`): an invalid report must not affect the others of its request, so its text
+becomes the result of that report. The protos document the limits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reject(field: str, must: str, got: object, remedy: str = "") -> NoReturn:
 
 
 def check_trainer(request: Any) -> None:
-    """What every verb of an attached trainer carries."""
+    """Check the fields that every request of an attached trainer carries."""
     _check_learner(request)
     check_epoch(request)
     lease_id = getattr(request, "lease_id", None)
@@ -126,7 +126,7 @@ def check_change(request: run_pb2.ChangeRunRequest) -> None:
 
 
 def check_name(field: str, value: str) -> None:
-    """A name of a policy or learner; empty means the default."""
+    """Check a name of a policy or learner. Empty means the default."""
     if len(value) > NAME_CHARS_MAX or not _NAME.fullmatch(value):
         reject(field, f"have at most {NAME_CHARS_MAX} characters of A-Z a-z 0-9 _ . -", value)
 
@@ -142,7 +142,7 @@ def check_renew(request: coordinator_pb2.RenewLeasesRequest) -> None:
 
 
 def check_hello(hello: coordinator_pb2.NodeHello) -> None:
-    """The parts of a hello that every kind of node has."""
+    """Check the parts of a hello that every kind of node has."""
     check_id("hello.node_id", hello.node_id)
     check_text("hello.address", hello.address, ID_CHARS_MAX)
     if not 0 <= hello.capacity <= CAPACITY_MAX:

@@ -46,7 +46,7 @@ class Watchdog:
         self._run = run
         self._fleet = fleet
         self._clock = clock
-        self._told = ""
+        self._reported = ""
 
     async def run(self) -> None:
         """Check periodically."""
@@ -61,13 +61,13 @@ class Watchdog:
         """Check once, and report a stall to the core."""
         links = await self._run.read(self._if_stalled)
         if not links:
-            self._told = ""
+            self._reported = ""
             return
         cause = to_text(links)
-        if not self._told:
+        if not self._reported:
             _log.warning("run stalled: run=%s: %s", self._run.run, cause)
-        if cause != self._told:
-            self._told = cause
+        if cause != self._reported:
+            self._reported = cause
             await self._run.enqueue(i.Stalled(root=links[-1].who, cause=cause))
 
     def _if_stalled(self, core: Core, _: LedgerHead) -> list[Wait]:

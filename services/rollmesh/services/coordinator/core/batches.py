@@ -150,10 +150,10 @@ def why_no_batch(ctx: DecisionContext, request: i.LeaseBatch | None = None) -> s
     busy = len(state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING))
     groups = "" if unit is i.GeometryUnit.GROUPS else " groups"
     text = f"READY {unit.name.lower()}: {ready} of {amount}, {busy}{groups} on their way"
-    return text if busy else f"{text}: the run waits for {_why_none(ctx)}"
+    return text if busy else f"{text}: the run waits for {_why_no_group(ctx)}"
 
 
-def _why_none(ctx: DecisionContext) -> str:
+def _why_no_group(ctx: DecisionContext) -> str:
     admitted = ctx.clock.published is not None and bound.num_admissible(ctx.state) > 0
     if admitted and not ctx.ephemeral.workers and not ctx.ephemeral.data_waiting:
         return "a rollout worker that requests episodes"

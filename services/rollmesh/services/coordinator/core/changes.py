@@ -1,7 +1,7 @@
-"""Decisions about changed settings of a run.
+"""Decide on changes of a run's settings.
 
-Settings on which the history of a run rests are fixed: name, draws, batches, rewards, the treatment of samples beyond the bound. The
-fields of `RunSpec` that are marked LIVE may change. A leased batch keeps the bound under which it was leased (`BatchState.bound`).
+Settings on which the history of a run depends are fixed: name, draws, batches, rewards, bound policy. The fields of
+`RunSpec` that are marked LIVE may change. A held batch keeps the bound under which it was leased (`BatchState.bound`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def change(ctx: DecisionContext, request: i.ChangeRun) -> None:
 
 
 def fixed_fields(old: RunSpec, new: RunSpec) -> list[str]:
-    """Fields that differ although they are fixed."""
+    """Return the fields that differ although they are fixed."""
     return [name for name in changed_fields(old, new) if not may_change(RunSpec, name)]
 
 
@@ -50,7 +50,7 @@ def changed_fields(old: RunSpec, new: RunSpec) -> list[str]:
 
 
 def unlisted(old: RunSpec, new: RunSpec, listed: Sequence[ConfigChange]) -> list[ConfigChange]:
-    """The changes of the spec that the caller does not list. With them the record is complete."""
+    """Return the changes of the spec that the caller does not list. With them the record is complete."""
     known = {change.key for change in listed}
     return [
         ConfigChange(key=f"run.{name}", old=_json(getattr(old, name)), new=_json(getattr(new, name)))

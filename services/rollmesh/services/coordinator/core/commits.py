@@ -38,10 +38,10 @@ def commit(ctx: DecisionContext, request: i.CommitUpdate) -> None:
             f"run {ctx.spec.run} has ended: {ctx.state.ended or ctx.state.stopping}; it starts no further update",
         )
     leased = [s for b in batches for s in b.sample_ids]
-    if strangers := sorted(set(request.named) - set(leased)):
+    if unleased := sorted(set(request.named) - set(leased)):
         refuse(
             "UNKNOWN_SAMPLE",
-            f"`samples` names {strangers[0]!r}, which is not in the leases of update {request.update}",
+            f"`samples` names {unleased[0]!r}, which is not in the leases of update {request.update}",
             field="samples",
         )
     used, dropped = dispositions(request, leased)

@@ -198,13 +198,13 @@ class Core:
         limits.count_time(ctx)
         rollouts.expire(ctx)
         epochs.expire(ctx)
-        rollouts.want_finalized(ctx)
+        rollouts.request_decisions(ctx)
         limits.notice_limits(ctx)
-        rollouts.want_eval(ctx)
+        rollouts.request_eval(ctx)
         unserved = batches.grant_batches(ctx)
         limits.notice_exhaustion(ctx, unserved=unserved)
         ending.finish(ctx)
-        rollouts.want_tasks(ctx)
+        rollouts.request_tasks(ctx)
         rollouts.grant(ctx)
 
 

@@ -134,7 +134,7 @@ class FailedAttempts:
         self.num_alike = self.num_alike + 1 if _kind(cause) == _kind(self.cause) else 1
         self.cause, self.traceback = cause, traceback
 
-    def end_row(self) -> None:
+    def reset_alike(self) -> None:
         """Reset the number of consecutive failures: an attempt succeeded."""
         self.num_alike = 0
 
@@ -156,7 +156,7 @@ class EphemeralState:
     group_deadlines: dict[str, float] = field(default_factory=dict)
     eval_deadlines: dict[tuple[int, int], float] = field(default_factory=dict)
     """Evaluations that pin a step: their tasks are requested, or episodes are open."""
-    evals_given_up: set[tuple[int, int]] = field(default_factory=set)
+    evals_dropped: set[tuple[int, int]] = field(default_factory=set)
     """Evaluations that got no tasks in time. They are not requested again."""
     workers: list[WorkerWait] = field(default_factory=list)
     trainers: list[BatchWait] = field(default_factory=list)
@@ -172,7 +172,7 @@ class EphemeralState:
     """Why the data service returned no tasks; empty if it did."""
     progressed_at: float = 0.0
     """Time of the last progress, or of the recovery."""
-    stall_told_at: float = float("-inf")
+    stall_recorded_at: float = float("-inf")
     """Time at which the last stall was recorded."""
     failing: dict[str, Failing] = field(default_factory=dict)
     """Failed attempts since then by component ("sandbox", "LEASE_EXPIRED"); at most `FAILING_MAX` components."""

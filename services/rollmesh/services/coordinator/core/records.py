@@ -12,9 +12,9 @@ from rollmesh.shared.settings import LIVE, NonNegativeInt, Settings, Share
 
 SAMPLES_PER_EPISODE_MAX = 4096
 SAMPLE_TOKENS_MAX = 2**31 - 1
-"""Largest number of tokens on a sample's path: totals of a run then fit in 64 bits."""
+"""Maximum number of tokens on the path of a sample, so that totals of a run fit in 64 bits."""
 EXTEND_FACTOR_MAX = 4
-"""A group may grow to this many times `group_size`; a finalizer that wants more gets the group as it is."""
+"""A group may grow to this many times `group_size`. A group is kept as it is if a finalizer requests more."""
 
 
 class BoundPolicy(IntEnum):
@@ -27,14 +27,15 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Bound(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """How stale a trained token may be. Samples are judged by the bound under which their batch is leased."""
+    """The staleness bound of a trained token. A batch keeps the bound under which it was leased."""
 
     max_staleness: int
     beyond: BoundPolicy
 
 
 EPISODES_LIVE_MAX = 131_072
-"""Most episodes that admission reserves at once: one decision, such as StopRun, then fits into a ledger record."""
+"""Maximum number of episodes that admission reserves at once, so that one decision, such as StopRun, fits into a ledger
+record."""
 SpecName = Annotated[str, Meta(max_length=64)]
 _Count = Annotated[int, Meta(ge=0, le=10**9)]
 _Lease = Annotated[float, Meta(ge=0.01, le=86_400)]
@@ -137,5 +138,5 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
 
     @property
     def bound(self) -> Bound:
-        """The bound of batches leased from now on."""
+        """The bound of batches that are leased from now on."""
         return Bound(max_staleness=self.max_staleness, beyond=self.beyond)

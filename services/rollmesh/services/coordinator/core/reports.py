@@ -40,7 +40,7 @@ def _record(ctx: DecisionContext, report: i.EpisodeReport) -> str:
     elif episode.status is EpisodeStatus.LEASED:
         counts = report.outcome is not i.EpisodeOutcome.CANCELLED
         cause, traceback = (broken, broken_at) if broken else (report.cause, report.traceback)
-        rollouts.give_back(ctx, group, episode, counts=counts, cause=cause, traceback=traceback)
+        rollouts.return_episode(ctx, group, episode, counts=counts, cause=cause, traceback=traceback)
     return f"INVALID_REPORT: {invalid}" if invalid else ""
 
 
@@ -75,7 +75,7 @@ def is_finite(reward: Reward) -> bool:
 def _complete(ctx: DecisionContext, group: GroupState, episode: EpisodeState, report: i.EpisodeReport) -> None:
     """Complete an episode. In an export a scored sample ends at once: its readers wait for no group, and no finalizer
     runs."""
-    ctx.ephemeral.failed.end_row()
+    ctx.ephemeral.failed.reset_alike()
     if report.samples:
         ctx.emit(
             f.EpisodeScored(group=group.group, episode=episode.episode, payload=report.payload, samples=report.samples)

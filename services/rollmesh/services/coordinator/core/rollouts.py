@@ -98,7 +98,7 @@ def why_no_work(ctx: DecisionContext) -> str:
     return ctx.ephemeral.data_waiting or "tasks from the data service"
 
 
-def want_tasks(ctx: DecisionContext) -> None:
+def request_tasks(ctx: DecisionContext) -> None:
     """Request tasks while workers wait and admission has room. Replayed dead letters come first."""
     purpose, split = (Purpose.EXPORT, ctx.spec.export_split) if ctx.spec.exports else (Purpose.TRAIN, "")
     for replay in list(ctx.state.replays):
@@ -154,14 +154,14 @@ def draw_failed(ctx: DecisionContext, answer: i.DrawFailed) -> None:
     if answer.purpose is Purpose.EVAL:
         key = (answer.step, answer.incarnation)
         ctx.ephemeral.eval_deadlines.pop(key, None)
-        ctx.ephemeral.evals_given_up.add(key)
+        ctx.ephemeral.evals_dropped.add(key)
     else:
         ctx.ephemeral.drawing = False
         ctx.ephemeral.exhausted = answer.exhausted
         ctx.ephemeral.data_waiting = f"the data service: {answer.cause}"
 
 
-def want_eval(ctx: DecisionContext) -> None:
+def request_eval(ctx: DecisionContext) -> None:
     """Request the evaluation of the version that was just published, if the spec demands one."""
     version, spec = ctx.clock.published, ctx.spec
     if version is None or spec.eval_every == 0 or spec.eval_tasks == 0:
@@ -169,7 +169,7 @@ def want_eval(ctx: DecisionContext) -> None:
     last = bool(ctx.state.stopping) and version.step == ctx.clock.applied
     due = version.step % spec.eval_every == 0 or last
     key = (version.step, version.incarnation)
-    asked = key in ctx.ephemeral.eval_deadlines or key in ctx.ephemeral.evals_given_up
+    asked = key in ctx.ephemeral.eval_deadlines or key in ctx.ephemeral.evals_dropped
     if due and not asked and ctx.state.eval_of(*key) is None:
         ctx.ephemeral.eval_deadlines[key] = ctx.now + spec.eval_s_max
         ctx.effect(DrawTasks(Purpose.EVAL, 0, spec.eval_tasks, spec.eval_split, *key))
@@ -204,7 +204,7 @@ def renew(ctx: DecisionContext, request: i.RenewLeases) -> None:
     ctx.reply(request.ticket, i.Renewed(gone=tuple(gone), lease_s=ctx.spec.episode_lease_s))
 
 
-def give_back(
+def return_episode(
     ctx: DecisionContext, group: GroupState, episode: EpisodeState, *, counts: bool, cause: str, traceback: str = ""
 ) -> None:
     """Retry an episode, or end it and write a dead letter when its attempts are used up."""
@@ -227,7 +227,7 @@ def node_dead(ctx: DecisionContext, node: i.NodeDead) -> None:
     """Release the episodes of a removed worker."""
     for group, episode in list(leased_episodes(ctx)):
         if episode.node_id == node.node_id:
-            give_back(ctx, group, episode, counts=True, cause=f"NODE_DEAD {node.node_id}")
+            return_episode(ctx, group, episode, counts=True, cause=f"NODE_DEAD {node.node_id}")
 
 
 def leased_episodes(ctx: DecisionContext) -> Iterable[tuple[GroupState, EpisodeState]]:
@@ -243,7 +243,7 @@ def expire(ctx: DecisionContext) -> None:
     for group, episode in list(leased_episodes(ctx)) if overdue else ():
         if episode.lease_id in overdue:
             _cancel_at_node(ctx, [episode], "LEASE_EXPIRED")
-            give_back(ctx, group, episode, counts=True, cause="LEASE_EXPIRED")
+            return_episode(ctx, group, episode, counts=True, cause="LEASE_EXPIRED")
     for name, deadline in list(ctx.ephemeral.group_deadlines.items()):
         found = ctx.state.groups.get(name)
         if found is None or not found.unfinished:
@@ -260,7 +260,7 @@ def _expire_eval(ctx: DecisionContext, key: tuple[int, int], deadline: float) ->
     if result is not None and result.num_open == 0:
         del ctx.ephemeral.eval_deadlines[key]
     elif ctx.now >= deadline:
-        ctx.ephemeral.evals_given_up.add(key)
+        ctx.ephemeral.evals_dropped.add(key)
         _cancel_eval(ctx, key, "EVAL_DEADLINE")
 
 
@@ -280,7 +280,7 @@ def roll_back(ctx: DecisionContext, to_update: int) -> None:
         leased = [e for e in group.episodes.values() if e.status is EpisodeStatus.LEASED]
         _cancel_at_node(ctx, leased, "ROLLED_BACK")
         for episode in leased:
-            give_back(ctx, group, episode, counts=False, cause="ROLLED_BACK")
+            return_episode(ctx, group, episode, counts=False, cause="ROLLED_BACK")
 
 
 def cancel_unfinished(ctx: DecisionContext, group: GroupState, reason: str) -> None:
@@ -308,7 +308,7 @@ def cancel_group(ctx: DecisionContext, group: GroupState, reason: str) -> None:
         ctx.emit(f.SamplesEnded(group=group.group, sample_ids=live, end=SampleEnd.CANCELLED, reason=reason))
 
 
-def want_finalized(ctx: DecisionContext) -> None:
+def request_decisions(ctx: DecisionContext) -> None:
     """Request a decision on every group whose episodes have ended. Evaluations end without one."""
     for group in [g for g in ctx.state.groups.values() if g.phase is GroupPhase.FINALIZING]:
         if group.purpose is Purpose.EVAL:

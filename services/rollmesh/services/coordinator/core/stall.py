@@ -17,8 +17,8 @@ def stalled(ctx: DecisionContext, notice: i.Stalled) -> None:
     """Record a stall once. Another root cause is recorded only after `stall_s` again, because the nodes' reports about
     each other lag."""
     same = notice.root == ctx.state.stall_root
-    if is_stalled(ctx) and not same and ctx.now - ctx.ephemeral.stall_told_at >= ctx.spec.stall_s:
-        ctx.ephemeral.stall_told_at = ctx.now
+    if is_stalled(ctx) and not same and ctx.now - ctx.ephemeral.stall_recorded_at >= ctx.spec.stall_s:
+        ctx.ephemeral.stall_recorded_at = ctx.now
         stalled_s = ctx.now - ctx.ephemeral.progressed_at
         ctx.emit(f.RunStalled(root=notice.root, cause=notice.cause, stalled_s=stalled_s))
 
