@@ -85,7 +85,7 @@ def test_show_tells_a_samples_words_and_life_and_the_audit_holds(mine: Path, lin
     assert shown.exit_code == 0, shown.output
     found = json.loads(shown.stdout)
     assert found["sample"] == lines[0]
-    assert found["story"][-1]["what"] == "ended: exported"
+    assert found["history"][-1]["what"] == "ended: exported"
     told = run("show", mine / "run", first)
     assert "was leased to rollout-0" in told.stdout
     audit = run("audit", mine / "run", "--json")

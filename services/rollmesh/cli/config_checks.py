@@ -58,11 +58,11 @@ def find_mistakes(
     check = _Check(config, base_dir, learner=learner)
     check.all()
     keys = [key for mistake in known if (key := mistake.metadata.get("key"))]
-    return [mistake for mistake in check.mistakes if not _is_below(mistake.metadata.get("key", ""), keys)]
-
-
-def _is_below(key: str, keys: Sequence[str]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in keys)
+    return [
+        mistake
+        for mistake in check.mistakes
+        if not any(f"{mistake.metadata.get('key', '')}.".startswith(f"{key}.") for key in keys)
+    ]
 
 
 def notes(config: TrainConfig, base_dir: Path) -> list[str]:
@@ -117,7 +117,10 @@ class _Check:
         if pools:
             with self._collected("data.selector"):
                 build_selector(config.data, pools[Split.TRAIN], base_dir)
-            self._tools(pools[Split.TRAIN])
+            train = pools[Split.TRAIN]
+            for name in train.task(0).tools if len(train) else ():
+                with self._collected():
+                    _check_tool(config, name)
         with self._collected():
             self._evaluation(pools)
         self._rewards(has_tasks=bool(pools))
@@ -162,13 +165,6 @@ class _Check:
                 "or set run.eval_every=0",
                 key="run.eval_split",
             )
-
-    def _tools(self, pool: TaskPool) -> None:
-        config = self._config
-        names = pool.task(0).tools if len(pool) else ()
-        for name in names:
-            with self._collected():
-                _check_tool(config, name)
 
     def _rewards(self, *, has_tasks: bool) -> None:
         config, before = self._config, len(self.mistakes)

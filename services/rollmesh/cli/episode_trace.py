@@ -1,4 +1,4 @@
-"""One episode's trace, from a run's span files, as a tree with times."""
+"""The trace of one episode, from the span files of a run, as a tree with times."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rollmesh.shared.telemetry.tracing import EPISODE
 
 COMMIT = "commit"
 _HIDDEN = ("rpc.", "rollmesh.episode", "rollmesh.run", "rollmesh.lease")
-"""Attributes, by how their names begin, that the tree's head or the span's name already tell."""
+"""Prefixes of attributes that the head of the tree or the name of the span already shows."""
 
 
 def load_trace(run_dir: Path, episode: str = "") -> list[SpanRecord]:
-    """The spans of an episode's last try, root first; without `episode`, of the newest one that was trained on, or else begun.
+    """Return the spans of the last attempt of an episode, root first. Default: the newest trained episode, else the newest one.
 
     `episode` may also be a trace id, as in logs. Raises NotFound.
     """
@@ -38,25 +38,25 @@ def load_trace(run_dir: Path, episode: str = "") -> list[SpanRecord]:
 
 
 def _spans(run_dir: Path) -> Iterator[SpanRecord]:
-    """Spans of the run's own processes, and of nodes that joined whose folders this host can read."""
+    """Yield the spans of the processes of the run, and of joined nodes whose folders this host can read."""
     yield from read_spans(run_dir / FOLDER)
     for joined in read_joined_folders(run_dir):
         yield from read_spans(Path(joined.folder))
 
 
 def to_json(spans: Sequence[SpanRecord]) -> str:
-    """The spans as a JSON array."""
+    """Return the spans as a JSON array."""
     return msgspec.json.format(msgspec.json.encode(list(spans)), indent=2).decode()
 
 
 def to_text(spans: Sequence[SpanRecord]) -> str:
-    """A tree: when each span began, counted from the root, how long it took, what it was, where."""
+    """Return a tree with start (relative to the root), duration, name and process of each span."""
     root = spans[0]
     head = f"episode {root.attributes[EPISODE]} of run {root.attributes.get('rollmesh.run', '?')}, trace {root.trace}"
     rows = list(_rows(root, spans, "", ""))
     known = {span.span for span in spans}
     for stray in spans[1:]:
-        if stray.parent not in known:  # its parent's process was killed, or has not written yet
+        if stray.parent not in known:  # the process of its parent was killed, or has not written it yet
             rows += _rows(stray, spans, "? ", "  ")
     width = max(len(name) for name, _ in rows)
     lines = [f"{'began, ms':>10} {'took, ms':>10}  span"]
@@ -76,17 +76,13 @@ def _rows(span: SpanRecord, spans: Sequence[SpanRecord], first: str, further: st
 
 def _about(span: SpanRecord) -> str:
     where = f"{span.service}@{span.process}" if span.process else span.service
-    known = [f"{_short(name)}={_value(v)}" for name, v in span.attributes.items() if not name.startswith(_HIDDEN)]
+    known = [
+        f"{name.removeprefix('rollmesh.')}={f'{value:.3g}' if isinstance(value, float) else value}"
+        for name, value in span.attributes.items()
+        if not name.startswith(_HIDDEN)
+    ]
     failed = [f"FAILED {span.error}"] if span.error else []
     return "  ".join([where, *known, *failed])
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("rollmesh.")
-
-
-def _value(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _not_found(run_dir: Path, episode: str, any_episode: bool) -> NotFound:

@@ -14,7 +14,7 @@ from rollmesh.cli.run_folder import RunFolder
 from rollmesh.cli.samples import RewardLine, SampleLine, sample_lines
 from rollmesh.services.coordinator.audit_history import HistoryLine, sample_history
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.facts import Reward, Task
+from rollmesh.services.coordinator.core.facts import Reward
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
 from rollmesh.shared.bus.bus import Bus, UnknownRecord, UnknownStream
@@ -39,7 +39,7 @@ class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
     """A sample with its history."""
 
     sample_id: str
-    story: list[HistoryLine]
+    history: list[HistoryLine]
     sample: SampleLine | None
     """None if the payload is no longer in the sample stream; payloads of trained samples are purged."""
 
@@ -68,10 +68,10 @@ def _listed(fact: f.Fact, tasks: Mapping[str, str]) -> Iterator[ListedSample]:
 def show_sample(root: Path, name: str) -> ShownSample:
     """Return a sample, or the first one of an episode. Raises UnknownSample, and the errors of `list_samples`."""
     records, line = asyncio.run(_read(root, name))
-    story = sample_history(records, line.sample_id if line is not None else name)
-    if not story:
+    history = sample_history(records, line.sample_id if line is not None else name)
+    if not history:
         raise UnknownSample(f"{root}: the ledger has no sample or episode {name!r}; `rollmesh show {root}` lists them")
-    return ShownSample(sample_id=line.sample_id if line is not None else name, story=story, sample=line)
+    return ShownSample(sample_id=line.sample_id if line is not None else name, history=history, sample=line)
 
 
 async def _read(root: Path, name: str) -> tuple[list[StoredRecord], SampleLine | None]:
@@ -90,7 +90,14 @@ async def _read(root: Path, name: str) -> tuple[list[StoredRecord], SampleLine |
 
 
 async def _payload(bus: Bus, run: str, records: Sequence[StoredRecord], name: str) -> SampleLine | None:
-    scored = next((fact for fact in _facts(records) if isinstance(fact, f.EpisodeScored) and _names(fact, name)), None)
+    scored = next(
+        (
+            fact
+            for fact in _facts(records)
+            if isinstance(fact, f.EpisodeScored) and name in (fact.episode, *(meta.sample_id for meta in fact.samples))
+        ),
+        None,
+    )
     if scored is None or not scored.payload.sequence:
         return None
     task = next(g.task for g in _facts(records) if isinstance(g, f.GroupReserved) and g.group == scored.group)
@@ -99,20 +106,12 @@ async def _payload(bus: Bus, run: str, records: Sequence[StoredRecord], name: st
         record = await log.read_direct(scored.payload.sequence)
     except (UnknownStream, UnknownRecord):
         return None
-    lines = list(sample_lines(types_pb2.Episode.FromString(record.payload), _encode_task(task)))
+    lines = list(sample_lines(types_pb2.Episode.FromString(record.payload), encode(task, types_pb2.Task)))
     return next((line for line in lines if name in (line.sample_id, line.episode)), None)
-
-
-def _names(fact: f.EpisodeScored, name: str) -> bool:
-    return name == fact.episode or any(meta.sample_id == name for meta in fact.samples)
 
 
 def _facts(records: Sequence[StoredRecord]) -> Iterator[f.Fact]:
     return (fact for record in records for fact in record.facts)
-
-
-def _encode_task(task: Task) -> types_pb2.Task:
-    return encode(task, types_pb2.Task)
 
 
 def _reward(reward: Reward) -> RewardLine:

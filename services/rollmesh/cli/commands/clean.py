@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,7 +58,7 @@ def clean(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """One thing to remove."""
+    """A file or folder to remove."""
 
     path: str
     num_bytes: int
@@ -143,14 +143,10 @@ def _removal(path: Path, why: str) -> Removal:
 def _size(path: Path) -> int:
     """Return the bytes on disk. A file with several names counts once."""
     seen: dict[tuple[int, int], int] = {}
-    for entry in _files(path):
+    for entry in (entry for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else (path,):
         stat = entry.lstat()
         seen[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
     return sum(seen.values())
-
-
-def _files(path: Path) -> Iterable[Path]:
-    return (entry for entry in path.rglob("*") if entry.is_file()) if path.is_dir() else (path,)
 
 
 def _remove(path: Path) -> None:

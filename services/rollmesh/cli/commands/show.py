@@ -41,4 +41,4 @@ def show(
         console(as_json).print(transcript(shown.sample))
     else:
         typer.echo("its payload is no longer in the sample stream; its history in the ledger:")
-    typer.echo("\n".join(f"#{line.position} {line.what}" for line in shown.story))
+    typer.echo("\n".join(f"#{line.position} {line.what}" for line in shown.history))
