@@ -65,7 +65,7 @@ def finalized(
     name: str = "correct",
     decision: reward_pb2.GroupDecision.ValueType = reward_pb2.GROUP_DECISION_KEEP,
 ) -> events_pb2.Fact:
-    """A decided group; None stands for a member whose scorer failed."""
+    """Return a decided group. None is a member whose scorer failed."""
     members: list[reward_pb2.SampleRewards] = []
     for value in values:
         outcome = types_pb2.REWARD_OUTCOME_INFRA_FAILURE if value is None else types_pb2.REWARD_OUTCOME_OK

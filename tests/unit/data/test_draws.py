@@ -1,4 +1,4 @@
-"""The fold of the ledger: what it remembers, what it forgets, and that it repeats itself."""
+"""The fold of the ledger: its state, what it drops, and that it is deterministic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTEND = reward_pb2.GROUP_DECISION_EXTEND
 
 
 class Recorder:
-    """A selector that draws the index itself and keeps what it is told."""
+    """A selector that draws the index itself and stores the results."""
 
     def __init__(self, tasks: TaskPool) -> None:
         self.results: list[GroupResult] = []
@@ -36,7 +36,7 @@ class Recorder:
         return b""
 
     def restore(self, state: bytes) -> None:
-        """Nothing to restore."""
+        """The selector has no state."""
 
 
 def recorded(num_tasks: int = 20, **settings: str) -> tuple[RunDraws, Recorder]:
@@ -53,7 +53,7 @@ def learning(num_tasks: int = 30) -> RunDraws:
 
 
 def history(draws: RunDraws, num_groups: int, first: int = 0) -> None:
-    """A run in which prompts with an even number are solved and the others are not, drawn as `draws` says."""
+    """Facts of a run that draws by `draws`, and solves only prompts with an even number."""
     fold(draws, created())
     for draw in range(first, first + num_groups):
         (position,) = draws.positions("main", draw, 1)

@@ -1,4 +1,4 @@
-"""Following the ledger: catching up, snapshot and restore, and saying why it stands still."""
+"""Following the ledger: catching up, snapshot and restore, and the cause of a stall."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def write(bus: MemoryBus, *facts: events_pb2.Fact, run: str = "r") -> int:
 
 
 async def write_history(bus: MemoryBus, draws: DataEngine, num_groups: int, first: int = 0) -> int:
-    """Groups drawn as the engine says, every other one solved; the ledger's last sequence."""
+    """Write groups that the engine draws, every second one solved. Return the last sequence of the ledger."""
     position = await write(bus, created())
     for draw in range(first, first + num_groups):
         ((_, task),) = await draws.next_tasks(run="r", policy="main", first_draw=draw, num=1, ledger_position=position)
@@ -94,7 +94,7 @@ async def test_a_position_that_is_not_folded_in_time_is_named(bus: MemoryBus) ->
 
 
 class Interrupted:
-    """A bus whose ledger cannot be followed until it is let through."""
+    """A bus whose ledger cannot be followed until `release`."""
 
     def __init__(self, bus: MemoryBus) -> None:
         self._bus = bus
@@ -142,7 +142,7 @@ async def test_an_unreadable_ledger_is_data_loss_and_not_a_wrong_answer(bus: Mem
     await draws.close()
 
 
-async def test_a_snapshot_of_another_run_or_a_later_ledger_is_refused_and_following_goes_on(bus: MemoryBus) -> None:
+async def test_a_snapshot_of_another_run_or_a_later_ledger_is_refused_and_following_continues(bus: MemoryBus) -> None:
     await bus.create(run_streams("other").ledger)
     draws = engine(bus)
     await write_history(bus, draws, 3)
@@ -162,7 +162,7 @@ async def test_a_snapshot_of_another_run_or_a_later_ledger_is_refused_and_follow
     await fresh.close()
 
 
-async def test_a_selector_that_cannot_learn_is_told_once(bus: MemoryBus, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_selector_that_cannot_learn_is_logged_once(bus: MemoryBus, caplog: pytest.LogCaptureFixture) -> None:
     draws = engine(bus, success_reward="correkt")
     position = await write_history(bus, draws, 3)
     await ids(draws, 3, 1, position)
@@ -202,7 +202,7 @@ def test_evaluation_takes_a_split_in_order() -> None:
 
 
 class Watched:
-    """A bus that notes from where ledgers are followed."""
+    """A bus that records the first sequence of each follower."""
 
     def __init__(self, bus: MemoryBus) -> None:
         self._bus = bus
@@ -230,10 +230,10 @@ async def test_a_service_with_a_snapshot_reads_only_what_came_after_and_draws_th
 ) -> None:
     first = engine(bus, snapshots=SnapshotFolder(tmp_path / "live"), snapshot_records=4)
     middle = await write_history(bus, first, 6)
-    await first.snapshot("r")  # all of it is folded
+    await first.snapshot("r")  # wait until everything is folded
     if orderly:
         await first.close()
-    shutil.copytree(tmp_path / "live", tmp_path / "left")  # what a kill leaves
+    shutil.copytree(tmp_path / "live", tmp_path / "left")  # the files after a kill
     saved = max(int(path.stem) for path in (tmp_path / "left" / "r").glob("*.snapshot"))
     assert 0 < saved <= middle
     snapshots = SnapshotFolder(tmp_path / "left")
@@ -252,7 +252,7 @@ async def test_a_state_in_a_checkpoint_serves_where_the_folder_was_lost(bus: Mem
     first = engine(bus)
     position = await write_history(bus, first, 6)
     state, _ = await first.snapshot("r")
-    (tmp_path / "empty.bin").touch()  # a checkpoint that was written while the service was away
+    (tmp_path / "empty.bin").touch()  # a checkpoint that was written while the service was down
     (tmp_path / "state.bin").write_bytes(state)
     watched = Watched(bus)
     more = [tmp_path / "absent.bin", tmp_path / "empty.bin", tmp_path / "state.bin"]

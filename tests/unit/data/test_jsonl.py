@@ -1,4 +1,4 @@
-"""A user's own file: field mapping, splits, and errors that name file, line and field."""
+"""A JSONL file of a user: field mapping, splits, and errors that name file, line and field."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CONFIG = GeneratedOptions(num_train=200, num_validation=50, num_test=50)
 
 
 def accepted(task: CodeTask, source: str) -> bool:
-    """Whether our own text, not a model's, passes the task's tests."""
+    """Return whether a source text of this test passes the tests of the task."""
     names: dict[str, Any] = {}
     exec(source, names)  # noqa: S102 - our own text
     return all(names["f"](*test.arguments) == test.expected for test in task.tests)

@@ -102,7 +102,7 @@ def test_answer_read_off_the_rows_shown_is_wrong() -> None:
         "dak(name,rup,mef): name where rup is atlantis",
     ],
 )
-def test_text_that_is_no_key_is_refused(text: str) -> None:
+def test_text_that_is_not_a_key_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(text))):
         sql_task(text)
 

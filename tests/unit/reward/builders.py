@@ -1,4 +1,4 @@
-"""Small things to score."""
+"""Items and group members for tests of the reward service."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rollmesh.shared.trajectory import EpisodeKey, MemberOutcome, Message, Outco
 
 
 def item(*said: str, answer: str | None = "42", num_tokens: int = 10) -> ScoreItem:
-    """An episode in which the model said these things, a tool answering in between."""
+    """Return an item with these messages of the model, and a tool result after each."""
     messages = [Message(role="user", content="6*7")]
     for text in said:
         messages += [Message(role="assistant", content=text), Message(role="tool", content="<answer>tool</answer>")]
@@ -22,6 +22,6 @@ def item(*said: str, answer: str | None = "42", num_tokens: int = 10) -> ScoreIt
 
 
 def member(sample_id: str, *values: float, outcome: Outcome = Outcome.OK) -> MemberOutcome:
-    """A scored member with rewards a, b, ... of these values."""
+    """Return a scored member with rewards a, b, ... of these values."""
     rewards = tuple(Reward(name=chr(ord("a") + i), value=value, outcome=outcome) for i, value in enumerate(values))
     return MemberOutcome(sample_id=sample_id, rewards=rewards, end="ready")

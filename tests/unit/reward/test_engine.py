@@ -1,4 +1,4 @@
-"""Running scorers: whatever fails is an infra failure with its cause, and never a 0."""
+"""Running scorers: every failure is an infra failure with its cause, and never a reward of 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .builders import item
 
 
 class Returns:
-    """A scorer that gives what it was told to, or raises it."""
+    """A scorer that returns or raises a given result."""
 
     version = "3"
 
@@ -36,7 +36,7 @@ class Returns:
 
 
 class Hangs:
-    """A scorer that waits until it is let go."""
+    """A scorer that waits until `release`."""
 
     def __init__(self) -> None:
         self.entered, self.release = asyncio.Event(), asyncio.Event()
@@ -113,7 +113,7 @@ async def test_the_cause_of_a_failure_does_not_quote_the_answer_key() -> None:
     assert "Zanzibar" not in frames
 
 
-async def test_a_method_used_as_a_value_is_told_with_the_line_of_the_users_code() -> None:
+async def test_a_method_used_as_a_value_is_reported_with_the_line_of_the_users_code() -> None:
     class Mistaken:
         async def score(self, item: ScoreItem) -> float:
             return float(item.response.strip() == "4")  # type: ignore[attr-defined]
@@ -211,7 +211,7 @@ def test_a_users_scorer_that_cannot_be_used_is_named(tmp_path: Path, scorer: Sco
         build_engine(RewardConfig(scorers=(scorer,)), tmp_path)
 
 
-def test_a_weight_for_a_reward_that_nobody_gives_is_refused() -> None:
+def test_a_weight_for_a_reward_of_no_scorer_is_refused() -> None:
     with pytest.raises(
         ConfigError,
         match=r"`reward.weights` must name rewards of scorers \(correct\), got 'corect'; did you mean 'correct'\?",

@@ -74,7 +74,7 @@ async def test_a_comparison_beyond_the_limit_fails_and_the_next_one_gets_a_fresh
     try:
         with pytest.raises(ScorerFailed, match="longer than 1.0 s|comparison failed: MemoryError"):
             await compared.compare(["7"], SLOW)
-        # The importing of sympy is over by the time a fresh worker says that it is ready, so 1 s is plenty.
+        # A new worker is ready only after the import of sympy, so 1 s is enough.
         assert (await compared.compare(["1/2"], "0.5")).equal
     finally:
         await compared.close()

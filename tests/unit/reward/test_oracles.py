@@ -1,4 +1,4 @@
-"""Answer keys: resolved here, or refused with what disagrees."""
+"""Oracles: answer keys, and errors that name the disagreement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmesh.shared.jsonl import RecordError, read_jsonl
 
 
 def answers(tmp_path: Path, *lines: object, **settings: str) -> tuple[Oracles, str]:
-    """Oracles over a file, and the head of a reference to it."""
+    """Return oracles over a file, and the head of a reference to it."""
     path = tmp_path / "key.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     digest = read_jsonl(path, num_lines_max=1000).digest
@@ -37,7 +37,7 @@ def test_jsonl_takes_a_list_of_accepted_answers(tmp_path: Path) -> None:
     assert key.answers == ("4", "four")
 
 
-def test_no_reference_is_no_key() -> None:
+def test_an_empty_reference_has_no_key() -> None:
     assert Oracles({}).resolve("") is None
 
 

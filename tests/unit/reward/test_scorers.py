@@ -1,4 +1,4 @@
-"""The shipped scorers: values by hand, evidence without the key."""
+"""The built-in scorers: values computed by hand, and evidence without the key."""
 
 from __future__ import annotations
 
