@@ -1,4 +1,4 @@
-"""Small builders of samples and groups for the trainer's tests."""
+"""Builders of samples and groups for the trainer's tests."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def training_sample(
 def random_batch(
     num_groups: int = 4, group_size: int = 4, *, seed: int = 0, logprob: float = -4.7, step: int = 0
 ) -> tuple[list[TrainingSample], list[GroupContext]]:
-    """Two-turn samples over random tokens with 0/1 rewards; behavior log-probs near those of an untrained model."""
+    """Return two-turn samples over random tokens with 0/1 rewards, and their groups; behavior log-probs near those of an untrained model."""
     rng = np.random.default_rng(seed)
     samples, groups = [], []
     for g in range(num_groups):

@@ -1,4 +1,4 @@
-"""Checkpoints: resume bit for bit, atomic, verified, loadable by plain transformers."""
+"""Checkpoints resume bit for bit, are atomic and verified, and load with plain transformers."""
 
 import os
 from pathlib import Path
@@ -48,7 +48,7 @@ def save(root: Path, trainer: BatchTrainer, log: TrainedLog, **kwargs: object) -
     return save_checkpoint(root, trainer, build_tokenizer(), log, position, **kwargs)  # type: ignore[arg-type]
 
 
-def test_training_goes_on_bit_for_bit_after_a_checkpoint(tmp_path: Path) -> None:
+def test_training_continues_bit_for_bit_after_a_checkpoint(tmp_path: Path) -> None:
     straight, straight_log = fresh()
     advance(straight, straight_log, 6)
 
@@ -138,14 +138,14 @@ def test_a_damaged_trained_list_is_named_with_its_line(tmp_path: Path, damage: s
         list(read_trained(tmp_path / "trained.jsonl"))
 
 
-def test_log_refuses_a_gap() -> None:
+def test_log_rejects_a_gap() -> None:
     with pytest.raises(ValueError, match="update 2 does not follow update 0"):
         TrainedLog().append(2, [], incarnation=0, outcome="APPLIED")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trained.jsonl", "tokenizer.json"])
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
-def test_a_damaged_newest_checkpoint_is_set_aside_and_told(tmp_path: Path, name: str, how: str) -> None:
+def test_a_damaged_newest_checkpoint_is_set_aside_and_reported(tmp_path: Path, name: str, how: str) -> None:
     trainer, log = fresh()
     advance(trainer, log, 1)
     save(tmp_path, trainer, log)
@@ -169,7 +169,7 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_told(tmp_path: Path, name:
     assert again.passed_by == ()
 
 
-def test_with_no_whole_checkpoint_nothing_is_moved_or_begun_anew(tmp_path: Path) -> None:
+def test_without_an_intact_checkpoint_nothing_is_moved_or_started(tmp_path: Path) -> None:
     trainer, log = fresh()
     for _ in range(2):
         advance(trainer, log, 1)
@@ -235,7 +235,7 @@ def test_a_newer_incarnation_outranks_a_higher_update(tmp_path: Path) -> None:
     assert (found.meta.update, found.meta.incarnation) == (2, 1)
 
 
-def test_restore_refuses_another_seed_or_model(tmp_path: Path) -> None:
+def test_restore_rejects_another_seed_or_model(tmp_path: Path) -> None:
     trainer, log = fresh()
     found = save(tmp_path, trainer, log)
     with pytest.raises(CheckpointError, match="seed 5, not 6"):
@@ -245,7 +245,7 @@ def test_restore_refuses_another_seed_or_model(tmp_path: Path) -> None:
         found.restore(wider)
 
 
-def test_save_refuses_a_position_that_trainer_or_list_contradict(tmp_path: Path) -> None:
+def test_save_rejects_a_position_that_contradicts_trainer_or_list(tmp_path: Path) -> None:
     trainer, log = fresh()
     with pytest.raises(ValueError, match="position at 3"):
         save_checkpoint(tmp_path, trainer, None, log, CheckpointPosition(update=3, seed=5))

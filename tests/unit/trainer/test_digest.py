@@ -28,7 +28,7 @@ def test_digest_depends_on_the_whole_history() -> None:
     assert left != right
 
 
-def test_digest_refuses_update_zero_and_a_sample_named_twice() -> None:
+def test_digest_rejects_update_zero_and_a_sample_named_twice() -> None:
     with pytest.raises(ValueError, match="first update is 1"):
         next_digest("", 0, [])
     with pytest.raises(ValueError, match="more than once"):

@@ -44,7 +44,7 @@ def test_dr_grpo_only_centers() -> None:
 
 
 def test_a_baseline_counts_episodes_and_not_their_samples() -> None:
-    """Three samples of a right episode and one of a wrong one: the mean over episodes is 0.5, over samples 0.75."""
+    """Three samples are of a correct episode and one of a wrong one. The mean over episodes is 0.5, over samples 0.75."""
     right = [member(f"s{i}", {"r": 1.0}, episode="e0") for i in range(3)]
     context = group("g", *right, member("s3", {"r": 0.0}, episode="e1"))
     ids = ["s0", "s1", "s2", "s3"]
@@ -168,7 +168,7 @@ def test_advantages_cover_every_segment_and_broadcast_to_its_tokens() -> None:
     assert [np.broadcast_to(a, (n,)).shape for a, n in zip(found[0], (1, 2), strict=True)] == [(1,), (2,)]
 
 
-def test_missing_context_and_unknown_names_are_refused() -> None:
+def test_missing_context_and_unknown_names_are_rejected() -> None:
     with pytest.raises(ValueError, match="context is missing"):
         estimator()([], [sample("s0")])
     with pytest.raises(ValueError, match="does not list sample s0"):

@@ -129,7 +129,7 @@ def test_extreme_ratios_stay_finite() -> None:
 
 
 def test_a_token_whose_ratio_is_held_counts_as_clipped() -> None:
-    """Its gradient is zero, although the clip itself leaves a rising bad token alone."""
+    """Its gradient is zero, although the clip alone does not clip a bad token with a rising ratio."""
     pi = torch.tensor([-1.0, -1.0, -1.0]).requires_grad_()
     loss, stats = loss_of("ppo_clip")(inputs(pi, torch.tensor([-1.1, -3.0, -40.0]), [-1, -1, -1]))
     gradient = gradient_of(loss, pi)

@@ -1,4 +1,4 @@
-"""Health metrics against hand-computed numbers."""
+"""Metrics of an update against hand-computed numbers."""
 
 import math
 

@@ -100,8 +100,8 @@ def test_muon_first_step_has_the_documented_size() -> None:
     torch.testing.assert_close(weight.detach(), -0.1 * 2.0 * update)
 
 
-def test_muon_refuses_vectors() -> None:
-    with pytest.raises(ValueError, match="must be matrices"):
+def test_muon_rejects_vectors() -> None:
+    with pytest.raises(ValueError, match="takes matrices"):
         Muon([nn.Parameter(torch.zeros(3))], lr=0.1)
 
 
@@ -109,6 +109,6 @@ def test_muon_refuses_vectors() -> None:
     ("field", "value"),
     [("lr", 0.0), ("lr", float("nan")), ("clip_norm", -1.0), ("warmup_updates", -1), ("final_fraction", 1.5)],
 )
-def test_optimizer_config_refuses_values_out_of_range(field: str, value: float) -> None:
+def test_optimizer_config_rejects_values_out_of_range(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"`{field}` must be "):
         OptimizerConfig(**{field: value})  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Packing: the plan, and that packed log-probs equal unpacked ones."""
+"""The plan of packing, and the equality of packed and unpacked log-probs."""
 
 import numpy as np
 import pytest
@@ -85,10 +85,10 @@ def test_packing_wastes_little_where_padding_wastes_much() -> None:
     assert fill_ratio(pack(sequences(lengths), PackingConfig())) > 0.95
 
 
-def test_packing_refuses_impossible_input() -> None:
+def test_packing_rejects_impossible_input() -> None:
     with pytest.raises(ValueError, match="`micro_batch_tokens` must be >= row_tokens = 20, got 10"):
         PackingConfig(row_tokens=20, micro_batch_tokens=10)
-    with pytest.raises(ValueError, match="nothing before it"):
+    with pytest.raises(ValueError, match="no token before it"):
         Sequence1D(np.zeros(2, np.int32), np.ones(2, np.uint8))
     with pytest.raises(ValueError, match="got 3 and 2"):
         Sequence1D(np.zeros(2, np.int32), np.zeros(3, np.uint8))

@@ -1,4 +1,4 @@
-"""Recipes: the built-in files, a user's own, and what wins."""
+"""Recipes: the built-in files, a user's file, and their precedence."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_another_name_starts_from_its_own_defaults_and_a_list_replaces_the_list(
 
 
 def test_a_users_recipe_is_a_whole_method(tmp_path: Path) -> None:
-    """It lies beside the configuration, and the resolved configuration does not need it again."""
+    """It is stored beside the configuration. The resolved configuration does not need it."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         "about: {summary: Prefer short answers, status: partial, missing: the schedule}\n"

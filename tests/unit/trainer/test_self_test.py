@@ -44,7 +44,7 @@ def test_the_demo_model_is_packed_and_left_as_it_was(caplog: pytest.LogCaptureFi
     assert model.config.sliding_window == 4096
 
 
-def test_a_scaled_output_layer_is_found_whatever_its_name() -> None:
+def test_a_scaled_output_layer_is_found_under_any_name() -> None:
     model = tiny()
     model.register_forward_hook(lambda _, __, out: out.__class__(logits=out.logits * 0.5))
     choice = choose_forward(model)

@@ -23,7 +23,7 @@ QUICK = WarmStartConfig(levels=2, levels_first=1, promote_loss=1.2, target_succe
 
 
 def demonstrate(level: int, rng: np.random.Generator) -> EncodedDemonstration:
-    """Level n: the question repeats a digit n times; call the tool with it as often."""
+    """Return a demonstration. At level n, the question repeats a digit n times, and the answer calls the tool with it n times."""
     digit = str(rng.integers(0, 3))
     return render_demonstration(TOKENIZER, digit * level, [(digit, digit)] * level, digit)
 
@@ -81,6 +81,6 @@ def test_demonstration_probability_is_the_product_over_trained_tokens() -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("levels_first", 9), ("muon_lr", 0.0), ("target_success", 1.5), ("steps_max", 0)]
 )
-def test_warm_start_config_refuses_values_out_of_range(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"`{field}` must be "):
+def test_warm_start_config_rejects_values_out_of_range(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"`{field}` must be"):
         WarmStartConfig(**{field: value})  # type: ignore[arg-type]

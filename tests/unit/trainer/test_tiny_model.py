@@ -1,4 +1,4 @@
-"""The tiny model, its tokenizer and chat template, loaded the way a stranger loads them."""
+"""The tiny model, its tokenizer and chat template, loaded as another program loads them."""
 
 import json
 from pathlib import Path
@@ -121,8 +121,8 @@ def test_demonstration_trains_on_what_the_assistant_wrote_only() -> None:
     )
 
 
-def test_demonstration_refuses_a_mask_of_another_length() -> None:
-    with pytest.raises(ValueError, match="got 2 and 3"):
+def test_demonstration_rejects_a_mask_of_another_length() -> None:
+    with pytest.raises(ValueError, match="3 token ids but 2"):
         EncodedDemonstration(np.zeros(3, np.int32), np.zeros(2, np.uint8))
 
 
@@ -139,8 +139,8 @@ def test_loading_names_the_folder_and_the_misfit(folder: Path, tmp_path: Path) -
         load_weights(load_model(folder), tmp_path / "model.safetensors")
 
 
-def test_config_refuses_impossible_shapes() -> None:
+def test_config_rejects_impossible_shapes() -> None:
     with pytest.raises(ValueError, match="`num_heads` must be a multiple of num_kv_heads = 2, got 3"):
         TinyModelConfig(num_heads=3, num_kv_heads=2)
-    with pytest.raises(ValueError, match="hidden_size = 0"):
+    with pytest.raises(ValueError, match="`hidden_size` must be"):
         TinyModelConfig(hidden_size=0)

@@ -62,7 +62,7 @@ def test_same_inputs_and_seed_give_the_same_weights_bit_for_bit(name: str) -> No
     results = []
     for made in (one, two):
         results.append([made.update(k, *random_batch(seed=k, step=k - 1)) for k in (1, 2)])
-        torch.manual_seed(99)  # the global generator has no say
+        torch.manual_seed(99)  # the global generator has no effect
     assert same(weights(one), weights(two))
     assert results[0] == results[1]
 
@@ -92,7 +92,7 @@ def test_accumulated_micro_batches_equal_one_big_batch(terms: tuple[str, ...], n
 
 
 def _gradients(config: UpdateConfig, samples: list[TrainingSample], groups: list) -> dict[str, torch.Tensor]:  # type: ignore[type-arg]
-    """Gradients just before the optimizer step, caught by a step hook."""
+    """Return the gradients just before the optimizer step, from a step hook."""
     made = trainer(config)
     caught: dict[str, torch.Tensor] = {}
 
