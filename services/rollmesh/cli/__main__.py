@@ -16,6 +16,7 @@ from rollmesh.cli.commands import (
     drain,
     health,
     judge,
+    recipes,
     rollout,
     score,
     serve,
@@ -29,7 +30,7 @@ from rollmesh.cli.commands import (
 __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = (
-    demo, train, check, up, serve, drain, delete, status, health, rollout, show, score, audit, judge, clean, certs, trace,
+    demo, train, check, recipes, up, serve, drain, delete, status, health, rollout, show, score, audit, judge, clean, certs, trace,
     doctor, bench, dead,
 )  # fmt: skip
 """In the order of `--help`; importing them registers them."""

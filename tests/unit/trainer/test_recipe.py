@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from rollmesh.cli.__main__ import app
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.shared.config import config_from_dict, load_config, to_yaml
 from rollmesh.shared.errors import ConfigError
@@ -111,6 +114,17 @@ def test_a_recipe_that_does_not_exist_is_an_error_with_the_nearest_one() -> None
         configured(recipe="gpro")
     with pytest.raises(ConfigError, match="`recipe`: there is no file mine.yaml"):
         configured(recipe="mine.yaml")
+
+
+def test_the_command_lists_the_recipes_with_their_files() -> None:
+    found = json.loads(CliRunner().invoke(app, ["recipes", "--json"]).output)
+    assert [one["name"] for one in found] == recipe_names()
+    by_name = {one["name"]: one for one in found}
+    assert (by_name["gdpo"]["seeds"], by_name["gdpo"]["status"]) == (["S015"], "works")
+    assert by_name["grpo_tis"]["status"] == "partial"
+    assert by_name["grpo_tis"]["missing"]
+    assert all(Path(one["file"]).is_file() for one in found)
+    assert "grpo_decoupled" in CliRunner().invoke(app, ["recipes"]).output
 
 
 def test_a_recipe_named_without_the_loader_is_an_error() -> None:
