@@ -118,7 +118,7 @@ def _commits(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
     def request(**changes: Any) -> pb.CommitUpdateRequest:
         return trainer.commit_request(commit, **changes)
 
-    stranger = pb.DisposedSample(sample_id="g999.0-0", disposition=DROPPED, reason="X")
+    unknown = pb.DisposedSample(sample_id="g999.0-0", disposition=DROPPED, reason="X")
     first = batch.samples[0]
     twice = [pb.DisposedSample(sample_id=first, disposition=DROPPED, reason="X")] * 2
     odd = pb.DisposedSample(sample_id=first, disposition=77)  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ def _commits(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
     )
     yield "lease not named", run.CommitUpdate, request(lease_ids=[]), INVALID, "FAILED_PRECONDITION", *lost
     yield "sample named twice", run.CommitUpdate, request(samples=twice), INVALID, *lost
-    yield "strange sample", run.CommitUpdate, request(samples=[stranger]), INVALID, "UNKNOWN_SAMPLE", *lost
+    yield "unknown sample", run.CommitUpdate, request(samples=[unknown]), INVALID, "UNKNOWN_SAMPLE", *lost
     yield "strange disposition", run.CommitUpdate, request(samples=[odd]), INVALID, *lost
     yield "no outcome", run.CommitUpdate, request(outcome=0), INVALID
     yield "strange outcome", run.CommitUpdate, request(outcome=77), INVALID

@@ -101,7 +101,7 @@ async def test_evaluation_is_measured_and_never_leased_to_the_learner(mesh: Mesh
     assert state.samples.live == state.samples.reserved
 
 
-async def test_a_watcher_sees_the_present_then_changes_and_is_told_to_stop(mesh: MeshParts) -> None:
+async def test_a_watcher_gets_the_current_state_then_changes_and_a_stop_command(mesh: MeshParts) -> None:
     await mesh.begin()
     watch = mesh.run.WatchRun(run_pb2.WatchRunRequest(run=mesh.name))
     first = await watch.read()
@@ -262,7 +262,7 @@ async def test_attaching_again_makes_a_new_epoch_and_loses_nothing(mesh: MeshPar
     assert {s.meta.sample_id for s in retaken.samples} == {s.meta.sample_id for s in batch.samples}
 
 
-async def test_renewing_extends_what_is_held_and_names_what_is_gone(mesh: MeshParts) -> None:
+async def test_renewing_extends_held_leases_and_names_ended_ones(mesh: MeshParts) -> None:
     await mesh.begin(episode_lease_s=7.0, batch_lease_s=9.0)
     held, done = await mesh.acquire(2)
     await mesh.generate([done], step=0)

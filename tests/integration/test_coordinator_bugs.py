@@ -106,7 +106,7 @@ async def test_a_run_that_cannot_be_recovered_answers_with_one_error_and_others_
     assert not (await other.state()).ended
 
 
-async def test_a_bug_beside_the_driver_ends_its_run_and_the_loop_begins_again(mesh: MeshParts) -> None:
+async def test_a_bug_outside_the_driver_ends_its_run_and_the_loop_restarts(mesh: MeshParts) -> None:
     await mesh.begin()
     assert mesh.node is not None
     led = mesh.node.runs._led[mesh.name]
@@ -129,7 +129,7 @@ async def test_a_bug_beside_the_driver_ends_its_run_and_the_loop_begins_again(me
     assert mesh.node.runs._led[mesh.name] is led
 
 
-async def test_a_watcher_of_a_broken_run_is_told_to_come_again(
+async def test_a_watcher_of_a_broken_run_gets_a_retryable_error(
     mesh: MeshParts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch = await leased(mesh)

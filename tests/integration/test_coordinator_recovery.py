@@ -78,7 +78,7 @@ async def test_a_restarted_coordinator_knows_what_the_old_one_knew(mesh: MeshPar
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "foreign", "schema"])
-async def test_a_snapshot_that_cannot_be_used_is_passed_by(
+async def test_a_snapshot_that_cannot_be_used_is_skipped(
     mesh: MeshParts, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await mesh.begin()
@@ -205,7 +205,7 @@ async def test_a_payload_reported_after_it_was_purged_is_refused(tmp_path: Path)
         assert await mesh.report([report]) == ["UNKNOWN_LEASE"]
 
 
-async def test_stopping_keeps_nobody_waiting(tmp_path: Path) -> None:
+async def test_stopping_lets_no_caller_wait(tmp_path: Path) -> None:
     config = msgspec.structs.replace(CONFIG, server=msgspec.structs.replace(CONFIG.server, stop_s=60.0))
     async with coordinator_mesh(tmp_path, config) as mesh:
         await mesh.begin()

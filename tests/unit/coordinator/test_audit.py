@@ -257,11 +257,11 @@ def test_the_newest_checkpoint_of_a_folder_is_taken(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda u: [u[0][1:], *u[1:]], "the checkpoint does not list it"),
-        (lambda u: [(*u[0], "stranger"), *u[1:]], "trained on sample stranger"),
+        (lambda u: [(*u[0], "foreign"), *u[1:]], "trained on sample foreign"),
         (lambda u: [u[0], (*u[1], u[0][0]), u[2]], "trained twice"),
         (lambda u: [*u, ("x",)], "contains update 4, the ledger ends at 3"),
     ],
-    ids=["missing", "stranger", "twice", "ahead"],
+    ids=["missing", "foreign", "twice", "ahead"],
 )
 def test_a_list_that_differs_from_the_ledger_is_found(tmp_path: Path, change: Any, message: str) -> None:
     run = honest()
@@ -294,21 +294,29 @@ def test_a_folder_without_a_list_is_refused(tmp_path: Path) -> None:
 # Stories and the report -----------------------------------------------------------------------------------------------
 
 
-def test_a_samples_story_is_told_from_admission_to_its_end() -> None:
+def test_the_history_of_a_sample_covers_admission_to_end() -> None:
     run = honest()
     sample = used(run)[0][0]
-    told = [line.what for line in sample_history(run.records, sample)]
-    assert [what.split(" ")[0] for what in told] == ["group", "attempt", "scored:", "its", "leased", "used", "trained:"]
-    assert "4 tokens of step 0.0" in told[2]
+    lines = [line.what for line in sample_history(run.records, sample)]
+    assert [what.split(" ")[0] for what in lines] == [
+        "group",
+        "attempt",
+        "scored:",
+        "its",
+        "leased",
+        "used",
+        "trained:",
+    ]
+    assert "4 tokens of step 0.0" in lines[2]
 
 
-def test_an_undone_samples_story_tells_of_the_roll_back() -> None:
+def test_the_history_of_an_undone_sample_names_the_roll_back() -> None:
     run = rolled_back()
     undone = next(fact for fact in run.facts if isinstance(fact, f.UpdateCommitted) and fact.update == 2).used[0]
     assert sample_history(run.records, undone)[-1].what == "update undone by a roll-back to 1: stale"
 
 
-def test_an_unknown_sample_has_no_story() -> None:
+def test_an_unknown_sample_has_no_history() -> None:
     assert sample_history(honest().records, "unknown") == []
 
 

@@ -129,7 +129,7 @@ async def test_a_rewritten_ledger_with_a_recomputed_chain_differs_from_a_stored_
     assert any(f.check == "chain" and "altered, removed, inserted or moved" in f.message for f in report.findings)
 
 
-async def test_a_record_id_that_comes_again_is_found() -> None:
+async def test_a_repeated_record_id_is_found() -> None:
     records = whole()
     first, last = decode_record(records[0].payload), decode_record(records[-1].payload)
     again = encode_record(first.record_id, last.time_unix_s, last.facts, last.previous)
@@ -181,7 +181,7 @@ async def test_the_last_record_removed_is_found_by_audit_and_recovery(tmp_path: 
         await recover(log, SnapshotStore(tmp_path))
 
 
-async def test_recovery_from_a_snapshot_goes_on_with_the_chain(tmp_path: Path) -> None:
+async def test_recovery_from_a_snapshot_continues_the_chain(tmp_path: Path) -> None:
     records = whole()
     bus = await store(records)
     log = await bus.open(LEDGER)

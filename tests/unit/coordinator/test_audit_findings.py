@@ -45,7 +45,7 @@ def leave_one_out(fact: f.UpdateCommitted) -> f.UpdateCommitted:
     return replace(fact, used=fact.used[1:])
 
 
-def drop_a_stranger(fact: f.UpdateCommitted) -> f.UpdateCommitted:
+def drop_a_foreign_sample(fact: f.UpdateCommitted) -> f.UpdateCommitted:
     return replace(fact, dropped=(DroppedSample(sample_id="g9.0.0", reason="X"),))
 
 
@@ -56,10 +56,10 @@ def steps(*spans: StepSpan, policy: str = "main") -> Change:
 CASES: dict[str, tuple[type, Change, str, str]] = {
     "a sample that no lease holds": (f.UpdateCommitted, use_one_more, "once", "though no lease of it contains it"),
     "a leased sample left out": (f.UpdateCommitted, leave_one_out, "once", "neither used nor dropped"),
-    "a dropped stranger": (f.UpdateCommitted, drop_a_stranger, "once", "though no lease of it contains it"),
+    "a dropped foreign sample": (f.UpdateCommitted, drop_a_foreign_sample, "once", "though no lease of it contains it"),
     "a lease without samples": (f.BatchLeased, lambda x: replace(x, sample_ids=()), "once", "has no samples"),
     "a lease of another update": (f.BatchLeased, lambda x: replace(x, update=7), "once", "bound to update 7"),
-    "a lease of a group's stranger": (
+    "a lease of another group's sample": (
         f.BatchLeased,
         lambda x: replace(x, sample_ids=(*x.sample_ids[1:], "g9.0.0")),
         "once",

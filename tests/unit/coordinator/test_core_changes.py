@@ -54,7 +54,7 @@ def test_change_is_one_fact_and_a_repetition_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["seed", "batch_groups", "group_size", "beyond", "success_reward", "eval_tasks"])
-def test_what_the_history_rests_on_may_not_change(name: str) -> None:
+def test_settings_that_the_history_depends_on_cannot_change(name: str) -> None:
     run = CoreRun()
     values: dict[str, Any] = {"beyond": BoundPolicy.MASK, "success_reward": "other"}
     with pytest.raises(Refusal, match=f"run.{name}: .* cannot change after the run began") as refused:
@@ -63,7 +63,7 @@ def test_what_the_history_rests_on_may_not_change(name: str) -> None:
     assert not [fact for fact in run.facts if isinstance(fact, f.RunChanged)]
 
 
-def test_run_that_ended_at_a_limit_goes_on_when_it_is_raised() -> None:
+def test_run_that_ended_at_a_limit_continues_when_it_is_raised() -> None:
     run = CoreRun(updates_max=1)
     run.begin()
     digest = run.train(1)

@@ -58,7 +58,7 @@ def ids(batch: i.BatchGrant) -> list[str]:
 # Leases ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_lease_id_never_comes_again_so_a_late_release_hits_nothing() -> None:
+def test_a_lease_id_is_never_reused_so_a_late_release_has_no_effect() -> None:
     run, first = leased()
     run.ask(i.ReleaseBatch, **trainer(run, lease_id=first.lease_id))
     second = run.lease(1)
@@ -208,17 +208,17 @@ def test_an_update_with_dropped_samples_or_skipped_is_rolled_forward(applied: bo
     run, batch = leased()
     first, *rest = ids(batch)
     digest = next_digest("", 1, rest if applied else [])
-    told: dict[str, Any] = {"dropped": drop(first), "named": (first,), "applied": applied}
+    outcome: dict[str, Any] = {"dropped": drop(first), "named": (first,), "applied": applied}
     bare = refusal(run, i.AttachTrainer, **NAMES, last_update=1, digest=digest)
     assert bare.reason == "UNKNOWN_UPDATE"
     assert "`samples` and `outcome`" in bare.message
-    stranger = told | {"named": ("stranger",)}
-    assert refusal(run, i.AttachTrainer, **NAMES, last_update=1, digest=digest, **stranger).reason == "UNKNOWN_UPDATE"
-    attached: i.Attached = run.ask(i.AttachTrainer, **NAMES, last_update=1, digest=digest, **told)
+    foreign = outcome | {"named": ("foreign",)}
+    assert refusal(run, i.AttachTrainer, **NAMES, last_update=1, digest=digest, **foreign).reason == "UNKNOWN_UPDATE"
+    attached: i.Attached = run.ask(i.AttachTrainer, **NAMES, last_update=1, digest=digest, **outcome)
     assert (attached.resolution, attached.next_update) == (i.Resolution.ROLLED_FORWARD, 2)
     (committed,) = [fact for fact in run.facts if isinstance(fact, f.UpdateCommitted)]
     assert (committed.used, committed.applied) == (tuple(rest) if applied else (), applied)
-    again: i.Attached = run.ask(i.AttachTrainer, **NAMES, last_update=1, digest=digest, **told)
+    again: i.Attached = run.ask(i.AttachTrainer, **NAMES, last_update=1, digest=digest, **outcome)
     assert (again.resolution, again.next_update) == (i.Resolution.CONTINUED, 2)
 
 

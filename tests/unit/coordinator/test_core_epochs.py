@@ -56,7 +56,7 @@ def test_attach_at_the_ledgers_end_continues() -> None:
     assert answer == i.Attached(trainer_epoch=2, next_update=3, incarnation=0, resolution=i.Resolution.CONTINUED)
 
 
-def test_attach_behind_the_ledger_rolls_back_and_asks_for_publication() -> None:
+def test_attach_behind_the_ledger_rolls_back_and_requires_publication() -> None:
     world = trained(make_world(), 1)
     first = world.checkpoints[-1]
     world.train()

@@ -59,7 +59,7 @@ def test_the_audit_covers_it() -> None:
     assert (report.samples.reserved, report.samples.exported, report.samples.live) == (6, 6, 0)
 
 
-def test_nothing_is_admitted_before_there_are_weights_nor_beyond_the_number_asked_for() -> None:
+def test_no_group_is_admitted_before_weights_are_published_nor_beyond_the_requested_number() -> None:
     run = CoreRun(export_groups=3)
     run.attach()
     waiting = run.core.handle(i.AcquireRollouts(ticket=99, node_id="w", num_max=20, wait_s=0.0), run.now)

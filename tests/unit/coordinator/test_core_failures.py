@@ -34,7 +34,7 @@ def fail(run: CoreRun, cause: str, num: int = 1) -> list[DeadLetter]:
     return [effect for effect in decision.effects if isinstance(effect, DeadLetter)]
 
 
-def told(run: CoreRun) -> run_pb2.FailedAttempts:
+def reported(run: CoreRun) -> run_pb2.FailedAttempts:
     return run_state(run.core, HEAD).failed_attempts
 
 
@@ -44,12 +44,12 @@ def test_failures_of_one_kind_make_a_row_that_a_scored_episode_ends() -> None:
     assert not run_state(run.core, HEAD).HasField("failed_attempts")
     fail(run, "scorer correct: KeyError: 'a'")
     fail(run, "scorer correct: KeyError: 'b'")
-    assert (told(run).num, told(run).num_alike, told(run).cause) == (2, 2, "scorer correct: KeyError: 'b'")
-    assert told(run).traceback == "line 7"
+    assert (reported(run).num, reported(run).num_alike, reported(run).cause) == (2, 2, "scorer correct: KeyError: 'b'")
+    assert reported(run).traceback == "line 7"
     fail(run, "agent: KeyError: 'b'")
-    assert (told(run).num, told(run).num_alike) == (3, 1)
+    assert (reported(run).num, reported(run).num_alike) == (3, 1)
     run.generate(1, step=0)
-    assert (told(run).num, told(run).num_alike) == (3, 0)
+    assert (reported(run).num, reported(run).num_alike) == (3, 0)
 
 
 def test_a_dead_letter_keeps_the_traceback() -> None:

@@ -82,7 +82,7 @@ def test_reached_limit_lets_the_update_under_way_finish_and_begins_no_other() ->
     assert run.core.state.ended == "SECONDS_MAX"
 
 
-def test_waiting_trainer_is_told_when_a_limit_is_reached() -> None:
+def test_waiting_trainer_gets_a_reply_when_a_limit_is_reached() -> None:
     run = CoreRun(seconds_max=10.0)
     run.begin()
     decision = run.core.handle(

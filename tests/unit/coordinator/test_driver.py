@@ -91,7 +91,7 @@ async def test_a_record_that_is_too_large_rejects_its_request_and_nothing_else()
         assert (await b.ask(i.AttachTrainer, **NAMES, last_update=0, digest="")).trainer_epoch == 2
 
 
-async def test_who_waited_in_the_core_when_a_record_was_too_large_is_to_ask_again() -> None:
+async def test_callers_that_waited_when_a_record_was_too_large_retry() -> None:
     async with bench(payload_bytes_max=4_000) as b:
         await b.begin()
         waiting = b.asking(i.LeaseBatch, **NAMES, trainer_epoch=1, update=1, wait_s=50.0)
@@ -137,7 +137,7 @@ async def test_a_full_queue_refuses_and_says_so() -> None:
         assert answered
 
 
-async def test_whoever_is_cancelled_waits_no_longer() -> None:
+async def test_a_cancelled_caller_waits_no_longer() -> None:
     async with bench() as b:
         await b.begin()
         b.services.hold.clear()
@@ -149,7 +149,7 @@ async def test_whoever_is_cancelled_waits_no_longer() -> None:
         assert not b.core.ephemeral.workers
 
 
-async def test_leases_granted_to_nobody_go_back_without_costing_a_try() -> None:
+async def test_leases_without_a_receiver_are_returned_without_counting_an_attempt() -> None:
     async with bench() as b:
         await b.begin()
         b.log.holding = True
@@ -243,7 +243,7 @@ async def test_a_bug_in_the_core_stops_the_driver_after_what_was_decided_before(
         assert len([r for r in caplog.records if r.exc_info]) == 1
 
 
-async def test_a_bug_beside_the_core_ends_the_run_in_place_and_callers_are_to_ask_again(
+async def test_a_bug_outside_the_core_ends_the_run_in_place_and_callers_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with bench() as b:
@@ -294,7 +294,7 @@ async def test_a_read_that_fails_fails_its_own_call_alone() -> None:
         assert not b.core.state.ended
 
 
-async def test_closing_tells_everybody_to_try_again() -> None:
+async def test_closing_rejects_all_callers_as_retryable() -> None:
     async with bench() as b:
         await b.begin()
         b.services.hold.clear()

@@ -15,7 +15,7 @@ from .driver_bench import LIMITS, Bench, bench, settle
 # Calls to others ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_data_service_that_is_away_is_asked_again_with_growing_pauses() -> None:
+async def test_an_unavailable_data_service_is_retried_with_growing_back_off() -> None:
     async with bench() as b:
         await b.begin()
         b.services.draws_failing = 3
@@ -55,7 +55,7 @@ async def test_a_reward_service_that_is_away_never_decides_by_its_absence() -> N
 
 
 @pytest.mark.parametrize("error", [InfraFailure("the scorer broke"), InvalidInput("a bad group")])
-async def test_a_reward_service_that_rejects_a_group_is_asked_finalize_tries_max_times(
+async def test_a_reward_service_that_rejects_a_group_is_called_finalize_tries_max_times(
     error: MeshError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Failures while the service was unavailable do not count, before or between the rejections."""

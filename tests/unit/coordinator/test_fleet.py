@@ -121,7 +121,7 @@ def test_weights_that_a_node_can_never_load_are_refused_without_another_try_once
     assert state_of(fleet, "a") is not NodeState.QUARANTINED, "the node is as good as before"
 
 
-def test_failed_preparation_is_tried_again_after_a_pause() -> None:
+def test_failed_preparation_is_retried_after_a_back_off() -> None:
     fleet, v = fleet_of("a"), version(0)
     fleet.plan(goal(v), 0.0)
     answer(fleet, "a", WeightPhase.FAILED, v, now=0.0)
@@ -176,7 +176,7 @@ def test_silent_node_is_suspect_then_dead_once() -> None:
     assert NodeDied("w") not in fleet.plan({}, 16.0)
 
 
-def test_node_that_comes_back_in_time_is_used_again() -> None:
+def test_node_that_reconnects_in_time_is_used_again() -> None:
     fleet = fleet_of("w", kind=NodeKind.ROLLOUT)
     fleet.lost("w")
     fleet.plan({}, 1.0)
@@ -186,7 +186,7 @@ def test_node_that_comes_back_in_time_is_used_again() -> None:
     assert state_of(fleet, "w") is NodeState.READY
 
 
-def test_a_node_that_leaves_is_gone_without_the_grace() -> None:
+def test_a_node_that_leaves_is_removed_without_the_grace_period() -> None:
     fleet = fleet_of("w", kind=NodeKind.ROLLOUT)
     fleet.left("w")
     fleet.lost("w")
@@ -197,7 +197,7 @@ def test_a_node_that_leaves_is_gone_without_the_grace() -> None:
     assert not [e for e in events if isinstance(e, StateChanged) and e.state is NodeState.SUSPECT]
 
 
-def test_a_node_that_left_may_come_back() -> None:
+def test_a_node_that_left_may_join_again() -> None:
     fleet = fleet_of("w", kind=NodeKind.ROLLOUT)
     fleet.left("w")
     fleet.plan({}, 0.1)

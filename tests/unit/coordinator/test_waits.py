@@ -122,7 +122,7 @@ def test_a_silent_worker_is_the_root_whatever_it_said_last() -> None:
     assert scene.links()[-1] == Wait("rollout-0", "without heartbeat for 6 s")
 
 
-def test_tries_that_fail_though_everyone_is_there_name_the_place_and_the_last_failure() -> None:
+def test_failing_attempts_with_all_nodes_available_name_the_component_and_the_last_failure() -> None:
     scene = Scene(tries_max=50)
     scene.run.begin()
     for _ in range(3):
@@ -170,14 +170,14 @@ def test_a_learner_that_lives_says_what_it_does() -> None:
     assert scene.links()[-1] == Wait("learner", "is at work: train of update 1 for 12 s")
 
 
-def test_ready_groups_that_nobody_leases_wait_for_the_learner() -> None:
+def test_ready_groups_without_a_lease_wait_for_the_learner() -> None:
     scene = Scene()
     scene.run.begin()
     scene.run.generate(4, step=0)
     assert str(scene.links()[0]) == "run waits for update 1: 2 READY groups are not leased"
 
 
-def test_an_inference_node_behind_the_step_that_is_needed_says_what_it_was_told() -> None:
+def test_an_inference_node_behind_the_needed_step_is_named_with_its_command() -> None:
     scene = Scene(max_staleness=0)
     scene.run.begin()
     scene.run.train(1)
@@ -206,7 +206,7 @@ def test_groups_that_cannot_be_finalised_wait_for_the_reward_service() -> None:
     assert scene.links("no reward node is known")[-1] == Wait("reward", "is missing: no reward node has joined")
 
 
-def test_a_run_that_has_ended_waits_for_nobody() -> None:
+def test_a_run_that_has_ended_has_no_wait_chain() -> None:
     scene = Scene()
     scene.run.ask(i.StopRun, reason="x")
     assert scene.links() == []

@@ -38,7 +38,7 @@ async def stalls(b: Bench) -> list[f.RunStalled]:
     return [fact for fact in facts if isinstance(fact, f.RunStalled)]
 
 
-async def test_a_stall_is_told_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stall_is_reported_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     async with watched() as (b, watchdog):
         b.clock.advance(STALL_S - 0.1)
         await watchdog.check()
@@ -56,7 +56,7 @@ async def test_a_stall_is_told_once_with_its_cause(caplog: pytest.LogCaptureFixt
         assert b.core.state.stall == stall.cause
 
 
-async def test_progress_ends_a_stall_and_another_one_is_told_again() -> None:
+async def test_progress_ends_a_stall_and_the_next_one_is_reported() -> None:
     async with watched() as (b, watchdog):
         b.clock.advance(STALL_S)
         await watchdog.check()
