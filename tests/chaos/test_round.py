@@ -87,7 +87,7 @@ async def test_what_is_left_is_found_by_its_environment_and_known_again() -> Non
     assert not marked(mark)
 
 
-def test_a_round_is_drawn_from_its_seed_alone_and_its_blows_come_before_the_end() -> None:
+def test_a_round_is_drawn_from_its_seed_alone_and_its_faults_come_before_the_end() -> None:
     for seed in range(200):
         faults = draw(seed, num=4, updates_max=9)
         assert faults == draw(seed, num=4, updates_max=9)
