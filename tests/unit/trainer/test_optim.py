@@ -101,7 +101,7 @@ def test_muon_first_step_has_the_documented_size() -> None:
 
 
 def test_muon_rejects_vectors() -> None:
-    with pytest.raises(ValueError, match="takes matrices"):
+    with pytest.raises(ValueError, match="must be matrices"):
         Muon([nn.Parameter(torch.zeros(3))], lr=0.1)
 
 
