@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.mesh.mesh import create_run
-from rollmesh.mesh.observe import catalogue, to_markdown
+from rollmesh.mesh.observe import catalog, to_markdown
 from rollmesh.mesh.parts import part_names
 from rollmesh.shared.config import config_from_dict
 from rollmesh.shared.errors import ConfigError
@@ -92,7 +92,7 @@ async def test_metrics_agree_with_the_books_of_a_run(tmp_path: Path, model: Path
 
 
 def _assert_complete(series: Series, parts: list[str]) -> None:
-    """Every metric of the catalogue has been seen, and every part has its own series."""
+    """Every metric of the catalog has been seen, and every part has its own series."""
     seen = {name.removesuffix("_bucket") for name in series}
     absent = {
         "rollmesh_rollout_failures_total",
@@ -104,7 +104,7 @@ def _assert_complete(series: Series, parts: list[str]) -> None:
         "rollmesh_sandbox_kills_total",
     }
     assert (
-        {metric.name for metric in catalogue()} - seen == absent
+        {metric.name for metric in catalog()} - seen == absent
     )  # none failed; the fake trainer has no importance weights; no profile has egress; the fake sandbox starts nothing
     nodes = {dict(labels).get("node", "") for of_name in series.values() for labels in of_name}
     assert nodes == set(parts)
@@ -142,7 +142,7 @@ async def test_only_one_mesh_of_a_process_has_metrics_and_a_later_one_may(tmp_pa
         assert value(series_of(await scrape(mesh)), "rollmesh_rpc_calls_total", method="CreateRun") == 1
 
 
-@pytest.mark.parametrize("metric", catalogue(), ids=lambda metric: metric.name)
+@pytest.mark.parametrize("metric", catalog(), ids=lambda metric: metric.name)
 def test_names_follow_promtools_rules(metric: object) -> None:
     """The rules of `promtool check metrics` (promlint) that apply to ours."""
     from rollmesh.shared.telemetry.metrics import Metric

@@ -149,7 +149,7 @@ async def test_a_folder_has_one_supervisor_and_a_taken_port_is_told_with_its_own
     made = mesh_config(model)
     nats = {"nats": ("nats",)}
     async with Supervisor(made, run_dir=tmp_path / "run", hosts=nats) as mesh:
-        with pytest.raises(RunFolderBusy, match=f"goes on in process {os.getpid()}"):
+        with pytest.raises(RunFolderBusy, match=f"process {os.getpid()} executes this run"):
             await Supervisor(made, run_dir=tmp_path / "run", hosts=nats).__aenter__()
         port = tmp_path / "run/nats/port"
         await until(port.exists)

@@ -1,4 +1,4 @@
-"""A whole run: every service on real gRPC and a real nats-server, engines by name; in one process or in one for each part."""
+"""A whole run: every service on real gRPC and a real nats-server, in one process or in one process for each service."""
 
 from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.mesh import Mesh

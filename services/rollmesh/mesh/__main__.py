@@ -1,4 +1,4 @@
-"""`python -m rollmesh.mesh`: hosts some parts of a run; see `host`."""
+"""`python -m rollmesh.mesh`: host some services of a run; see `host`."""
 
 import sys
 

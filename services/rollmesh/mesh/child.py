@@ -1,12 +1,12 @@
-"""The life of one process of a mesh: started, started again when it dies, stopped in good order or killed.
+"""The lifecycle of one process of a mesh: start, restart after a crash, stop or kill.
 
-    start -> ends with 0                       -> `run` returns: its part is done
-          -> ends with 2 or 3                  -> `run` raises ConfigError or DiskFull with what the process said
-          -> ends otherwise, or cannot start   -> pause -> start ...   or, too often, ProcessGaveUp with the end of its log
+    start -> exits with 0                      -> `run` returns: its work is done
+          -> exits with 2 or 3                 -> `run` raises ConfigError or DiskFull with the error of the process
+          -> exits otherwise, or cannot start  -> pause -> start ...   or, too often, ProcessGaveUp with the end of its log
 
-Invariants: when `run` has ended, however it ended, so has the process. The process is killed by the kernel when the thread that runs
-this dies, and leads a session of its own: a Ctrl-C at the terminal is the supervisor's to handle.
-Collaborators: `supervisor` (owns the children), `restarts` (whether and when), `process_events`, `child_log`.
+Invariants: when `run` has returned or raised, the process has exited. The kernel kills the process when the thread that runs this ends.
+The process leads a separate session, because the supervisor handles a Ctrl-C at the terminal.
+Collaborators: `supervisor` (owns the children), `restarts` (decides whether and when to restart), `process_events`, `child_log`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from rollmesh.shared.errors import ConfigError, DiskFull, FailedPrecondition, Me
 from rollmesh.shared.process_launch import bound_to_parent
 
 KILLED_S_MAX = 10.0
-"""How long the kernel may take to end a killed process."""
+"""Longest time that the kernel takes to end a killed process, in seconds."""
 _LOG_CHECK_S = 5.0
 _FINAL: dict[int, type[MeshError]] = {BAD_CONFIG: ConfigError, DISK_FULL: DiskFull}
-"""Exit codes of faults that another start would meet again."""
+"""Exit codes of errors that a restart would repeat."""
 _log = logging.getLogger(__name__)
 
 
 class ProcessGaveUp(FailedPrecondition):
-    """A process died too often to be started again; the message has the end of its log."""
+    """A process failed too often to be restarted. The message contains the end of its log."""
 
     reason = "PROCESS_GAVE_UP"
 
 
 class Child:
-    """One process. `run` is its life, `stop` ends it in good order."""
+    """One process. `run` runs it until it exits, and `stop` stops it cleanly."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class Child:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     def stop(self) -> None:
-        """Tells the process to stop in good order; `run` returns when it has, after `stop_s` at the latest."""
+        """Ask the process to stop cleanly. `run` returns when it has exited, no later than after `stop_s`."""
         self._stopping.set()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash would: it is started again."""
+        """Kill the process with SIGKILL. It is restarted, as after a crash."""
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
 
@@ -111,7 +111,7 @@ class Child:
         return cause if code else ""
 
     async def _end_of(self, process: asyncio.subprocess.Process) -> int:
-        """Waits for the end, and brings it about once the process is to stop."""
+        """Wait until the process exits. End it if it is to stop."""
         ended = asyncio.create_task(process.wait(), name=f"process {self.name}")
         try:
             while not ended.done() and not self._stopping.is_set():
@@ -119,7 +119,7 @@ class Child:
                 self._log.trim()
             if not ended.done():
                 process.send_signal(signal.SIGTERM)
-                process.send_signal(signal.SIGCONT)  # one that was stopped could not act upon it
+                process.send_signal(signal.SIGCONT)  # a stopped process cannot handle the signal
                 await asyncio.wait([ended], timeout=self._config.stop_s)
             if not ended.done():
                 _log.warning("%s did not stop within %g s and is killed", self.name, self._config.stop_s)
@@ -129,7 +129,7 @@ class Child:
             ended.cancel()
 
     async def _unless_stopped(self, work: Awaitable[object]) -> None:
-        """Waits for `work`, or until the process is to stop."""
+        """Wait for `work`, or until the process is to stop."""
         tasks = [asyncio.ensure_future(work), asyncio.create_task(self._stopping.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -153,7 +153,7 @@ class Child:
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """SIGKILL, and the wait for its end. Without effect on a process that has ended."""
+    """Kill the process with SIGKILL and wait until it has exited. No effect on a process that has exited."""
     if process.returncode is None:
         process.kill()
         async with asyncio.timeout(KILLED_S_MAX):

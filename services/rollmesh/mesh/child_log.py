@@ -1,7 +1,7 @@
 """The log file of a process: appended to by the process itself, bounded from outside.
 
-The process writes straight into the file, so nothing it says is lost with its supervisor, and no full pipe can hold it up. The file is
-opened for appending: after it is cut, the process goes on at its new end. A line written while it is being cut may be lost.
+The process writes into the file itself, so its output survives a crash of the supervisor, and no full pipe can block it. The file is
+opened for appending, so the process continues at the new end after a cut. A line that is written during the cut may be lost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _COPY_BYTES = 1 << 20
 
 
 class ChildLog:
-    """One file over all lives of a process."""
+    """One file for all starts of a process."""
 
     def __init__(self, path: Path, *, bytes_max: int) -> None:
         self.path = path
@@ -24,14 +24,14 @@ class ChildLog:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def open(self) -> BinaryIO:
-        """For the next life of the process."""
+        """Prepare the file for the next start of the process."""
         self.trim()
         file = self.path.open("ab")
         self._begin = file.tell()
         return file
 
     def trim(self) -> None:
-        """Cuts a file that is too large to its newest part."""
+        """Cut a file that is too large to its newest part."""
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:
@@ -48,7 +48,7 @@ class ChildLog:
         self._begin = 0
 
     def tail(self) -> str:
-        """The last lines of the present or last life."""
+        """Return the last lines of the current or latest start."""
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -58,6 +58,6 @@ class ChildLog:
             return ""
 
     def last_error(self) -> str:
-        """What the process itself gave as the reason of its end; empty if it gave none."""
+        """Return the reason that the process logged for its exit; empty if it logged none."""
         _, found, told = ("\n" + self.tail()).rpartition("\nerror: ")
         return told if found else ""

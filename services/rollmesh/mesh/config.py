@@ -1,4 +1,4 @@
-"""The configuration of a whole run: what `configs/*.yaml` hold.
+"""The configuration of a whole run, as in `configs/*.yaml`.
 
 Sections are the services' own configs. Folders that services write to are relative to the run folder; files that a user names
 (tasks, agents, scorers, models) are relative to the config file.
@@ -32,7 +32,7 @@ from rollmesh.shared.telemetry import TelemetryConfig
 from rollmesh.trainer.recipe import DEFAULT_RECIPE, find_recipe, read_recipe
 
 SERVING = ("coordinator", "gateway", "depot", "inference")
-"""Sections with a `server` of their own."""
+"""Sections that have a `server`."""
 
 
 class RunConfig(RunSettings):
@@ -97,8 +97,8 @@ class MeshConfig(Settings):
     """A whole run."""
 
     recipe: str = DEFAULT_RECIPE
-    """The method: a name that `rollmesh recipes` lists, or your own file.yaml relative to the config file. It lies under the settings of
-    the file and may set keys of any section that a method consists of (`rollmesh.trainer.recipe`)."""
+    """The method: a name that `rollmesh recipes` lists, or your own file.yaml relative to the config file. The settings of
+    the file override it, and it may set keys of any section that a method consists of (`rollmesh.trainer.recipe`)."""
     recipe_applied: bool = False
     """Whether the keys of the recipe are among the others already. The loader sets it, so that a resolved configuration no longer needs
     the recipe's file."""
@@ -147,7 +147,7 @@ class MeshConfig(Settings):
         check_exposure(self.security, self.servers())
         if self.learner.outputs:
             raise ValueError(
-                f"learner.outputs must be empty, got {list(self.learner.outputs)}: it is set to `rollout.outputs`, name them there"
+                f"`learner.outputs` must be empty, got {list(self.learner.outputs)}: name the outputs in `rollout.outputs`"
             )
         if self.learner.reward_weights:
             raise ValueError(
@@ -167,7 +167,7 @@ class MeshConfig(Settings):
         return file
 
     def servers(self) -> dict[str, ServerConfig]:
-        """Where services listen on this host, by key."""
+        """Return where services listen on this host, by key."""
         own = {name: getattr(self, name).server for name in SERVING}
         listening = {f"{name}.server": self.network.listening(server) for name, server in own.items()}
         return {"network.host": self.network.listening(ServerConfig()), **listening}

@@ -1,7 +1,7 @@
 """The data service's state for the learner's checkpoints.
 
-A checkpoint is complete with it: weights, what they were trained on, and where the draws stand. It is a copy; the ledger is the truth. So a
-data service that is away for a moment costs the copy, never the checkpoint.
+It completes a checkpoint: weights, the samples they were trained on, and the position of the draws. It is a copy, because the ledger is
+authoritative. If the data service is unavailable for a moment, the checkpoint is written without the copy.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _log = logging.getLogger(__name__)
 
 
 class DataSnapshots:
-    """Asks the data node that the coordinator knows of."""
+    """Requests the state from the data node that is registered at the coordinator."""
 
     def __init__(self, layout: RunLayout) -> None:
         self._place = layout
 
     async def __call__(self, ledger_position: int) -> bytes:
-        """The state, not before `ledger_position`; empty, with a warning, if it can't be had in `TAKE_S_MAX`."""
+        """Return the state at `ledger_position` or later. Empty, with a warning, if it is not available within `TAKE_S_MAX`."""
         try:
             async with asyncio.timeout(TAKE_S_MAX):
                 return await self._take(ledger_position)
         except (MeshError, TimeoutError) as err:
-            _log.warning("a checkpoint goes without the data service's state: %s", err or "it did not answer in time")
+            _log.warning("checkpoint without the data service's state: %s", err or "it did not answer in time")
             return b""
 
     async def _take(self, ledger_position: int) -> bytes:
@@ -42,7 +42,7 @@ class DataSnapshots:
                 stub: Any = data_pb2_grpc.DataServiceStub(channel)
                 taken = await stub.Snapshot(request, timeout=TAKE_S_MAX)
         if taken.ledger_position < ledger_position:
-            raise NotReady(f"the data service stands at {taken.ledger_position}, before {ledger_position}")
+            raise NotReady(f"the data service is at {taken.ledger_position}, before {ledger_position}")
         return bytes(taken.state)
 
     async def _address(self) -> str:

@@ -1,14 +1,15 @@
-"""Some parts of a run in a process of their own; several hosts over one run folder make a mesh of processes.
+"""Host some services of a run in one process. Several hosts over one run folder form a mesh of processes.
 
     python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts nats
     python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts coordinator,depot,reward,data,gateway
     python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts inference-0,rollout-0
     python -m rollmesh.mesh --run-dir runs/mine --config run.yaml --parts learner
 
-The hosts share the folder (token, addresses), in any order of start. Part `nats` is the embedded server; the others find its port
-in the folder, or a cluster by the config's bus.url. A host ends when a part of it ends: code 0 if in good order (the run is over,
-the worker has drained), 1 if not, so that a supervisor starts it again; 2 for a config that cannot work, 3 for a full disk. SIGTERM, SIGINT and SIGHUP stop it in good
-order (a learner finishes its update and writes a checkpoint) within `stop_s`, with code 143; a second one ends it at once.
+The hosts share the folder (token, addresses) and start in any order. Part `nats` is the embedded server. The others find its port in the
+folder, or use the cluster at bus.url. A host exits when one of its parts ends: with 0 after a clean end (the run is over, the worker has
+drained), with 1 after an error, so that a supervisor restarts it, with 2 for an unusable configuration and with 3 for a full disk.
+SIGTERM, SIGINT and SIGHUP stop it cleanly (a learner finishes its update and writes a checkpoint) within `stop_s`, with code 143. A
+second signal ends it immediately.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from rollmesh.shared.stop_signals import stop_signals
 from rollmesh.shared.telemetry import set_up_logging
 
 _FINISH_SHARE = 0.8
-"""Of `stop_s`: for the learner's last update and checkpoint; the rest is for the stop itself."""
+"""Share of `stop_s` for the learner's last update and checkpoint. The rest is for the stop itself."""
 _POLL_S = 0.05
 _log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host is told."""
+    """Options of a host."""
 
     run_dir: Path
     config: Path
@@ -53,13 +54,13 @@ class HostOptions(msgspec.Struct, frozen=True, kw_only=True):
     base_dir: Path
     overrides: tuple[str, ...] = ()
     stop_s: float = 30.0
-    """Limit of an orderly stop."""
+    """Timeout of a clean stop, in seconds."""
 
 
 def main(argv: Sequence[str] | None = None, options: Options | None = None) -> int:
-    """Hosts parts until they end. `options` are keyword arguments for their nodes, as for `Mesh`. Returns the exit code."""
+    """Host parts until they end. `options` are keyword arguments for their nodes, as for `Mesh`. Return the exit code."""
     host = _parse(argv)
-    set_up_logging()  # until the configuration says how
+    set_up_logging()  # until the configuration is read
     try:
         stopped = asyncio.run(run_host(host, options))
     except ConfigError as err:
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None, options: Options | None = None) -> i
     except TimeoutError:
         print(f"error: {','.join(host.parts)} did not stop within {host.stop_s} s", file=sys.stderr)
         sys.stderr.flush()
-        os._exit(1)  # a thread that does not end would keep the interpreter for ever
+        os._exit(1)  # a thread that does not end would keep the interpreter running
     return STOPPED if stopped else 0
 
 
@@ -101,8 +102,8 @@ def _parse(argv: Sequence[str] | None) -> HostOptions:
 
 
 async def run_host(host: HostOptions, options: Options | None = None) -> bool:
-    """Until a part ends or a signal comes: whether it was a signal. Raises what ended a part, ConfigError, and TimeoutError for a stop
-    beyond its limit."""
+    """Wait until a part ends or a signal arrives. Return whether it was a signal. Raises the error of a part, ConfigError, and TimeoutError
+    for a stop that took too long."""
     config = load_config(MeshConfig, host.config, host.overrides)
     set_up_logging(config.telemetry.logging())
     base_dir = host.base_dir
@@ -120,9 +121,9 @@ async def run_until_ended(
     on_started: Callable[[], None] = lambda: None,
     away: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> bool:
-    """Runs the parts of `mesh` until they have ended or a signal comes: whether it was a signal. Raises as `run_host` does.
+    """Run the parts of `mesh` until they have ended or a signal arrives. Return whether it was a signal. Raises as `run_host`.
 
-    `away` watches the rest of the mesh: what it raises ends the parts.
+    `away` watches the rest of the mesh. An error that it raises ends the parts.
     """
     stopping = asyncio.create_task(_signalled(), name="signals")
     serving = asyncio.create_task(_serve(mesh, stop_s, on_started, away), name="parts")
@@ -146,7 +147,7 @@ async def _serve(
     on_started: Callable[[], None],
     away: Callable[[], Coroutine[Any, Any, None]] | None,
 ) -> None:
-    """Runs the parts until one ends or this is cancelled, then stops them within `stop_s`."""
+    """Run the parts until one ends or this is cancelled, then stop them within `stop_s`."""
     await mesh.__aenter__()
     try:
         on_started()
@@ -157,7 +158,7 @@ async def _serve(
 
 
 async def _finish_update(mesh: Mesh, limit_s: float) -> None:
-    """A learner that is told to stop leaves its last update in a checkpoint, unless the rest of the mesh is gone already."""
+    """Let the learner write a last checkpoint before the stop, unless the rest of the mesh has already exited."""
     if "learner" not in mesh.running:
         return
     try:
@@ -175,11 +176,11 @@ def _check_parts(parts: Sequence[str], config: MeshConfig) -> None:
     if not parts:
         raise ConfigError(f"--parts: name at least one of {', '.join(known)}")
     if NATS in parts and config.bus.url:
-        raise ConfigError(f"--parts: bus.url names the cluster {config.bus.url}; leave out `nats`, or the url")
+        raise ConfigError(f"--parts: bus.url names the cluster {config.bus.url}; remove `nats` or the url")
 
 
 async def _bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> str:
-    """The URL of the run's embedded server, once that has a port. Raises BusUnavailable."""
+    """Return the URL of the run's embedded server when it has a port. Raises BusUnavailable."""
     layout = open_place(config, run_dir=run_dir, base_dir=base_dir)
     server = layout.bus_server()
     limit_s = config.bus.embedded.start_s
@@ -196,7 +197,7 @@ async def _bus_of_folder(config: MeshConfig, run_dir: Path, base_dir: Path) -> s
 
 
 async def _ended(mesh: Mesh, *watches: Coroutine[Any, Any, None]) -> None:
-    """Until the learner is done, or all parts have drained. Raises what ended one otherwise, and what a watch raises."""
+    """Wait until the learner is done, or all parts have drained. Raises the error of a part or of a watch."""
     waits = [asyncio.create_task(watch) for watch in watches]
     if mesh.nats is not None:
         waits.append(asyncio.create_task(_server_gone(mesh.nats)))
@@ -219,11 +220,11 @@ async def _ended(mesh: Mesh, *watches: Coroutine[Any, Any, None]) -> None:
 async def _server_gone(server: EmbeddedServer) -> None:
     while server.pid is not None:  # noqa: ASYNC110 (another process ends)
         await asyncio.sleep(_POLL_S)
-    raise BusUnavailable(f"nats-server at {server.url} has ended; its log is in the run folder")
+    raise BusUnavailable(f"nats-server at {server.url} exited; its log is in the run folder")
 
 
 async def _signalled() -> None:
-    """Wait for SIGTERM, SIGINT or, unless it is ignored, SIGHUP. The next one ends the process, as if there were no handler."""
+    """Wait for SIGTERM, SIGINT or, unless it is ignored, SIGHUP. The next signal ends the process as if there were no handler."""
     came = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals = stop_signals()

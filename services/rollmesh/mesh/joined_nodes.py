@@ -1,9 +1,9 @@
-"""Where to find metrics and spans of nodes that joined from outside the run folder, kept beside those of the run's own processes.
+"""Metrics targets and span folders of nodes that joined from outside the run folder, stored beside those of the run's processes.
 
-    RUN/metrics/joined.json   targets for Prometheus' `file_sd_configs`, like the files of the run's own processes
+    RUN/metrics/joined.json   targets for Prometheus' `file_sd_configs`, like the files of the run's processes
     RUN/traces/joined.json    folders of span files, for `rollmesh trace`
 
-The process of the coordinator writes both from what the nodes report about themselves (`ProcessInfo`).
+The process of the coordinator writes both from the `ProcessInfo` that the nodes report.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rollmesh.v1 import coordinator_pb2
 METRICS = "metrics"
 FILE = "joined.json"
 LOOK_S = 2.0
-"""Seconds between two looks at the fleet."""
+"""Seconds between two checks of the fleet."""
 _GONE = (coordinator_pb2.NODE_STATE_DEAD,)
 _log = logging.getLogger(__name__)
 
 
 class JoinedFolder(msgspec.Struct, frozen=True, kw_only=True):
-    """Span files of a node that joined."""
+    """The span folder of a joined node."""
 
     node: str
     host: str
@@ -54,7 +54,7 @@ async def keep_joined(
 
 
 def read_joined_folders(run_dir: Path) -> list[JoinedFolder]:
-    """Folders of span files of nodes that joined a mesh that is running, or did until its coordinator was killed."""
+    """Return the span folders of nodes that joined a mesh. The mesh is running, or its coordinator was killed."""
     try:
         return msgspec.json.decode((run_dir / TRACES / FILE).read_bytes(), type=list[JoinedFolder])
     except (OSError, msgspec.DecodeError):
@@ -100,4 +100,4 @@ def _write(folder: Path, entries: list[Any]) -> None:
             temporary.write_text(text)
             os.replace(temporary, path)
     except OSError as error:
-        _log.warning("cannot write %s: %s; joined nodes are missing there", path, error.strerror)
+        _log.warning("cannot write %s: %s; joined nodes are missing in it", path, error.strerror)

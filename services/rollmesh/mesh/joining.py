@@ -1,12 +1,11 @@
-"""A node on this host for a mesh that runs elsewhere: one address and a token are enough.
+"""Join a node on this host to a mesh that runs elsewhere. One address and a token are enough.
 
     place, name = await open_joined(JoinOptions(kind="inference", address="10.0.0.1:7000", ...))
     stopped = await run_until_ended(Mesh(place=place, parts=[name]), stop_s)
 
-GetMesh gives the configuration, the addresses and the model's small files. The host's own part of the configuration (network, TLS
-files) is not the mesh's: it comes from the defaults and from `overrides`. The node's folder holds what it fetches, and nothing that
-anybody else needs; it may begin empty.
-Collaborators: `offer` (the other side), `mesh` (runs the part).
+GetMesh gives the configuration, the addresses and the model's small files. The settings of this host (network, TLS files) come
+from the defaults and from `overrides`. The node's folder holds only files that the node fetches, and it may start empty.
+Collaborators: `mesh_description` (the other side), `mesh` (runs the node).
 """
 
 from __future__ import annotations
@@ -38,47 +37,47 @@ from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import coordinator_pb2_grpc
 
 MANY = ("inference", "rollout", "sandbox", "reward", "data", "gateway")
-"""Kinds of which a mesh takes any number: they share the work."""
+"""Kinds of which a mesh accepts any number, because they share the work."""
 SINGLE = ("depot", "learner")
-"""Kinds of which it takes one: the depot is where weights are looked up, and a second learner fences the first."""
+"""Kinds of which a mesh accepts one. Weights are fetched from one depot, and a second learner fences the first."""
 KINDS = (*MANY, *SINGLE)
 CONFIG_FILE = "mesh.yaml"
-"""In the node's folder: the configuration as it was told, for people to look at."""
+"""File in the node's folder with the received configuration. It is informational."""
 ASK_S_MAX = 30.0
 TLS_S_MAX = 5.0
 CHECK_S = 10.0
-"""Time between two questions whether the coordinator is there, and the limit of each."""
+"""Seconds between two calls to the coordinator, and the deadline of each."""
 _log = logging.getLogger(__name__)
 _SECURITY = "security."
 ANY_PORT = "127.0.0.1:0"
-"""Where a joined gateway or depot serves; `network.host` moves it."""
+"""Address on which a joined gateway or depot listens. `network.host` replaces it."""
 _LEAVING = (pb.NODE_STATE_SUSPECT, pb.NODE_STATE_DEAD)
 
 
 class JoinOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a joining node is told."""
+    """Options of a joining node."""
 
     kind: str
     address: str
     """host:port of the mesh's gateway, or of its coordinator."""
     token_file: Path
     name: str = ""
-    """Part of the node's id, unique in the mesh; empty makes one of host and a random number."""
+    """Part of the node's id, unique in the mesh. Empty: derived from the host name and a random number."""
     base_dir: Path | None = None
     """Where files that the configuration names are looked up; None: the mesh's own folder, if this host has it."""
     folder: Path | None = None
-    """The node's own; None: nodes/ID."""
+    """Folder of the node. None: nodes/ID."""
     overrides: tuple[str, ...] = ()
 
 
 async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
-    """The place of a node and its id. Raises ConfigError, Unavailable, Unauthenticated, AlreadyExists."""
+    """Return the layout of a node and its id. Raises ConfigError, Unavailable, Unauthenticated, AlreadyExists."""
     if options.kind not in KINDS:
-        raise ConfigError(f"there is no service `{options.kind}` to add; there are {', '.join(KINDS)}")
+        raise ConfigError(f"there is no service `{options.kind}` to add; known: {', '.join(KINDS)}")
     access = open_access(own_security(options.overrides), base_dir=Path.cwd(), run_token=options.token_file)
     if access.tls is None and await speaks_tls(options.address):
         raise ConfigError(
-            f"the mesh at {options.address} takes TLS connections only, and no certificates were given; add security.ca=FILE "
+            f"the mesh at {options.address} accepts TLS connections only, and no certificates were given; add security.ca=FILE "
             "security.certificate=FILE security.key=FILE"
         )
     async with open_channel(options.address, access=access) as channel:
@@ -93,17 +92,17 @@ async def open_joined(options: JoinOptions) -> tuple[RunLayout, str]:
 
 
 async def speaks_tls(address: str) -> bool:
-    """Whether a TLS server answers there; False if nothing does, within a few seconds."""
+    """Whether a TLS server responds at the address. False if no server responds within a few seconds."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = (
         False,
         ssl.CERT_NONE,
-    )  # nothing is sent, and nothing that is read is believed
+    )  # nothing is sent, and the response is not trusted
     try:
         async with asyncio.timeout(TLS_S_MAX):
             _, writer = await asyncio.open_connection(host_of(address), port_of(address), ssl=context)
     except ssl.SSLError as err:
-        return err.reason != "WRONG_VERSION_NUMBER"  # the answer of a server without TLS is no TLS record
+        return err.reason != "WRONG_VERSION_NUMBER"  # a server without TLS does not answer with a TLS record
     except (OSError, TimeoutError):
         return False
     writer.transport.abort()
@@ -111,7 +110,7 @@ async def speaks_tls(address: str) -> bool:
 
 
 async def until_away(address: str, access: Access, *, limit_s: float, clock: Clock | None = None) -> None:
-    """Ask the coordinator at `address` again and again; raises Unavailable once it has not answered for `limit_s`."""
+    """Call the coordinator at `address` repeatedly. Raises Unavailable once it has not answered for `limit_s`."""
     clock = clock or SystemClock()
     seen_s = clock.monotonic_s()
     async with open_channel(address, access=access) as channel:
@@ -137,7 +136,7 @@ async def _ask(stub: Any, address: str) -> pb.GetMeshResponse:
             told: pb.GetMeshResponse = await stub.GetMesh(pb.GetMeshRequest(), timeout=ASK_S_MAX, wait_for_ready=True)
     except DeadlineExceeded as err:
         raise Unavailable(
-            f"nobody answers at {address} within {ASK_S_MAX:.0f} s; --join takes the address of the mesh's gateway or "
+            f"no server responded at {address} within {ASK_S_MAX:.0f} s; --join takes the address of the mesh's gateway or "
             "coordinator (with certificates if it has some)",
             address=address,
         ) from err
@@ -160,7 +159,7 @@ async def _free_name(stub: Any, options: JoinOptions, told: pb.GetMeshResponse) 
 
 
 def _wanted_name(options: JoinOptions) -> str:
-    """It begins with the kind, as the names of a mesh's own parts do."""
+    """It starts with the kind, like the names of a mesh's processes."""
     if options.kind in SINGLE:
         return options.kind
     stem = options.name or f"{_host()}-{RandomIds().new()[:8]}"
@@ -180,13 +179,13 @@ def _make_folder(folder: Path) -> Path:
 
 
 def own_security(overrides: Sequence[str]) -> SecurityConfig:
-    """The TLS files of this host: those that the overrides name."""
+    """Return the TLS files of this host, which the overrides name."""
     own = [item.removeprefix(_SECURITY) for item in overrides if item.startswith(_SECURITY)]
     return config_from_dict(SecurityConfig, {}, own)
 
 
 def _joined_config(told: pb.GetMeshResponse, options: JoinOptions, folder: Path) -> MeshConfig:
-    """The mesh's configuration as this host lives it."""
+    """Return the mesh's configuration with the settings of this host."""
     import yaml
 
     tree: dict[str, Any] = yaml.safe_load(told.config_yaml)
@@ -196,7 +195,7 @@ def _joined_config(told: pb.GetMeshResponse, options: JoinOptions, folder: Path)
     tree["bus"] |= {"url": told.bus_url}
     if (
         told.model_files and options.kind != "learner"
-    ):  # who trains needs the initial weights, in a folder of the user's
+    ):  # a learner needs the initial weights, in a folder that the user names
         tree["model"] = str(folder / "model") if tree["model"] else ""
         tree["rollout"]["model_dir"] = str(folder / "model")
     others = [item for item in options.overrides if not item.startswith(_SECURITY)]

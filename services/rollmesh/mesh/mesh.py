@@ -5,10 +5,10 @@
         channel = open_channel(mesh.gateway_address, access=mesh.access)     # any RunService client, the built-in learner is one
         await mesh.finished()                                              # until the learner is done
 
-Nothing here is a mock: the servicers, the bus and the engines are those of a cluster; only the number of processes differs.
-Model compute runs in threads of its own, so that a busy engine never expires a lease. Entering starts the parts in the order
-of `part_names`, makes the run if it is new, and goes on with it if it is not; leaving stops them in reverse. Entering also sets
-the interpreter's switch interval and collector thresholds, for the whole process (`tuning`).
+The servicers, the bus and the engines are those of a cluster. Only the number of processes differs. Model compute runs in separate
+threads, so that a busy engine does not expire a lease. On entry the parts start in the order of `part_names`, and the run is created or
+resumed. On exit they stop in reverse order. Entry also sets the interpreter's switch interval and collector thresholds for the whole
+process (`tuning`).
 
 | part | waits for | unblocked by |
 | --- | --- | --- |
@@ -49,7 +49,7 @@ CREATE_S_MAX = 30.0
 
 
 class Mesh:
-    """All parts of a run, or those named in `parts`."""
+    """All parts of a run, or those that `parts` names."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class Mesh:
         layout: RunLayout | None = None,
         bus_url: str = "",
     ) -> None:
-        """`options` are keyword arguments for single parts' nodes, e.g. {"learner": {"at": observer}}; `layout` is one that is known
-        already, of a mesh on another host; `bus_url` is the embedded server that another process of the run hosts. ConfigError."""
+        """`options` are keyword arguments for the nodes of single parts, e.g. {"learner": {"at": observer}}. `layout` is the known layout of
+        a mesh on another host. `bus_url` is the embedded server that another process of the run hosts. Raises ConfigError."""
         self.layout: RunLayout = layout or open_place(config, run_dir=run_dir, base_dir=base_dir)
         self.nats: EmbeddedServer | None = None
-        """The embedded server, unless the config names a cluster."""
+        """The embedded server; None if the configuration names a cluster."""
         self._names = list(part_names(config)) if parts is None else list(parts)
         self._options = options or {}
         self._parts: dict[str, tuple[Part, Any]] = {}
@@ -74,7 +74,7 @@ class Mesh:
         self.telemetry = Telemetry(config.telemetry, folder=self.layout.run_dir, process=process)
         """Traces and metrics, while the mesh is entered."""
         self._joined: asyncio.Task[None] | None = None
-        """Keeps the list of joined nodes, beside the coordinator."""
+        """Writes the list of joined nodes, in the coordinator's process."""
         self._stack = AsyncExitStack()
         self._bus: Bus | None = None
         self._bus_url = bus_url or self.layout.config.bus.url
@@ -85,7 +85,7 @@ class Mesh:
 
     @property
     def access(self) -> Access:
-        """What a client needs to be let in."""
+        """The credentials of a client."""
         return self.layout.access
 
     @property
@@ -95,11 +95,11 @@ class Mesh:
 
     @property
     def running(self) -> tuple[str, ...]:
-        """Names of the parts that run here, in the order of their start."""
+        """Return the names of the parts that run here, in the order of their start."""
         return tuple(self._parts)
 
     def part(self, name: str) -> Any:
-        """A running part, e.g. `inference-0`."""
+        """Return a running part, e.g. `inference-0`."""
         return self._parts[name][1]
 
     async def __aenter__(self) -> Self:
@@ -131,13 +131,13 @@ class Mesh:
         return bus
 
     async def start(self, name: str) -> Any:
-        """Starts a part, or starts it again after `stop`."""
+        """Start a part, also after `stop`."""
         assert name not in self._parts, f"{name} runs already"
         assert self._bus is not None, "enter the mesh first"
         with (
             log_context(node=name, run=self.run),
             libraries_needed(name),
-        ):  # the context is for whatever tasks the part starts
+        ):  # the tasks that the part starts inherit the context
             part = build_part(name, self.layout, self._bus, **self._options.get(name, {}))
             self._parts[name] = (part, await part.__aenter__())
         node = self._parts[name][1]
@@ -148,7 +148,7 @@ class Mesh:
         return node
 
     async def stop(self, name: str) -> None:
-        """Stops a part in good order."""
+        """Stop a part cleanly."""
         part, _ = self._parts.pop(name)
         self.telemetry.remove_source(name)
         if name == "coordinator" and self._joined is not None:
@@ -157,16 +157,16 @@ class Mesh:
         await part.__aexit__(None, None, None)
 
     async def stop_learner(self) -> None:
-        """Ends the learner in good order: it finishes its update, writes a checkpoint and publishes. The rest goes on."""
+        """Let the learner finish its update, write a checkpoint, publish and exit. The other parts continue."""
         await self.part("learner").stop()
 
     async def restart(self, name: str) -> Any:
-        """Stops and starts a part; its address stays, or its peers learn the new one."""
+        """Restart a part. Its address stays, or its peers receive the new one."""
         await self.stop(name)
         return await self.start(name)
 
     async def _stop_all(self) -> None:
-        """In reverse; one part that fails to stop does not keep the others."""
+        """Stop the parts in reverse order. A part that fails to stop does not prevent the others from stopping."""
         failures = []
         for name in reversed(list(self._parts)):
             try:
@@ -174,12 +174,12 @@ class Mesh:
             except (OSError, RuntimeError, TimeoutError) as failure:
                 failures.append(failure)
         if failures:
-            raise ExceptionGroup("parts that did not stop in good order", failures)
+            raise ExceptionGroup("parts that did not stop cleanly", failures)
 
     async def finished(self) -> None:
-        """Until the learner is done; without one here, until every part here has drained. Raises what ended a part before.
+        """Wait until the learner is done or, without one here, until every part here has drained. Raises the error that ended a part earlier.
 
-        A part that has drained leaves at once. One that is stopped or restarted meanwhile is watched no more.
+        A part that has drained is stopped immediately. A part that is stopped or restarted meanwhile is no longer watched.
         """
         watches = {asyncio.create_task(end, name=f"watch {name}"): name for name, end in self._ends()}
         disk = {asyncio.create_task(self.nats.watch_disk(), name="watch the disk")} if self.nats is not None else set()
@@ -188,7 +188,7 @@ class Mesh:
                 done, _ = await asyncio.wait({*watches, *disk}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     if task in disk:
-                        task.result()  # it only ends by raising
+                        task.result()  # it ends only with an error
                     name = watches.pop(task)
                     if not task.cancelled():
                         task.result()
@@ -201,13 +201,13 @@ class Mesh:
             await asyncio.gather(*watches, *disk, return_exceptions=True)
 
     def _ends(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
-        """How to wait for the end of each part: all can be drained, but the coordinator, which only fails."""
+        """How to wait for the end of each part. All can be drained except the coordinator, which ends only with an error."""
         for name, (_, part) in self._parts.items():
             yield name, part.failed() if name == "coordinator" else part.wait()
 
 
 async def create_run(layout: RunLayout, *, limit_s: float = CREATE_S_MAX) -> None:
-    """Makes the run at the coordinator, or goes on with it; settings that changed since are recorded in the ledger.
+    """Create the run at the coordinator, or resume it. Changed settings are recorded in the ledger.
 
     Raises InvalidInput, RunExists, ChangeRefused; DeadlineExceeded if the coordinator does not answer within `limit_s`.
     """

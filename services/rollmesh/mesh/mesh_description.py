@@ -1,4 +1,4 @@
-"""What a mesh's coordinator tells whoever wants to add a node: the resolved configuration without its secrets, and the model's small files."""
+"""The description of a mesh for a joining node: the resolved configuration without secrets, and the model's small files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollmesh.shared.rpc.server import ServerConfig
 
 
 def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
-    """The offer of the mesh at `layout`, whose streams are on `bus`."""
+    """Return the description of the mesh at `layout`, whose streams are on `bus`."""
     return MeshDescription(
         config_yaml=to_yaml(public_config(layout.config)),
         coordinator=layout.coordinator,
@@ -29,10 +29,10 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
 
 
 def public_config(config: MeshConfig) -> MeshConfig:
-    """`config` without what is this host's own: its files with secrets, its addresses, and what a command added for itself."""
+    """Return `config` without the settings of this host: files with secrets, addresses, and settings that a command added."""
     fields = {name: getattr(config, name) for name in MeshConfig.__struct_fields__}
     fields["bus"] = BusConfig(embedded=config.bus.embedded)
-    fields["rollout"] = rollout_config(config)  # a joining host need not have the profiles' modules
+    fields["rollout"] = rollout_config(config)  # a joining host may lack the profiles' modules
     fields["security"], fields["network"] = SecurityConfig(), NetworkConfig()
     for name in SERVING:
         server = msgspec.structs.replace(fields[name].server, address=ServerConfig().address, advertise="")
@@ -41,7 +41,7 @@ def public_config(config: MeshConfig) -> MeshConfig:
 
 
 def _model_files(layout: RunLayout) -> ModelFiles | None:
-    """Of the initial model; of the workers' tokenizer where the engines need no model."""
+    """Return the files of the initial model, or of the workers' tokenizer if the engines need no model."""
     if layout.config.model:
         return ModelFiles(layout.model_dir())
     folder = (layout.base_dir / layout.config.rollout.model_dir).resolve()

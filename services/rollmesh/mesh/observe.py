@@ -1,4 +1,4 @@
-"""Which metrics there are, and how the parts of a mesh are read for them."""
+"""All metrics of a mesh, and how its parts are read for them."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ _READERS: dict[str, Callable[[Any], Awaitable[Iterable[Reading]]]] = {
     "rollout": rollout_readings.read,
     "sandbox": sandbox_readings.read,
 }
-"""By the part's kind; gateway and depot count, or have their calls alone."""
+"""Readers by kind of node. The gateway and the depot have no reader; they only count events and calls."""
 
 
 def source_of(name: str, node: Any) -> Source | None:
-    """How the part `name` is read."""
+    """Return the reader of the part `name`."""
     reader = _READERS.get(name.partition("-")[0])
     return None if reader is None else partial(reader, node)
 
 
-def catalogue() -> tuple[Metric, ...]:
-    """Every metric of a mesh, by service."""
+def catalog() -> tuple[Metric, ...]:
+    """Return every metric of a mesh, by service."""
     modules = (coordinator, inference, rollout, sandbox, reward, data, gateway, learner)
     return (*(metric for module in modules for metric in module.METRICS), CALLS, CALL_SECONDS)
 
 
 def to_markdown() -> str:
-    """The catalogue as the table of docs/observability.md."""
+    """Return the catalog as the table of docs/observability.md."""
     rows = [
         f"| `{metric.name}` | {metric.kind} | {', '.join(metric.labels) or '-'} | {metric.help} |"
-        for metric in catalogue()
+        for metric in catalog()
     ]
     return "\n".join(["| name | kind | labels | what it says |", "| --- | --- | --- | --- |", *rows])

@@ -1,7 +1,7 @@
-"""The parts of a mesh by name, each as an async context: the same code in one process and in many.
+"""The parts of a mesh by name, each as an async context. One process and many processes run the same code.
 
-A part knows the place and the bus; it finds the other parts through the coordinator's address. A service is imported when its part is
-built, so that a process pays for the parts that it hosts.
+A part gets the layout and the bus. It finds the other parts through the coordinator's address. A service is imported when its part is
+built, so that a process imports only the parts that it hosts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from rollmesh.trainer.checkpoint_files import SNAPSHOT_NAME, list_checkpoints
 
 Part = AbstractAsyncContextManager[Any]
 NATS = "nats"
-"""The embedded server: started as a part, but not built as one."""
+"""The embedded server. It is started as a part, but not built as one."""
 
 
 def part_names(config: MeshConfig) -> list[str]:
-    """Every part but the bus, in the order in which they start."""
+    """Return every part except the bus, in the order of their start."""
     counts = config.counts
     return [
         "coordinator",
@@ -46,11 +46,11 @@ def part_names(config: MeshConfig) -> list[str]:
 
 
 def build_part(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
-    """The part called `name`; `options` go to its node. Raises ConfigError for a config that cannot work."""
+    """Return the part called `name`. Its node gets `options`. Raises ConfigError for an unusable configuration."""
     kind = name.partition("-")[0]
     try:
         part: Part = _BUILDERS[kind](name, layout, bus, **options)
-    except ValueError as err:  # of an engine or a trainer: it would be raised again at every restart
+    except ValueError as err:  # an engine or a trainer would raise it again at every restart
         raise ConfigError(f"{name}: {err}") from err
     return part
 
@@ -136,7 +136,7 @@ def _reward(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
 
 
 def reward_config(config: MeshConfig) -> RewardConfig:
-    """The reward service's config with the answer key of a JSONL task file, which only it reads."""
+    """Return the reward service's config with the answer key of a JSONL task file, which only this service reads."""
     if config.data.source.name != "jsonl":
         return config.reward
     source: Any = SOURCES.options(config.data.source)
@@ -172,7 +172,7 @@ def _data(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
 
 
 def _states_in_checkpoints(layout: RunLayout) -> list[Path]:
-    """What the learner's checkpoints hold of the data service, newest first; empty if they lie on another host."""
+    """Return the snapshots of the data service in the learner's checkpoints, newest first. Empty if the checkpoints are on another host."""
     return [path / SNAPSHOT_NAME for path in reversed(list_checkpoints(layout.run_dir / "checkpoints"))]
 
 
@@ -212,7 +212,7 @@ def _learner(name: str, layout: RunLayout, bus: Bus, **options: Any) -> Part:
 
 
 def learner_config(layout: RunLayout) -> LearnerConfig:
-    """The learner's config with the run's folder, model and seed filled in."""
+    """Return the learner's config with the run's folder, model and seed."""
     config = layout.config.learner
     return msgspec.structs.replace(
         config,

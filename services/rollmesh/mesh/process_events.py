@@ -1,6 +1,6 @@
-"""What happened to a run's processes: events for the live display, for `status`, and in RUN/processes.jsonl.
+"""Events of a run's processes, for the live display, for `status`, and in RUN/processes.jsonl.
 
-A line per event. The file is bounded: the supervisor drops its older half when it starts with one that is too large.
+The file has a line per event. It is bounded, because the supervisor drops the older half of a large file when it starts.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ FILE = "processes.jsonl"
 _FILE_BYTES_MAX = 1 << 20
 _RECENT = 200
 STOPPED = 128 + signal.SIGTERM
-"""Exit code of a process after a stop that was asked for. Not 0: what somebody else has stopped is no part that is done."""
+"""Exit code of a process after a requested stop. It is not 0, because a process that was stopped externally has not finished."""
 BAD_CONFIG, DISK_FULL = 2, 3
-"""Exit codes of a process whose config cannot work, or whose disk is full: starting it again would not help."""
-_WORDS = {0: "ended in good order", STOPPED: "was told to stop"}
+"""Exit codes for an unusable configuration and for a full disk. A restart would not help."""
+_WORDS = {0: "exited cleanly", STOPPED: "was stopped"}
 
 
 class ProcessEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Something that happened to one process."""
+    """One event of one process."""
 
     time_s: float
     """Wall clock, seconds since the Unix epoch."""
     process: str
-    """Its name: that of its part, e.g. `rollout-0`."""
+    """Name of the process, e.g. `rollout-0`."""
     what: Literal["started", "ended", "restarting", "gave_up"]
     pid: int = 0
-    """Process id; absent where there is no process."""
+    """Process id; absent if there is no process."""
     code: int | None = None
-    """`ended`: exit code, or minus the signal. 0 is in good order."""
+    """`ended`: exit code, or minus the signal. 0 is a clean exit."""
     cause: str = ""
-    """`ended`, `restarting`, `gave_up`: how it ended, in words."""
+    """`ended`, `restarting`, `gave_up`: cause of the exit, in words."""
     pause_s: float = 0.0
     """`restarting`: pause before the next start, seconds."""
     restarts: int = 0
     """`restarting`: restarts within the window, this one included."""
 
     def text(self) -> str:
-        """In a line, for people."""
+        """Return a line for display."""
         match self.what:
             case "started":
                 return f"{self.process} started, pid {self.pid}"
@@ -58,7 +58,7 @@ class ProcessEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 def how_ended(code: int) -> str:
-    """An exit code as `subprocess` tells it, in words."""
+    """Describe an exit code of `subprocess`."""
     if code in _WORDS:
         return _WORDS[code]
     if code > 0:
@@ -70,7 +70,7 @@ def how_ended(code: int) -> str:
 
 
 class ProcessLog:
-    """Keeps the events of a run: the latest in memory, all in a file. `on_event` is told of each."""
+    """Stores the events of a run: the latest in memory, all in a file. It calls `on_event` for each event."""
 
     def __init__(self, path: Path, *, clock: Clock, on_event: Callable[[ProcessEvent], None] = lambda _: None) -> None:
         self.recent: deque[ProcessEvent] = deque(maxlen=_RECENT)
@@ -90,7 +90,7 @@ class ProcessLog:
 
 
 def read_process_events(path: Path) -> list[ProcessEvent]:
-    """Events in the order in which they happened; a last line that a crash cut short is left out. Empty without a file."""
+    """Return the events in order. A last line that a crash truncated is omitted. Empty without a file."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def read_process_events(path: Path) -> list[ProcessEvent]:
 
 
 def _tidy(path: Path) -> None:
-    """Drops a line that a crash cut short, and the older half of a large file."""
+    """Drop a line that a crash truncated, and the older half of a large file."""
     if not path.exists():
         return
     data = path.read_bytes()

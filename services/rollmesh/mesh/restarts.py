@@ -1,6 +1,6 @@
-"""How processes are kept alive: the config section `processes`, and the decision whether and when one is started again.
+"""The config section `processes`, and the decision whether and when a process is restarted.
 
-Pure but for the clock it is given. Collaborator: `child`, which asks after each death.
+Pure except for the clock. Collaborator: `child`, which asks after each failure.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ MIB = 1 << 20
 
 
 class ProcessesConfig(Settings):
-    """A run as processes: one for each part."""
+    """How the processes of a run are started, restarted and stopped."""
 
     enabled: bool = True
-    """Each part in a process of its own, started again when it dies. False: all parts share one process, which saves about 50 MB of
-    memory and a second of start per part, but a crash of one part is a crash of all."""
+    """Run each service in a separate process, and restart a process that crashes. False: all services share one process. This saves about
+    50 MB of memory and a second of start per service, but a crash of one service is a crash of all."""
     restarts_max: NonNegativeInt = 10
-    """Restarts of one process within `window_s`; one more death stops the run with its cause. A fault that repeats (a full disk, a
-    bug) must come to light; single deaths, days apart, must not add up."""
+    """Restarts of one process within `window_s`. One more failure stops the run with its cause, because a repeated failure needs an
+    operator. Single failures, days apart, do not add up."""
     window_s: PositiveFloat = 300.0
-    """Length of the window in which restarts count, seconds. Longer than `restarts_max` pauses take together."""
+    """Length of the window in which restarts count, in seconds. It must exceed the sum of `restarts_max` pauses."""
     backoff_s: PositiveFloat = 0.2
-    """Pause before the first restart in a window, seconds. Short: most deaths do not repeat, and work waits."""
+    """Pause before the first restart in a window, in seconds. It is short, because most failures do not repeat."""
     backoff_s_max: PositiveFloat = 10.0
-    """Longest pause; it doubles from one restart to the next. Long enough for what the process needs to come back itself."""
+    """Longest pause, in seconds; the pause doubles with each restart. It must be long enough for the services that the process needs to restart."""
     start_s: PositiveFloat = 120.0
-    """How long the coordinator may take from the start until it answers, seconds. It covers the import of all parts at once on few
-    cores, and the recovery of a large ledger."""
+    """Timeout for the coordinator to respond after its start, in seconds. It covers the import of all services at once on few cores, and
+    the recovery of a large ledger."""
     stop_s: PositiveFloat = 30.0
-    """How long a process may take to stop in good order before it is killed, seconds. A learner finishes its update and writes
-    a checkpoint in 80 % of it: longer for large models."""
+    """Time that a process has for a clean stop before it is killed, in seconds. A learner finishes its update and writes a checkpoint in
+    80 % of it, so large models need more."""
     log_bytes_max: Annotated[int, Meta(ge=4096)] = 16 * MIB
-    """Size at which the log of a process is cut to its newest part (half of this, at most 1 MiB)."""
+    """Size at which the log of a process is cut to its newest part, in bytes. Half of it is kept, at most 1 MiB."""
 
     def check_fields(self) -> None:
         if self.backoff_s_max < self.backoff_s:
@@ -47,7 +47,7 @@ class ProcessesConfig(Settings):
 
 
 class Restarts:
-    """The restarts of one process."""
+    """Restarts of one process."""
 
     def __init__(self, config: ProcessesConfig, clock: Clock) -> None:
         self._config = config
@@ -56,11 +56,11 @@ class Restarts:
 
     @property
     def num_recent(self) -> int:
-        """Restarts granted in the present window."""
+        """Number of restarts in the current window."""
         return len(self._deaths_s)
 
     def next_pause_s(self) -> float | None:
-        """After a death: the pause before the next start; None if there were too many."""
+        """Return the pause before the next start after a failure; None if there were too many."""
         now_s = self._clock.monotonic_s()
         while self._deaths_s and now_s - self._deaths_s[0] > self._config.window_s:
             self._deaths_s.popleft()

@@ -1,4 +1,4 @@
-"""Where a run lives on this host: its folder, secret, and addresses that stay the same over restarts.
+"""Where a run is stored on this host: its folder, its secret, and addresses that stay the same over restarts.
 
 runs/<name>/
   config.yaml  token  addresses.json
@@ -28,57 +28,57 @@ from rollmesh.shared.rpc.addresses import advertised, host_of, join_host_port, p
 from rollmesh.shared.rpc.server import ServerConfig
 
 _FIXED = ("coordinator", "gateway", "depot")
-"""Parts whose address stays the same over restarts."""
+"""Services whose address stays the same over restarts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLayout:
-    """One run on one host. Make it with `open_place`."""
+    """One run on one host. Create it with `open_place`."""
 
     config: MeshConfig
     run_dir: Path
     base_dir: Path
-    """Where files that the config names are looked up."""
+    """Folder in which files that the config names are looked up."""
     access: Access
-    """The run's token and TLS. A token that is not the user's is in `run_dir/token`, readable by its owner only."""
+    """The run's token and TLS. A generated token is in `run_dir/token`, readable by its owner only."""
     coordinator: str
     """host:port of the coordinator."""
     gateway: str
     """host:port of the gateway."""
     depot: str
-    """host:port of the depot: a learner is told once, when it attaches."""
+    """host:port of the depot. A learner receives it once, when it attaches."""
 
     @property
     def run(self) -> str:
         return self.config.run.name
 
     def folder(self, name: str) -> Path:
-        """A part's own folder, made if missing."""
+        """Return the folder of a service. It is created if it does not exist."""
         path = self.run_dir / name
         path.mkdir(parents=True, exist_ok=True)
         return path
 
     def model_dir(self) -> Path:
-        """The initial model. ConfigError if it is not there."""
+        """Return the folder of the initial model. ConfigError if it does not exist."""
         return find_model(self.config.model, self.base_dir)
 
     def served_at(self, address: str, config: ServerConfig) -> ServerConfig:
-        """`config` on the port of `address`, which is what others are told."""
+        """Return `config` with the port of `address`, the address that is advertised."""
         server = self.config.network.listening(config)
         return msgspec.structs.replace(server, address=join_host_port(host_of(server.address), port_of(address)))
 
     def served(self, config: ServerConfig | None = None) -> ServerConfig:
-        """`config` on this host's network."""
+        """Return `config` on this host's network."""
         return self.config.network.listening(config or ServerConfig())
 
     def bus_login(self) -> BusLogin:
-        """As whom the run speaks to NATS. Raises ConfigError."""
+        """Return the login of the run at NATS. Raises ConfigError."""
         if self.config.bus.url and self.config.bus.login_file:
             return BusLogin.read(self.base_dir / self.config.bus.login_file, self.access.tls)
         return BusLogin.of(self.access)
 
     def bus_server(self) -> EmbeddedServer:
-        """The embedded nats-server of this run, not started."""
+        """Return the embedded nats-server of this run. It is not started."""
         network = self.config.network
         return EmbeddedServer(
             self.folder("nats"),
@@ -90,7 +90,7 @@ class RunLayout:
 
 
 def open_place(config: MeshConfig, *, run_dir: Path, base_dir: Path) -> RunLayout:
-    """The run's place, made on first use. Addresses are chosen once and kept, so that a restarted part is found again."""
+    """Return the layout of the run, created on first use. Addresses are chosen once and stored, so that peers find a restarted service."""
     run_dir = run_dir.resolve()
     run_dir.mkdir(parents=True, exist_ok=True)
     base_dir = base_dir.resolve()
@@ -113,7 +113,7 @@ def _access(security: SecurityConfig, run_token: Path, base_dir: Path) -> Access
 
 
 def _addresses(path: Path, config: MeshConfig) -> dict[str, str]:
-    """What others are told. The ports are chosen once; the hosts are those of the configuration, which may change."""
+    """Return the advertised addresses. The ports are chosen once. The hosts are those of the configuration, which may change."""
     servers = {name: config.network.listening(getattr(config, name).server) for name in _FIXED}
     if not path.exists():
         chosen = dict(zip(servers, lasting_ports(len(servers)), strict=True))
@@ -123,12 +123,12 @@ def _addresses(path: Path, config: MeshConfig) -> dict[str, str]:
 
 
 def _told(server: ServerConfig, port: int) -> str:
-    """What others are told of `server`, which takes `port` unless it has one of its own."""
+    """Return the advertised address of `server`, which listens on `port` unless it names a port."""
     return advertised(server.address, server.advertise, port_of(server.address) or port)
 
 
 def _write_once(path: Path, text: str) -> None:
-    """Whole or not at all, and the first writer wins: processes of one run may start together."""
+    """Write the file atomically. The first writer wins, because processes of one run may start together."""
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # readable by its owner only
     try:
         with os.fdopen(descriptor, "w") as file:

@@ -1,6 +1,6 @@
-"""One owner of a run folder at a time: two meshes over one folder would fight for its addresses and its ledger.
+"""One owner of a run folder at a time, because two meshes over one folder would compete for its addresses and its ledger.
 
-The lock is the kernel's, so it goes with its owner, whatever ends it.
+The kernel holds the lock, so it is released when its owner exits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ FILE = "owner.lock"
 
 
 class RunFolderBusy(FailedPrecondition):
-    """Another process runs the run in this folder; the message names it."""
+    """Another process runs the run in this folder. The message names the process."""
 
     reason = "RUN_FOLDER_BUSY"
 
 
 @contextmanager
 def owned(run_dir: Path) -> Iterator[None]:
-    """The folder is this process's until the context is left. Raises RunFolderBusy."""
+    """Own the folder until the context is left. Raises RunFolderBusy."""
     run_dir.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(run_dir / FILE, os.O_RDWR | os.O_CREAT, 0o600)  # not inherited by children
     try:
@@ -33,7 +33,7 @@ def owned(run_dir: Path) -> Iterator[None]:
         except BlockingIOError:
             owner = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
             raise RunFolderBusy(
-                f"{run_dir}: the run goes on in process {owner}; stop that first (Ctrl-C there, or `kill {owner}`)"
+                f"{run_dir}: process {owner} executes this run; stop it first (Ctrl-C there, or `kill {owner}`)"
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, str(os.getpid()).encode(), 0)
@@ -43,7 +43,7 @@ def owned(run_dir: Path) -> Iterator[None]:
 
 
 def is_owned(run_dir: Path) -> bool:
-    """Whether a process runs the run in the folder now."""
+    """Return whether a process executes the run in the folder now."""
     try:
         with owned(run_dir):
             return False

@@ -1,6 +1,6 @@
-"""The port to a running mesh: what a session needs of it, whether its parts share a process or have one each.
+"""The port of a running mesh, with the methods that a session needs, for one process or many.
 
-Implementations: `mesh.Mesh` (one process), `supervisor.Supervisor` (processes). Both are entered to start and left to stop.
+Implementations: `mesh.Mesh` (one process), `supervisor.Supervisor` (processes). Both start on entry and stop on exit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rollmesh.mesh.run_layout import RunLayout
 
 
 class RunningMesh(Protocol):
-    """A run that is going on."""
+    """A run in progress."""
 
     @property
     def layout(self) -> RunLayout:
@@ -20,11 +20,11 @@ class RunningMesh(Protocol):
         ...
 
     async def finished(self) -> None:
-        """Until the learner is done. Raises what broke the mesh."""
+        """Wait until the learner is done. Raises the error that stopped the mesh."""
         ...
 
     async def stop_learner(self) -> None:
-        """Ends the learner in good order: it finishes its update, writes a checkpoint and publishes. The rest goes on."""
+        """Let the learner finish its update, write a checkpoint, publish and exit. The other services continue."""
         ...
 
     async def __aenter__(self) -> Self: ...

@@ -1,7 +1,7 @@
-"""Who may talk to a run's services, and from where: the sections `security` and `network` of a run's configuration.
+"""The sections `security` and `network` of a run's configuration: which clients may call a run's services, and from where.
 
-By default services listen on loopback and want a token that is made for the run. Beyond loopback both are the user's: a token file
-and certificates. The configuration names files and holds no secret, so it can be stored, shown and sent.
+By default services listen on loopback and require a token that is generated for the run. On other addresses the user must provide a
+token file and certificates. The configuration names files and contains no secret, so it can be stored, displayed and sent.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _FREE_LOOPBACK_PORT = ServerConfig().address
 
 
 class SecurityConfig(Settings):
-    """Files, relative to the config file. With certificates all services speak mutual TLS to each other, on loopback too."""
+    """Files, relative to the config file. With certificates all services use mutual TLS, on loopback too."""
 
     ca: str = ""
     """PEM certificates of the authority that signs every party's certificate. `rollmesh certs` makes one for development."""
     certificate: str = ""
-    """PEM certificate of this host's services; its SANs hold the host that others are told."""
+    """PEM certificate of this host's services; its SANs contain the advertised host."""
     key: str = ""
-    """PEM private key to it, readable by its owner only."""
+    """PEM private key of the certificate, readable by its owner only."""
     token_file: str = ""
-    """File that holds the token, readable by its owner only. Empty: a random one per run, in `token` of the run folder."""
+    """File that holds the token, readable by its owner only. Empty: a random token per run, in `token` of the run folder."""
 
     def check_fields(self) -> None:
         files = {"ca": self.ca, "certificate": self.certificate, "key": self.key}
@@ -46,12 +46,12 @@ class SecurityConfig(Settings):
 
 
 class NetworkConfig(Settings):
-    """Where this host's services listen, unless a service's own `server.address` says otherwise."""
+    """Where this host's services listen, unless `server.address` of a service names another address."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Anything but loopback needs `security` with certificates and a token file."""
+    """Address to listen on. Any address except loopback needs `security` with certificates and a token file."""
     advertise: str = ""
-    """Host that others are told to call; empty means `host`. Needed where that is 0.0.0.0 or ::."""
+    """Host that is advertised to other nodes; empty means `host`. Required if `host` is 0.0.0.0 or ::."""
 
     def check_fields(self) -> None:
         if is_wildcard(self.host) and not self.advertise:
@@ -60,7 +60,7 @@ class NetworkConfig(Settings):
             )
 
     def listening(self, server: ServerConfig) -> ServerConfig:
-        """A service's server, moved to this host's address if it has none of its own."""
+        """Return the server of a service, on this host's address unless it names another."""
         if server.address == _FREE_LOOPBACK_PORT:
             address = join_host_port(self.host, 0)
             return msgspec.structs.replace(server, address=address, advertise=server.advertise or self.advertise)
@@ -70,7 +70,7 @@ class NetworkConfig(Settings):
 
 
 def check_exposure(security: SecurityConfig, servers: Mapping[str, ServerConfig]) -> None:
-    """Raises ValueError if one of `servers` (by key of the configuration) is open to other machines unprotected."""
+    """Raise ValueError if one of `servers` (by key of the configuration) is reachable from other machines without protection."""
     exposed = [key for key, server in servers.items() if not _is_local(server)]
     missing = [
         *([] if security.has_tls else ["ca, certificate, key"]),
@@ -78,30 +78,30 @@ def check_exposure(security: SecurityConfig, servers: Mapping[str, ServerConfig]
     ]
     if exposed and missing:
         raise ValueError(
-            f"security must name {' and '.join(missing)}: {exposed[0]} listens beyond this machine "
+            f"`security` must name {' and '.join(missing)}: {exposed[0]} is reachable from other machines "
             f"({servers[exposed[0]].address}); `rollmesh certs --out DIR --host NAME` makes all of them, or use 127.0.0.1"
         )
 
 
 def open_access(security: SecurityConfig, *, base_dir: Path, run_token: Path) -> Access:
-    """The access that `security` describes; without a token file the token is read from `run_token`. Raises ConfigError."""
+    """Return the access that `security` describes. Without a token file the token is read from `run_token`. Raises ConfigError."""
     token = read_token(base_dir / security.token_file if security.token_file else run_token)
     return Access(token, open_tls(security, base_dir=base_dir))
 
 
 def open_tls(security: SecurityConfig, *, base_dir: Path) -> Tls | None:
-    """The certificates that `security` names; None if it names none. Raises ConfigError."""
+    """Return the certificates that `security` names; None if it names no file. Raises ConfigError."""
     if not security.has_tls:
         return None
     paths = {name: (base_dir / getattr(security, name)).resolve() for name in ("ca", "certificate", "key")}
     _require_private(paths["key"])
     tls = Tls(**paths)
-    tls.ssl_context()  # files that do not belong together are found here, not in a failing handshake
+    tls.ssl_context()  # detect files that do not belong together here, not in a failed handshake
     return tls
 
 
 def read_token(path: Path) -> str:
-    """The token in `path`. ConfigError if it cannot be read, is short, or is open to other users of the machine."""
+    """Return the token in `path`. ConfigError if it cannot be read, is short, or is readable by other users of the machine."""
     _require_private(path)
     token = path.read_text(encoding="utf-8").strip()
     if len(token) < TOKEN_CHARS_MIN or not token.isascii() or not token.isprintable():

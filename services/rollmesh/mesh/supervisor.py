@@ -1,16 +1,17 @@
-"""A run as processes: one for each part, kept alive, ended together.
+"""A run as processes, one for each service. They are restarted after a crash and stopped together.
 
     async with Supervisor(config, run_dir=Path("runs/mine"), base_dir=Path(".")) as mesh:
         channel = open_channel(mesh.place.gateway, ...)     # any RunService client
-        await mesh.finished()                               # until the learner is done; raises what stopped the mesh
+        await mesh.finished()                               # until the learner is done; raises the error that stopped the mesh
 
 Each process is `python -m rollmesh.mesh --parts PART` over the run folder, with its log in RUN/logs/PART.log. All start
-at once and find each other, in any order and again after any death. Leaving stops who asks before who answers: learner, rollout
-workers, the other services, coordinator, nats; each within `stop_s`. A config that cannot work, or a process that dies too often, stops the mesh: `finished` raises the cause.
+at once and find each other in any order, also after a restart. On exit, clients stop before the servers that they call: learner, rollout
+workers, the other services, coordinator, nats; each within `stop_s`. An unusable configuration, or a process that fails too often, stops
+the mesh, and `finished` raises the cause.
 
-Enter it in a thread that lives as long as the mesh, best the main one: the kernel kills every process when that thread ends, and
-what they started with them (nats-server, sandboxes, workers). So nothing is left after kill -9 of this process.
-Collaborators: `child` (one process's life), `layout`, `run_lock`, `host` (what runs in each process).
+Enter it in a thread that runs as long as the mesh, preferably the main thread. When that thread ends, the kernel kills every process
+and the processes that they started (nats-server, sandboxes, workers). So no process is left after kill -9 of this one.
+Collaborators: `child` (one process), `layout`, `run_lock`, `host` (what runs in each process).
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from rollmesh.shared.ports import is_taken, owner_of
 
 HOST = (sys.executable, "-m", "rollmesh.mesh")
 CONFIG_FILE = "mesh.yaml"
-"""In the run folder: the config that the processes read."""
+"""File in the run folder with the configuration that the processes read."""
 LOGS = "logs"
 _LEFTOVER_S_MAX = 5.0
-"""How long processes of a supervisor that was killed may take to be gone."""
+"""Longest time until the processes of a killed supervisor have exited, in seconds."""
 _POLL_S = 0.1
 _ANSWERING = 2
 _STAGES = {"learner": 0, "rollout": 1, "coordinator": 3, NATS: 4}
-"""Order of the stop by kind; the others stop together in between."""
+"""Order of the stop by kind. The other kinds stop together in between."""
 
 
 class Supervisor:
@@ -66,7 +67,7 @@ class Supervisor:
         clock: Clock | None = None,
         holds_lock: bool = False,
     ) -> None:
-        """`parts` leaves out others (default: all and nats); `hosts` names processes with several parts instead.
+        """`parts` limits the run to these parts (default: all and nats). `hosts` names processes with several parts instead.
 
         `holds_lock`: the caller holds `run_lock.owned` of the run folder, because it writes there before the mesh starts.
         """
@@ -82,24 +83,24 @@ class Supervisor:
         self._stack = AsyncExitStack()
         self._done = asyncio.Event()
         self.failure: BaseException | None = None
-        """What stopped the mesh; None while all is well."""
+        """The error that stopped the mesh; None while it runs."""
         self._failed = asyncio.Event()
 
     @property
     def pids(self) -> dict[str, int]:
-        """Processes that run now, by name."""
+        """Return the running processes, by name."""
         return {name: child.pid for name, child in self._children.items() if child.pid is not None}
 
     def kill(self, name: str) -> None:
-        """SIGKILL to a process, as a crash would: it is started again."""
+        """Kill a process with SIGKILL. It is restarted, as after a crash."""
         self._children[name].kill()
 
     async def finished(self) -> None:
-        """Until the learner is done; without one, until something breaks. Raises what broke the mesh: ConfigError, DiskFull, ProcessGaveUp."""
+        """Wait until the learner is done or, without one, until an error. Raises the error: ConfigError, DiskFull, ProcessGaveUp."""
         await self._unless_failed(self._done.wait())
 
     async def stop_learner(self) -> None:
-        """Ends the learner in good order, within `stop_s`; the rest goes on."""
+        """Let the learner exit cleanly within `stop_s`. The other services continue."""
         await self._stop([name for name, parts in self._hosts.items() if "learner" in parts])
 
     async def __aenter__(self) -> Self:
@@ -123,7 +124,7 @@ class Supervisor:
     # Starting ---------------------------------------------------------------------------------------------------------
 
     async def _until_addresses_are_free(self) -> None:
-        """Waits for the processes of a former life to be gone; AddressTaken for anybody else's."""
+        """Wait until the processes of an earlier start have exited. AddressTaken if another process has an address."""
         layout, deadline_s = self.layout, self._clock.monotonic_s() + _LEFTOVER_S_MAX
         for name, address in fixed_addresses(layout).items():
             host, _, port = address.rpartition(":")
@@ -137,7 +138,7 @@ class Supervisor:
                 await self._clock.sleep(_POLL_S)
 
     def _write_config(self) -> None:
-        """The config as the hosts read it: without what only the command line knows of."""
+        """Write the configuration that the hosts read, without the keys of the command line."""
         config = self.layout.config
         plain = MeshConfig(**{name: getattr(config, name) for name in MeshConfig.__struct_fields__})
         path = self.layout.run_dir / CONFIG_FILE
@@ -189,7 +190,7 @@ class Supervisor:
     # Stopping ---------------------------------------------------------------------------------------------------------
 
     async def _stop_all(self) -> None:
-        """Who asks before who answers. Cancelling it kills what is left."""
+        """Stop clients before the servers that they call. If cancelled, kill the remaining processes."""
         try:
             for _, names in itertools.groupby(sorted(self._tasks, key=self._stage), key=self._stage):
                 await self._stop(list(names))
@@ -199,7 +200,7 @@ class Supervisor:
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _stage(self, name: str) -> int:
-        """When it stops: with the last of its parts."""
+        """Return the position of a process in the stop order, that of its last part."""
         return max(_STAGES.get(part.partition("-")[0], _ANSWERING) for part in self._hosts[name])
 
     async def _stop(self, names: Sequence[str]) -> None:
@@ -210,12 +211,12 @@ class Supervisor:
 
 
 def fixed_addresses(layout: RunLayout) -> dict[str, str]:
-    """host:port of those parts that keep theirs over restarts."""
+    """Return host:port of the services that keep it over restarts."""
     found = {"coordinator": layout.coordinator, "gateway": layout.gateway, "depot": layout.depot}
     nats = layout.bus_server().known_url() if not layout.config.bus.url else ""
     return {**found, **({NATS: nats.partition("://")[2]} if nats else {})}
 
 
 def all_parts(config: MeshConfig) -> list[str]:
-    """Every part in the order of start, the embedded nats-server included."""
+    """Return every part in the order of start, including the embedded nats-server."""
     return [*([] if config.bus.url else [NATS]), *part_names(config)]

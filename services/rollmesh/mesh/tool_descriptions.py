@@ -1,6 +1,6 @@
-"""Descriptions of tools for the prompt, from the functions that their sandbox profiles offer.
+"""Descriptions of tools for the prompt, from the functions of their sandbox profiles.
 
-The profile's modules are the operator's code for the jail: their source is parsed here, never executed.
+The modules of a profile are code of the operator for the jail. Their source is parsed here, never executed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def rollout_config(config: MeshConfig) -> RolloutConfig:
-    """The rollout config with what its tools leave unset taken from the profiles' functions."""
+    """Return the rollout config. Values that its tools do not set are taken from the profiles' functions."""
     profiles = config.sandbox.profiles
     tools = {name: _described(tool, profiles.get(tool.profile)) for name, tool in config.rollout.tools.items()}
     return msgspec.structs.replace(config.rollout, tools=tools)
@@ -40,7 +40,7 @@ def _described(tool: ToolConfig, profile: ProfileConfig | None) -> ToolConfig:
 
 
 def find_function(profile: ProfileConfig, name: str) -> _Function | None:
-    """The definition of a profile's function, in its prelude or its modules; None if there is none to be read."""
+    """Return the definition of a profile's function, in its prelude or its modules; None if it cannot be read."""
     sources = [profile.prelude, *(_source(module, profile.library_paths) for module in reversed(profile.tools))]
     for source in sources:
         try:
@@ -68,7 +68,7 @@ def _source(module: str, library_paths: tuple[str, ...]) -> str:
 
 
 def _parameters(function: _Function) -> dict[str, Any]:
-    """A tool call passes one argument: the first."""
+    """Return the first argument, the only one that a tool call passes."""
     arguments = [*function.args.posonlyargs, *function.args.args]
     if not arguments:
         return {"type": "object", "properties": {}}

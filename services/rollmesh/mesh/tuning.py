@@ -1,10 +1,10 @@
 """Interpreter settings for a process that runs an event loop and model compute side by side.
 
-An event loop that is busy gives the interpreter lock away only every `switchinterval`, and a compute thread asks for it after
-every tensor operation. At Python's default of 5 ms a small model's update was measured to take six times as long beside a
+A busy event loop releases the interpreter lock only every `switchinterval`, and a compute thread needs it after every tensor
+operation. At Python's default of 5 ms a small model's update was measured to take six times as long beside a
 busy loop; at 0.2 ms, 1.2 times (`rollmesh bench switch_interval`).
 
-A collection walks every object of every service. What lives since start-up need not be walked again.
+A collection visits every object of every service. Objects that exist since the start are excluded from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GC_THRESHOLDS = (50_000, 20, 50)
 
 
 def tune_process() -> None:
-    """Settings of the whole process; call it once the services are up. Idempotent."""
+    """Set the interpreter up for the whole process, after the services have started. Idempotent."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.collect()
     gc.freeze()

@@ -1,1 +1,1 @@
-"""What two parts of the mesh need: domain types, errors, time, config, RPC and bus. Imports `rollmesh.v1` only."""
+"""Code that several services need: domain types, errors, time, config, RPC and bus. It imports `rollmesh.v1` only."""

@@ -1,6 +1,6 @@
-"""Time as an argument: the port, the system's clock, and a manual twin for tests and the simulator.
+"""Time as an argument: the port, the system's clock, and a manual clock for tests and the simulator.
 
-Durations and deadlines come from `monotonic_s` only. `wall_s` is for records that people read: wall clocks of two machines
+Durations and deadlines come from `monotonic_s` only. `wall_s` is informational, because wall clocks of two machines
 are never compared.
 """
 
@@ -28,7 +28,7 @@ class Clock(Protocol):
         ...
 
     async def sleep(self, duration_s: float) -> None:
-        """Returns after `duration_s` seconds of this clock; at once, but not without yielding, if that is not positive."""
+        """Return after `duration_s` seconds of this clock. If it is <= 0, yield to the loop once."""
         ...
 
 
@@ -52,7 +52,7 @@ async def time_limit(clock: Clock, limit_s: float) -> AsyncIterator[asyncio.Time
 
 
 class SystemClock:
-    """The machine's own clocks."""
+    """The clocks of the machine."""
 
     def monotonic_s(self) -> float:
         return time.monotonic()
@@ -65,10 +65,10 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that stands still until it is advanced. Sleepers wake in order of their deadline, then of their call.
+    """A clock that changes only when it is advanced. Sleepers wake in order of their deadline, then of their call.
 
-    `advance` moves at once: a task that wakes and sleeps again counts from the new time. `run_for` goes from deadline to
-    deadline instead, so that periodic tasks run as often as they would have.
+    `advance` moves in one step, so a task that wakes and sleeps again counts from the new time. `run_for` moves from deadline to
+    deadline, so that periodic tasks run as often as in real time.
     """
 
     def __init__(self, *, monotonic_s: float = 0.0, wall_s: float = 1_700_000_000.0) -> None:
@@ -92,24 +92,24 @@ class ManualClock:
         await woken
 
     def next_deadline_s(self) -> float:
-        """The `monotonic_s` at which the next sleeper wakes; infinity if nobody sleeps."""
+        """Return the `monotonic_s` at which the next sleeper wakes; infinity if no task sleeps."""
         while self._sleepers and self._sleepers[0][2].done():
             heapq.heappop(self._sleepers)  # cancelled while asleep
         return self._sleepers[0][0] if self._sleepers else math.inf
 
     def num_sleepers(self) -> int:
-        """How many tasks sleep now: a test waits for this before it advances."""
+        """Return the number of sleeping tasks. A test waits for it before it advances."""
         return sum(not woken.done() for _, _, woken in self._sleepers)
 
     def advance(self, duration_s: float) -> None:
-        """Moves time forward and wakes who is due; they run when the caller next yields to the loop."""
+        """Move time forward and wake the tasks that are due. They run when the caller next yields to the loop."""
         if duration_s < 0:
-            raise ValueError(f"duration_s must not be negative, got {duration_s}")
+            raise ValueError(f"`duration_s` must be >= 0, got {duration_s}")
         self._now_s += duration_s
         self._wake_due()
 
     async def run_for(self, duration_s: float, *, turns: int = 20) -> None:
-        """Moves time forward deadline by deadline; after each lets the loop run `turns` times, so that the woken can sleep again."""
+        """Move time forward deadline by deadline. After each, let the loop run `turns` times, so that woken tasks can sleep again."""
         end_s = self._now_s + duration_s
         await _yield_to_loop(turns)
         while (deadline_s := self.next_deadline_s()) <= end_s:

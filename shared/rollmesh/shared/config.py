@@ -1,13 +1,13 @@
-"""The one configuration loader: defaults < YAML file < `key=value` overrides, into a frozen tree of msgspec structs.
+"""The configuration loader: defaults < YAML file < `key=value` overrides, into a frozen tree of msgspec structs.
 
-A type with a static method `underlay(tree, base_dir) -> Path | None` has one more layer: the YAML file that the method returns for the
-values given lies between the defaults and these values, e.g. a recipe. Its section `about` is not part of the configuration.
+A type with a static method `underlay(tree, base_dir) -> Path | None` has one more layer between the defaults and the given values: the
+YAML file that the method returns for these values, e.g. a recipe. Its section `about` is not part of the configuration.
 
-Strict: an unknown key, a wrong type, a value out of range, a missing file or broken YAML is a mistake that names the key as a path
-(`rollout.turns_max`), what was expected, what was found, and the line or override it came from. All mistakes are found in one pass: after
-each, the key is taken out (or renamed to the one that was meant) and the rest is read. Several become one `ConfigError`.
+The loader is strict. An unknown key, a wrong type, a value out of range, a missing file or invalid YAML is an error that contains the path
+of the key (`rollout.turns_max`), the expected and the found value, and the line or override. One pass finds all errors: after each, the
+key is removed (or renamed to the probable one) and the rest is read. Several errors become one `ConfigError`.
 
-YAML is read as YAML 1.1 with two repairs: `1e-4` is a number, and a key given twice is an error rather than a silent loss.
+YAML is read as YAML 1.1 with two changes: `1e-4` is a number, and a duplicate key is an error.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rollmesh.shared.settings import expectation, shown
 
 T = TypeVar("T")
 MISTAKES_MAX = 50
-"""Most mistakes listed at once."""
+"""Maximum number of errors in one list."""
 
 _MSGSPEC_ERROR = re.compile(r"^(?P<what>.*?)(?: - at `\$?(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"^Object contains unknown field `(?P<name>[^`]*)`$")
@@ -36,7 +36,7 @@ _FIELD_PROBLEM = re.compile(r"^`?(?P<name>\w+)(?P<below>[^\s`]*)`? (?P<what>.*)$
 
 
 def load_config(type_: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
-    """Builds a `type_` from its defaults, the YAML file `path` if one is given, and `key=value` overrides, in that order.
+    """Build a `type_` from its defaults, the YAML file `path` if one is given, and `key=value` overrides, in that order.
 
     Keys of overrides are dotted (`learner.optimizer.lr=3e-4`; a number indexes a list), values are YAML.
     Raises `ConfigError`.
@@ -50,9 +50,9 @@ def load_config(type_: type[T], path: str | Path | None = None, overrides: Seque
 def read_config(
     type_: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()
 ) -> tuple[T | None, list[ConfigError]]:
-    """As `load_config`, but returns the mistakes, with what remains without them; None if nothing does.
+    """As `load_config`, but return the errors together with the configuration without the wrong keys, or None if it cannot be built.
 
-    Raises `ConfigError` only for a file or an override that cannot be read at all.
+    Raises `ConfigError` only for a file or an override that cannot be read.
     """
     file = Path(path) if path is not None else None
     tree, lines = read_tree(file) if file is not None else ({}, {})
@@ -62,7 +62,7 @@ def read_config(
 
 
 def all_in_one(mistakes: Sequence[MeshError]) -> MeshError:
-    """One error for all; a single mistake stays itself."""
+    """Return one error for all. A single error is returned unchanged."""
     if len(mistakes) == 1:
         return mistakes[0]
     lines = "".join(f"\n  {number}. {mistake}" for number, mistake in enumerate(mistakes, 1))
@@ -71,13 +71,13 @@ def all_in_one(mistakes: Sequence[MeshError]) -> MeshError:
 
 
 def config_from_dict(type_: type[T], values: dict[str, Any], overrides: Sequence[str] = ()) -> T:
-    """As `load_config`, from a plain dict (left as it is) instead of a file."""
+    """As `load_config`, from a dict instead of a file. The dict is not changed."""
     tree = _long_form(msgspec.inspect.type_info(type_), msgspec.to_builtins(values), fill=False)
     return _convert(type_, tree, _Places(None, {}, _apply_overrides(tree, overrides)))
 
 
 def to_yaml(config: object) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
+    """Return the resolved configuration as YAML. `load_config` reads an equal configuration from it."""
     return yaml.safe_dump(msgspec.to_builtins(config), sort_keys=False, allow_unicode=True)
 
 
@@ -98,7 +98,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
 
-# PyYAML's own pattern wants a dot, so `lr: 1e-4` would be a string.
+# PyYAML's pattern requires a dot, so `lr: 1e-4` would be a string.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
@@ -153,7 +153,7 @@ def _yaml_problem(err: yaml.YAMLError) -> str:
 
 
 def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, str]:
-    """Writes the overrides into `tree`; returns which override wrote each path."""
+    """Write the overrides into `tree`. Return the override that wrote each path."""
     origins: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -168,7 +168,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str
 
 
 def _set_path(tree: dict[str, Any], parts: list[str], value: object, override: str) -> str:
-    """Sets one dotted key, making mappings on the way; returns its path as msgspec would write it."""
+    """Set one dotted key and create missing mappings. Return its path in msgspec's form."""
     node: Any = tree
     path = ""
     for index, part in enumerate(parts):
@@ -228,7 +228,7 @@ def _default(field: msgspec.inspect.Field) -> object:
 
 
 class _Places:
-    """Where each value came from: for messages."""
+    """The origin of each value, for messages."""
 
     def __init__(self, file: Path | None, lines: dict[str, int], overrides: dict[str, str]) -> None:
         self.file = file
@@ -303,12 +303,12 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Mistake:
-    """One thing wrong with a tree."""
+    """One error in a tree."""
 
     path: str
     what: str
     meant: str = ""
-    """The key that an unknown one was probably meant to be."""
+    """The key that was probably meant by an unknown one."""
 
     def error(self, places: _Places) -> ConfigError:
         key = self.path.lstrip(".") or "(top)"
@@ -342,7 +342,7 @@ def _mistake(type_: type, tree: dict[str, Any], text: str) -> _Mistake:
 
 
 def _without(tree: dict[str, Any], mistake: _Mistake) -> bool:
-    """Take a mistake out of the tree, in place: the key itself, or what lacks it. False if only the whole tree is left to blame."""
+    """Remove the wrong key from the tree, or the mapping that lacks it. Return False if only the whole tree is left."""
     steps = _steps(mistake.path)
     while steps:
         found, holder = _look_up_steps(tree, steps[:-1])
@@ -356,7 +356,7 @@ def _without(tree: dict[str, Any], mistake: _Mistake) -> bool:
 
 
 def _with_keys(type_: type, tree: dict[str, Any], path: str, text: str) -> str:
-    """`path` with each `[...]`, msgspec's word for "some key of this mapping", replaced by the key that is at fault."""
+    """Return `path` with each `[...]`, which msgspec writes for some key of a mapping, replaced by the wrong key."""
     while "[...]" in path:
         before, _, after = path.partition("[...]")
         found, mapping = _look_up(tree, before)
@@ -370,7 +370,7 @@ def _with_keys(type_: type, tree: dict[str, Any], path: str, text: str) -> str:
 
 
 def _fails_alone(type_: type, tree: dict[str, Any], path: str, key: str, text: str) -> bool:
-    """Whether the same error comes with `key` as the only one of the mapping at `path`."""
+    """Return whether the same error occurs with `key` as the only key of the mapping at `path`."""
     trial = msgspec.to_builtins(tree)
     _, mapping = _look_up(trial, path)
     for other in [k for k in mapping if k != key]:
@@ -400,7 +400,7 @@ def _with_value(what: str, tree: object, path: str) -> str:
 
 
 def _steps(path: str) -> list[str | int]:
-    """`.a.b[2].c` as ["a", "b", 2, "c"]."""
+    """Return `.a.b[2].c` as ["a", "b", 2, "c"]."""
     steps: list[str | int] = []
     for name, index in re.findall(r"\.([^.\[]+)|\[([^\]]*)\]", path):
         steps.append(name or (int(index) if index.isdecimal() else index))
@@ -422,7 +422,7 @@ def _look_up_steps(tree: object, steps: Sequence[str | int]) -> tuple[bool, Any]
 
 
 def _field_names(type_: Any, path: str, tree: object) -> list[str]:
-    """The keys that may stand at `path`, for suggestions; empty if that is not a struct."""
+    """Return the keys that are known at `path`, for suggestions; empty if it is not a struct."""
     found, value = _look_up(tree, path)
     tags = {str(v) for v in value.values() if isinstance(v, str)} if found and isinstance(value, dict) else set()
     structs = [s for node in _nodes(type_, path) for s in _structs(node)]
@@ -431,7 +431,7 @@ def _field_names(type_: Any, path: str, tree: object) -> list[str]:
 
 
 def _nodes(type_: Any, path: str) -> list[msgspec.inspect.Type]:
-    """The types that a value at `path` may have."""
+    """Return the types that a value at `path` may have."""
     nodes = [msgspec.inspect.type_info(type_)]
     for step in _steps(path):
         nodes = [below for node in nodes for below in _children(node, step)]

@@ -1,7 +1,7 @@
-"""The commit digest: a chain over what every update was trained on.
+"""The commit digest: a hash chain over the samples of every update.
 
 Coordinator and trainer compute it independently and compare it at attach: equal digests mean that both agree on every
-update, and on the samples of each, since the first. Its definition is therefore part of the contract between them:
+update since the first, and on its samples. Its definition is therefore part of the contract between them:
 
     digest_0 = ""
     digest_k = sha256( field(digest_{k-1}) field(str(k)) field(id_1) ... field(id_n) ), lower-case hex
@@ -17,13 +17,13 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 INITIAL_DIGEST = ""
-"""The digest before the first update."""
+"""Digest before the first update."""
 
 
 def next_digest(previous: str, update: int, sample_ids: Sequence[str]) -> str:
-    """Digest after update `update` (1, 2, ...) that trained on `sample_ids`, in any order.
+    """Return the digest after update `update` (1, 2, ...), which trained on `sample_ids`, in any order.
 
-    An update that trained on nothing still advances the chain. Raises ValueError for an update below 1 or an id that
+    An update without samples also advances the chain. Raises ValueError for an update below 1 or an id that
     occurs twice: within one update a sample is trained on at most once.
     """
     if update < 1:

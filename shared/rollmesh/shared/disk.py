@@ -1,4 +1,4 @@
-"""A full disk as a typed error, whoever noticed it: Python, safetensors and torch each say it in their own way."""
+"""A full disk as a typed error. Python, safetensors and torch report it in different ways."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = ("No space left on device", "os error 28", "file write failed")
 
 @contextmanager
 def disk_told(place: Path) -> Iterator[None]:
-    """Turns an error that a full disk at `place` caused into `DiskFull`; others pass."""
+    """Convert an error that a full disk at `place` caused into `DiskFull`. Other errors pass unchanged."""
     try:
         yield
     except Exception as err:
@@ -24,20 +24,20 @@ def disk_told(place: Path) -> Iterator[None]:
             raise
         raise DiskFull(
             f"{place}: no space left on the device ({free_bytes(place) >> 20} MiB free); free some, e.g. by `rollmesh clean`, then "
-            "go on with the run",
+            "resume the run",
             path=place,
         ) from err
 
 
 def is_disk_full(err: BaseException) -> bool:
-    """Whether a full disk or quota is behind `err`."""
+    """Return whether a full disk or quota caused `err`."""
     if isinstance(err, OSError) and err.errno is not None:
         return err.errno in _FULL
     return any(word in str(err) for word in _WORDS)
 
 
 def free_bytes(place: Path) -> int:
-    """Bytes that may still be written where `place` is, or will be."""
+    """Return the free bytes on the disk of `place`, which need not exist yet."""
     while not place.exists() and place != place.parent:
         place = place.parent
     return shutil.disk_usage(place).free

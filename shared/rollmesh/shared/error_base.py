@@ -1,6 +1,6 @@
 """The base of all typed errors, and one class per status code. Users import `rollmesh.shared.errors`, which has the conditions too.
 
-A subclass registers itself by its reason: `BY_REASON` is the table by which a client finds the class of an error it was sent.
+A subclass registers itself by its reason: `BY_REASON` is the table in which a client finds the class of a received error.
 This module imports no networking, so that pure code can raise its errors.
 """
 
@@ -12,9 +12,9 @@ from typing import ClassVar, NamedTuple
 
 DOMAIN = "rollmesh"
 MESSAGE_CHARS_MAX = 8_192
-"""Longest message kept. Requests bring texts of any length, and a message that quotes one must not keep all of it."""
+"""Maximum length of a message, in characters. A message may quote a text of a request, which has any length."""
 METADATA_CHARS_MAX = 1_024
-"""Longest value of the metadata kept."""
+"""Maximum length of a metadata value, in characters."""
 
 
 class Code(Enum):
@@ -39,7 +39,7 @@ class Code(Enum):
 
 
 class FieldViolation(NamedTuple):
-    """One wrong field of a request: its dotted path, and what is wrong with it."""
+    """One wrong field of a request: its dotted path and the error."""
 
     field: str
     description: str
@@ -52,7 +52,7 @@ BY_REASON: dict[str, type[MeshError]] = {}
 class MeshError(Exception):
     """Base of all errors that cross a boundary of the mesh.
 
-    `message` is for people and ends in the remedy. Keyword arguments become `metadata`: short facts, stringified.
+    `message` is for display and ends with the remedy. Keyword arguments become `metadata`: short facts, converted to strings.
     """
 
     reason: str = "INTERNAL"
@@ -83,7 +83,7 @@ class MeshError(Exception):
 
     @property
     def retryable(self) -> bool:
-        """Whether the same request may succeed later or elsewhere."""
+        """Return whether the same request may succeed later or elsewhere."""
         return self.code in (Code.UNAVAILABLE, Code.RESOURCE_EXHAUSTED) or self.retry_after_s is not None
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class MeshError(Exception):
 
 
 def error_for(reason: str, code: Code) -> type[MeshError]:
-    """The class of `reason` if its code agrees, else the class that stands for `code`: a peer may be newer than we are."""
+    """Return the class of `reason` if its code agrees, else the class of `code`, because a peer may be newer than this process."""
     exact = BY_REASON.get(reason)
     if exact is not None and exact.code is code:
         return exact
@@ -102,13 +102,13 @@ def error_for(reason: str, code: Code) -> type[MeshError]:
 
 
 class Internal(MeshError):
-    """A bug on the other side; its log has the traceback."""
+    """The peer has a bug; its log contains the traceback."""
 
     reason = "INTERNAL"
 
 
 class InvalidInput(MeshError):
-    """The request can never succeed as it is; `violations` name the fields."""
+    """The request is invalid and can never succeed; `violations` name the fields."""
 
     reason = "INVALID_INPUT"
     code = Code.INVALID_ARGUMENT
@@ -122,7 +122,7 @@ class NotFound(MeshError):
 
 
 class AlreadyExists(MeshError):
-    """The name is taken by something else."""
+    """The name is already in use."""
 
     reason = "ALREADY_EXISTS"
     code = Code.ALREADY_EXISTS
@@ -136,14 +136,14 @@ class FailedPrecondition(MeshError):
 
 
 class Aborted(MeshError):
-    """Somebody else won; start again from fresh state."""
+    """A concurrent request won; retry from current state."""
 
     reason = "ABORTED"
     code = Code.ABORTED
 
 
 class OutOfRange(MeshError):
-    """Past the end."""
+    """The position is past the end."""
 
     reason = "EXHAUSTED"
     code = Code.OUT_OF_RANGE
@@ -157,7 +157,7 @@ class ResourceExhausted(MeshError):
 
 
 class Unavailable(MeshError):
-    """Not now, or not here: retry after `retry_after_s`, or elsewhere."""
+    """The service is unavailable; retry after `retry_after_s`, or elsewhere."""
 
     reason = "UNAVAILABLE"
     code = Code.UNAVAILABLE
@@ -165,14 +165,14 @@ class Unavailable(MeshError):
 
 
 class DeadlineExceeded(MeshError):
-    """No answer within the deadline; the request may or may not have been carried out."""
+    """No response within the deadline; the request may or may not have been executed."""
 
     reason = "DEADLINE_EXCEEDED"
     code = Code.DEADLINE_EXCEEDED
 
 
 class Cancelled(MeshError):
-    """The other side cancelled the call."""
+    """The peer cancelled the call."""
 
     reason = "CANCELLED"
     code = Code.CANCELLED
@@ -186,25 +186,25 @@ class DataLoss(MeshError):
 
 
 class Unauthenticated(MeshError):
-    """No token, or the wrong one."""
+    """The token is missing or wrong."""
 
     reason = "UNAUTHENTICATED"
     code = Code.UNAUTHENTICATED
 
 
 class PermissionDenied(MeshError):
-    """The caller is known and may not do this."""
+    """The caller is authenticated but not permitted to do this."""
 
     reason = "PERMISSION_DENIED"
     code = Code.PERMISSION_DENIED
 
 
 class Unimplemented(MeshError):
-    """The verb exists in the contract but not in this server."""
+    """The method exists in the contract but not in this server."""
 
     reason = "UNIMPLEMENTED"
     code = Code.UNIMPLEMENTED
 
 
 BY_CODE: dict[Code, type[MeshError]] = {cls.code: cls for cls in MeshError.__subclasses__()}
-"""The class that stands for each code, for reasons this side does not know."""
+"""Class of each code, for reasons that this process does not know."""

@@ -1,8 +1,8 @@
 """Typed errors of the mesh: one class per condition.
 
-Every error has a `reason` (UPPER_SNAKE, for programs), a `code` (for the retry decision), a message that ends in the remedy
-(for people), `metadata` (facts of this occurrence) and, where waiting helps, `retry_after_s`. Direct subclasses of `MeshError`
-stand for a code; their subclasses for a condition, so `except NotFound` catches every unknown name.
+Every error has a `reason` (UPPER_SNAKE, for programs), a `code` (for the retry decision), a message that ends with the remedy
+(for display), `metadata` (facts of this occurrence) and, if waiting helps, `retry_after_s`. Direct subclasses of `MeshError`
+represent a code. Their subclasses represent a condition, so `except NotFound` catches every unknown name.
 
     MeshError
       InvalidInput        INVALID_ARGUMENT     ConfigError, CorruptSnapshot
@@ -66,13 +66,13 @@ __all__ = [
 
 
 class ConfigError(InvalidInput):
-    """A configuration that cannot be used: names the key, what was expected, what was found, and where it was read."""
+    """The configuration is invalid. The message contains the key, the expected and the found value, and where it was read."""
 
     reason = "INVALID_CONFIG"
 
 
 class InvalidSpec(InvalidInput):
-    """The spec of a run cannot work; the message names the field."""
+    """The spec of a run is invalid; the message names the field."""
 
     reason = "INVALID_SPEC"
 
@@ -84,7 +84,7 @@ class UndecodableRequest(InvalidInput):
 
 
 class CorruptSnapshot(InvalidInput):
-    """Bytes that are no snapshot of what they are given to."""
+    """The bytes are not a snapshot of this state."""
 
     reason = "CORRUPT_SNAPSHOT"
 
@@ -111,13 +111,13 @@ class UnknownLearner(NotFound):
 
 
 class UnknownLease(NotFound):
-    """Never issued, or ended so long ago that it was forgotten."""
+    """The lease was never issued, or ended so long ago that it was removed."""
 
     reason = "UNKNOWN_LEASE"
 
 
 class UnknownNode(NotFound):
-    """The node has not joined, or was declared dead; join again."""
+    """The node has not joined, or was removed as dead; join again."""
 
     reason = "UNKNOWN_NODE"
 
@@ -228,7 +228,7 @@ class RunStopped(FailedPrecondition):
 
 
 class BrokenOracle(FailedPrecondition):
-    """The oracle's own code does not load or run: nothing can be judged by it until it is mended."""
+    """The oracle's own code does not load or run: it cannot judge until it is fixed."""
 
     reason = "BROKEN_ORACLE"
 
@@ -288,7 +288,7 @@ class NotUploaded(FailedPrecondition):
 
 
 class DigestMismatch(FailedPrecondition):
-    """A trainer's commit digest is of another history than the ledger's."""
+    """The trainer's commit digest belongs to a different history than the ledger's."""
 
     reason = "DIGEST_MISMATCH"
 
@@ -330,13 +330,13 @@ class Fenced(Aborted):
 
 
 class RunEnded(OutOfRange):
-    """The run has ended: there is nothing left to lease."""
+    """The run has ended, so no batch is left to lease."""
 
     reason = "RUN_ENDED"
 
 
 class UnknownUpdate(OutOfRange):
-    """An update that the ledger does not hold."""
+    """The ledger does not contain the update."""
 
     reason = "UNKNOWN_UPDATE"
 
@@ -358,7 +358,7 @@ class PayloadTooLarge(ResourceExhausted):
 
     @property
     def retryable(self) -> bool:
-        """Never: the same message is as large the next time."""
+        """Never, because the same message has the same size when it is retried."""
         return False
 
 
@@ -372,25 +372,25 @@ class DiskFull(ResourceExhausted):
 
 
 class NotReady(Unavailable):
-    """Still starting, or waiting for a part it needs."""
+    """The service is starting, or waits for another service."""
 
     reason = "NOT_READY"
 
 
 class CatchingUp(Unavailable):
-    """The state has not yet been folded up to the position asked for."""
+    """The state has not yet been folded up to the requested position."""
 
     reason = "CATCHING_UP"
 
 
 class Draining(Unavailable):
-    """Takes no new work because it is about to stop."""
+    """The node accepts no new work because it is about to stop."""
 
     reason = "DRAINING"
 
 
 class InfraFailure(Unavailable):
-    """A machine, process or network failed: retried, never held against the model."""
+    """A machine, process or network failed. The work is retried and does not count as a failure of the model."""
 
     reason = "INFRA_FAILURE"
 
@@ -402,7 +402,7 @@ class EngineFailed(InfraFailure):
 
 
 class SandboxFailed(InfraFailure):
-    """The jail could not be made or was lost."""
+    """The jail could not be created or was lost."""
 
     reason = "SANDBOX_FAILED"
 
@@ -414,7 +414,7 @@ class ScorerFailed(InfraFailure):
 
 
 class HashMismatch(DataLoss):
-    """Bytes do not hash to their digest; nothing was stored; send again."""
+    """The bytes do not match their digest and were not stored; send them again."""
 
     reason = "HASH_MISMATCH"
 

@@ -1,4 +1,4 @@
-"""Which extra of this package brings a library that is missing, for errors that name the remedy.
+"""The extra of this package that contains a missing library, for errors that name the remedy.
 
 The extras are those of the package's metadata, so that there is one list of them, in pyproject.toml.
 """
@@ -14,7 +14,7 @@ from rollmesh.shared.errors import ConfigError
 
 
 def install_words(module: str | None) -> str:
-    """The command that installs the library of a module; empty if no extra has it."""
+    """Return the command that installs the library of a module; empty if no extra contains it."""
     library = (module or "").partition(".")[0]
     for requirement in metadata.requires("rollmesh") or ():
         found = re.match(r"""([\w.-]+).*;.*\bextra == ['"](\w+)['"]""", requirement)
@@ -25,7 +25,7 @@ def install_words(module: str | None) -> str:
 
 @contextmanager
 def libraries_needed(part: str) -> Iterator[None]:
-    """ConfigError with the remedy where `part` needs a library of an extra that is not installed; other errors pass."""
+    """Raise ConfigError with the remedy if `part` needs a library of an extra that is not installed. Other errors pass unchanged."""
     try:
         yield
     except ModuleNotFoundError as err:

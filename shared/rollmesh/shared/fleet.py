@@ -9,7 +9,7 @@ from rollmesh.v1 import coordinator_pb2
 
 
 class KnownFleet:
-    """Every node that may be used, as the coordinator last said. Used on one event loop."""
+    """Every usable node, as the coordinator last reported. Used on one event loop."""
 
     def __init__(self, nodes: Sequence[coordinator_pb2.FleetNode] = ()) -> None:
         self._nodes = tuple(nodes)
@@ -18,31 +18,31 @@ class KnownFleet:
 
     @property
     def revision(self) -> int:
-        """Grows with every new picture."""
+        """Increases with every new snapshot."""
         return self._revision
 
     def nodes(
         self, kind: coordinator_pb2.NodeKind.ValueType = coordinator_pb2.NODE_KIND_UNSPECIFIED
     ) -> tuple[coordinator_pb2.FleetNode, ...]:
-        """All nodes, or those of a kind. Messages are shared: read only."""
+        """Return all nodes, or those of a kind. The messages are shared; do not change them."""
         if kind == coordinator_pb2.NODE_KIND_UNSPECIFIED:
             return self._nodes
         return tuple(node for node in self._nodes if node.kind == kind)
 
     def address_of(self, kind: coordinator_pb2.NodeKind.ValueType) -> str | None:
-        """Where a READY node of a kind is; None if there is none now."""
+        """Return the address of a READY node of a kind; None if no such node exists now."""
         ready = (n.address for n in self.nodes(kind) if n.state == coordinator_pb2.NODE_STATE_READY)
         return next(ready, None)
 
     def replace(self, nodes: Sequence[coordinator_pb2.FleetNode]) -> None:
-        """A new picture: takes the place of the old one and wakes who waits in `changed`."""
+        """Replace the snapshot and wake the tasks that wait in `changed`."""
         self._nodes = tuple(nodes)
         self._revision += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def changed(self, *, since: int) -> int:
-        """Returns the revision as soon as it is above `since`. Waits without a limit: bound it where you call it."""
+        """Return the revision as soon as it is above `since`. The wait has no limit, so the caller must bound it."""
         while self._revision <= since:
             await self._changed.wait()
         return self._revision

@@ -1,4 +1,4 @@
-"""Ids and secrets as arguments: a random source for production, a seeded twin for tests and the simulator."""
+"""Ids and secrets as arguments: a random source for production, a seeded source for tests and the simulator."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import secrets
 from typing import Protocol
 
 ID_BYTES = 10
-"""80 random bits: a collision among 10 million ids of one run has a chance of about 4e-11."""
+"""80 random bits. The probability of a collision among 10 million ids of one run is about 4e-11."""
 
 
 class IdSource(Protocol):
     """Makes ids that are unique within a run."""
 
     def new(self, prefix: str = "") -> str:
-        """A new id: lower-case hex, after `prefix` and a dash if one is given. Fit for NATS subjects and file names."""
+        """Return a new id: lower-case hex, after `prefix` and a dash if one is given. It is valid in NATS subjects and file names."""
         ...
 
 
@@ -26,7 +26,7 @@ class RandomIds:
 
 
 class SeededIds:
-    """The same ids for the same seed. Never for secrets."""
+    """Ids that depend only on the seed. Not for secrets."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -36,7 +36,7 @@ class SeededIds:
 
 
 def new_secret() -> str:
-    """A run's bearer token: 256 random bits, url-safe."""
+    """Return a bearer token of a run: 256 random bits, url-safe."""
     return secrets.token_urlsafe(32)
 
 

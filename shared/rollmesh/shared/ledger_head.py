@@ -1,9 +1,9 @@
 """The head of a ledger: the position and the hash of one record, which together cover every record up to it.
 
-    hash_n = SHA-256(stored bytes of record n), and these bytes hold hash_{n-1} (LedgerRecord.previous)
+    hash_n = SHA-256(stored bytes of record n), and these bytes contain hash_{n-1} (LedgerRecord.previous)
 
-Whoever stores a head outside the ledger can check later that the ledger still contains it: a record at or before that position that was
-removed, inserted, moved or altered since then gives another hash.
+A client that stores a head outside the ledger can check later that the ledger still contains it. If a record at or before that position
+was removed, inserted, moved or changed, the hash differs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class LedgerHead(msgspec.Struct, frozen=True, kw_only=True):
     position: int = 0
     """Sequence of the record in the ledger's stream; 0 before the first."""
     hash: str = ""
-    """SHA-256 of the record's stored bytes, lower-case hex; empty before the first, or where only the position is known."""
+    """SHA-256 of the record's stored bytes, lower-case hex; empty before the first, or if only the position is known."""
 
     def __str__(self) -> str:
         return f"{self.position}:{self.hash}"
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The head in "POSITION:HASH". Raises InvalidInput for any other text."""
+        """Return the head in "POSITION:HASH". Raises InvalidInput for any other text."""
         if (match := _TEXT.fullmatch(text)) is None:
             raise InvalidInput(
                 f"head must be POSITION:HASH, a positive number and 64 lower-case hex digits, got {text[:100]!r}; "
@@ -46,5 +46,5 @@ EMPTY = LedgerHead()
 
 
 def record_hash(payload: bytes) -> str:
-    """The hash of a ledger record, from its stored bytes."""
+    """Return the hash of a ledger record from its stored bytes."""
     return hashlib.sha256(payload).hexdigest()

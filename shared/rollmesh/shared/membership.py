@@ -1,8 +1,8 @@
-"""A node's place in the mesh: the client of `CoordinatorService.Join` that every kind of node uses.
+"""The membership of a node: the client of `CoordinatorService.Join` that every kind of node uses.
 
-One stream carries the hello, then reports up and commands down. When the coordinator is away the node keeps working and joins
-again with backoff. Leaving in good order is told by the last report. What was reported on a lost stream is not repeated: the next hello tells the active weights, and the coordinator
-repeats commands that it has no answer to; handlers are therefore idempotent.
+One stream carries the hello, then reports to the coordinator and commands to the node. If the coordinator is unavailable, the node
+continues its work and joins again with back-off. The last report announces a clean leave. Reports on a lost stream are not repeated: the
+next hello contains the active weights, and the coordinator repeats commands without a response. So handlers must be idempotent.
 
     coordinator --commands--> inbox (bounded) --> handler task --weight reports--> outbox --> coordinator
                 --fleet-----> Fleet (snapshot)
@@ -41,37 +41,37 @@ from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
 _log = logging.getLogger(__name__)
 
 _HOPELESS = (InvalidInput, Unauthenticated, PermissionDenied, Unimplemented)
-"""Refusals that the same hello will meet again."""
+"""Errors that the same hello would get again."""
 
 
 class MembershipConfig(Settings):
-    """How a node stays in the mesh."""
+    """Timeouts and limits of a membership."""
 
     welcome_s: PositiveFloat = 10.0
-    """Longest wait for the coordinator's welcome before the stream is given up."""
+    """Longest wait for the coordinator's welcome before the stream is dropped, in seconds."""
     backoff_s: PositiveFloat = 0.1
     """First pause before joining again, in seconds; doubles with every consecutive failure up to `backoff_s_max`."""
     backoff_s_max: PositiveFloat = 5.0
-    """Longest pause: how late, at most, a restarted coordinator sees this node again."""
+    """Longest pause, in seconds. It bounds how late a restarted coordinator sees this node again."""
     commands_max: PositiveInt = 256
-    """Commands that may wait for the handler. More mean a stuck handler: the stream is dropped, and with it the commands."""
+    """Maximum number of commands that wait for the handler. More mean a stuck handler, so the stream is dropped with the commands."""
     leave_s: PositiveFloat = 5.0
-    """Longest wait for the last report when the node leaves."""
+    """Longest wait for the last report when the node leaves, in seconds."""
 
 
 class NodeHandler(Protocol):
-    """What the coordinator's messages mean to a node. `PassiveHandler` is a base that does nothing."""
+    """Handles the coordinator's messages for a node. `PassiveHandler` is a base class that does nothing."""
 
     def hello(self) -> coordinator_pb2.NodeHello:
-        """Who the node is now; asked at every joining, so that it tells the active weights."""
+        """Return the hello of the node. It is called at every join, so that it contains the active weights."""
         ...
 
     def report(self) -> coordinator_pb2.NodeReport:
-        """Load and what it waits for; weight reports are added to it."""
+        """Return the load and the reason of a wait. Weight reports are added to it."""
         ...
 
     async def on_weights(self, command: coordinator_pb2.WeightCommand) -> None:
-        """Carries out a weight command, or begins to; answers with `Membership.report_weights`. In order, idempotent."""
+        """Execute a weight command, or start to. Respond with `Membership.report_weights`. Commands come in order; the handler is idempotent."""
         ...
 
     async def on_cancel(self, command: coordinator_pb2.CancelEpisodes) -> None: ...
@@ -80,7 +80,7 @@ class NodeHandler(Protocol):
 
 
 class PassiveHandler:
-    """A node that has a name and does nothing on command."""
+    """A node that ignores commands."""
 
     def __init__(self, hello: coordinator_pb2.NodeHello) -> None:
         self._hello = hello
@@ -113,7 +113,7 @@ class Membership:
     ) -> None:
         self.fleet = fleet or KnownFleet()
         self.coordinator_id = ""
-        """The coordinator's life; changes when it restarts. Empty before the first welcome."""
+        """Id of the coordinator's process; changes when it restarts. Empty before the first welcome."""
         self.waiting_for = f"the coordinator at {address}"
         """Why this node is not joined; empty while it is."""
         self._address = address
@@ -139,13 +139,13 @@ class Membership:
         await self.stop()
 
     def start(self) -> None:
-        """Begins to join, in the background."""
+        """Start to join, in the background."""
         assert self._task is None, "already started"
         self._task = asyncio.create_task(self._run(), name=f"membership {self._handler.hello().node_id}")
         self._task.add_done_callback(_log_crash)
 
     async def stop(self) -> None:
-        """Sends the last report and leaves. Idempotent."""
+        """Send the last report and leave. Idempotent."""
         task, self._task = self._task, None
         if task is None:
             return
@@ -162,7 +162,7 @@ class Membership:
         return self._joined.is_set()
 
     async def wait_joined(self, timeout_s: float = 30.0) -> None:
-        """Returns once welcomed. Raises the coordinator's refusal (wrong token, wrong hello), or `Unavailable`."""
+        """Return after the welcome. Raises the coordinator's rejection (wrong token, wrong hello), or `Unavailable`."""
         waiting = asyncio.create_task(self._joined.wait())
         watched: list[asyncio.Task[Any]] = [waiting] if self._task is None else [waiting, self._task]
         try:
@@ -175,18 +175,18 @@ class Membership:
             raise Unavailable(f"not joined after {timeout_s} s: {self.waiting_for}; is the coordinator running?")
 
     def report_weights(self, report: coordinator_pb2.WeightReport) -> None:
-        """Sends what came of a weight command, at once."""
+        """Send the result of a weight command immediately."""
         self._weights.append(report)
         self._urgent.set()
 
     def report_now(self) -> None:
-        """Sends a report without waiting for the next heartbeat."""
+        """Send a report without waiting for the next heartbeat."""
         self._urgent.set()
 
     # One stream after another -----------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        # The node's name is the seed, so that nodes that lost the same coordinator do not return in step.
+        # The node's name is the seed, so that nodes that lost the same coordinator do not reconnect in step.
         backoff = Backoff(self._config, self._clock, random.Random(self._handler.hello().node_id))
         while not self._leaving:
             try:
@@ -209,7 +209,7 @@ class Membership:
         self.waiting_for = cause
 
     async def _serve_stream(self) -> None:
-        """One stream from hello to its end. Raises `MeshError` or TimeoutError when it is lost."""
+        """Run one stream from the hello to its end. Raises `MeshError` or TimeoutError when it is lost."""
         async with open_channel(self._address, access=self._access) as channel:
             stub: Any = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             call = stub.Join()
@@ -222,7 +222,7 @@ class Membership:
             await self._talk(call, heartbeat_s)
 
     def _hello(self) -> coordinator_pb2.NodeHello:
-        """A coordinator that restarted knows of no earlier command to drain."""
+        """A restarted coordinator has no earlier command to drain."""
         hello = coordinator_pb2.NodeHello()
         hello.CopyFrom(self._handler.hello())
         hello.draining = hello.draining or self._draining
@@ -275,7 +275,7 @@ class Membership:
             await self._heartbeat(heartbeat_s)
 
     async def _heartbeat(self, heartbeat_s: float) -> None:
-        """Waits for the next report to be due, or for something urgent."""
+        """Wait until the next report is due or urgent."""
         urgent = asyncio.create_task(self._urgent.wait())
         due = asyncio.create_task(self._clock.sleep(heartbeat_s))
         try:
@@ -307,7 +307,7 @@ class Membership:
         while True:
             message = await commands.get()
             verb = verbs.get(message.WhichOneof("message") or "")
-            if verb is not None:  # a newer coordinator may say more than we understand
+            if verb is not None:  # a newer coordinator may send messages that this version does not know
                 await verb(message)
 
     async def _on_drain(self) -> None:
@@ -316,7 +316,7 @@ class Membership:
 
 
 async def _send(call: Any, message: coordinator_pb2.JoinRequest) -> None:
-    """Writes, or raises the status that the call has ended with: grpc.aio tells a writer only that it is over."""
+    """Write, or raise the final status of the call. grpc.aio reports to a writer only that the call has ended."""
     try:
         await call.write(message)
     except asyncio.InvalidStateError:
@@ -325,6 +325,6 @@ async def _send(call: Any, message: coordinator_pb2.JoinRequest) -> None:
 
 
 def _log_crash(task: asyncio.Task[None]) -> None:
-    """A bug in a handler ends the membership; it is raised again by `stop`, which may come much later."""
+    """A bug in a handler ends the membership. `stop` raises it again."""
     if not task.cancelled() and (err := task.exception()) is not None:
         _log.critical("%s ended by a bug", task.get_name(), exc_info=err)

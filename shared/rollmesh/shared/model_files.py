@@ -1,7 +1,7 @@
-"""The small files of a model, offered by a host that has them and fetched by a node that starts with an empty disk.
+"""The small files of a model, which a host provides and a node with an empty disk fetches.
 
-Configuration, tokenizer, chat template: what a rollout worker or an engine reads before it has weights. Weights come from the depot,
-version by version, and are left out here by name and by size.
+They are configuration, tokenizer and chat template, which a rollout worker or an engine reads before it has weights. Weights come from
+the depot, version by version, and are excluded here by name and by size.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from rollmesh.v1 import coordinator_pb2
 SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 WEIGHT_INDEX = ".index.json"
 FILE_BYTES_MAX = 64 << 20
-"""A larger file is taken for weights and left out."""
+"""Maximum size of a small file, in bytes. A larger file counts as weights and is excluded."""
 PIECE_BYTES = 1 << 20
 FETCH_S_MAX = 120.0
 
 
 class ModelFiles:
-    """The small files in a model's folder, as they were when this was made."""
+    """The small files in a model's folder, as they were at construction."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.listing = [_describe(path) for path in sorted(folder.iterdir()) if _is_small(path)]
 
     async def pieces(self, names: Sequence[str]) -> AsyncIterator[coordinator_pb2.FetchModelFilesResponse]:
-        """The named files, or all. Raises `UnknownBlob`."""
+        """Return the named files, or all. Raises `UnknownBlob`."""
         known = [file.name for file in self.listing]
         for name in names:
             if name not in known:
-                raise UnknownBlob(f"no model file {name!r} is offered; there are {', '.join(known)}", file=name)
+                raise UnknownBlob(f"no model file {name!r} is offered; known: {', '.join(known)}", file=name)
         for name in known:
             if not names or name in names:
                 data = await asyncio.to_thread((self._folder / name).read_bytes)
@@ -47,7 +47,7 @@ class ModelFiles:
 
 
 async def fetch_model_files(stub: Any, listing: Sequence[coordinator_pb2.ModelFile], folder: Path) -> None:
-    """Brings the listed files into `folder`; those that are there already stay. Raises `HashMismatch` or what the server says."""
+    """Fetch the listed files into `folder`. Existing files stay. Raises `HashMismatch` or the error of the server."""
     missing = await asyncio.to_thread(_missing, folder, listing)
     if not missing:
         return
@@ -56,7 +56,7 @@ async def fetch_model_files(stub: Any, listing: Sequence[coordinator_pb2.ModelFi
     with typed_errors():
         async for piece in call:
             if len(content := contents.setdefault(piece.name, bytearray())) > FILE_BYTES_MAX:
-                break  # the digest tells below
+                break  # the digest is checked below
             content += piece.data
     for name, file in missing.items():
         await asyncio.to_thread(_store, folder, file, bytes(contents.get(name, b"")))
@@ -70,7 +70,7 @@ def _missing(folder: Path, listing: Sequence[coordinator_pb2.ModelFile]) -> dict
 def _store(folder: Path, file: coordinator_pb2.ModelFile, data: bytes) -> None:
     if Path(file.name).name != file.name or hashlib.sha256(data).hexdigest() != file.sha256:
         raise HashMismatch(
-            f"model file {file.name!r} came with another content than was announced ({len(data)} of {file.num_bytes} bytes); "
+            f"model file {file.name!r} has a different content than announced ({len(data)} of {file.num_bytes} bytes); "
             "try again",
             file=file.name,
         )

@@ -53,7 +53,7 @@ def _cached_snapshot(model: str) -> Path | None:
 
 
 def _hub_cache() -> Path:
-    """As huggingface_hub finds it."""
+    """Return the folder of the cache in the same way as huggingface_hub."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
@@ -73,7 +73,7 @@ def check_positions(config: Mapping[str, Any], context_max: int, *, model: str, 
 
 
 def positions_max(config: Mapping[str, Any]) -> int | None:
-    """Most tokens of a sequence by the fields of a configuration; None if they do not say.
+    """Return the maximum number of tokens of a sequence by the fields of a configuration; None if they do not state it.
 
     With `longrope` these are the original positions: beyond them all frequencies change, and the log-probs of earlier tokens would
     depend on the length of the sequence.

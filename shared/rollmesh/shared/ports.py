@@ -1,8 +1,8 @@
-"""TCP ports of this machine: some that stay free while nobody listens, and who has one.
+"""TCP ports of this machine: choose free ports that stay free, and find the owner of a port.
 
-A server whose clients come back after its restart needs a port that nothing takes meanwhile. The kernel gives outgoing connections
-ports of the ephemeral range, and a client that knocks at such a port while the server is away may even be given that very port: it
-then talks to itself, and the server finds its port taken. Linux only, by /proc.
+A server whose clients reconnect after its restart needs a port that no other process takes meanwhile. The kernel gives outgoing
+connections ports of the ephemeral range. A client that connects to such a port while the server is down may get that port as its own
+source port: it then connects to itself, and the server finds its port in use. Linux only, by /proc.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _COMMAND_CHARS_MAX = 100
 
 
 def lasting_ports(num: int, rng: random.Random | None = None) -> list[int]:
-    """Free ports on loopback, outside the ephemeral range unless that leaves no room."""
+    """Return free ports on loopback, outside the ephemeral range if possible."""
     rng = rng or random.SystemRandom()
     below = range(_LOWEST, _ephemeral_begin())
     found: list[int] = []
@@ -40,11 +40,11 @@ def lasting_ports(num: int, rng: random.Random | None = None) -> list[int]:
 
 
 def is_taken(host: str, port: int) -> bool:
-    """Whether a server could not listen there because somebody has the port. OSError for an address that is not this machine's."""
+    """Return whether the port is in use. OSError for an address that does not belong to this machine."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # old connections in TIME_WAIT keep nobody from listening
+        )  # old connections in TIME_WAIT do not prevent listening
         try:
             probe.bind((host, port))
         except OSError as err:
@@ -55,7 +55,7 @@ def is_taken(host: str, port: int) -> bool:
 
 
 def owner_of(port: int) -> str:
-    """Who has `port`, in words: a process with its command, as far as this user may see."""
+    """Describe the process that has `port`, with its command if this user may read it."""
     inodes = _sockets_at(port)
     for process in Path("/proc").glob("[0-9]*"):
         if inodes & _sockets_of(process):
@@ -71,7 +71,7 @@ def _ephemeral_begin() -> int:
 
 
 def _sockets_at(port: int) -> set[str]:
-    """Inodes of listening sockets; of any, if none listens."""
+    """Return the inodes of listening sockets, or of any socket if none listens."""
     rows = []
     for name in ("tcp", "tcp6"):
         try:
@@ -90,7 +90,7 @@ def _sockets_of(process: Path) -> set[str]:
             target = descriptor.readlink().name
             if target.startswith("socket:["):
                 found.add(target[8:-1])
-    except OSError:  # ended meanwhile, or another user's
+    except OSError:  # exited meanwhile, or belongs to another user
         pass
     return found
 

@@ -1,4 +1,4 @@
-"""What this process reports about itself when its nodes join a mesh: build, host, and where its metrics and spans are."""
+"""The information that a process reports when its nodes join a mesh: build, host, and addresses of metrics and spans."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from importlib import metadata
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """As `ProcessInfo` of coordinator.proto."""
+    """The fields of `ProcessInfo` in coordinator.proto."""
 
     version: str = ""
-    """Of the installed package; empty if it is not installed."""
+    """Version of the installed package; empty if it is not installed."""
     host: str = ""
     metrics_address: str = ""
     """host:port of /metrics; empty without metrics."""
@@ -34,11 +34,11 @@ _observed = ProcessInfo()
 
 
 def observe_at(*, metrics_address: str, traces_folder: str) -> None:
-    """Record where this process serves its metrics and writes its spans; empty where it does not."""
+    """Record where this process serves its metrics and writes its spans; empty if it does not."""
     global _observed
     _observed = replace(_observed, metrics_address=metrics_address, traces_folder=traces_folder)
 
 
 def this_process() -> ProcessInfo:
-    """What this process reports now."""
+    """Return the current information of this process."""
     return replace(_observed, version=installed_version(), host=socket.gethostname())

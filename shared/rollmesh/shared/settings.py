@@ -55,7 +55,7 @@ class Settings(msgspec.Struct, frozen=True, metaclass=_SettingsMeta):
 
 
 def expectation(node: inspect.Type) -> str:
-    """What a value of this type must be beyond its type, such as "must be in [0, 60]"; empty if every value will do."""
+    """Return the requirement on a value of this type, such as "must be in [0, 60]"; empty if every value is valid."""
     node = plain(node)
     if isinstance(node, inspect.IntType | inspect.FloatType):
         return f"must be {text}" if (text := range_text(node)) else ""
@@ -69,7 +69,7 @@ def expectation(node: inspect.Type) -> str:
 
 
 def range_text(node: inspect.Type) -> str:
-    """The range of a number: ">= 1", "in [0, 60]", "in (0, 1)"; empty if there is none."""
+    """Return the range of a number: ">= 1", "in [0, 60]", "in (0, 1)"; empty without a range."""
     node = plain(node)
     if not isinstance(node, inspect.IntType | inspect.FloatType):
         return ""
@@ -86,7 +86,7 @@ def _number(value: float) -> str:
 
 
 def plain(node: inspect.Type) -> inspect.Type:
-    """`node` without metadata, and the only type of an optional one."""
+    """Return `node` without metadata. For an optional type, return its other type."""
     while isinstance(node, inspect.Metadata):
         node = node.type
     if isinstance(node, inspect.UnionType):
@@ -111,7 +111,7 @@ def _is_constrained(node: inspect.Type) -> bool:
 
 
 def _problems(node: inspect.Type, value: Any) -> Iterator[tuple[str, str]]:
-    """Path below the field ("" for itself) and what is wrong."""
+    """Yield the path below the field ("" for the field) and the problem, for each wrong value."""
     if value is None:
         return
     node = plain(node)
@@ -141,7 +141,7 @@ def _meets(node: inspect.Type, value: Any) -> bool:
 
 
 def shown(value: object) -> str:
-    """`value` for a message, cut to 100 characters."""
+    """Return `value` for a message, truncated to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]}... ({len(text)} characters)"
 
@@ -150,9 +150,9 @@ def shown(value: object) -> str:
 
 
 def may_change(type_: type, key: str) -> bool:
-    """Whether a resumed run may have another value at a dotted key of this configuration. The innermost mark decides; without one, no.
+    """Return whether a resumed run may have another value at a dotted key of this configuration.
 
-    An unknown key follows the section that it is in.
+    The innermost mark decides. Without a mark the key is fixed. An unknown key follows the section that it is in.
     """
     node: inspect.Type | None = inspect.type_info(type_)
     live = False

@@ -1,4 +1,4 @@
-"""The signals that ask a process of rollmesh to stop in order."""
+"""The signals that ask a process of rollmesh to stop cleanly."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import signal
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """SIGINT, SIGTERM, and SIGHUP unless it is ignored, as `nohup` arranges.
+    """Return SIGINT, SIGTERM and, unless it is ignored as under `nohup`, SIGHUP.
 
-    SIGHUP comes when the terminal or its SSH session is closed. Its default action would end the process at once.
+    SIGHUP is sent when the terminal or its SSH session is closed. Its default action would end the process immediately.
     """
     hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
     return (signal.SIGINT, signal.SIGTERM, *hang_up)

@@ -97,14 +97,14 @@ def test_a_run_without_its_ledger_says_so_when_it_is_resumed_or_read(tmp_path: P
 def test_a_second_owner_changes_nothing_in_a_run_that_is_running(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
     before = folder.config.read_text(), left(folder)
-    with owned(folder.root), pytest.raises(RunFolderBusy, match="goes on in process"):
+    with owned(folder.root), pytest.raises(RunFolderBusy, match="process .* executes this run"):
         run_training(folder.root, ["run.updates_max=7"], console=Console())
     assert (folder.config.read_text(), left(folder)) == (before[0], before[1] | {"owner.lock"})
 
 
 def test_a_running_run_and_a_folder_that_is_none_are_left_alone(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
-    with owned(folder.root), pytest.raises(RunFolderBusy, match="goes on in process"):
+    with owned(folder.root), pytest.raises(RunFolderBusy, match="process .* executes this run"):
         clean_folder(folder.root, CleanOptions())
     with pytest.raises(ConfigError, match="not the folder of a run"):
         clean_folder(tmp_path, CleanOptions())

@@ -34,7 +34,7 @@ time.sleep(600)
 
 @dataclass
 class Ward:
-    """A child that runs `code` in a folder of its own."""
+    """A child that runs `code` in a separate folder."""
 
     folder: Path
     child: Child

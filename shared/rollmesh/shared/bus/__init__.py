@@ -1,1 +1,1 @@
-"""The log that outlives its speakers: the port, its JetStream and in-memory forms, and the embedded server."""
+"""The durable log: the port, its JetStream implementation, and the embedded server."""

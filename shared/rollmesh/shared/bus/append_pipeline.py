@@ -1,14 +1,14 @@
 """Many appends of one stream in flight, stored in order, across lost connections: go-back-N over JetStream's acks.
 
-Entries wait in a queue in the order of submission; a task takes the ack of the head, resolves it, and goes on. If an ack does not
-come (the connection broke, the server was killed), every entry still in the queue is sent again, in order, with its message id:
+Entries wait in a queue in the order of submission; a task takes the ack of the head, resolves it, and continues. If an ack does not
+arrive (the connection broke, the server was killed), every entry still in the queue is sent again, in order, with its message id:
 
 - stored, ack lost: within the dedup window JetStream answers with the first sequence; past it, an append with an expected sequence
-  is refused, and the record that stands there carries our id. Both count as success.
+  is refused, and the record at that position has the same id. Both count as success.
 - never stored: it is stored now.
-- a follower in the queue was refused because its predecessor was lost: its refusal is never looked at, for it is sent again too.
+- a follower in the queue was refused because its predecessor was lost: its rejection is ignored, because it is sent again too.
 
-So a refusal of the *head* is final, and `WrongLastSequence` means that another writer's record stands there.
+So a rejection of the *head* is final, and `WrongLastSequence` means that another writer's record is at that position.
 Bounded by the number and the bytes of entries in the queue; each entry fails with `BusUnavailable` at its own deadline.
 """
 
@@ -64,19 +64,21 @@ class AppendPipeline:
         self._queue: deque[_Entry] = deque()
         self._num_bytes = 0
         self._changed = asyncio.Condition()
-        self._admitting = asyncio.Lock()  # held while waiting for room; never by the collector, who makes the room
-        self._sending = asyncio.Lock()  # held while the order on the wire is being made
+        self._admitting = (
+            asyncio.Lock()
+        )  # held while waiting for space; the collector, which frees space, never holds it
+        self._sending = asyncio.Lock()  # held while the order of sending is determined
         self._task: asyncio.Task[None] | None = None
         link.on_lost.add(self._connection_lost)
 
     async def submit(
         self, payload: bytes, msg_id: str, expected_last_seq: int | None, headers: Mapping[str, str], deadline_s: float
     ) -> asyncio.Future[int]:
-        """Queues one append, sends it if the connection is up, and returns the future of its sequence."""
+        """Queue one append, send it if the connection is up, and return the future of its sequence."""
         loop = asyncio.get_running_loop()
         wire_headers = _headers(self._stream, msg_id, expected_last_seq, headers)
         num_bytes = len(payload) + sum(len(key) + len(value) + 4 for key, value in wire_headers.items()) + 16
-        # Checked here with the headers: nats-py counts the payload only, and the server hangs up on what is too large.
+        # Checked here with the headers: nats-py counts the payload only, and the server closes the connection for a message that is too large.
         if num_bytes > (limit := self._link.client.max_payload):
             raise PayloadTooLarge(
                 f"a record of {num_bytes} bytes exceeds NATS's max_payload of {limit}; send less at once"
@@ -94,7 +96,7 @@ class AppendPipeline:
         return entry.result
 
     async def close(self) -> None:
-        """Fails what is in flight with `BusUnavailable`; it may or may not be stored."""
+        """Fail the appends in flight with `BusUnavailable`. They may or may not be stored."""
         self._link.on_lost.discard(self._connection_lost)
         if self._task is not None:
             self._task.cancel()
@@ -104,7 +106,7 @@ class AppendPipeline:
             await self._finish(self._queue[0], BusUnavailable(f"{self._stream} was closed with appends in flight"))
 
     async def _admit(self, entry: _Entry) -> None:
-        """Waits for room, then queues and sends as one step: the order on the wire is the order of the queue."""
+        """Wait for space, then queue and send in one step, so that records are sent in the order of the queue."""
         try:
             async with asyncio.timeout_at(entry.until_s), self._admitting:
                 async with self._changed:
@@ -126,7 +128,7 @@ class AppendPipeline:
             self._task.add_done_callback(self._collector_ended)
 
     def _collector_ended(self, task: asyncio.Task[None]) -> None:
-        """A bug in the collector must reach those who wait for it."""
+        """Pass a bug in the collector to the callers that wait for it."""
         if not task.cancelled() and (err := task.exception()) is not None:
             for entry in self._queue:
                 if not entry.result.done():
@@ -134,25 +136,25 @@ class AppendPipeline:
             self._queue.clear()
 
     def _has_room(self, entry: _Entry) -> bool:
-        # An empty queue admits anything: a payload over the byte limit must not wait for ever.
+        # An empty queue accepts any payload, because a payload over the byte limit would otherwise wait forever.
         fits = self._num_bytes + len(entry.payload) <= self._inflight_bytes_max
         return not self._queue or (len(self._queue) < self._inflight_max and fits)
 
     async def _send(self, entry: _Entry) -> None:
-        """Publishes once. Without a connection the entry stays without ack, and the collector sends it when it is back."""
+        """Publish once. Without a connection the entry stays without ack, and the collector sends it after the reconnect."""
         if not self._link.client.is_connected:
             return
         with contextlib.suppress(OSError, nats.errors.Error):
             entry.ack = await self._link.publish(self._stream, entry.payload, entry.headers)
 
     def _connection_lost(self) -> None:
-        """Acks of what was sent on the lost connection will not come."""
+        """Acks of records sent on the lost connection will not arrive."""
         for entry in self._queue:
             if entry.ack is not None and not entry.ack.done():
                 entry.ack.set_exception(nats.errors.ConnectionClosedError())
 
     async def _collect(self) -> None:
-        """Resolves entries from the head on, until the queue is empty."""
+        """Resolve entries from the head until the queue is empty."""
         while self._queue:
             head = self._queue[0]
             try:
@@ -183,7 +185,7 @@ class AppendPipeline:
             raise
 
     async def _own_record(self, entry: _Entry) -> int:
-        """The refused entry's sequence if the record in its place is its own; else the writer is fenced."""
+        """Return the sequence of a rejected entry if the record at its position has its id; otherwise the writer is fenced."""
         assert entry.expected_last_seq is not None
         place = entry.expected_last_seq + 1
         with contextlib.suppress(UnknownRecord):
@@ -244,6 +246,6 @@ def _headers(stream: str, msg_id: str, expected_last_seq: int | None, headers: M
 
 
 def _mark_retrieved(future: asyncio.Future[Any]) -> None:
-    """Callers may drop a future; asyncio would then complain of an exception nobody read."""
+    """Read the exception, because asyncio reports exceptions of futures that callers have dropped."""
     if not future.cancelled():
         future.exception()

@@ -20,51 +20,51 @@ from rollmesh.shared.errors import Aborted, InvalidInput, NotFound, ResourceExha
 
 
 class WrongLastSequence(Aborted):
-    """Another writer's record stands where this append belonged: this writer is fenced and must stop.
+    """Another writer's record is at the position of this append, so this writer is fenced and must stop.
 
-    A lost ack never looks like this: the bus reads the record in question and, if it carries this append's own `msg_id`, succeeds.
+    A lost ack does not raise it: the bus reads the record and succeeds if it has the `msg_id` of this append.
     """
 
     reason = "WRONG_LAST_SEQUENCE"
 
 
 class StreamFull(ResourceExhausted):
-    """The stream is at its limit and refuses new records: back-pressure. Purge what is dead, or wait."""
+    """The stream is at its limit and rejects new records (back-pressure). Purge records or wait."""
 
     reason = "STREAM_FULL"
     retry_after_s_default = 1.0
 
 
 class BusUnavailable(Unavailable):
-    """No answer from the bus within the deadline. The record may or may not be stored; append it again with the same `msg_id`."""
+    """The bus did not respond within the deadline. The record may or may not be stored; append it again with the same `msg_id`."""
 
     reason = "BUS_UNAVAILABLE"
 
 
 class UnknownStream(NotFound):
-    """No such stream."""
+    """The stream does not exist."""
 
     reason = "UNKNOWN_STREAM"
 
 
 class UnknownRecord(NotFound):
-    """No record with this sequence: purged, or not yet written."""
+    """The record with this sequence was purged or is not yet written."""
 
     reason = "UNKNOWN_RECORD"
 
 
 class Discard(Enum):
-    """What a full stream does."""
+    """How a full stream handles new records."""
 
     NEW = "new"
-    """Refuse new records with `StreamFull`."""
+    """Reject new records with `StreamFull`."""
     OLD = "old"
-    """Drop the oldest ones."""
+    """Drop the oldest records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamSpec:
-    """What a stream is called and what it may hold."""
+    """Name and limits of a stream."""
 
     name: str
     """Letters, digits, dash and underscore."""
@@ -79,9 +79,9 @@ class StreamSpec:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,128}", self.name):
-            raise ValueError(f"name must be 1-128 letters, digits, dashes or underscores, got {self.name!r}")
+            raise ValueError(f"`name` must be 1-128 letters, digits, dashes or underscores, got {self.name!r}")
         if self.bytes_max < 1:
-            raise ValueError(f"bytes_max must be positive, got {self.bytes_max}")
+            raise ValueError(f"`bytes_max` must be >= 1, got {self.bytes_max}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class StreamRecord:
     payload: bytes
     msg_id: str
     headers: Mapping[str, str] = field(default_factory=dict)
-    """The writer's own headers and the W3C trace context; none of the bus's."""
+    """The headers of the writer and the W3C trace context, without headers of the bus."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +122,9 @@ class StreamLog(Protocol):
         headers: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
     ) -> int:
-        """Stores one record and returns its sequence; the earlier one if `msg_id` is stored already.
+        """Store one record and return its sequence, or the earlier sequence if `msg_id` is stored already.
 
-        Tries again until `deadline_s` (default: the bus's own) is over. `expected_last_seq=0` means "the stream is still empty".
+        Retries until `deadline_s` (default: the deadline of the bus) has passed. `expected_last_seq=0` means "the stream is still empty".
         Raises `WrongLastSequence`, `StreamFull`, `PayloadTooLarge`, `InvalidInput`, `BusUnavailable`.
         """
         ...
@@ -138,7 +138,7 @@ class StreamLog(Protocol):
         headers: Mapping[str, str] | None = None,
         deadline_s: float | None = None,
     ) -> asyncio.Future[int]:
-        """As `append`, but returns once the record is on its way; the future gives its sequence.
+        """As `append`, but return when the record has been sent. The future gives its sequence.
 
         Records of one `StreamLog` are stored in the order of the calls, also across reconnects; their futures resolve in that order.
         Waits while the bus's limit of records in flight is reached.
@@ -146,34 +146,34 @@ class StreamLog(Protocol):
         ...
 
     async def read(self, seq: int) -> StreamRecord:
-        """The record with this sequence, as the stream's leader knows it. Raises `UnknownRecord`."""
+        """Return the record with this sequence from the stream's leader. Raises `UnknownRecord`."""
         ...
 
     async def read_direct(self, seq: int) -> StreamRecord:
-        """The same, for large records whose sequence is known: any replica may answer, the leader if that one lacks it."""
+        """The same, for large records whose sequence is known. Any replica may respond, or the leader if the replica lacks the record."""
         ...
 
     def read_range(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
-        """Records from `from_seq` up to the newest one that was stored when the call began; removed ones are skipped.
+        """Yield records from `from_seq` up to the newest one that was stored when the call began; removed ones are skipped.
 
-        Raises `BusUnavailable` if the bus gives no record within its deadline although there are some: the wait is bounded.
+        Raises `BusUnavailable` if the bus returns no record within its deadline although some exist, so the wait is bounded.
         """
         ...
 
     def follow(self, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
-        """Records from `from_seq` on, each once, in order, without end; purged ones are skipped. Survives reconnects."""
+        """Yield records from `from_seq` on, each once, in order, without end; purged ones are skipped. Survives reconnects."""
         ...
 
     async def last(self) -> StreamRecord | None:
-        """The newest record; None if the stream holds none."""
+        """Return the newest record; None if the stream is empty."""
         ...
 
     async def purge_below(self, seq: int) -> None:
-        """Removes all records before `seq`. Raises `InvalidInput` if the stream forbids it."""
+        """Remove all records before `seq`. Raises `InvalidInput` if the stream forbids it."""
         ...
 
     async def info(self) -> StreamInfo:
-        """The stream's state now."""
+        """Return the current state of the stream."""
         ...
 
 
@@ -181,28 +181,28 @@ class Bus(Protocol):
     """A set of streams."""
 
     async def create(self, spec: StreamSpec) -> StreamLog:
-        """Opens the stream, creating it or adjusting its limits if need be. Idempotent."""
+        """Open the stream. Create it, or adjust its limits, if necessary. Idempotent."""
         ...
 
     async def open(self, name: str) -> StreamLog:
-        """An existing stream. Raises `UnknownStream`."""
+        """Return an existing stream. Raises `UnknownStream`."""
         ...
 
     async def names(self) -> list[str]:
-        """The names of all streams, sorted."""
+        """Return the names of all streams, sorted."""
         ...
 
     async def delete(self, name: str) -> None:
-        """Removes a stream and all it holds. Idempotent."""
+        """Remove a stream and its records. Idempotent."""
         ...
 
     async def close(self) -> None:
-        """Ends all streams' appends and followers, and the connection. Idempotent."""
+        """End the appends and followers of all streams, and the connection. Idempotent."""
         ...
 
 
 def check_append(msg_id: str, headers: Mapping[str, str] | None) -> None:
-    """Raises `InvalidInput` for what no implementation can store."""
+    """Raise `InvalidInput` for a record that an implementation cannot store."""
     if not msg_id:
         raise InvalidInput("msg_id must not be empty; it is what makes an append idempotent")
     for text in (msg_id, *(part for item in (headers or {}).items() for part in item)):

@@ -1,10 +1,9 @@
-"""A nats-server of our own, in the run folder: started, stopped, killed and restarted by the mesh.
+"""An embedded nats-server in the run folder, which the mesh starts, stops, kills and restarts.
 
-The port is chosen at the first start and kept in the folder, so that clients find the server again after a restart. Streams live in
-`FOLDER/jetstream`. The server wants user and password, listens on loopback unless it has TLS and is told
-another host, and dies with the thread that started it (Linux counts the
-parent's *thread*): start it from the main thread or one that lives as long as the run. An ack means "written", not "on disk": it
-survives any killed process, and a lost host only with `sync_always`.
+The port is chosen at the first start and kept in the folder, so that clients find the server again after a restart. Streams are stored in
+`FOLDER/jetstream`. The server requires a user and a password. It listens on loopback unless it has TLS and another host is configured.
+The kernel kills it when the *thread* that started it ends, so start it from the main thread or from one that runs as long as the run.
+An ack means "written", not "on disk": the record survives any killed process, and a lost host only with `sync_always`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ _DISK_POLL_S = 0.5
 _LOG_TAIL_CHARS = 600
 
 # Runs in a fresh interpreter and becomes nats-server. Python code between fork and exec in the mesh's own process (preexec_fn) could
-# deadlock on a lock that another of its threads held. PR_SET_PDEATHSIG (1) survives exec; the parent may have died before it was set.
-# SIGKILL, since a stopped server would not act upon SIGTERM; the store survives it, as it must survive any crash.
-# The lock is held by the server's process as long as it lives: a second server would open the same store before it finds the port taken.
+# deadlock on a lock that another of its threads held. PR_SET_PDEATHSIG (1) survives exec; the parent may have exited before it was set.
+# SIGKILL, because a stopped server does not handle SIGTERM; the store survives it, as it must survive any crash.
+# The server's process holds the lock until it exits: a second server would open the same store before it finds the port taken.
 _LAUNCHER = """
 import ctypes, fcntl, os, signal, sys
 parent, lock, *command = sys.argv[1:]
@@ -54,19 +53,19 @@ class EmbeddedServerConfig(Settings):
     """The embedded nats-server."""
 
     payload_bytes_max: PositiveInt = 8 * 1024 * 1024
-    """Largest record; NATS advises against more than 8 MiB."""
+    """Maximum size of a record, in bytes. NATS advises against more than 8 MiB."""
     store_bytes_max: PositiveInt = 16 * 1024 * 1024 * 1024
-    """Disk that all streams together may reserve."""
+    """Disk that all streams together may reserve, in bytes."""
     sync_always: bool = False
-    """Whether each write is forced to disk before its ack: safe against power loss, 10 to 100 times slower."""
+    """Whether each write is forced to disk before its ack. This is safe against power loss and 10 to 100 times slower."""
     start_s: PositiveFloat = 10.0
-    """How long the server may take until it answers; recovery of a large store counts."""
+    """Timeout for the server to respond after its start, including the recovery of a large store, in seconds."""
     stop_s: PositiveFloat = 10.0
-    """How long an orderly stop may take before it is killed."""
+    """Timeout of a clean stop before the server is killed, in seconds."""
 
     disk_free_bytes_min: NonNegativeInt = 64 * 1024 * 1024
-    """With less room on its disk the run stops with that cause: a nats-server whose disk is full acknowledges nothing more, says so only
-    in its log, and needs a restart when there is room again. Larger than what arrives within a second."""
+    """Free bytes on the disk of the streams below which the run stops with that cause. A nats-server whose disk is full sends no acks, logs
+    the error only in its log file, and needs a restart after space was freed. It must exceed the data that arrives within a second."""
 
 
 class EmbeddedServer:
@@ -81,7 +80,7 @@ class EmbeddedServer:
         host: str = "127.0.0.1",
         advertise: str = "",
     ) -> None:
-        """`host` is where it listens, `advertise` what others are told of it (empty: `host`). ConfigError if that is unsafe."""
+        """The server listens on `host` and advertises `advertise` (empty: `host`). ConfigError if that is unsafe."""
         if login.tls is None:
             require_local(join_host_port(host, 0))
         self._folder = Path(folder).resolve()
@@ -94,7 +93,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """nats://HOST:PORT, tls:// where it speaks TLS, once it has been started."""
+        """nats://HOST:PORT, or tls:// with TLS, after the start."""
         assert self._port, "start() the server first"
         scheme = "tls" if self._login.tls else "nats"
         return f"{scheme}://{advertised(join_host_port(self._host, 0), self._advertise, self._port)}"
@@ -105,12 +104,12 @@ class EmbeddedServer:
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def known_url(self) -> str:
-        """The URL at which this or another process has started a server over this folder; empty if none ever has."""
+        """Return the URL of the server that this or another process has started over this folder; empty before the first start."""
         self._port = self._port or _read_port(self._folder / "port")
         return self.url if self._port else ""
 
     async def start(self) -> str:
-        """Starts the server, waits until it answers, and returns its URL. Raises `BusUnavailable` with the end of its log."""
+        """Start the server, wait until it responds, and return its URL. Raises `BusUnavailable` with the end of its log."""
         assert self.pid is None, "already running"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._process = self._spawn()
@@ -122,17 +121,17 @@ class EmbeddedServer:
         return self.url
 
     async def watch_disk(self) -> None:
-        """For ever, or until the disk of its streams is nearly full: then raises `DiskFull`, while everything is still stored."""
-        while (free := free_bytes(self._folder)) >= self._config.disk_free_bytes_min:  # noqa: ASYNC110 (nobody tells of a disk)
+        """Wait until the disk of the streams is nearly full. Then raise `DiskFull`, while records can still be stored."""
+        while (free := free_bytes(self._folder)) >= self._config.disk_free_bytes_min:  # noqa: ASYNC110 (the kernel does not report a full disk)
             await asyncio.sleep(_DISK_POLL_S)
         raise DiskFull(
             f"{self._folder}: {free >> 20} MiB are left on the disk of the streams, fewer than bus.embedded.disk_free_bytes_min "
-            f"({self._config.disk_free_bytes_min >> 20} MiB); free some, e.g. by `rollmesh clean`, then go on with the run",
+            f"({self._config.disk_free_bytes_min >> 20} MiB); free some, e.g. by `rollmesh clean`, then resume the run",
             path=self._folder,
         )
 
     async def stop(self) -> None:
-        """Stops the server in good order, or kills it after `stop_s`. Idempotent."""
+        """Stop the server cleanly, or kill it after `stop_s`. Idempotent."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -148,14 +147,14 @@ class EmbeddedServer:
             raise
 
     def kill(self) -> None:
-        """Kills the server with SIGKILL, as a crash would. Idempotent."""
+        """Kill the server with SIGKILL, like a crash. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.wait()
 
     async def restart(self) -> str:
-        """Stops it if it runs, and starts it again over the same folder and port."""
+        """Stop the server if it runs, and start it over the same folder and port."""
         await self.stop()
         return await self.start()
 
@@ -170,7 +169,7 @@ class EmbeddedServer:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         for stale in self._folder.glob("nats-server_*.ports"):
-            stale.unlink()  # left by a killed server; its process id may come again
+            stale.unlink()  # left by a killed server; its process id may be reused
         server = [find_binary(), "-c", str(self._write_config()), "--ports_file_dir", str(self._folder)]
         launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(self._folder / "lock")]
         with open(self._folder / "stderr.log", "wb") as stderr:
@@ -179,7 +178,7 @@ class EmbeddedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
-                start_new_session=True,  # Ctrl-C is for the mesh, which stops the server last
+                start_new_session=True,  # the mesh handles Ctrl-C and stops the server last
             )
 
     async def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
@@ -227,7 +226,7 @@ authorization {{
 }}
 """
         path.touch(mode=0o600)
-        path.chmod(0o600)  # it holds the password
+        path.chmod(0o600)  # it contains the password
         path.write_text(text)
         return path
 
@@ -245,7 +244,7 @@ def _tls_block(tls: Tls | None) -> str:
 
 
 def find_binary() -> str:
-    """The nats-server beside this interpreter, or on the PATH. Raises BusUnavailable."""
+    """Return the nats-server beside this interpreter, or on the PATH. Raises BusUnavailable."""
     found = shutil.which(
         "nats-server", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )

@@ -1,7 +1,7 @@
 """The bus over NATS JetStream: an embedded nats-server or a cluster, one URL and a login.
 
-Each stream has one subject, its own name. Reads follow an ephemeral consumer that is made again wherever it was lost, appends go
-through `append_pipeline`. While the server is away every call waits for it up to its own deadline, then raises `BusUnavailable`.
+Each stream has one subject, its own name. Reads follow an ephemeral consumer that is created again when it was lost. Appends go
+through `append_pipeline`. While the server is unavailable, every call waits up to its deadline, then raises `BusUnavailable`.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ _T = TypeVar("_T")
 
 
 class JetStreamConfig(Settings):
-    """How a client of JetStream behaves."""
+    """Timeouts and limits of a client of JetStream."""
 
     deadline_s: PositiveFloat = 30.0
-    """How long a call may wait for the server, reconnects included, unless it says otherwise."""
+    """Default deadline of a call, including reconnects, in seconds."""
     connect_s: PositiveFloat = 5.0
-    """How long the first connection may take."""
+    """Timeout of the first connection, in seconds."""
     attempt_s: PositiveFloat = 5.0
-    """How long one request waits for its answer before it is sent again."""
+    """Timeout of one request before it is sent again, in seconds."""
     reconnect_wait_s: PositiveFloat = 0.1
-    """Pause between attempts to reconnect. They never end: a run outlives its server's restarts."""
+    """Pause between attempts to reconnect, in seconds. Their number is unlimited, because a run survives restarts of the server."""
     inflight_max: PositiveInt = 256
-    """Appends of one stream that may be unacknowledged; further ones wait."""
+    """Maximum number of unacknowledged appends of one stream; further appends wait."""
     inflight_bytes_max: PositiveInt = 64 * 1024 * 1024
-    """The same in payload bytes."""
+    """Maximum payload bytes of unacknowledged appends of one stream."""
     pull_batch: PositiveInt = 128
-    """Records that a reader asks for at once; each may be as large as a record can be."""
+    """Records that a reader requests at once. Each may have the maximum size of a record."""
 
 
 class JetStreamBus:
-    """A connection to JetStream. Make it with `connect`."""
+    """A connection to JetStream. Create it with `connect`."""
 
     def __init__(self, client: Client, link: Link, config: JetStreamConfig, url: str) -> None:
         self.url = url
@@ -73,7 +73,7 @@ class JetStreamBus:
     async def connect(
         cls, url: str, *, login: BusLogin | None = None, config: JetStreamConfig | None = None
     ) -> JetStreamBus:
-        """Connects to a server or cluster (`url` may list several, comma-separated). Raises `BusUnavailable`."""
+        """Connect to a server or cluster (`url` may list several, comma-separated). Raises `BusUnavailable`."""
         config = config or JetStreamConfig()
         client = Client()
         link = Link(client, config.attempt_s)
@@ -86,7 +86,7 @@ class JetStreamBus:
                 problems.append(err)
                 raise_if_cancelled()  # a limit that was lost in an attempt failing just then would end no further one
                 if "authorization" in str(err).lower():
-                    limit.reschedule(0.0)  # trying again will not make the password right
+                    limit.reschedule(0.0)  # a retry would fail with the same password
 
         connected = False
         try:
