@@ -18,7 +18,7 @@ def described(tool: dict[str, object], profile: dict[str, object]) -> ToolConfig
 
 def test_the_demos_calculator_is_described_by_its_docstring_and_signature() -> None:
     function = tool_schema("calculator", rollout_config(MeshConfig()).tools["calculator"])["function"]
-    assert function["description"].startswith("The value of `text`")
+    assert function["description"].startswith("Return the value of `text`")
     assert function["parameters"] == {
         "type": "object",
         "properties": {"text": {"type": "string"}},
