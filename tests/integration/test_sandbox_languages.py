@@ -468,7 +468,7 @@ async def test_languages_of_the_operator_run_in_the_jail_under_its_limits(tmp_pa
         broken = await run(engine, "c89", "int main(void) { nonsense }")
         assert (broken.outcome, broken.error_type) == (RunOutcome.ERROR, "CompileError")
         assert not (await run(engine, "python", "import os; os.listdir('.')")).stdout
-        with pytest.raises(InvalidInput, match=r"language 'ada' is not here.*sed, c89"):
+        with pytest.raises(InvalidInput, match=r"language 'ada' is not available.*sed, c89"):
             await run(engine, "ada", "")
     finally:
         await engine.close()

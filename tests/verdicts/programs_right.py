@@ -132,7 +132,7 @@ SOURCES = (
     right("print shadowed", ANSWER + "say = print\ndef print(*_): pass\nsay(a + b)"),
     right("exit shadowed", ANSWER + "def exit(code): print(code)\nexit(a + b)"),
     right("gc switched off", "import gc\ngc.disable()\n" + SUM),
-    right("a temporary file", ANSWER + "with open('notes.txt', 'w') as file: file.write(str(a + b))\nprint(open('notes.txt').read())"),
+    right("a file that it wrote", ANSWER + "with open('notes.txt', 'w') as file: file.write(str(a + b))\nprint(open('notes.txt').read())"),
     right("a temporary file", ANSWER + "import tempfile\nwith tempfile.TemporaryFile('w+') as file:\n    file.write(str(a + b))\n    file.seek(0)\n    print(file.read())"),
     right("its own module path", ANSWER + "import sys, os\nassert sys.path[0] == os.path.dirname(os.path.abspath(__file__))\nprint(a + b)"),
     right("standard modules", ANSWER + "import bisect, collections, decimal, fractions, functools, heapq, itertools, math, operator, random, re, statistics, string, time\nprint(functools.reduce(operator.add, (a, b)))"),

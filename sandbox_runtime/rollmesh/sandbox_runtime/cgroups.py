@@ -56,8 +56,10 @@ class Cgroup:
         """Write the limits unless they are set already."""
         if limits == self._limits:
             return
-        if (memory := self.directories.get(_MEMORY)) is not None:
-            _lift_swap(self.version, memory)
+        memory = self.directories.get(_MEMORY)
+        # Version 1 bounds memory and swap together, and rejects a memory limit above that bound.
+        if self.version == 1 and memory is not None and (memory / _MEMORY_AND_SWAP).exists():
+            (memory / _MEMORY_AND_SWAP).write_text("-1")
         for controller, path in self.directories.items():
             for name, value in _settings(self.version, controller, limits):
                 (path / name).write_text(value)
@@ -155,13 +157,6 @@ def _settings(version: int, controller: str, limits: Limits) -> list[tuple[str, 
     if controller == _CPU:
         return [("cpu.cfs_period_us", str(_PERIOD_US)), ("cpu.cfs_quota_us", str(quota_us))]
     return [("memory.limit_in_bytes", memory_bytes)]
-
-
-def _lift_swap(version: int, path: Path) -> None:
-    """Remove the swap limit first. Version 1 bounds memory and swap together, and rejects a memory limit above that
-    bound."""
-    if version == 1 and (path / _MEMORY_AND_SWAP).exists():
-        (path / _MEMORY_AND_SWAP).write_text("-1")
 
 
 def _bound_swap(version: int, path: Path, limits: Limits) -> None:

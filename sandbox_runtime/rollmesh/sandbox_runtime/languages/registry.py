@@ -51,7 +51,8 @@ class Languages:
         except MemoryError:
             return port.failed("MemoryError", "out of memory", port.MEMORY)
         except OSError as error:
-            return _out_of(error)
+            exhausted = {errno.EAGAIN: port.PROCESSES, errno.ENOMEM: port.MEMORY}
+            return port.failed(type(error).__name__, str(error), exhausted.get(error.errno or 0, port.ERROR))
 
     def _run(self, program: Program, wall_s: float, emit: Emit | None) -> Reply:
         if program.language == PYTHON:
@@ -72,9 +73,3 @@ def _not_here(language: str) -> str:
     library = sql.MODULES.get(language)
     missing = f": its profile lacks the library {library}; name it in library_paths and preload" if library else ""
     return f"language {language!r} is not available{missing}; this host has: {', '.join(present())}"
-
-
-def _out_of(error: OSError) -> Reply:
-    """Map an error of starting a program or writing its source to the exhausted resource."""
-    outcome = {errno.EAGAIN: port.PROCESSES, errno.ENOMEM: port.MEMORY}.get(error.errno or 0, port.ERROR)
-    return port.failed(type(error).__name__, str(error), outcome)

@@ -3,14 +3,11 @@ thread."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from rollmesh.sandbox_runtime import launcher, mechanisms
-from rollmesh.sandbox_runtime.languages.programs import Command
 from rollmesh.sandbox_runtime.languages.registry import present
 from rollmesh.sandbox_runtime.limits import Limits
-from rollmesh.services.sandbox.capability_probe import MechanismStatus, probe_host
-from rollmesh.services.sandbox.config import ProfileConfig, SandboxConfig
+from rollmesh.services.sandbox.capability_probe import probe_host
+from rollmesh.services.sandbox.config import SandboxConfig
 from rollmesh.services.sandbox.environments import environment_digest
 from rollmesh.services.sandbox.languages import declared_commands
 from rollmesh.v1 import sandbox_pb2
@@ -22,19 +19,23 @@ def describe(config: SandboxConfig) -> sandbox_pb2.DescribeSandboxResponse:
     languages = declared_commands(config.languages)
     return sandbox_pb2.DescribeSandboxResponse(
         profiles=[
-            _profile(name, profile, config.python, languages) for name, profile in sorted(config.profiles.items())
+            sandbox_pb2.SandboxProfile(
+                name=name,
+                digest=environment_digest(profile, config.python, languages),
+                limits=_limits(profile.resolved_limits()),
+            )
+            for name, profile in sorted(config.profiles.items())
         ],
         languages=present(launcher.ENVIRONMENT["PATH"], languages),
         driver=config.engine.name if isolated else "none",
-        mechanisms=[_mechanism(status) for status in probe_host(config)],
-    )
-
-
-def _profile(
-    name: str, profile: ProfileConfig, python: str, languages: Mapping[str, Command]
-) -> sandbox_pb2.SandboxProfile:
-    return sandbox_pb2.SandboxProfile(
-        name=name, digest=environment_digest(profile, python, languages), limits=_limits(profile.resolved_limits())
+        mechanisms=[
+            sandbox_pb2.SandboxMechanism(
+                name=status.mechanism.name,
+                enforced=status.enforced,
+                guarantee=status.mechanism.guarantee if status.enforced else status.mechanism.without,
+            )
+            for status in probe_host(config)
+        ],
     )
 
 
@@ -43,12 +44,3 @@ def _limits(limits: Limits) -> sandbox_pb2.SandboxLimits:
         wall_s=limits.call_s, cpu_s=limits.cpu_s, memory_bytes=limits.memory_bytes, processes_max=limits.processes_max,
         output_bytes=limits.output_bytes, disk_bytes=limits.disk_bytes, cpus=limits.cpus,
     )  # fmt: skip
-
-
-def _mechanism(status: MechanismStatus) -> sandbox_pb2.SandboxMechanism:
-    mechanism = status.mechanism
-    return sandbox_pb2.SandboxMechanism(
-        name=mechanism.name,
-        enforced=status.enforced,
-        guarantee=mechanism.guarantee if status.enforced else mechanism.without,
-    )

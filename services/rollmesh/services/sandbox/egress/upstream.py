@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import ssl
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urldefrag, urljoin
 
@@ -115,7 +115,8 @@ class Upstream:
             if event is h11.NEED_DATA:
                 link.receive_data(await reader.read(_PIECE_BYTES))
             elif isinstance(event, h11.Response):
-                status, headers = event.status_code, _texts(event.headers)
+                status = event.status_code
+                headers = {name.decode("ascii"): value.decode("latin-1") for name, value in event.headers}
                 if int(headers.get("content-length", 0)) > self._config.response_bytes_max:
                     raise self._too_large()
             elif isinstance(event, h11.Data):
@@ -168,10 +169,6 @@ def _secrets(header_files: Mapping[str, str]) -> dict[str, str]:
     ):  # not quoted, because the error of the parser would show it
         raise EgressRefused("upstream", "a key for this host is not a valid header value")
     return secrets
-
-
-def _texts(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    return {name.decode("ascii"): value.decode("latin-1") for name, value in headers}
 
 
 def _absolute(base: str, location: str) -> str:

@@ -52,11 +52,9 @@ class ManifestStore:
                 with _locating(location):
                     check(manifest)
                 if ref in self._locations:
-                    raise _wrong(
-                        location,
-                        f"oracle_ref {ref!r} is already defined at {_describe(self._locations[ref])}",
-                        _REF_FIELD,
-                    )
+                    first = self._locations[ref]
+                    cause = f"oracle_ref {ref!r} is already defined at {first.path}:{first.line or 1}"
+                    raise _wrong(location, cause, _REF_FIELD)
                 self._locations[ref] = location
         except OSError as error:
             raise ConfigError(
@@ -152,10 +150,6 @@ def _locating(location: _Location) -> Iterator[None]:
 
 def _wrong(location: _Location, cause: str, field: str = "") -> RecordError:
     return RecordError.at(location.path, location.line or 1, cause, field=field)
-
-
-def _describe(location: _Location) -> str:
-    return f"{location.path}:{location.line or 1}"
 
 
 def _stamp(path: Path) -> _Stamp:
