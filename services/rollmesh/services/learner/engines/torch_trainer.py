@@ -147,6 +147,6 @@ def _tied(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _digest(config: LearnerConfig) -> str:
-    """Of the settings that decide what an update does to the weights."""
+    """Return the digest of the settings that decide what an update does to the weights."""
     settings = {name: getattr(config, name) for name in (*UpdateConfig.__struct_fields__, "reward_weights")}
     return hashlib.sha256(msgspec.json.encode(settings)).hexdigest()
