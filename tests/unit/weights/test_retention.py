@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.services.weights.retention import outdated
+from rollmesh.services.weights.servicer import outdated
 
 
 def test_the_newest_versions_of_each_policy_stay() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from rollmesh.services.inference.engine import KvPolicy
 from rollmesh.services.inference.weights import WeightKeeper
 from rollmesh.shared.codec.refusal import invalid
@@ -11,23 +9,16 @@ from rollmesh.shared.codec.trajectory import decode_version
 from rollmesh.shared.rpc.addresses import is_address
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.weights.blobs import BlobStore
-from rollmesh.shared.weights.manifest import parse_manifest
-from rollmesh.v1 import weights_pb2, weights_pb2_grpc
+from rollmesh.shared.weights.servicer import ManifestServicer
+from rollmesh.v1 import weights_pb2
 
 
-class WeightServicer(weights_pb2_grpc.WeightServiceServicer):
+class WeightServicer(ManifestServicer):
     """Translates between protobuf and `WeightKeeper`."""
 
     def __init__(self, keeper: WeightKeeper, store: BlobStore) -> None:
         self._keeper = keeper
-        self._store = store
-
-    async def GetManifest(
-        self, request: weights_pb2.GetManifestRequest, context: Context
-    ) -> weights_pb2.GetManifestResponse:
-        path = await self._store.open(request.weights_digest)
-        manifest = parse_manifest(await asyncio.to_thread(path.read_bytes))
-        return weights_pb2.GetManifestResponse(manifest=manifest)
+        super().__init__(store)
 
     async def Prepare(self, request: weights_pb2.PrepareRequest, context: Context) -> weights_pb2.PrepareResponse:
         for index, source in enumerate(request.sources):

@@ -1,21 +1,23 @@
-"""The depot's services: blobs with retention, and manifests. It prepares and activates nothing (UNIMPLEMENTED)."""
+"""The services of the depot: blobs with retention, and manifests. Prepare, Activate and Discard are UNIMPLEMENTED."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+import re
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterable
 
-from rollmesh.services.weights.retention import outdated
 from rollmesh.shared.errors import Unimplemented
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.weights.blobs import BlobStore
-from rollmesh.shared.weights.manifest import parse_manifest
-from rollmesh.shared.weights.servicer import BlobServicer
-from rollmesh.v1 import weights_pb2, weights_pb2_grpc
+from rollmesh.shared.weights.servicer import BlobServicer, ManifestServicer
+from rollmesh.v1 import weights_pb2
+
+_OWNER = re.compile(r"weights:(?P<policy>.+)@(?P<step>\d+)\.(?P<incarnation>\d+)")
+"""The owner of the blobs of a version. Releasing the owner deletes them."""
 
 
 class DepotBlobServicer(BlobServicer):
-    """BlobService that drops old versions as new ones arrive."""
+    """BlobService that keeps the newest versions of each run's policy."""
 
     def __init__(self, store: BlobStore, *, versions_max: int) -> None:
         super().__init__(store, writable=True)
@@ -30,18 +32,8 @@ class DepotBlobServicer(BlobServicer):
         return response
 
 
-class DepotWeightServicer(weights_pb2_grpc.WeightServiceServicer):
-    """GetManifest over the store; the rest needs an engine."""
-
-    def __init__(self, store: BlobStore) -> None:
-        self._store = store
-
-    async def GetManifest(
-        self, request: weights_pb2.GetManifestRequest, context: Context
-    ) -> weights_pb2.GetManifestResponse:
-        path = await self._store.open(request.weights_digest)
-        manifest = parse_manifest(await asyncio.to_thread(path.read_bytes))
-        return weights_pb2.GetManifestResponse(manifest=manifest)
+class DepotWeightServicer(ManifestServicer):
+    """Serves GetManifest. The other calls need an engine."""
 
     async def Prepare(self, request: weights_pb2.PrepareRequest, context: Context) -> weights_pb2.PrepareResponse:
         raise _no_engine()
@@ -55,3 +47,15 @@ class DepotWeightServicer(weights_pb2_grpc.WeightServiceServicer):
 
 def _no_engine() -> Unimplemented:
     return Unimplemented("the depot has no engine; send this to an inference node")
+
+
+def outdated(owners: Iterable[str], *, versions_max: int) -> list[str]:
+    """Return the owners beyond the newest `versions_max` of their run's policy; owners that are not versions are ignored.
+
+    Any step of a newer incarnation is newer than all steps of an older one, because a roll-back makes those void.
+    """
+    by_policy: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for owner in owners:
+        if match := _OWNER.fullmatch(owner):
+            by_policy[match["policy"]].append((int(match["incarnation"]), int(match["step"]), owner))
+    return [owner for versions in by_policy.values() for *_, owner in sorted(versions)[:-versions_max]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterable, AsyncIterator
 
@@ -9,7 +10,7 @@ from rollmesh.shared.errors import FieldViolation, InvalidInput
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.shared.weights.blobs import BlobStore
 from rollmesh.shared.weights.host import host_id
-from rollmesh.shared.weights.manifest import is_version_of
+from rollmesh.shared.weights.manifest import is_version_of, parse_manifest
 from rollmesh.v1 import weights_pb2, weights_pb2_grpc
 
 PIECE_BYTES_MAX = 2 << 20
@@ -75,3 +76,17 @@ def _checked(data: bytes) -> bytes:
     if len(data) > PIECE_BYTES_MAX:
         raise InvalidInput(f"data: a piece of {len(data)} bytes, at most {PIECE_BYTES_MAX}; send smaller ones")
     return data
+
+
+class ManifestServicer(weights_pb2_grpc.WeightServiceServicer):
+    """WeightService over a store: GetManifest. Subclasses implement the other calls."""
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store = store
+
+    async def GetManifest(
+        self, request: weights_pb2.GetManifestRequest, context: Context
+    ) -> weights_pb2.GetManifestResponse:
+        path = await self._store.open(request.weights_digest)
+        manifest = parse_manifest(await asyncio.to_thread(path.read_bytes))
+        return weights_pb2.GetManifestResponse(manifest=manifest)
