@@ -150,7 +150,7 @@ class World(run_pb2_grpc.RunServiceServicer):
         self.restamp: dict[str, int] = {}
         """Sample id -> step that its payload is stamped with, whatever its metadata says."""
         self.refuse_steps: dict[int, str] = {}
-        """Steps that no node can serve, and why; the learner is told on WatchRun."""
+        """Steps that no node can serve, with the cause, which WatchRun reports to the learner."""
         self.stalled: Callable[[], bool] = lambda: False
         """Whether there is no batch."""
         self._changed = asyncio.Condition()
@@ -285,7 +285,7 @@ class World(run_pb2_grpc.RunServiceServicer):
     ) -> AsyncIterator[run_pb2.FetchSamplesResponse]:
         batch: Batch = await self._around("FetchSamples", lambda: self._held(request.lease_id))
         made = [e for group in batch.groups for e in self.episodes[group]]
-        for one in reversed(made):  # the order of payloads is nobody's promise
+        for one in reversed(made):  # the order of payloads is not part of the contract
             message = encode_episode(one)
             ids = [s.sample_id for s in one.samples]
             if self.faults.unreadable & set(ids):

@@ -390,7 +390,7 @@ class SlowTrainer:
 
 
 class WatchedClock(ManualClock):
-    """A manual clock that tells when somebody sleeps on it."""
+    """A manual clock that reports when a task sleeps on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ class WatchedClock(ManualClock):
         await super().sleep(duration_s)
 
     async def has_sleeper(self) -> None:
-        """While an update is computed, that is the renewal: nobody else sleeps then."""
+        """While an update is computed, only the renewal sleeps."""
         async with asyncio.timeout(20):
             while not self.num_sleepers():
                 self._slept.clear()

@@ -1,4 +1,4 @@
-"""Keeps one batch lease alive while its batch is fetched, trained and committed."""
+"""Renews one batch lease while its batch is fetched, trained and committed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import MeshError
 
 TERM_SHARE = 1 / 3
-"""A round comes every third of the term, so that two may be lost."""
+"""Renewals are sent every third of the term, so that two may be lost."""
 
 
 class Renewal:
-    """Renews inside `async with`. A lost lease is noticed here and acted upon by whoever calls `check`.
+    """Renews inside `async with`. If the lease is lost, `check` raises the cause.
 
-    A commit that succeeds outweighs a lost lease: it ends the lease, and a renewal may just be under way.
+    A successful commit overrides a lost lease, because the commit ends the lease while a renewal may be in progress.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class Renewal:
         self._task: asyncio.Task[None] | None = None
 
     def check(self) -> None:
-        """Raises why the lease is lost, if it is: what was trained on it does not count."""
+        """Raise the cause if the lease is lost; an update trained on it does not count then."""
         if self._lost is not None:
             raise self._lost
 

@@ -1,8 +1,8 @@
 """The samples of a run that exports, read from its ledger and its sample stream.
 
-The ledger says which episodes were scored, in which order, for which tasks, and when the run has ended; the coordinator is not
-asked. A reader's place is (record, fact): the same at every gateway, and for good. Each stream reads the ledger from its first
-record, since that is where the tasks are.
+The ledger holds the scored episodes in order, their tasks and the end of the run, so the gateway does not call the coordinator. The
+position of a reader is (record, fact); it is the same at every gateway and does not change. Each stream reads the ledger from its first
+record, because the tasks are stored there.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ async def _response(samples: StreamLog, scored: _ExportedEpisode, ledger_hash: s
         read = await read_episode(samples, scored.ref)
     except PayloadLost as error:
         what = f"{samples.name} does not hold the payload {scored.ref.sequence} of {', '.join(scored.ref.sample_ids)}"
-        raise PayloadLost(f"{what}; cursor {cursor} goes on after it", cursor=cursor) from error
+        raise PayloadLost(f"{what}; cursor {cursor} continues after it", cursor=cursor) from error
     return run_pb2.StreamSamplesResponse(
         episode=read.episode if read.error is None else None,
         task=scored.task,

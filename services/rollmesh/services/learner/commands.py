@@ -1,4 +1,4 @@
-"""Commands to the trainer, as they come on WatchRun. Best effort: what is missed here, the verbs themselves say later."""
+"""Commands to the trainer, received on WatchRun. Best effort: if one is missed, later calls return the same state as errors."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rollmesh.v1 import run_pb2
 _log = logging.getLogger(__name__)
 
 _HOPELESS = (Unauthenticated, PermissionDenied, Unimplemented)
-"""Refusals that asking again will meet again."""
+"""Errors that a retry cannot resolve."""
 
 
 class Commands:
-    """Watches inside `async with`, and again whenever the stream breaks."""
+    """Watches the run inside `async with`, and reconnects when the stream breaks."""
 
     def __init__(
         self, run: Run, config: LearnerRetryConfig, clock: Clock, progress: LearnerProgress | None = None
     ) -> None:
-        """`progress` is told of refused versions."""
+        """Refused versions are recorded in `progress`."""
         self.stop = asyncio.Event()
-        """Set once, never cleared: finish the present update, write a checkpoint, end."""
+        """Set once, never cleared: finish the current update, write a checkpoint, exit."""
         self._checkpoint = False
         self._run = run
         self._progress = progress or LearnerProgress(clock)
@@ -37,7 +37,7 @@ class Commands:
         self._task: asyncio.Task[None] | None = None
 
     def take_checkpoint(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+        """Return whether a checkpoint was requested since the last call."""
         wanted, self._checkpoint = self._checkpoint, False
         return wanted
 
@@ -62,7 +62,7 @@ class Commands:
                     self._obey(message.command)
                     self._note_refused(message.state)
             except _HOPELESS as err:
-                _log.warning("the learner gets no commands: %s", err)
+                _log.warning("the learner receives no commands: cause=%s", err)
                 return
             except MeshError as err:
                 _log.debug("watching the run: %s", err)
@@ -78,5 +78,5 @@ class Commands:
         for policy in state.policies:
             for name, cause in policy.refused.items():
                 if name not in self._progress.refused:
-                    _log.error("the nodes refuse weights %s of this learner: %s", name, cause)
+                    _log.error("the nodes refused weights of this learner: version=%s cause=%s", name, cause)
                     self._progress.refused[name] = cause

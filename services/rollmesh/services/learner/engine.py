@@ -90,7 +90,7 @@ class TrainerEngine(Protocol):
         ...
 
     def save(self, log: TrainedLog, position: Position, *, data_snapshot: bytes) -> Path:
-        """Writes a durable checkpoint, atomically, and removes old ones. The log goes on from it. Returns its folder."""
+        """Writes a durable checkpoint, atomically, and removes old ones. The log continues from it. Returns its folder."""
         ...
 
 

@@ -1,8 +1,7 @@
-"""The life of a learner: one tenure after another until the run ends.
+"""The loop of a learner: one trainer session after another until the run ends.
 
-A tenure that loses its place (fenced, lease expired, nobody answered in time) is followed by another from the newest checkpoint. A
-checkpoint is progress; without one in between, the number of returns is bounded, so that a learner that can't get on stops
-and says why.
+A session that is lost (fenced, lease expired, no reply in time) is followed by another one from the newest checkpoint. A new checkpoint
+counts as progress. Without one, the number of restarts is bounded, so that a learner that cannot progress stops with the cause.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from rollmesh.shared.retry import Backoff, worth_retrying
 
 _log = logging.getLogger(__name__)
 
-_PLACE_LOST = (
+_SESSION_LOST = (
     Fenced,
     LeaseExpired,
     UnknownLease,
@@ -36,41 +35,43 @@ _PLACE_LOST = (
     WrongUpdate,
     WrongVersion,
 )
-"""What ends a tenure but not the learner: the weights in memory are no longer those of the ledger, the checkpoint's are."""
+"""Errors that end a session but not the learner: the weights in memory no longer match the ledger, those of the checkpoint do."""
 
 
 async def run_learner(parts: Parts) -> None:
-    """Trains until the run ends or a stop is commanded; the last weights are then in a checkpoint and published.
+    """Train until the run ends or a stop is requested; the last weights are then in a checkpoint and published.
 
-    In a run that exports its samples it publishes the initial weights, and trains nothing.
+    In a run that exports its samples, publish the initial weights and train nothing.
 
-    Raises what cannot be helped by going back: another history, a refused configuration, or too many returns in a row.
+    Raises errors that a restart cannot resolve: another history, a rejected configuration, or too many consecutive restarts.
     """
     backoff = Backoff(parts.config.retry, parts.clock)
-    returns, checkpoint = 0, parts.progress.checkpoint_update
+    restarts, checkpoint = 0, parts.progress.checkpoint_update
     while True:
         try:
             session = await begin_session(parts)
             if session.exports:
                 del session  # the depot has the weights now; the model's memory is free for others
-                return await _outlast(parts)
+                return await _wait_for_end(parts)
             return await session.train()
         except MeshError as err:
-            if isinstance(err, DiskFull) or (not isinstance(err, _PLACE_LOST) and not worth_retrying(err)):
-                raise  # going back would undo updates, and the disk be as full as before
+            if isinstance(err, DiskFull) or (not isinstance(err, _SESSION_LOST) and not worth_retrying(err)):
+                raise  # a restart would undo updates, and the disk would still be full
             if parts.progress.checkpoint_update > checkpoint:
-                returns, checkpoint = 0, parts.progress.checkpoint_update
+                restarts, checkpoint = 0, parts.progress.checkpoint_update
                 backoff.reset()
-            returns += 1
+            restarts += 1
             parts.progress.last_error = f"{err.reason}: {err}"
-            if returns > parts.config.retry.restarts_max:
+            if restarts > parts.config.retry.restarts_max:
                 raise
-            _log.warning("back to the newest checkpoint (%d in a row): %s: %s", returns, err.reason, err)
+            _log.warning(
+                "restarting from the newest checkpoint: restarts=%d reason=%s cause=%s", restarts, err.reason, err
+            )
         await backoff.pause()
 
 
-async def _outlast(parts: Parts) -> None:
-    """Until the run has ended, which WatchRun tells again after every break, or a stop is commanded."""
+async def _wait_for_end(parts: Parts) -> None:
+    """Wait until the run ends or a stop is requested. WatchRun repeats the state after a reconnect."""
     parts.progress.waiting_for = "the end of the export"
     await parts.commands.stop.wait()
     parts.progress.waiting_for = ""

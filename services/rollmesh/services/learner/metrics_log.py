@@ -1,4 +1,4 @@
-"""Metrics per update, for people: `metrics.jsonl` and TensorBoard event files.
+"""Metrics per update: `metrics.jsonl` and TensorBoard event files.
 
 A line: {"update": 12, "incarnation": 0, "outcome": "APPLIED", "time_unix_s": ..., "metrics": {...}, "seconds": {...}}. After a
 roll-back, lines of void updates stay, and the same updates come again under a higher incarnation: the last line of an update counts.

@@ -1,4 +1,4 @@
-"""What a learner tells about itself while it works."""
+"""The current state of a learner, for reports and metrics."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from rollmesh.shared.clock import Clock
 
 PHASES = ("attach", "wait", "fetch", "train", "commit", "checkpoint", "publish")
-"""Where a learner's time goes. `wait` is for a batch; all else is the learner's own."""
+"""Phases of a learner. `wait` is the wait for a batch; the others are its work."""
 
 
 @dataclass(slots=True)
 class LearnerProgress:
-    """Read at any time; written by the learner alone."""
+    """Only the learner writes it; other components may read it at any time."""
 
     clock: Clock
     update: int = 0
@@ -23,27 +23,27 @@ class LearnerProgress:
     checkpoint_update: int = 0
     """Last update in a reported checkpoint."""
     published_step: int = -1
-    """Last step published in this incarnation; -1 if none."""
+    """Last step published in this incarnation; -1 before the first."""
     phase: str = ""
-    """What it does now; one of PHASES, or empty between them."""
+    """Current phase, one of PHASES; empty between phases."""
     phase_since_s: float = 0.0
-    """When it began that, on `clock`."""
+    """Start of the phase, on `clock`."""
     waiting_for: str = ""
-    """What a batch waits for, in the coordinator's words; empty while there is one."""
+    """Reason why no batch is available, from the coordinator; empty while there is a batch."""
     last_error: str = ""
-    """Why it went back to its checkpoint, or to an older one, the last time; empty if it never did."""
+    """Cause of the last restart from a checkpoint; empty if there was none."""
     num_attached: int = 0
-    """How often it attached; more than once means that it went back."""
+    """Number of attaches; more than 1 means that the learner has restarted from a checkpoint."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Versions of it that the nodes refused, and why."""
+    """Versions that the nodes refused, with the cause."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the last update."""
+    """Metrics of the last update."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    """Seconds spent per phase, in all."""
+    """Total seconds per phase."""
 
     @property
     def doing(self) -> str:
-        """For people, e.g. "train of update 5 for 312 s"; with the last trouble, if there was any."""
+        """Describe the current phase, e.g. "train of update 5 for 312 s", with the last error if there was one."""
         since_s = self.clock.monotonic_s() - self.phase_since_s
         now = f"{self.phase or 'between phases'} of update {self.update + 1} for {since_s:.0f} s"
         return (
@@ -54,7 +54,7 @@ class LearnerProgress:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Counts the time inside towards `phase`."""
+        """Add the time inside the block to `phase`."""
         assert phase in self.seconds, phase
         self.phase = phase
         start_s = self.phase_since_s = self.clock.monotonic_s()

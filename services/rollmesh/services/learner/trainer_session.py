@@ -1,13 +1,13 @@
-"""One tenure: from an attach to the loss of the trainer's place, or to the end of the run.
+"""One trainer session: from an attach until the session is lost or the run ends.
 
     restore -> attach -> publish -> [ lease -> fetch -> step -> commit -> compare digests -> checkpoint? -> publish? ] ... -> finish
 
-The order inside an update is what makes `once` hold, and is fixed:
-- The weights step before the commit, so a crash in between leaves a batch in doubt, never one counted twice.
+The order inside an update is fixed, because it ensures that a sample is used at most once:
+- The weights step before the commit, so a crash in between leaves the batch in doubt and never counts it twice.
 - The digest is compared before anything with this update is made durable.
-- The checkpoint precedes publishing: what is published can be restored, or is rolled back under a new incarnation.
+- The checkpoint precedes publishing, so a published version can be restored or is rolled back under a new incarnation.
 
-A tenure keeps no state for the next one: that begins with the newest checkpoint.
+A session passes no state to the next one, which begins with the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from rollmesh.shared.telemetry.tracing import now_ns
 _log = logging.getLogger(__name__)
 
 DataSnapshot = Callable[[int], Awaitable[bytes]]
-"""The data service's state at a ledger position, for the checkpoint."""
+"""Returns the data service's state at a ledger position, for the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What all tenures of a learner share."""
+    """The components that all sessions of a learner share."""
 
     config: LearnerConfig
     run: Run
@@ -66,9 +66,9 @@ class Parts:
 
 
 async def begin_session(parts: Parts) -> TrainerSession:
-    """Restores, attaches and publishes. The tenure goes on with `TrainerSession.train`.
+    """Restore, attach and publish. The caller continues with `TrainerSession.train`.
 
-    Raises `Fenced` and the like to be begun again; `DigestMismatch`, `UnknownUpdate`, `VersionConflict` for good.
+    After `Fenced` and the like the caller begins a new session; `DigestMismatch`, `UnknownUpdate`, `VersionConflict` are permanent.
     """
     with parts.progress.during("attach"):
         restored = await parts.compute.run(lambda: parts.open_engine(parts.config))
@@ -86,7 +86,7 @@ async def begin_session(parts: Parts) -> TrainerSession:
 
 
 class TrainerSession:
-    """The trainer's place, held with one trainer epoch. Made by `begin_session`."""
+    """The session of one trainer epoch, created by `begin_session`."""
 
     def __init__(self, parts: Parts, restored: Restored, trainer: Trainer) -> None:
         attached = trainer.attached
@@ -99,10 +99,10 @@ class TrainerSession:
         self._checkpointed = restored.position.update
         self._publish_every = _publish_every(parts.config, attached)
         self.exports = attached.spec.export_groups > 0
-        """Whether the run hands its samples out: then there is nothing to train on."""
+        """Whether the run exports its samples; then there is nothing to train on."""
         self._refused_max = _refused_max(parts.config, attached, self._publish_every)
         self._published: list[str] = []
-        """Versions published in this tenure, by the names that WatchRun gives them."""
+        """Versions published in this session, by the names that WatchRun uses."""
         self._num_lost = 0
         self._asked_ns = 0
         """When the current batch was requested, on the clock of spans."""
@@ -114,7 +114,7 @@ class TrainerSession:
         progress.published_step = -1
 
     async def train(self) -> None:
-        """Makes updates until the run ends or a stop is commanded, then finishes: last checkpoint, last version."""
+        """Make updates until the run ends or a stop is requested; then write the last checkpoint and publish the last version."""
         try:
             while (lease := await self._lease()) is not None:
                 with log_context(update=str(lease.update), lease=lease.lease_id):
@@ -128,7 +128,7 @@ class TrainerSession:
             await self._trainer.abandon()
 
     async def publish(self) -> None:
-        """Publishes the present weights."""
+        """Publish the current weights."""
         parts = self._parts
         with parts.progress.during("publish"):
             version = await parts.publisher.publish(self._trainer, self._engine)
@@ -139,7 +139,7 @@ class TrainerSession:
     # Leasing ----------------------------------------------------------------------------------------------------------
 
     async def _lease(self) -> BatchLease | None:
-        """The next batch; None once the run has ended or a stop is commanded."""
+        """Return the next batch, or None once the run has ended or a stop is requested."""
         parts = self._parts
         with parts.progress.during("wait"), contextlib.suppress(RunEnded):
             while not parts.commands.stop.is_set():
@@ -153,7 +153,7 @@ class TrainerSession:
         return None
 
     async def _lease_or_stop(self) -> BatchLease | str:
-        """One request, given up for a stop. A lease granted meanwhile is in doubt until the next attach, which returns it."""
+        """Request a lease, or cancel the request on a stop. A lease granted meanwhile is in doubt until the next attach, which returns it."""
         parts = self._parts
         self._asked_ns = now_ns()
         asking = asyncio.create_task(self._trainer.lease(wait_s=parts.config.wait_s))
@@ -167,13 +167,13 @@ class TrainerSession:
             await asyncio.wait([asking, stopping])
 
     def _check_refused(self) -> None:
-        """Raises `VersionRefused` once the nodes have refused more versions in a row than is put up with."""
+        """Raise `VersionRefused` if the nodes refused more than `quarantined_max` consecutive versions."""
         refused = self._parts.progress.refused
         row = list(itertools.takewhile(lambda name: name in refused, reversed(self._published)))
         if len(row) > self._refused_max:
             raise VersionRefused(
                 f"the inference nodes refused the weights {row[0]}, the last of {len(row)} in a row: {refused[row[0]]}; find the "
-                "cause in their logs; then remove the newest checkpoint, so that the run goes back and publishes anew, and resume",
+                "cause in their logs; then remove the newest checkpoint, so that the run rolls back and publishes again, and resume",
                 version=row[0],
             )
 
@@ -195,7 +195,7 @@ class TrainerSession:
     async def _train_and_commit(
         self, lease: BatchLease, trace: UpdateSpans
     ) -> tuple[StepResult, CommitResult, Mapping[str, str]] | None:
-        """What came of it, and the reasons of unreadable samples; None if the batch was given back."""
+        """Return the results and the reasons of unreadable samples, or None if the batch was released."""
         parts = self._parts
         batch = await self._fetch(lease)
         if batch is None:
@@ -214,7 +214,7 @@ class TrainerSession:
         return result, committed, decoded.unreadable
 
     async def _fetch(self, lease: BatchLease) -> Batch | None:
-        """The samples, or None if a payload is lost: the batch is given back then, to be leased again without it."""
+        """Fetch the batch. If a payload is lost, release the batch and return None; the next lease omits it."""
         parts = self._parts
         with parts.progress.during("fetch"):
             try:
@@ -240,7 +240,7 @@ class TrainerSession:
             return await self._parts.compute.run(compute)
 
     def _record(self, result: StepResult, committed: CommitResult) -> None:
-        """Notes the commit in the trainer's own list. Raises `DigestMismatch` if the coordinator has noted another."""
+        """Append the commit to the trainer's log. Raise `DigestMismatch` if the coordinator's digest differs."""
         outcome = "APPLIED" if result.applied else "SKIPPED"
         digest = self._log.append(result.update, result.used_ids, incarnation=self._incarnation, outcome=outcome)
         if digest != committed.digest:
@@ -300,12 +300,12 @@ class TrainerSession:
 
 
 def _refused_max(config: LearnerConfig, attached: Attachment, publish_every: int) -> int:
-    """With more refused in a row, no weights that nodes serve are young enough for the next update: it would wait for ever."""
+    """With more consecutive refusals, the weights that nodes serve are too old for the next update, which would never start."""
     return min(config.quarantined_max, attached.spec.max_staleness // publish_every)
 
 
 def _publish_every(config: LearnerConfig, attached: Attachment) -> int:
-    """Raises `ConfigError` where a batch could wait for weights that are never published."""
+    """Return the interval in updates. Raise `ConfigError` if a batch could wait for weights that are never published."""
     every = config.publish.publish_every or max(1, attached.spec.publish_every)
     limit = attached.spec.max_staleness + 1
     if every > limit:

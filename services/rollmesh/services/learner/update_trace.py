@@ -1,7 +1,7 @@
 """The trace of one update, and the update in the traces of its episodes.
 
-An update that holds a traced episode has a trace of its own: `update` with `batch lease`, `fetch`, `train`, `commit`, linked to every
-traced episode. Each of those gets `batch lease`, `train` and `commit` below its own root, linked back: its trace tells its whole life.
+An update that holds a traced episode has a separate trace: `update` with `batch lease`, `fetch`, `train`, `commit`, linked to every
+traced episode. Each of those gets `batch lease`, `train` and `commit` below its own root, linked back, so that the trace of an episode covers its whole lifecycle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEASE, FETCH, TRAIN, COMMIT = "batch lease", "fetch", "train", "commit"
 
 
 class UpdateSpans:
-    """Around one update. Does nothing until it is told of a traced episode."""
+    """Records the spans of one update. Does nothing unless `fetched` reports a traced episode."""
 
     def __init__(self, lease: BatchLease, asked_ns: int, leased_ns: int) -> None:
         """`asked_ns` and `leased_ns` are the times of the request and of its reply, on the clock of spans."""
@@ -44,7 +44,7 @@ class UpdateSpans:
             self._span.end()
 
     def fetched(self, traceparents: Sequence[str]) -> None:
-        """The batch is here; these of its episodes are traced."""
+        """Start the trace if the batch contains traced episodes."""
         if not traceparents or not tracing.is_on():
             return
         now_ns = tracing.now_ns()
@@ -54,19 +54,19 @@ class UpdateSpans:
         if self._span is not None:
             tracing.record(self._span, LEASE, SERVICE, self._asked_ns, self._leased_ns)
             tracing.record(self._span, FETCH, SERVICE, self._leased_ns, now_ns)
-            self._tell(LEASE, self._asked_ns, self._leased_ns)
+            self._record_in_episodes(LEASE, self._asked_ns, self._leased_ns)
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Around a part of the update; calls made in it hang below it. Told to the episodes if it succeeds."""
+        """Record a part of the update as a span around the block, and in the traces of the episodes if it succeeds."""
         if self._span is None:
             yield
             return
         start_ns = tracing.now_ns()
         with tracing.inside(self._span), tracing.span(name, SERVICE):
             yield
-        self._tell(name, start_ns, tracing.now_ns())
+        self._record_in_episodes(name, start_ns, tracing.now_ns())
 
-    def _tell(self, name: str, start_ns: int, end_ns: int) -> None:
+    def _record_in_episodes(self, name: str, start_ns: int, end_ns: int) -> None:
         for context in self._episodes:
             tracing.record(context, name, SERVICE, start_ns, end_ns, self._attributes, self._span)

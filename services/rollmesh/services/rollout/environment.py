@@ -1,10 +1,10 @@
-"""What an agent acts on: it generates, calls tools and observes; every token of that lands in the recorder.
+"""The environment of an agent: it generates, calls tools and observes; the recorder stores every token.
 
-An `Environment` is one line of the conversation, with an end that grows; `fork` gives a second line with the same past, `context`
-begins a new one with other messages. All lines of an episode share its recorder, limits and fate; a fork has tool sessions of its own,
-in the state that its past left.
+An `Environment` is one branch of the conversation that grows at its end. `fork` creates a second branch with the same past; `context`
+starts a new one with other messages. All branches of an episode share its recorder, limits and outcome. A fork has separate tool
+sessions, in the state that its past left.
 
-Failures stick: an agent that catches the error of a broken node and goes on does not turn it into a finished episode. The same
+Failures are permanent: an agent that catches the error of a broken node and continues does not complete the episode. The same
 holds for limits. Prefixes are concatenated from recorded ids, never encoded again from text.
 """
 
@@ -129,9 +129,9 @@ class Environment:
         temperature: float | None = None,
         train: bool = True,
     ) -> Turn:
-        """Lets the model go on from here until one of `stop` (by default the end of its turn), which is kept.
+        """Generate from here until one of `stop` (by default the end of its turn), which is kept.
 
-        What isn't given comes from the config. `train=False` keeps the tokens out of the loss. Raises `LimitReached`.
+        Omitted parameters come from the config. `train=False` keeps the tokens out of the loss. Raises `LimitReached`.
         """
         state = self._state
         state.check()
@@ -164,7 +164,7 @@ class Environment:
         self._give(Role.OBSERVATION, source, np.concatenate(parts), [message])
 
     def context(self, messages: Sequence[Message], *, source: Source = Source.PROMPT) -> None:
-        """Begins anew with other messages: what was said so far stays a sample of its own."""
+        """Start a new context with other messages. The previous context remains a separate sample."""
         state = self._state
         token_ids = state.tokenizer.encode_prompt(messages, self._tools.schemas)
         self._head, self._tokens, self._num_tokens = ROOT, [], 0

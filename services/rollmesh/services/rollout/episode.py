@@ -1,11 +1,11 @@
-"""One episode from its lease to its report: INIT, RUN, SCORE, hand-over.
+"""One episode from its lease to its report: INIT, RUN, SCORE, report.
 
 Order: the payload is appended to the sample stream before the report names it, so that a reported sample always has one. A payload
-whose report never arrives is an orphan nobody trains.
+whose report never arrives is an orphan that no trainer uses.
 
 This is the one place where failures become records: whatever goes wrong, in the mesh or in a user's agent, is reported as an infra
 failure with its boundary. Only cancellation passes, and leaves nothing: sessions end with their block, requests with their task.
-Limits are the model's doing: the episode is scored as far as it came.
+Limits are model failures: the episode is scored as far as it got.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counters of a worker since its start, for its node's report and for people."""
+"""Counters of a worker since its start, for the node's report and for metrics."""
 
 from __future__ import annotations
 

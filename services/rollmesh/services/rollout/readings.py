@@ -31,7 +31,7 @@ async def read(node: RolloutNode) -> list[Reading]:
 
 
 def _by_boundary(failures: Mapping[str, int]) -> dict[str, int]:
-    """`scorer exact@1` counts as `scorer`: names of users' scorers are no label."""
+    """`scorer exact@1` counts as `scorer`: names of users' scorers are not labels."""
     found: dict[str, int] = {}
     for where, num in failures.items():
         boundary = where.partition(" ")[0]

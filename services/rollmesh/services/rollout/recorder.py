@@ -3,7 +3,7 @@
 Invariants: parents precede children; sampled segments carry log-probs and version as the engine gave them; a generation that
 several versions sampled is a chain of segments, all but the last UNFINISHED.
 
-Draws: every generation has a seed of its own, made from the episode's seed and its place in the tree (which child of which
+Draws: every generation has a separate seed, derived from the episode's seed and its position in the tree (which child of which
 child ...), never from the order in which concurrent branches happen to run. A retry of the episode therefore draws the same
 tokens, and two continuations of one prefix draw different ones.
 """
@@ -55,7 +55,7 @@ class Recorder:
     def add_given(
         self, parent: int, role: Role, source: Source, token_ids: IntArray, messages: Sequence[Message] = ()
     ) -> int:
-        """Records tokens that nobody sampled here; returns their segment."""
+        """Record tokens that were not sampled here; return their segment."""
         key = self._place(parent).next_key()
         segment = Segment(parent=parent, role=role, source=source, token_ids=token_ids, messages=tuple(messages))
         return self._append(segment, key)
@@ -134,7 +134,7 @@ def numbered_samples(episode: str, samples: Sequence[Sample]) -> tuple[Sample, .
 
 
 def mix64(value: int) -> int:
-    """A 64-bit hash of a 64-bit number: the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """A 64-bit hash of a 64-bit number: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64

@@ -1,8 +1,8 @@
-"""Keeps all leases of a worker alive with one request per round, and learns which are gone.
+"""Renews all leases of a worker with one request per round, and reports which are gone.
 
-A round comes every third of the shortest term, so that two may be lost. A coordinator that cannot be reached is asked again with
-short pauses; nothing is given up for that, since a recovered coordinator grants every lease a full term of grace and accepts late
-reports: it alone decides.
+A round comes every third of the shortest term, so that two may be lost. If the coordinator cannot be reached, the request is
+repeated after short pauses. No episode is dropped for that, because a recovered coordinator grants every lease a full term of grace and
+accepts late reports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TERM_SHARE = 1 / 3
 
 
 class Renewer:
-    """Renews what `held` names; calls `on_gone` for each lease that is no more."""
+    """Renews the leases that `held` returns; calls `on_gone` for each lease that no longer exists."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Renewer:
         """Why the last round failed; empty if it did not."""
 
     def watch(self, term_s: float) -> None:
-        """A lease of this term has come. A shorter one than so far brings the next round forward."""
+        """Register a lease with this term. A term shorter than all before brings the next round forward."""
         every_s = min(TERM_SHARE * term_s, self._config.renew_every_s_max)
         if self._task is None or self._task.done() or every_s < self._every_s:
             if self._task is not None:

@@ -46,7 +46,7 @@ class Reporter:
         return len(self._waiting)
 
     async def report(self, report: coordinator_pb2.EpisodeReport) -> str:
-        """Empty once recorded, else the coordinator's reason against it. Raises `MeshError` when given up."""
+        """Return "" once recorded, else the coordinator's reason for rejecting it. Raises `MeshError` after the last retry."""
         report.traceparent = traceparent()
         waiting = _PendingReport(report, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)

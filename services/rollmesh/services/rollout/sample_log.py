@@ -1,7 +1,7 @@
 """The sample streams of runs, over the bus: the `ports.SampleLog` of production.
 
-A full stream is back-pressure and a lost server comes back, so an append is tried again until `give_up_s` is over; its message id
-makes that safe. Meanwhile the episode keeps its place, so that a worker in front of a full stream soon stops asking for work.
+A full stream is back-pressure and a lost server recovers, so an append is retried until `give_up_s` has passed; its message id
+makes that safe. Meanwhile the episode keeps its slot, so that a worker with a full stream soon requests no more work.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rollmesh.shared.clock import Clock
 
 
 class BusSampleLog:
-    """Appends payloads to `RM_<run>_SAMPLES`. The streams are made by whoever makes the run."""
+    """Appends payloads to `RM_<run>_SAMPLES`. The coordinator creates the streams with the run."""
 
     def __init__(self, bus: Bus, config: WorkerConfig, clock: Clock) -> None:
         self._bus = bus

@@ -20,7 +20,7 @@ def finish_of(segment: Segment, *, cut: bool) -> FinishReason:
 
 
 def score_item(lease: Lease, samples: Sequence[Sample], recorder: Recorder) -> reward_pb2.ScoreItem:
-    """Every sample is scored on the text of its own path."""
+    """Every sample is scored on the text of its path."""
     return reward_pb2.ScoreItem(
         key=encode_key(lease.key),
         task=lease.task_message,

@@ -207,7 +207,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _template_source(folder: Path, config: dict[str, Any]) -> str:
-    """transformers writes the template to a file of its own since 4.51, and into the config before."""
+    """transformers writes the template to a separate file since 4.51, and into the config before."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The tools of one episode: named by its task, run in sandbox sessions that live as long as the episode.
+"""The tools of one episode: named by its task, run in sandbox sessions that last as long as the episode.
 
 One session per profile, opened in INIT and again after a call that used it up (a limit inside the jail is the model's doing). A fork has
-sessions of its own, in the state that this one's are in: lines of a tree must not change each other's files and variables.
+separate sessions, in the current state of the originals, so that branches of a tree cannot change each other's files and variables.
 Collaborators: the sandbox port; `environment` (calls), `episode` (opens and closes).
 """
 
@@ -77,7 +77,7 @@ class ToolBox:
         return ToolResult(text=result_text(result), ok=result.outcome is ExecOutcome.OK)
 
     async def fork(self) -> ToolBox:
-        """The same tools on sessions of their own, which end with this one's. Raises `MeshError` where a session can't be forked."""
+        """Return the same tools on forked sessions, which end with the originals. Raises `MeshError` where a session can't be forked."""
         twin = copy.copy(self)
         twin._sessions = {}
         for profile, session in list(self._sessions.items()):
@@ -127,7 +127,7 @@ def tool_schema(name: str, tool: ToolConfig) -> ToolSchema:
 def result_text(result: ExecResult) -> str:
     """A result as one text for the model: what was printed, then the value, or what went wrong.
 
-    What a program with an exit status wrote to stderr belongs to it (compilers, shells); a Python traceback is told by its last line.
+    What a program with an exit status wrote to stderr belongs to it (compilers, shells); of a Python traceback only the last line is shown.
     """
     parts = [
         result.stdout.rstrip("\n"),

@@ -162,7 +162,7 @@ class RolloutWorker:
                     refusal = await self._reporter.report(held.report)
             self._count(held.report.outcome, lost=bool(refusal))
         except MeshError:
-            self._progress.num_lost += 1  # given up reporting: the lease expires, the episode goes to someone else
+            self._progress.num_lost += 1  # the report failed: the lease expires, and another worker runs the episode
         except asyncio.CancelledError:
             self._give_back(held)
             raise

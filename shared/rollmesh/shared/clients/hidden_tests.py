@@ -1,4 +1,4 @@
-"""What a judgement by hidden tests said, as clients see it. See `SandboxService.RunTests`."""
+"""The result of hidden tests, as clients see it. See `SandboxService.RunTests`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JudgedTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestReport:
-    """A judgement; the fields are those of `rollmesh.v1.RunTestsResponse`."""
+    """A result; the fields are those of `rollmesh.v1.RunTestsResponse`."""
 
     verdicts: tuple[JudgedTest, ...]
     num_tests: int

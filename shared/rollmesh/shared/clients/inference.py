@@ -6,7 +6,7 @@
         async for segment in generation: ...
 
 A request goes to the node that had its session last, while that one may be used, else to the least loaded. When the node is lost
-or refuses, the request goes on at another one with the received tokens appended to its prefix and `max_tokens` reduced. Sampling
+or rejects it, the request continues at another one with the received tokens appended to its prefix and `max_tokens` reduced. Sampling
 is keyed by (seed, position), so under the same weights the answer equals that of an undisturbed run. A stop string may straddle
 the fail-over: the submission says how many tokens of its prefix are the answer so far (`num_resumed`), and the engine looks for
 stop strings in those and the new ones together.
@@ -54,7 +54,7 @@ _FINAL = (InvalidInput, NotFound, PayloadTooLarge, PermissionDenied, Unauthentic
 
 
 class InferenceRouter:
-    """Routes requests of this process. `fleet` is kept up to date by whoever made it. Used on one event loop."""
+    """Routes requests of this process. The owner of `fleet` keeps it up to date. Used on one event loop."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Generation:
         if self._try is not None:
             _, node, stream_request = self._try
             self._try = None
-            node.stream.cancel(stream_request, "given up by its caller")
+            node.stream.cancel(stream_request, "cancelled by its caller")
 
     def __aiter__(self) -> Self:
         return self

@@ -29,7 +29,7 @@ class RouterConfig(Settings):
     deadline_s: PositiveFloat = 600.0
     """Limit of one request, waiting for a node included."""
     failures_max: PositiveInt = 16
-    """Failures in a row, without a new token, after which a request is given up as an infra failure."""
+    """Consecutive failures without a new token after which a request fails as an infra failure."""
     penalty_s_min: PositiveFloat = 0.1
     """How long a node that failed is passed by; doubles with every failure in a row."""
     penalty_s_max: PositiveFloat = 10.0
@@ -61,7 +61,7 @@ class PendingRequest:
     priority: int
     labels: inference_pb2.RequestLabels
     deadline_s: float
-    """Of the event loop's clock."""
+    """Time on the event loop's clock, in seconds."""
     outputs: tuple[str, ...] = ()
     received: list[int] = field(default_factory=list)
     num_failures: int = 0

@@ -1,6 +1,7 @@
 """One inference node's long-lived Generate stream, shared by all requests that this process has on the node.
 
-Opens with the first request and again after a loss. A loss ends every request on it with the error; whoever made them goes on elsewhere.
+The stream opens with the first request and again after a loss. A loss ends every request on it with the error; the callers continue at
+another node.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class GenerateLink:
         return self._task is not None
 
     def submit(self, submission: inference_pb2.Submission) -> StreamRequest:
-        """Sends a request under an id of its own. Submissions of one turn of the loop leave in one message."""
+        """Send a request under a unique id. Submissions of one turn of the loop leave in one message."""
         request = StreamRequest(f"r{next(self._ids)}")
         submission.request_id = request.request_id
         submission.traceparent = traceparent()

@@ -116,7 +116,7 @@ class RewardClient:
             raise
 
     async def close(self) -> None:
-        """Ends what is under way; whoever waits gets CancelledError."""
+        """Cancel the requests in progress; waiting callers get CancelledError."""
         tasks = [*self._sending, *([self._window] if self._window else [])]
         for task in tasks:
             task.cancel()

@@ -44,8 +44,8 @@ class SandboxClientConfig(Settings):
     """First pause after every node has refused, seconds; doubles up to `backoff_s_max`."""
     backoff_s_max: PositiveFloat = 2.0
     """Longest pause, seconds."""
-    judgement_s_max: PositiveFloat = 600.0
-    """Longest judgement by hidden tests, its wait for a place at the node included, seconds."""
+    judgment_s_max: PositiveFloat = 600.0
+    """Longest run of hidden tests, including the wait for a slot at the node, in seconds."""
     close_s_max: PositiveFloat = 2.0
     """How long the client waits at its end for nodes to confirm ended sessions, seconds; then their time to live ends them."""
 
@@ -77,7 +77,7 @@ class ExecResult:
     session_alive: bool = True
     exit_status: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Those asked for by `return_paths` that exist, by path."""
+    """The files in `return_paths` that exist, by path."""
     cpu_s: float = 0.0
 
 
@@ -249,7 +249,7 @@ class SandboxClient:
     ) -> AsyncIterator[RemoteSession]:
         """An open session in the state of `snapshot`, on its node: waits for that one as long as `session` waits for any.
 
-        Raises `UnknownSnapshot` when it was dropped, expired, or its node began anew; then as `session`.
+        Raises `UnknownSnapshot` if it was dropped, expired, or its node restarted; otherwise as `session`.
         """
         forking = sandbox_pb2.ForkSession(snapshot_id=snapshot.snapshot_id, ttl_s=ttl_s, owner=owner)
         async with self._opened(session_id, sandbox_pb2.WorkRequest(fork=forking), only=snapshot.address) as session:
@@ -282,7 +282,7 @@ class SandboxClient:
     ) -> TestReport:
         """Judges a candidate's files by the hidden tests of a node's store, or by those of a manifest (JSON).
 
-        A judgement that failed with its node or jail is begun anew, elsewhere if there is another, within `open_s_max`. Raises
+        If the node or the jail fails, the tests are repeated, on another node if there is one, within `open_s_max`. Raises
         `UnknownOracle`, `BrokenOracle`, `InvalidInput` or another `MeshError`, never for what the candidate did.
         """
         request = tests_request(files, oracle_ref=oracle_ref, manifest=manifest, limits=limits, owner=owner)
@@ -290,7 +290,7 @@ class SandboxClient:
         async def judge_on(link: WorkLink) -> TestReport:
             link.num_sessions += 1
             try:
-                return read_report(await link.run_tests(request, limit_s=self._config.judgement_s_max))
+                return read_report(await link.run_tests(request, limit_s=self._config.judgment_s_max))
             finally:
                 link.num_sessions -= 1
 
@@ -365,7 +365,7 @@ class SandboxClient:
         return min(candidates, key=lambda link: link.num_sessions, default=None)
 
     def _retire(self, link: WorkLink) -> None:
-        """Ends the stream to a node that left, on the side: whoever opens a session need not wait for that."""
+        """End the stream to a node that left, in a task, so that opening a session need not wait for it."""
         task = asyncio.create_task(link.close(limit_s=self._config.close_s_max), context=apart())
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)

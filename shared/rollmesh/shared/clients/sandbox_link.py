@@ -72,7 +72,7 @@ class WorkLink:
         return answer
 
     async def run_tests(self, request: sandbox_pb2.RunTestsRequest, *, limit_s: float) -> sandbox_pb2.RunTestsResponse:
-        """One judgement, beside the stream. Raises `MeshError`."""
+        """Run hidden tests in a unary call, beside the stream. Raises `MeshError`."""
         if self._channel is None:
             self._channel = self._connect(self.address)
         stub: sandbox_pb2_grpc.SandboxServiceAsyncStub = sandbox_pb2_grpc.SandboxServiceStub(self._channel)

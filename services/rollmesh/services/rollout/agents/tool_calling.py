@@ -1,7 +1,7 @@
 """The agent that lets the model call tools until it answers.
 
 A turn ends with a tool call, which is carried out and observed, or with anything else, which ends the episode: an answer, or
-words without one. A call that cannot be parsed is answered with an error line, so that the model may mend it.
+words without one. A call that cannot be parsed is answered with an error line, so that the model can correct it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ToolCallingAgent:
             if call is None:
                 return
             if not env.turns_left:
-                raise LimitReached("turns")  # before the call, which would be carried out for nobody
+                raise LimitReached("turns")  # before the call, because no turn could use its result
             if call.error:
                 env.observe(call.error)
             else:
