@@ -977,7 +977,7 @@ class TestVerdict(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     WALL_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Number or name in the manifest; says nothing of the expected answer."""
+    """Number or name in the manifest. It MUST NOT reveal the expected answer."""
     outcome: Global___TestOutcome.ValueType
     """The verdict."""
     message: _builtins.str
@@ -1018,7 +1018,7 @@ class RunTestsResponse(_message.Message):
     """Accepted weight of all weight in the manifest, 0 to 1; 1 if and only if every test was accepted."""
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___TestVerdict]:
-        """All of them; those behind the first failure are left out where the manifest says so."""
+        """In the order of the manifest. Tests after the first failure are omitted if the manifest demands it."""
 
     def __init__(
         self,
