@@ -1,8 +1,8 @@
-"""The shape of an episode: segments, samples, rewards. The domain twin of `rollmesh/v1/types.proto`.
+"""The domain types of an episode: segments, samples, rewards, as in `rollmesh/v1/types.proto`.
 
 An episode is a tree of segments; a sample is the path from a root to one leaf segment. A shared prefix is stored once.
-Token ids are never re-encoded from text: what is trained is what was sampled.
-Converted to and from protobuf in `rollmesh.shared.codec.trajectory`.
+Token ids are never encoded again from text, so that training uses exactly the sampled tokens.
+The types are converted to and from protobuf in `rollmesh.shared.codec.trajectory`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Role(IntEnum):
 
 
 class Source(IntEnum):
-    """Who wrote the tokens. Numbers equal `rollmesh.v1.SegmentSource`."""
+    """Origin of the tokens. Numbers equal `rollmesh.v1.SegmentSource`."""
 
     POLICY = 1
     PROMPT = 2
@@ -54,7 +54,7 @@ class FinishReason(IntEnum):
     """Why generation of a segment ended. Numbers equal `rollmesh.v1.FinishReason`."""
 
     UNFINISHED = 0
-    """The sequence goes on in a child segment (weights changed in mid-sequence, or another node took over)."""
+    """The sequence continues in a child segment, because weights changed or another node took over."""
     STOP = 1
     LENGTH = 2
     CANCELLED = 3
@@ -100,7 +100,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Text view of a turn, for people and judges; never the source of trained tokens."""
+    """Text view of a turn, for display and judges. Trained tokens never come from it."""
 
     role: str
     content: str
@@ -108,7 +108,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A span of tokens with one author and, if sampled, one set of weights.
+    """Consecutive tokens with one source and, if sampled, one set of weights.
 
     `logprobs` [n] are under the distribution sampled from, natural log, present exactly for sampled (POLICY, PEER) spans.
     `logprobs_model` [n] are under the plain softmax of the model (temperature 1, no truncation), if the engine gives them.
@@ -235,7 +235,7 @@ class Episode:
         return tuple(self.segments[i] for i in self.path(sample.leaf))
 
     def oldest_step(self, sample: Sample) -> int | None:
-        """Oldest step among the sample's trained POLICY tokens of its own policy; None if it trains on none."""
+        """Return the oldest step among the sample's trained POLICY tokens of its policy; None without such tokens."""
         return oldest_trained_step(self.path_segments(sample), policy=sample.policy)
 
 

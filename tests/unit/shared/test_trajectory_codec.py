@@ -203,7 +203,10 @@ def array_of(episode: types_pb2.Episode, **changes: Any) -> None:
         (lambda e: setattr(e.segments[2], "loss_mask", b"\0\2\1"), "segments[2].loss_mask: holds 2"),
         (lambda e: setattr(e.segments[2], "logprobs_model", bytes(4)), "segments[2].logprobs_model: 1 values"),
         (lambda e: setattr(e.segments[2], "logprobs", NAN), "segments[2].logprobs: value 0 is nan"),
-        (lambda e: setattr(e.segments[0], "token_ids", bytes(7)), "segments[0].token_ids: 7 bytes are no whole number"),
+        (
+            lambda e: setattr(e.segments[0], "token_ids", bytes(7)),
+            "segments[0].token_ids: must be a multiple of 4 bytes for i32le, got 7",
+        ),
         (lambda e: setattr(e.segments[0], "token_ids", b"\xff" * 4), "segments[0].token_ids: token -1 is negative"),
         (lambda e: setattr(e.segments[1], "parent", 1), "segments[1].parent: 1, expected -1 (root) or an earlier"),
         (lambda e: setattr(e.segments[1], "parent", -2), "segments[1].parent: -2"),
@@ -270,7 +273,7 @@ def test_a_malformed_episode_is_refused_by_field(damage: Break, message: str) ->
 
 
 def test_bytes_that_are_no_episode_are_refused() -> None:
-    with pytest.raises(InvalidInput, match=r"no rollmesh\.v1\.Episode"):
+    with pytest.raises(InvalidInput, match=r"cannot decode a rollmesh\.v1\.Episode from 3 bytes"):
         codec.episode_from_bytes(b"\xff\xff\xff")
 
 

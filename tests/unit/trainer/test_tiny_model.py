@@ -122,7 +122,7 @@ def test_demonstration_trains_on_what_the_assistant_wrote_only() -> None:
 
 
 def test_demonstration_rejects_a_mask_of_another_length() -> None:
-    with pytest.raises(ValueError, match="3 token ids but 2"):
+    with pytest.raises(ValueError, match="`loss_mask` must have 3 entries"):
         EncodedDemonstration(np.zeros(3, np.int32), np.zeros(2, np.uint8))
 
 

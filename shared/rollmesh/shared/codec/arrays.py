@@ -1,6 +1,6 @@
-"""Arrays as little-endian bytes: the convention of every `bytes` array field in `rollmesh.v1`.
+"""Encode arrays as little-endian bytes, as in every `bytes` array field of `rollmesh.v1`.
 
-Decoded arrays are views of the message's bytes, hence read-only; copy before writing.
+Decoded arrays are views of the message's bytes and therefore read-only. Copy them before writing.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def encode_ints(values: IntArray) -> bytes:
-    """i32le."""
+    """Encode as i32le."""
     return np.ascontiguousarray(values, dtype="<i4").tobytes()
 
 
 def encode_floats(values: FloatArray) -> bytes:
-    """f32le."""
+    """Encode as f32le."""
     return np.ascontiguousarray(values, dtype="<f4").tobytes()
 
 
 def encode_mask(values: MaskArray) -> bytes:
-    """u8, one byte per token."""
+    """Encode as u8, one byte per token."""
     return np.ascontiguousarray(values, dtype="u1").tobytes()
 
 
 def decode_ints(data: bytes, field: str) -> IntArray:
-    """i32le [n]; raises `InvalidInput` if `data` is no whole number of elements."""
+    """Decode i32le [n]. Raises `InvalidInput` if the size is not a multiple of 4 bytes."""
     return _decode(data, "<i4", "i32le", field)
 
 
 def decode_floats(data: bytes, field: str) -> FloatArray:
-    """f32le [n]; raises `InvalidInput` if `data` is no whole number of elements."""
+    """Decode f32le [n]. Raises `InvalidInput` if the size is not a multiple of 4 bytes."""
     return _decode(data, "<f4", "f32le", field)
 
 
 def decode_mask(data: bytes) -> MaskArray:
-    """u8 [n]."""
+    """Decode u8 [n]."""
     return np.frombuffer(data, dtype="u1")
 
 
@@ -81,5 +81,5 @@ def decode_array(message: types_pb2.TokenArray, field: str) -> NDArray[Any]:
 
 def _decode(data: bytes, dtype: str, name: str, field: str) -> NDArray[Any]:
     if len(data) % 4:
-        invalid(field, f"{len(data)} bytes are no whole number of {name} values")
+        invalid(field, f"must be a multiple of 4 bytes for {name}, got {len(data)}")
     return np.frombuffer(data, dtype=dtype)

@@ -1,6 +1,6 @@
-"""What makes an episode well formed. One set of rules for both directions: what is refused on arrival is never sent either.
+"""Check that an episode is well formed. The same rules apply to both directions, so that no sender writes what a receiver rejects.
 
-Every refusal is an `InvalidInput` naming the field by its path in the proto (`episode.segments[3].logprobs`).
+Every error is an `InvalidInput` naming the field by its path in the proto (`episode.segments[3].logprobs`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ARRAY_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 def check_episode(episode: Episode, field: str = "episode") -> None:
-    """Raises `InvalidInput` for the first thing that is wrong."""
+    """Raise `InvalidInput` for the first error."""
     _check_key(episode.key, f"{field}.key")
     for index, params in enumerate(episode.sampling_params):
         check_sampling_params(params, f"{field}.sampling_params[{index}]")
@@ -55,7 +55,7 @@ def check_episode(episode: Episode, field: str = "episode") -> None:
 
 
 def check_segment(segment: Segment, field: str, *, index: int, num_params: int) -> None:
-    """`index` is the segment's own place in the episode, `num_params` how many sampling parameters the episode has."""
+    """`index` is the segment's index in the episode, and `num_params` the number of the episode's sampling parameters."""
     if not ROOT <= segment.parent < index:
         invalid(f"{field}.parent", f"{segment.parent}, expected {ROOT} (root) or an earlier segment, below {index}")
     if segment.token_ids.ndim != 1:
@@ -98,7 +98,7 @@ def check_sample(sample: Sample, field: str, *, num_segments: int) -> None:
 
 
 def check_rewards(rewards: Sequence[Reward], field: str, *, num_segments: int | None = None) -> None:
-    """`num_segments` bounds the segment a reward may be about; None where the episode isn't at hand."""
+    """`num_segments` limits the segment of a reward; None if the episode is not available."""
     for index, reward in enumerate(rewards):
         _check_reward(reward, f"{field}[{index}]", num_segments)
 

@@ -1,9 +1,9 @@
 """Episodes, samples and groups: domain (`rollmesh.shared.trajectory`) to protobuf (`rollmesh/v1/types.proto`) and back.
 
-Both directions obey the rules of `codec.checks`; a refusal is an `InvalidInput` naming the field. Bytes are deterministic:
-the golden vectors of the tests hold for every release, so that a payload written by one is read by another.
+Both directions apply the rules of `codec.checks` and raise `InvalidInput` naming the field. Bytes are deterministic. The golden
+vectors of the tests hold for every release, so that one release reads the payloads of another.
 
-Absence: an empty array of a segment without tokens is the same as none, and decodes to the form its source requires.
+An empty array of a segment without tokens equals an absent one, and decodes to the form that its source requires.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ E = TypeVar("E", bound=IntEnum)
 
 
 def episode_to_bytes(episode: Episode) -> bytes:
-    """The payload in the sample stream. Raises `InvalidInput` for an episode nobody would accept."""
+    """Encode the payload of the sample stream. Raises `InvalidInput` for a malformed episode."""
     return encode_episode(episode).SerializeToString(deterministic=True)
 
 
 def episode_from_bytes(data: bytes) -> Episode:
-    """The episode in a payload. Raises `InvalidInput`."""
+    """Decode the episode in a payload. Raises `InvalidInput`."""
     message = types_pb2.Episode()
     try:
         message.ParseFromString(data)
     except DecodeError as err:
-        invalid("episode", f"{len(data)} bytes that are no rollmesh.v1.Episode ({err})")
+        invalid("episode", f"cannot decode a rollmesh.v1.Episode from {len(data)} bytes: {err}")
     return decode_episode(message)
 
 
@@ -140,7 +140,7 @@ def encode_segment(segment: Segment) -> types_pb2.Segment:
 
 
 def decode_segment(message: types_pb2.Segment, field: str = "segment") -> Segment:
-    """Shapes and enums only; `checks.check_segment` holds it against its episode. Raises `InvalidInput`."""
+    """Check shapes and enums only; `checks.check_segment` compares it with its episode. Raises `InvalidInput`."""
     if message.media:  # rejected, not dropped, because the sender relies on it
         invalid(f"{field}.media", "not supported by this version; leave it empty")
     source = _known(Source, message.source, f"{field}.source")
@@ -232,7 +232,7 @@ def encode_sample(sample: Sample) -> types_pb2.Sample:
 
 
 def decode_sample(message: types_pb2.Sample, field: str = "sample") -> Sample:
-    """Enums only; `checks.check_sample` holds it against its episode. Raises `InvalidInput`."""
+    """Check enums only; `checks.check_sample` compares it with its episode. Raises `InvalidInput`."""
     return Sample(
         sample_id=message.sample_id,
         leaf=message.leaf,
@@ -296,7 +296,7 @@ def decode_group_context(message: types_pb2.GroupContext, field: str = "group") 
 
 
 def _wire(value: IntEnum) -> Any:
-    # The generated stubs give every enum a type of its own; the numbers are equal by definition and by test.
+    # The generated stubs have a separate type per enum. A test checks that the numbers are equal.
     return int(value)
 
 
